@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import transformers
 
-from specgen.bundled import data_directory
 from specgen.config import EngineConfig, SamplingParams
+from specgen.config.bundled import data_directory
 from specgen.core.sequence import Request
 from specgen.engine.build import build_engine
 from specgen.engine.choices import resolve

@@ -4,7 +4,7 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from specgen.spelling import did_you_mean
+from specgen.config.errors import did_you_mean
 
 if TYPE_CHECKING:
     from specgen.config import EngineConfig, SamplingParams, UserError

@@ -1,14 +1,20 @@
-"""The device: which one a name means, points of its work in time, and non-blocking copies between it and the host."""
+"""Devices: which one a name means, points of its work in time, copies to and from the host, and the ranks of a model.
+
+A rank is a process with one device; ranks that run one model together exchange tensors by collectives.
+"""
 
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from specgen.config import require
 
@@ -131,3 +137,74 @@ def require_devices(first: torch.device, count: int) -> None:
             f"tensor-parallel is {count} and from {first} on there {'is' if there == 1 else 'are'} {there} of this "
             f"machine's GPUs: use --tensor-parallel {there}, or another --device",
         )
+
+
+class RankUnreachable(RuntimeError):  # noqa: N818
+    """Another rank did not answer within ``seconds``; the fault is not this rank's."""
+
+    def __init__(self, reason: str, seconds: float) -> None:
+        super().__init__(reason)
+        self.seconds = seconds
+
+
+@contextmanager
+def collective() -> Iterator[None]:
+    """Around a collective on the hosts: its failure is a ``RankUnreachable``, as the others are missing."""
+    began = time.monotonic()
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise RankUnreachable(str(error), time.monotonic() - began) from error
+
+
+def _do_nothing() -> None:
+    """A single rank needs no heartbeat."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """``rank`` of ``size`` processes that hold a model's shares; all call its methods in the same order.
+
+    ``group`` is torch's (NCCL for GPUs, gloo for a CPU), and None where one process holds the whole model, or where one
+    that is only outlined. Results have the same bits on every rank: they choose tokens, and ranks that disagree on one
+    would part for good. ``alive`` is called between the parts of work that may take longer than the others would wait
+    in silence; it raises ``RankUnreachable`` where one of them is gone.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: "dist.ProcessGroup | None" = None
+    alive: Callable[[], None] = field(default=_do_nothing, compare=False)
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.size, (self.rank, self.size)
+        assert self.size > 1 or self.group is None, "a single rank has no group"
+
+    def gather(self, x: Tensor) -> Tensor:
+        """``x`` [...] of every rank, in their order: [size, ...]. All have the same shape."""
+        if self.size == 1:
+            return x[None]
+        assert self.group is not None, "an outline computes nothing"
+        found = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
+        with (
+            collective() if x.device.type == "cpu" else nullcontext()
+        ):  # on GPUs the host waits for nobody here
+            _all_gather(found.view(-1), x.contiguous().view(-1), group=self.group)
+        return found
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' ``x`` in its dtype; on a CPU in their order."""
+        if self.size == 1:
+            return x
+        if x.device.type == "cpu":  # gloo's own order depends on the number of bytes
+            return self.gather(x).sum(0)
+        total = x.clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+
+# torch 2.13 gave it another name
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+SINGLE_RANK = Ranks()

@@ -11,7 +11,7 @@ import torch
 import typer.testing
 from torch.utils import collect_env
 
-from specgen.bundled import data_directory
+from specgen.config.bundled import data_directory
 from specgen.core.graphs import Runner, bucket
 from specgen.engine import assembly, choices
 from tests.engines import Pair, load_pair

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from specgen.bundled import data_directory
 from specgen.checkpoints.checkpoint import load_drafter, load_target, open_checkpoint
 from specgen.config import EngineConfig, SamplingParams
+from specgen.config.bundled import data_directory
 from specgen.core.sequence import Completion, Request, Sequence
 from specgen.engine.build import build_engine
 from specgen.engine.choices import resolve

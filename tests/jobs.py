@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from specgen.bundled import data_directory
 from specgen.config import EngineConfig, SamplingParams
+from specgen.config.bundled import data_directory
 from specgen.jobs.job import Job
 from specgen.record.record_rows import EngineRow
 from specgen.rundir.progress import Tally

@@ -9,9 +9,9 @@ from specgen.core.engine_core import EngineCore
 from specgen.core.passes import Pass
 from specgen.core.scheduler import Scheduler
 from specgen.core.step import Found, Steps
+from specgen.device import Ranks
 from specgen.engine.loading import Models
 from specgen.evaluation.divergence import _prefill
-from specgen.ranks import Ranks
 
 
 def together(models: Models, plant: Any, config: EngineConfig, *arguments: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from specgen.ranks import Ranks
+from specgen.device import Ranks
 
 T = TypeVar("T")
 

@@ -11,10 +11,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from specgen import display
 from specgen.bench.output import BenchTable, Plot
 from specgen.cli.bench import publish
 from specgen.config import UserError
+from specgen.report import display
 from specgen.report.charts import STYLES, Lines, Point, quarters, svg
 from specgen.report.table import Column
 from specgen.report.terminal import render

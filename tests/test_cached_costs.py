@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from specgen.cache_files import cache_directory
-from specgen.config import DraftLength, EngineConfig
+from specgen.checkpoints.cache_files import cache_directory
+from specgen.config import DraftLength, EngineConfig, TemplateKwargs
 from specgen.core.spec_length import CheapestLength, StepCosts
 from specgen.engine import build, cached_costs
 from specgen.engine.build import build_engine
 from specgen.engine.cached_costs import costs_for, forget, key_of
 from specgen.engine.loading import open_checkpoints
 from specgen.engine.number_formats import Checkpoints
-from specgen.template_kwargs import TemplateKwargs
 from tests.engines import Pair, config_of
 from tests.tiny_checkpoints import write_head, write_target
 

@@ -6,7 +6,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from specgen.display import ratio
 from specgen.report import page
 from specgen.report.charts import (
     DRAFT_LENGTHS,
@@ -18,6 +17,7 @@ from specgen.report.charts import (
     styles_of,
     svg,
 )
+from specgen.report.display import ratio
 
 SVG = "{http://www.w3.org/2000/svg}"
 CSS = (Path(page.__file__).parent / "page.css").read_text()

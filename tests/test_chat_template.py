@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from transformers.utils import chat_template_utils
 
-from specgen.config import EngineConfig, UserError
-from specgen.template_kwargs import TemplateKwargs
+from specgen.config import EngineConfig, TemplateKwargs, UserError
 from specgen.text.chat_template import calls_for_date, pin_date
 from specgen.text.tokenizer import Message, load_tokenizer
 from tests.tiny_tokenizers import HARMONY_TEMPLATE, TEMPLATE, write_byte_level, write_harmony, write_think

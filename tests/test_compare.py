@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from specgen.config import SamplingParams, UserError
-from specgen.display import p_value, plain
 from specgen.evaluation import compare as comparing
 from specgen.evaluation.divergence import Judge
 from specgen.evaluation.evaluation_tables import of_comparison, page
 from specgen.evaluation.samples import ArmRun, Generated, Sample
 from specgen.report.charts import STYLES, Bars, Point, quarters
+from specgen.report.display import p_value, plain
 from specgen.report.intervals import mcnemar, tango
 from specgen.report.table import Table
 from specgen.report.tables import curve, curves

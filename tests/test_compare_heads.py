@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from specgen.bundled import data_directory, heads
 from specgen.checkpoints import checkpoint
 from specgen.cli import main as cli
 from specgen.cli.comparing import read_comparison
 from specgen.config import EngineConfig, SamplingParams, UserError
+from specgen.config.bundled import data_directory, heads
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.experiments import heads_job
 from specgen.experiments.finished_runs import as_directory, read_runs, short_names
@@ -31,14 +31,13 @@ from specgen.experiments.paper_table import exported
 from specgen.experiments.repeat import Repeat
 from specgen.experiments.rounds import PLAIN, Speeds
 from specgen.jobs import run as run_module
-from specgen.record.record_rows import RequestRow
+from specgen.record.record_rows import RequestRow, turn_id
 from specgen.report.acceptance import fold_request
 from specgen.report.paired_requests import shared_requests
 from specgen.rundir.interrupt import StoppedError
 from specgen.rundir.results import RunDirectory
 from specgen.rundir.row_file import RowFile
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
-from specgen.turn_ids import turn_id
 from tests.jobs import Silent, untimed
 from tests.streams import fold, request
 from tests.timed_engines import rounds_of

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from specgen.bundled import data_directory
 from specgen.config import SamplingParams
+from specgen.config.bundled import data_directory
 from specgen.core.sequence import Request
 from specgen.prompts import load_prompts, prompt_ids
 from specgen.text.tokenizer import Tokenizer, load_tokenizer

@@ -2,8 +2,8 @@
 
 import pytest
 
-from specgen import display
 from specgen.evaluation.evaluation_tables import _ACCURACY
+from specgen.report import display
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specgen import Engine, EngineConfig, SamplingParams, UserError
-from specgen.bundled import pair
+from specgen.config.bundled import pair
 
 MODEL, DRAFTER = pair()
 CONFIG = EngineConfig(model=MODEL, drafter=DRAFTER, device="cpu", max_batch_size=2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specgen import Engine, EngineConfig, SamplingParams
-from specgen.bundled import pair
+from specgen.config.bundled import pair
 
 pytestmark = pytest.mark.gpu
 MODEL, DRAFTER = pair()

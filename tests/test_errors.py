@@ -15,12 +15,12 @@ import pytest
 from specgen import __version__, prompts
 from specgen.bench.output import BenchTable
 from specgen.config import EngineConfig, UserError
+from specgen.config.errors import DeviceLost
+from specgen.config.json_fields import load_json
 from specgen.core.engine_core import EngineCore
 from specgen.engine.conversations import Conversations
 from specgen.engine.engine import Engine
-from specgen.errors import DeviceLost
 from specgen.evaluation import evaluation_tables
-from specgen.json_fields import load_json
 from specgen.prompts import Prompt
 from specgen.prompts.load import PromptSet
 from specgen.rundir.atomic import naming, open_output, sync, writable, write_text

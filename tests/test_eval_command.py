@@ -12,9 +12,9 @@ import pytest
 from torch import Tensor
 from typer.testing import CliRunner
 
-from specgen.bundled import data_directory
 from specgen.cli import main as cli
 from specgen.config import EngineConfig, UserError
+from specgen.config.bundled import data_directory
 from specgen.core import step
 from specgen.decoding.verify import accept_greedy
 from specgen.engine.arms import Arm

@@ -12,8 +12,8 @@ import lm_eval.tasks
 import pytest
 import yaml
 
-from specgen.bundled import evaluation_directory
 from specgen.config import UserError
+from specgen.config.bundled import evaluation_directory
 from specgen.evaluation import tasks
 from specgen.evaluation.tasks import find_tasks, local_gsm8k, word_problems_task
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from specgen.bench.matrices import Workload
-from specgen.bundled import data_directory, heads
 from specgen.config import DraftLength, EngineConfig, SamplingParams
+from specgen.config.bundled import data_directory, heads
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.experiments import turns
 from specgen.experiments.heads_job import DataSource, HeadsJob, HeadsRun

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from specgen.config import SamplingParams
+from specgen.config.errors import DeviceLost
 from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Request
 from specgen.core.step import Steps
 from specgen.device import HostCopy
 from specgen.engine import assembly
 from specgen.engine.build import build_engine
-from specgen.errors import DeviceLost
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
 from specgen.kv.pages import PageAllocator

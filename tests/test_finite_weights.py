@@ -14,7 +14,7 @@ from specgen.checkpoints.checkpoint import load_drafter, load_target, open_check
 from specgen.checkpoints.tensor_reader import is_finite
 from specgen.cli.main import app
 from specgen.config import UserError
-from specgen.ranks import SINGLE_RANK, Ranks
+from specgen.device import SINGLE_RANK, Ranks
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_fp8 import quantize
 from tests.tiny_mixtures import in_one_tensor, packed_in_mxfp4, write_gpt_oss, write_qwen3_moe

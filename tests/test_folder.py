@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from specgen.bench.output import BenchTable
 from specgen.cli.main import app
 from specgen.config import UserError
-from specgen.display import checkpoint_name, printable
+from specgen.report.display import checkpoint_name, printable
 from specgen.report.folder import listed, may_replace
 from tests.test_report_html import Page, a_run
 

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specgen.bundled import data_directory
 from specgen.checkpoints.checkpoint import load_target, open_checkpoint
 from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.config import SamplingParams, UserError
+from specgen.config.bundled import data_directory
 from specgen.evaluation.divergence import Judge
 from specgen.models.llama import Llama
 from specgen.ops import fp8

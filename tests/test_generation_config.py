@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from specgen.bench.matrices import Workload
-from specgen.bundled import data_directory
 from specgen.checkpoints.checkpoint import open_checkpoint
 from specgen.config import EngineConfig, SamplingParams, UserError
+from specgen.config.bundled import data_directory
 from specgen.core.sequence import Request
 from specgen.decoding.sampling import SamplingForm
 from specgen.engine.arms import Arm

@@ -289,7 +289,7 @@ def test_the_kv_cache_gets_the_memory_left_by_the_job(bfloat16_pair: Pair) -> No
 _LOSES_THE_DEVICE = """
 import sys, pathlib, torch
 from specgen.engine.build import build_engine
-from specgen.errors import DeviceLost
+from specgen.config.errors import DeviceLost
 from specgen.core.step import Steps
 from tests.engines import bundled_requests, config_of, load_pair
 from specgen.config import SamplingParams

@@ -5,8 +5,8 @@ from collections.abc import Callable, Hashable
 import pytest
 import torch
 
-from specgen.bundled import data_directory
 from specgen.config import EngineConfig, SamplingParams
+from specgen.config.bundled import data_directory
 from specgen.core.graphs import GraphSizes, Runner, StepGraphs, bucket
 from specgen.core.scheduler import Limits
 from specgen.engine import engine as engine_module

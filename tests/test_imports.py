@@ -15,13 +15,14 @@ Imports = dict[str, set[str]]  # package, or module directly in specgen/: the ot
 
 # A package imports those before it and never one behind it; the two siblings never import each other.
 ORDER = (
-    "leaves",
+    "config",
+    "record",
+    "device",
     "kv",
     "ops",
     "models",
     "attention",
     "decoding",
-    "record",
     "core",
     "text",
     "prompts",
@@ -37,38 +38,22 @@ ORDER = (
 )
 DOORS = {"__init__", "__main__"}  # of specgen: they import what is behind them
 SIBLINGS = {"jobs", "bench"}
-LEAVES = {
-    "bundled",
-    "config",
-    "device",
-    "display",
-    "errors",
-    "field_types",
-    "json_fields",
-    "cache_files",
-    "ranks",
-    "spelling",
-    "startup",
-    "template_kwargs",
-    "turn_ids",
-}  # modules directly in specgen/
+MODULES = {"device"}  # directly in specgen/
 # Beyond the order: what decodes computes no rate, models know neither attention nor cache, and what reads and shows
 # knows no tensors.
 ONLY: Imports = {
-    "leaves": set(),
-    "models": {"leaves", "kv", "ops"},  # of kv, what a model says of its cache
-    "text": {"leaves"},
-    "prompts": {"leaves", "text"},
-    "checkpoints": {"leaves", "ops", "models"},
-    "record": {"leaves"},
-    "report": {"leaves", "text", "record"},  # of text, the pieces of a page's tokens
-    "rundir": {"leaves", "record"},
+    "device": {"config"},
+    "models": {"config", "device", "kv", "ops"},  # of kv, what a model says of its cache
+    "text": {"config"},
+    "prompts": {"config", "record", "text"},  # of record, the ids of turns
+    "checkpoints": {"config", "device", "ops", "models"},
+    "report": {"config", "text", "record"},  # of text, the pieces of a page's tokens
+    "rundir": {"config", "record"},
 }
 HEAVY = ("torch", "ray", "transformers", "datasets", "flashinfer", "lm_eval", "scipy", "pyarrow")
 LIGHT = (
     "cli.main",
     "config",
-    "bundled",
     "record",
     "report",
     "rundir.results",
@@ -83,9 +68,8 @@ LIGHT = (
 
 
 def package_of(module: str) -> str:
-    """The package that ``module``, dotted and below specgen, is in."""
-    first = module.split(".")[0]
-    return "leaves" if first in LEAVES else first
+    """The package that ``module``, dotted and below specgen, is in; a module beside the packages stands for itself."""
+    return module.split(".")[0]
 
 
 def read_imports(root: Path) -> Imports:
@@ -129,15 +113,15 @@ def test_every_arrow_goes_down():
 
 
 def test_every_package_is_in_the_list():
-    assert {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()} == set(ORDER) - {
-        "leaves"
-    }
-    assert {path.stem for path in ROOT.glob("*.py")} == LEAVES | DOORS
+    assert {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()} == set(ORDER) - MODULES
+    assert {path.stem for path in ROOT.glob("*.py")} == MODULES | DOORS
 
 
 def test_every_package_says_what_it_may_import():
     said = {
-        name: ast.get_docstring(ast.parse((ROOT / name / "__init__.py").read_text())) for name in ORDER[1:]
+        name: ast.get_docstring(ast.parse((ROOT / name / "__init__.py").read_text()))
+        for name in ORDER
+        if name not in MODULES
     }
     assert [name for name, text in said.items() if text is None or "May import" not in text] == []
 
@@ -156,7 +140,7 @@ def test_a_file_name_has_one_meaning():
         ("attention/sdpa.py", "def f():\n    from specgen.core import sequence", "attention -> core"),
         ("decoding/verify.py", "from specgen.core.engine_core import EngineCore", "decoding -> core"),
         ("report/report.py", "from specgen.rundir.results import RunDirectory", "report -> rundir"),
-        ("turn_ids.py", "from specgen.kv import layout", "leaves -> kv"),
+        ("device.py", "from specgen.kv import layout", "device -> kv"),
         ("bench/explain.py", "if TYPE_CHECKING:\n    import specgen.jobs.run", "bench -> jobs"),
         ("jobs/run.py", "from specgen.cli.main import main", "jobs -> cli"),
     ],
@@ -196,7 +180,7 @@ for module in pkgutil.walk_packages(specgen.__path__, "specgen."):
     if module.name.rpartition(".")[2] not in kernels and ".ops.expert_" not in module.name:
         importlib.import_module(module.name)
 from specgen import Engine, EngineConfig, SamplingParams
-from specgen.bundled import data_directory
+from specgen.config.bundled import data_directory
 from specgen.cli.main import app
 pair = [str(data_directory() / "demo" / name) for name in ("target", "drafter")]
 engine = Engine(EngineConfig(model=pair[0], drafter=pair[1], device="cpu"))

@@ -10,11 +10,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from specgen.bundled import data_directory, heads
 from specgen.checkpoints.checkpoint import load_drafter, load_target, open_checkpoint
 from specgen.checkpoints.inspect_checkpoint import Description, describe
 from specgen.cli.main import app
 from specgen.config import UserError
+from specgen.config.bundled import data_directory, heads
 from specgen.models.eagle3 import Eagle3Config
 from specgen.models.families import FAMILIES, HEAD_FAMILIES
 from specgen.models.model_config import TargetConfig

@@ -30,7 +30,7 @@ from specgen.models.model_config import LatentConfig
 from specgen.ops import jit_modules
 from specgen.ops.block_fp8 import FEWEST_ROWS
 from specgen.ops.jit_modules import Module, compile_missing, compiled_meanwhile
-from specgen.startup import watched
+from specgen.record.startup import watched
 from tests.timed_engines import write_tiny
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_fp8 import quantize

@@ -15,11 +15,11 @@ import typer
 
 from specgen.cli import generating
 from specgen.config import SamplingParams
+from specgen.config.errors import DeviceLost
 from specgen.core import engine_core
 from specgen.core.engine_core import EngineCore
 from specgen.core.step import Steps
 from specgen.engine import engine
-from specgen.errors import DeviceLost
 from specgen.jobs.job import Job
 from specgen.jobs.run import run
 from specgen.record.record_rows import PassRow, Session, read_passes

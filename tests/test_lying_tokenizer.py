@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from specgen.config import UserError
-from specgen.template_kwargs import TemplateKwargs
+from specgen.config import TemplateKwargs, UserError
 from specgen.text.tokenizer import Message, Tokenizer, load_tokenizer
 from tests.forked import generate_with_pair, write_pair
 from tests.tiny_tokenizers import write_byte_level

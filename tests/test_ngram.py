@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgen.bundled import data_directory, pair
 from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError, ngram_length
+from specgen.config.bundled import data_directory, pair
 from specgen.core.sequence import Request
 from specgen.core.spec_length import CheapestLength, StepCosts
 from specgen.decoding import ngram

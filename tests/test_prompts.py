@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from specgen.bundled import data_directory
 from specgen.config import UserError
+from specgen.config.bundled import data_directory
 from specgen.prompts import (
     DATASETS,
     Message,

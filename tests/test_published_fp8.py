@@ -12,11 +12,11 @@ from specgen.checkpoints.kv_scheme import kv_scheme
 from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
 from specgen.checkpoints.weight_files import TensorInfo
 from specgen.config import UserError
+from specgen.device import Ranks
 from specgen.models.families import family_of
 from specgen.models.fp8_config import with_modelopt
 from specgen.models.model_config import TargetConfig
 from specgen.ops import reference
-from specgen.ranks import Ranks
 from tests.test_published_mixtures import qwen3_moe, tensors
 
 Shape = tuple[int, ...]

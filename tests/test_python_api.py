@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from specgen import Engine, EngineConfig, Message, Prompt, RequestOutput, SamplingParams, UserError
-from specgen.bundled import pair
 from specgen.config import DraftLength
+from specgen.config.bundled import pair
 
 MODEL, DRAFTER = pair()
 QUESTION = Message(role="user", content="Tom has 3 apples and buys 2 more. How many?")

@@ -19,9 +19,10 @@ import pytest
 import torch
 
 from specgen.config import SamplingParams, UserError
+from specgen.config.errors import DeviceLost
 from specgen.core.peers import Peers
 from specgen.core.sequence import Request, ScoreRequest
-from specgen.device import HostCopy
+from specgen.device import HostCopy, Ranks, RankUnreachable
 from specgen.engine import supervisor, worker_group
 from specgen.engine.build import build_engine
 from specgen.engine.loading import load_models, open_checkpoints
@@ -30,9 +31,7 @@ from specgen.engine.rank_group import Alive, Failed, Place
 from specgen.engine.supervisor import Supervisor, WorkerProcess
 from specgen.engine.worker import Worker
 from specgen.engine.worker_group import exit_within
-from specgen.errors import DeviceLost
 from specgen.evaluation.divergence import prefill_logits
-from specgen.ranks import Ranks, RankUnreachable
 from tests.test_lost_ranks import processes, wait_until
 from tests.test_tensor_parallel import config
 

@@ -16,12 +16,12 @@ from specgen.checkpoints.checkpoint import build_target, load_target, open_check
 from specgen.checkpoints.rank_share import RankShare
 from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.config import UserError
+from specgen.device import SINGLE_RANK, Ranks
 from specgen.models import vocabulary
 from specgen.models.llama import Llama
 from specgen.ops import bind_ops, experts, fp8, ranked
 from specgen.ops.reference import RmsNorm
 from specgen.ops.weight import Weight
-from specgen.ranks import SINGLE_RANK, Ranks
 from tests.dense import DenseAttend
 from tests.rank_threads import ThreadRanks, together
 from tests.tiny_checkpoints import write_target

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import multiprocessing
 
+from specgen.device import Ranks
 from specgen.engine.rank_group import Place, join
 from specgen.engine.worker_group import TIMEOUT
 from specgen.ops import Norm, bind_ops
-from specgen.ranks import Ranks
 
 pytestmark = [
     pytest.mark.gpu,

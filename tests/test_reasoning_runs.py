@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from specgen.bundled import data_directory
 from specgen.cli import main as cli
 from specgen.config import UserError
+from specgen.config.bundled import data_directory
 from specgen.engine import choices
 from specgen.record.counts import Step, count_parts
 from specgen.record.record_rows import RequestRow

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from specgen.bundled import evaluation_directory
 from specgen.cli import main as cli
 from specgen.config import UserError
+from specgen.config.bundled import evaluation_directory
 from specgen.report.intervals import wilson
 from specgen.report.references import (
     compare_figures,

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 
 from specgen.config import UserError
-from specgen.record.record_rows import PassRow
+from specgen.record.record_rows import PassRow, turn_id
 from specgen.report import tables, terminal
 from specgen.report.acceptance import fold_request
 from specgen.report.intervals import Ratio, wilson
 from specgen.report.report import draft_lengths, load, report_categories, report_of
 from specgen.report.tables import DEAD_LENGTH, remarks
-from specgen.turn_ids import turn_id
 from tests.streams import decode_steps, fold, padded_step, pass_row, recorded, refusal, request
 
 

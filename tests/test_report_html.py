@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from specgen.display import percent, plain
 from specgen.report.charts import Bars, Lines, Point, lengths, quarters, svg
+from specgen.report.display import percent, plain
 from specgen.report.page import Page as Content
 from specgen.report.table import Column, Table
 from specgen.report.tables import curve, curves, of_run

@@ -6,8 +6,8 @@ import pytest
 
 from specgen.bench.matrices import find_matrix
 from specgen.config import UserError
+from specgen.config.errors import did_you_mean, nearest
 from specgen.prompts import load_prompts
-from specgen.spelling import did_you_mean, nearest
 
 
 @pytest.mark.parametrize(

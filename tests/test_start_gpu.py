@@ -35,7 +35,7 @@ def test_every_byte_arrives_while_the_gpu_is_at_work(stream: str) -> None:
 
 KNOWN = """
 import sys
-from specgen.bundled import data_directory
+from specgen.config.bundled import data_directory
 from specgen.config import DraftLength, EngineConfig, SamplingParams
 from specgen.engine.choices import resolve
 from specgen.engine.engine import Engine

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from specgen.bundled import data_directory
 from specgen.cli import main as cli
 from specgen.config import EngineConfig, SamplingParams, UserError
+from specgen.config.bundled import data_directory
 from specgen.core.engine_core import EngineCore
 from specgen.core.running_batch import Columns
 from specgen.core.step import StepResult, Steps
 from specgen.engine.engine import Engine
 from specgen.ops.jit_modules import Module
-from specgen.startup import phase, startup_line, watched
+from specgen.record.startup import phase, startup_line, watched
 
 
 def test_phases_and_the_rest_make_up_the_time() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from specgen.bundled import data_directory
 from specgen.checkpoints.checkpoint import load_target
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
+from specgen.config.bundled import data_directory
 from specgen.core.engine_core import EngineCore
 from specgen.core.graphs import StepGraphs
 from specgen.core.sequence import Request

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from specgen.bundled import pair
 from specgen.cli import main as cli
 from specgen.config import EngineConfig, UserError
+from specgen.config.bundled import pair
+from specgen.config.errors import DeviceLost
 from specgen.core.engine_core import EngineCore
 from specgen.core.step import Steps
-from specgen.errors import DeviceLost
 from specgen.report.unfinished import load_so_far
 from specgen.rundir.interrupt import interruptible
 from specgen.rundir.results import locked

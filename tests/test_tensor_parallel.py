@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from specgen.bundled import data_directory
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
+from specgen.config.bundled import data_directory
 from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import ScoreRequest
 from specgen.core.spec_length import StepCosts

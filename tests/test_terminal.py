@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from typer.testing import CliRunner
 
 from specgen.cli.main import app
-from specgen.display import percent
+from specgen.report.display import percent
 from specgen.report.table import Column, Table, pairs
 from specgen.report.terminal import ALARMING, definitions, has_colours, heading, render, width_of
 

@@ -15,10 +15,10 @@ from specgen.bench.matrices import Workload
 from specgen.cli.main import app
 from specgen.cli.tuning import draft_lengths, seconds
 from specgen.config import DraftLength, EngineConfig, UserError
-from specgen.display import duration
 from specgen.engine.arms import Arm
 from specgen.experiments import plans
 from specgen.experiments.tune_table import command
+from specgen.report.display import duration
 from tests.timed_engines import install, job_of, usual, write_tiny
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from specgen.bundled import data_directory
+from specgen.config.bundled import data_directory
 
 SHARED = Path(os.environ.get("SPECGEN_DATASETS", Path(__file__).parents[2] / "shared" / "datasets"))
 PAIR = {name: str(data_directory() / "demo" / name) for name in ("target", "drafter", "drafter-two-layers")}

@@ -6,8 +6,8 @@ import platform
 import torch
 
 from specgen.config import EngineConfig
-from specgen.display import checkpoint_name
 from specgen.engine.loading import Models
+from specgen.report.display import checkpoint_name
 from specgen.report.table import Row
 from specgen.rundir.provenance import cpu_name, versions
 

@@ -7,7 +7,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from specgen import display
 from specgen.bench.bound import DeviceSpeed, copy_bandwidth, matrix_flops
 from specgen.bench.environment import environment, free_memory
 from specgen.bench.kernels import relative_error
@@ -19,6 +18,7 @@ from specgen.ops.experts import Experts, ExpertsMap, Gating, grouped_experts
 from specgen.ops.fp8 import GROUP, dequantised, rounded
 from specgen.ops.mxfp4 import dequantized
 from specgen.ops.weight import Weight
+from specgen.report import display
 from specgen.report.table import Column, Row
 
 _CLAMPED = Gating(alpha=1.702, shift=1.0, limit=7.0)

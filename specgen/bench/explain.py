@@ -20,11 +20,11 @@ from specgen.bench.output import BenchTable
 from specgen.bench.step_table import empty_table, step_rows, with_details
 from specgen.bench.workload import kv_bytes, make_prompts
 from specgen.config import EngineConfig, require
+from specgen.config.errors import DeviceLost
 from specgen.engine.choices import attention_note, resolve
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.number_formats import target_kv_dtype
 from specgen.engine.warm_engine import WarmEngine
-from specgen.errors import DeviceLost
 from specgen.record.record_rows import EngineRow, PassRow, RequestRow, Touched
 from specgen.report.table import Row
 

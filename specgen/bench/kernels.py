@@ -16,7 +16,6 @@ from random import Random
 import torch
 from torch import Tensor
 
-from specgen import display
 from specgen.attention import Attend, Backend, Gpu, Heads, Rows, Use
 from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.hopper import HopperBackend
@@ -33,6 +32,7 @@ from specgen.kv.layout import Layout
 from specgen.models.layers import LayerAttention
 from specgen.models.model_config import LatentConfig
 from specgen.ops import Rope, bind_ops
+from specgen.report import display
 from specgen.report.table import Column, Row
 
 

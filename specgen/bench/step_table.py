@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from specgen import display
 from specgen.bench.bound import DeviceSpeed, Work
 from specgen.bench.marks import PARTS, StepTime
 from specgen.bench.output import BenchTable, Plot
+from specgen.report import display
 from specgen.report.table import Column, Row, Table
 
 

@@ -9,16 +9,16 @@ from pathlib import Path
 
 from specgen.bench.matrices import RANDOM, Workload
 from specgen.config import EngineConfig, SamplingParams, UserError, require
+from specgen.config.json_fields import load_json
 from specgen.core import step_costs
 from specgen.core.sequence import Completion, Request
 from specgen.engine.conversations import first_turns
 from specgen.engine.generation_config import GenerationConfig
 from specgen.engine.loading import Models
 from specgen.engine.memory import kv_page_bytes
-from specgen.json_fields import load_json
 from specgen.prompts import Message, Prompt, Rejected, failure, open_prompts, prompt_ids
+from specgen.record.record_rows import turn_id
 from specgen.text.tokenizer import Tokenizer
-from specgen.turn_ids import turn_id
 
 _WARM_UP = 192  # positions per sequence during warm-up
 _SHOWN = 3  # reasons in an error

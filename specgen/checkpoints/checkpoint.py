@@ -14,6 +14,7 @@ from specgen.checkpoints.tensor_reader import E4M3, Checkpoint, TensorReader
 from specgen.checkpoints.upload import uploading
 from specgen.checkpoints.weight_files import are_equal, read_json, tensor_infos
 from specgen.config import UserError, first_line, require, shown
+from specgen.device import SINGLE_RANK, Ranks
 from specgen.models.config_keys import generation_defaults
 from specgen.models.families import FAMILIES, HEAD_FAMILIES, family_of, head_family_of, is_head
 from specgen.models.fit import misfits, vocabulary_map
@@ -22,7 +23,6 @@ from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.mtp import mtp_prefixes
 from specgen.models.protocols import Head, Target
 from specgen.ops import bind_ops
-from specgen.ranks import SINGLE_RANK, Ranks
 
 _TIED = ("lm_head.weight", "model.embed_tokens.weight")
 _TABLES = ("int64", "int32", "bool")  # of d2t and t2d

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from specgen.cache_files import cache_directory, read_cached, write_cached
+from specgen.checkpoints.cache_files import cache_directory, read_cached, write_cached
 from specgen.checkpoints.tensor_reader import Checkpoint
 from specgen.config import UserError
 

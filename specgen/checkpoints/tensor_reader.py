@@ -13,10 +13,10 @@ from specgen.checkpoints.rank_share import RankShare
 from specgen.checkpoints.upload import Upload
 from specgen.checkpoints.weight_files import TensorInfo, read_tensor, read_tensors
 from specgen.config import UserError, require, shown
+from specgen.device import SINGLE_RANK, Ranks
 from specgen.models.fp8_config import BLOCK, Fp8Config
 from specgen.models.take import Arrange
 from specgen.ops.weight import Weight
-from specgen.ranks import SINGLE_RANK, Ranks
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 E4M3 = "float8_e4m3fn"

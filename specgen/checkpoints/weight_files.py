@@ -14,7 +14,7 @@ from torch import Tensor
 from specgen.checkpoints.pickle_files import read_pickle
 from specgen.checkpoints.rank_share import Cut
 from specgen.config import UserError, first_line, require, shown
-from specgen.json_fields import load_json
+from specgen.config.json_fields import load_json
 
 _STEMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))  # in order of preference
 _SAFETENSORS_DTYPES = {

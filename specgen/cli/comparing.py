@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specgen.bundled import heads, pair
 from specgen.cli.config_file import repeating
 from specgen.cli.generating import KEPT_NOWHERE, RESUMES
 from specgen.cli.measuring import turns
@@ -16,6 +15,7 @@ from specgen.cli.options import NUM_PROMPTS, Only, given_fields, with_options
 from specgen.cli.printing import print_files, print_parts
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import EngineConfig, ExportName, SamplingParams, option, require
+from specgen.config.bundled import heads, pair
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,7 +138,7 @@ def _sources(text: str) -> "tuple[DataSource, ...]":
 
 def _run(job: "HeadsJob", output: Path | None, config: str, quiet: bool) -> "Comparison":
     """Run or resume ``job``; if it ends early, say so and exit."""
-    from specgen.errors import DeviceLost
+    from specgen.config.errors import DeviceLost
     from specgen.experiments.finished_runs import PLAN
     from specgen.experiments.head_figures import compare_runs
     from specgen.experiments.heads_job import HeadsRun

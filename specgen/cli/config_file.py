@@ -8,8 +8,7 @@ from typing import Any
 import typer
 import yaml
 
-from specgen.errors import UserError, first_line, require
-from specgen.spelling import did_you_mean
+from specgen.config.errors import UserError, did_you_mean, first_line, require
 
 # What a file cannot say: what asks for no run, and what would start the same run over each time it is repeated.
 _NOT_SETTINGS = {"config", "help", "restart"}

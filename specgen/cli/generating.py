@@ -24,7 +24,7 @@ from specgen.config import (
 from specgen.prompts.row_reading import Reading
 
 if TYPE_CHECKING:
-    from specgen.errors import DeviceLost
+    from specgen.config.errors import DeviceLost
     from specgen.jobs.job import Job
     from specgen.jobs.run_output import RunResult
 
@@ -132,7 +132,7 @@ def generate(
 
 def _run_and_print(job: "Job", output: Path | None, as_json: bool, quiet: bool) -> None:
     """Run ``job`` and print its report and notes; exit code 3 if a request failed."""
-    from specgen.errors import DeviceLost
+    from specgen.config.errors import DeviceLost
     from specgen.report.tables import figures, of_run
 
     try:

@@ -9,8 +9,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from specgen.errors import UserError, require, shown
-from specgen.spelling import did_you_mean, nearest
+from specgen.config.errors import UserError, did_you_mean, nearest, require, shown
 
 _WIDEST = 26  # columns of the options' names; a longer one is alone on its line
 _LONGEST = 1000  # characters of a command's sentence in the list of commands

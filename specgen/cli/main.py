@@ -20,7 +20,7 @@ from specgen.cli.reading import inspect, merge, report
 from specgen.cli.tuning import tune
 from specgen.cli.verifying import verify
 from specgen.config import UserError
-from specgen.errors import DeviceLost
+from specgen.config.errors import DeviceLost
 
 
 class _Commands(Commands):

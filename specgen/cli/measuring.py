@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from specgen import display
 from specgen.cli.printing import print_files, print_parts
 from specgen.config import option, require
+from specgen.report import display
 from specgen.rundir.atomic import writable, write_text
 from specgen.rundir.interrupt import breakable
 

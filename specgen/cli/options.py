@@ -9,9 +9,9 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from specgen.bundled import pair
 from specgen.cli.config_file import named, settings_of
 from specgen.config import DraftLength, EngineConfig, Group, option, require
+from specgen.config.bundled import pair
 
 DATASET = option(
     "bundled",

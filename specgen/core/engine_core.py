@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from specgen.config import SamplingParams, first_line, require
+from specgen.config.errors import DeviceLost
 from specgen.core.garbage import rarely_collecting
 from specgen.core.passes import Pass, Passes, PassKind, Waits
 from specgen.core.peers import Peers
@@ -21,11 +22,10 @@ from specgen.core.step import Found, Steps, unpack
 from specgen.decoding.outcome import NO_DRAFT
 from specgen.decoding.sampling import request_seed
 from specgen.device import use
-from specgen.errors import DeviceLost
 from specgen.models.model_config import TargetConfig
 from specgen.record.counts import Step
 from specgen.record.record_rows import EngineRow
-from specgen.startup import phase
+from specgen.record.startup import phase
 
 WARM_UP_TOKENS = 16
 _NO_MEMORY = "no memory for a pass: lower --max-batch-size, --max-prefill-tokens or --gpu-memory-utilization"

@@ -5,8 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from specgen.config import EngineConfig, SamplingParams
 from specgen.core.graphs import Runner
-from specgen.device import HostCopy
-from specgen.ranks import SINGLE_RANK, Ranks
+from specgen.device import SINGLE_RANK, HostCopy, Ranks
 
 _NOTHING = nullcontext()
 

@@ -18,7 +18,7 @@ from specgen.engine.memory import DRAWN, num_pages
 from specgen.engine.needed_modules import needed_modules
 from specgen.ops.jit_modules import compile_missing
 from specgen.record.record_rows import EngineRow
-from specgen.startup import phase
+from specgen.record.startup import phase
 
 
 def build_engine(

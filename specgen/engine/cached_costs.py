@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-import specgen
-from specgen.cache_files import cache_directory, read_cached, write_cached
+from specgen.checkpoints.cache_files import cache_directory, read_cached, write_cached
 from specgen.checkpoints.tensor_reader import Checkpoint
 from specgen.config import EngineConfig
 from specgen.core.spec_length import StepCosts
@@ -102,7 +101,7 @@ def _identity(checkpoint: Checkpoint) -> dict[str, Any]:
 def _source() -> str:
     """Of this package: a change of the code may change what a step takes, and no version with it."""
     total = hashlib.sha256()
-    root = Path(str(files(specgen)))
+    root = Path(str(files("specgen")))
     for file in sorted(file for file in root.rglob("*") if file.suffix in (".py", ".cu", ".toml")):
         total.update(f"{file.relative_to(root)} {file.stat().st_size}\n".encode())
         total.update(file.read_bytes())

@@ -25,9 +25,9 @@ from specgen.config import (
 from specgen.core.graphs import PassGraphs, Runner, StepGraphs, bucket
 from specgen.core.packing import BLOCK, MOST_BLOCKS
 from specgen.device import choose_device, require_devices
-from specgen.display import several
 from specgen.engine.number_formats import DTYPES, Checkpoints, target_kv_dtype
 from specgen.models.model_config import LayerConfig
+from specgen.report.display import several
 from specgen.text.chat_template import calls_for_date, today
 
 BACKENDS: dict[AttentionName, type[Backend]] = {

@@ -9,12 +9,12 @@ from typing import NoReturn
 import torch
 
 from specgen.config import EngineConfig, SamplingParams, require
+from specgen.config.errors import DeviceLost
 from specgen.core.graphs import Runner
 from specgen.core.peers import Peers
 from specgen.device import HostCopy
 from specgen.engine.rank_group import Checksum
 from specgen.engine.worker_group import WorkerGroup, start
-from specgen.errors import DeviceLost
 
 _worker_groups: "weakref.WeakValueDictionary[tuple[str, int], WorkerGroup]" = weakref.WeakValueDictionary()
 

@@ -12,6 +12,7 @@ from typing import Self
 import torch
 
 from specgen.config import EngineConfig, SamplingParams, UserError, require, shown
+from specgen.config.errors import DeviceLost
 from specgen.core.engine_core import EngineCore, never_stop
 from specgen.core.sequence import Completion
 from specgen.core.step_costs import capture_all
@@ -23,11 +24,10 @@ from specgen.engine.generation_config import generation_config
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.memory import DRAWN, require_memory
 from specgen.engine.request_output import RequestOutput
-from specgen.errors import DeviceLost
 from specgen.prompts import Prompt, Rejected
 from specgen.record.record_rows import EngineRow
+from specgen.record.startup import phase
 from specgen.report.acceptance import fold_request
-from specgen.startup import phase
 from specgen.text.tokenizer import Tokenizer
 
 _NONE: Mapping[str, str] = {}

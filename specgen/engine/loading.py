@@ -10,8 +10,7 @@ from specgen.checkpoints.checkpoint import load_drafter, load_target, mtp_part, 
 from specgen.checkpoints.tensor_reader import Checkpoint
 from specgen.config import MTP, EngineConfig, SamplingParams
 from specgen.core.peers import Peers
-from specgen.device import use
-from specgen.display import from_here
+from specgen.device import Ranks, use
 from specgen.engine.driver import peers_of
 from specgen.engine.needed_modules import needed_modules
 from specgen.engine.number_formats import DTYPES, Checkpoints
@@ -19,8 +18,8 @@ from specgen.models.config_keys import listed
 from specgen.models.families import unread
 from specgen.models.protocols import Head, Target
 from specgen.ops.jit_modules import compiled_meanwhile
-from specgen.ranks import Ranks
-from specgen.startup import phase
+from specgen.record.startup import phase
+from specgen.report.display import from_here
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
 
 _GREEDY = SamplingParams()

@@ -10,11 +10,11 @@ from specgen.core.graphs import Runner
 from specgen.core.running_batch import ROW_BYTES
 from specgen.core.sequence import Request
 from specgen.device import total_memory
-from specgen.display import devices
 from specgen.engine.assembly import assemble
 from specgen.engine.loading import Models
 from specgen.engine.number_formats import DTYPES, target_kv_dtype
 from specgen.models.model_config import LayerConfig
+from specgen.report.display import devices
 
 DRAWN = SamplingParams(temperature=1.0)  # what an engine prepares for by default
 _GIB = 1 << 30

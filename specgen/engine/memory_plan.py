@@ -14,14 +14,14 @@ from specgen.attention.workspaces import DECODE_BYTES
 from specgen.checkpoints.checkpoint import build_head, build_target, drafter_config, target_config
 from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
 from specgen.config import EngineConfig, KVDtypeName
-from specgen.display import count
+from specgen.device import Ranks
 from specgen.engine.choices import choose_kv_dtype
 from specgen.engine.loading import open_checkpoints
 from specgen.engine.memory import page_bytes
 from specgen.engine.number_formats import DTYPES
 from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.protocols import Target
-from specgen.ranks import Ranks
+from specgen.report.display import count
 from specgen.report.table import Column, Table
 from specgen.report.terminal import Part
 

@@ -6,13 +6,12 @@ from specgen.attention import Gpu
 from specgen.checkpoints.checkpoint import target_config
 from specgen.config import EngineConfig, SamplingParams
 from specgen.decoding.sampling import sampling_modules
-from specgen.device import use
+from specgen.device import Ranks, use
 from specgen.engine.choices import BACKENDS, attention_uses
 from specgen.engine.number_formats import DTYPES, Checkpoints
 from specgen.models.model_config import LayerConfig
 from specgen.ops import block_fp8, cuda_source, hopper_linear
 from specgen.ops.jit_modules import Module
-from specgen.ranks import Ranks
 
 
 def needed_modules(config: EngineConfig, checkpoints: Checkpoints, expected: SamplingParams) -> list[Module]:

@@ -12,8 +12,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from specgen.device import use
-from specgen.ranks import Ranks, collective
+from specgen.device import Ranks, collective, use
 
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 ENVIRONMENT = {  # what libraries read from the environment alone

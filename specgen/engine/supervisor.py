@@ -19,8 +19,8 @@ from multiprocessing.reduction import ForkingPickler
 from typing import IO, Any
 
 from specgen.config import UserError
+from specgen.device import RankUnreachable
 from specgen.engine.rank_group import Alive, Failed, Place
-from specgen.ranks import RankUnreachable
 
 GRACE = 20.0  # seconds for rank 0 to come back from a pass that lost a rank
 END = 10.0  # seconds for a process to end

@@ -23,11 +23,11 @@ from torch import distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from specgen.config import UserError, first_line, require
+from specgen.config.errors import DeviceLost
 from specgen.core.graphs import Runner
+from specgen.device import Ranks
 from specgen.engine.rank_group import ENVIRONMENT, Place, join
 from specgen.engine.supervisor import END, GRACE, Supervisor, WorkerProcess, launch
-from specgen.errors import DeviceLost
-from specgen.ranks import Ranks
 
 TIMEOUT = 900.0  # seconds for an answer, or for a pass: a first one may compile kernels for minutes
 _GATHER = 2.0  # seconds to collect the reports of a failure

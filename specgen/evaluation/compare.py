@@ -6,10 +6,10 @@ from statistics import fmean
 from typing import Any
 
 from specgen.config import require
-from specgen.display import count, hundredths, p_value, same_texts
 from specgen.evaluation.divergence import Divergence, Judge
 from specgen.evaluation.samples import ArmRun, Sample, SampleTexts, side_by_side
 from specgen.report.acceptance import Position, Speculation
+from specgen.report.display import count, hundredths, p_value, same_texts
 from specgen.report.intervals import LEVEL, Interval, PairedScores, holm, paired_scores, scores_interval
 from specgen.report.report import Report
 

@@ -7,7 +7,9 @@ from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 from specgen.config import DraftLength
-from specgen.display import (
+from specgen.evaluation.samples import CHANGES, SampleTexts, SharedAnswer
+from specgen.report.charts import quarters
+from specgen.report.display import (
     DASH,
     between,
     clip,
@@ -22,8 +24,6 @@ from specgen.display import (
     seconds,
     several,
 )
-from specgen.evaluation.samples import CHANGES, SampleTexts, SharedAnswer
-from specgen.report.charts import quarters
 from specgen.report.page import Page
 from specgen.report.table import Column, Row, Table
 from specgen.report.tables import curve, curves

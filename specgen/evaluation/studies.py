@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from specgen.bundled import evaluation_directory
 from specgen.config import EngineConfig, UserError, choices, require, shown
+from specgen.config.bundled import evaluation_directory
+from specgen.config.errors import did_you_mean
+from specgen.config.json_fields import check_fields, check_keys, load_json
 from specgen.engine.arms import DECODING, Arm
-from specgen.json_fields import check_fields, check_keys, load_json
-from specgen.spelling import did_you_mean
 
 _SETTINGS = ("drafter_batch", "num_spec_tokens", "attention", "cuda_graphs", "dtype", "temperature")
 _LATER = ("kv_dtype",)  # kept only where they are set, so that an evaluation of an earlier version goes on

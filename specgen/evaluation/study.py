@@ -10,8 +10,7 @@ from lm_eval import evaluate
 from lm_eval.utils import handle_non_serializable, make_table
 
 from specgen.checkpoints.fingerprint import fingerprint
-from specgen.config import EngineConfig, SamplingParams, require
-from specgen.display import checkpoint_name, devices, from_here
+from specgen.config import EngineConfig, SamplingParams, TemplateKwargs, require
 from specgen.engine.arms import Arm
 from specgen.engine.choices import attention_note, resolve
 from specgen.engine.generation_config import FILE, generation_config
@@ -24,6 +23,7 @@ from specgen.evaluation.samples import ArmRun, samples
 from specgen.evaluation.studies import Study
 from specgen.evaluation.tasks import find_tasks
 from specgen.report import tables
+from specgen.report.display import checkpoint_name, devices, from_here
 from specgen.report.origin import origin
 from specgen.report.report import Report, report_categories, report_of
 from specgen.report.run_texts import RunTexts
@@ -32,7 +32,6 @@ from specgen.rundir.atomic import write_json, write_text
 from specgen.rundir.progress import Progress
 from specgen.rundir.provenance import MACHINE, manifest, now, with_recorded_date
 from specgen.rundir.results import RunDirectory, require_same
-from specgen.template_kwargs import TemplateKwargs
 
 _REMEDY = "name a new directory, or ask for the same"
 _LM_EVAL = tuple(

@@ -13,9 +13,9 @@ import torch
 import yaml
 from lm_eval.tasks import TaskManager
 
-from specgen.bundled import evaluation_directory
 from specgen.config import UserError, require
-from specgen.spelling import did_you_mean
+from specgen.config.bundled import evaluation_directory
+from specgen.config.errors import did_you_mean
 
 _SEED = 1234  # lm-eval's default
 _FORMATS = {".jsonl": "json", ".parquet": "parquet"}  # suffix: builder of ``datasets``

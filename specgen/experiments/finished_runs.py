@@ -7,9 +7,9 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from specgen.config import require
-from specgen.display import from_here
+from specgen.config.json_fields import load_json
 from specgen.experiments.rounds import PLAIN, Speeds
-from specgen.json_fields import load_json
+from specgen.report.display import from_here
 from specgen.report.origin import unlike_settings
 from specgen.report.other_directories import COMPARISON
 from specgen.report.unfinished import load_so_far, unfinished

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from specgen.checkpoints.checkpoint import check_fit
 from specgen.checkpoints.fingerprint import fingerprint
-from specgen.config import EngineConfig, SamplingParams, UserError, ngram_length, require
+from specgen.config import PINNED_DATE, EngineConfig, SamplingParams, UserError, ngram_length, require
+from specgen.config.json_fields import OF_THE_MOMENT, load_json
 from specgen.core.sequence import Request
 from specgen.device import choose_device
 from specgen.engine.arms import Arm
@@ -23,7 +24,6 @@ from specgen.experiments.rounds import LEAST_ROUNDS, PLAIN, Rounds, Speeds
 from specgen.experiments.turns import Turn, Turns, Watch, nobody
 from specgen.jobs.job import Job
 from specgen.jobs.run import run
-from specgen.json_fields import OF_THE_MOMENT, load_json
 from specgen.prompts import Rejected, open_prompts, prompt_ids
 from specgen.prompts.load import STDIN
 from specgen.rundir.atomic import write_json
@@ -31,7 +31,6 @@ from specgen.rundir.interrupt import StoppedError
 from specgen.rundir.progress import Progress
 from specgen.rundir.provenance import now
 from specgen.rundir.row_file import RowFile, Rows
-from specgen.template_kwargs import PINNED_DATE
 
 _METHOD = "turns as in tune: the KV cache that the requests need"  # other rounds are measured again
 _REMEDY = "remove the directory, or name another"

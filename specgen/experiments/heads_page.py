@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.config import UserError
-from specgen.display import checkpoint_name, clip, plain, several
+from specgen.config.json_fields import load_json
 from specgen.experiments.finished_runs import PLAN, HeadRun
 from specgen.experiments.head_figures import Comparison, HeadPair, Length
 from specgen.experiments.heads_tables import (
@@ -23,9 +23,9 @@ from specgen.experiments.heads_tables import (
     terms,
     verdicts,
 )
-from specgen.json_fields import load_json
 from specgen.record.record_rows import RequestRow
 from specgen.report.charts import Lines, Point, lengths
+from specgen.report.display import checkpoint_name, clip, plain, several
 from specgen.report.origin import origin
 from specgen.report.page import Page
 from specgen.report.paired_requests import Pair, with_steps

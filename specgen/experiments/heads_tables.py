@@ -3,7 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from specgen.display import (
+from specgen.experiments.head_figures import Comparison, HeadPair, Length, is_significant
+from specgen.experiments.repeat import MedianRange
+from specgen.experiments.rounds import PLAIN
+from specgen.report.display import (
     DASH,
     Show,
     between,
@@ -16,9 +19,6 @@ from specgen.display import (
     rate,
     ratio,
 )
-from specgen.experiments.head_figures import Comparison, HeadPair, Length, is_significant
-from specgen.experiments.repeat import MedianRange
-from specgen.experiments.rounds import PLAIN
 from specgen.report.paired_requests import num_identical
 from specgen.report.report import DEFINITIONS
 from specgen.report.table import Column, Row, Table

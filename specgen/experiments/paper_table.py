@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from specgen.config import ExportName
-from specgen.display import DASH, between, plain, ratio
 from specgen.experiments.head_figures import Comparison, Length
 from specgen.experiments.heads_tables import leader, leads, mean_length, notes, settings
 from specgen.experiments.rounds import PLAIN
+from specgen.report.display import DASH, between, plain, ratio
 from specgen.report.table import csv_text
 
 _COUNTED = ("num_requests", "num_drafts", "num_steps_without_drafts", "num_accepted_tokens")

@@ -12,7 +12,6 @@ from typing import Any, Self
 
 import torch
 
-from specgen import display
 from specgen.bench.bound import StepBytes, copy_bandwidth, matrix_flops
 from specgen.bench.environment import free_memory
 from specgen.bench.matrices import Workload
@@ -29,6 +28,7 @@ from specgen.engine.loading import Models, load_models, open_checkpoints, outlin
 from specgen.engine.needed_modules import needed_modules
 from specgen.engine.number_formats import Checkpoints, target_kv_dtype
 from specgen.ops.jit_modules import compile_missing
+from specgen.report import display
 from specgen.report.table import Column, Table
 from specgen.report.terminal import Part
 from specgen.rundir.provenance import manifest, with_recorded_date

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specgen import display
 from specgen.bench.matrices import Matrix
 from specgen.bench.output import BenchTable, Plot, Value
 from specgen.engine.arms import Arm
 from specgen.experiments.plans import Yardstick
 from specgen.experiments.repeat import MedianRange, Repeat, Repeats
+from specgen.report import display
 from specgen.report.charts import DRAFT_LENGTHS
 from specgen.report.table import Column, Row, Table
 from specgen.report.timings import LatencyStats

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specgen import display
 from specgen.bench.environment import conditions
 from specgen.bench.matrices import Workload
 from specgen.bench.output import BenchTable
@@ -24,6 +23,7 @@ from specgen.experiments.ranking import Search
 from specgen.experiments.rounds import Rounds, kept_rounds, record_of, seen_rounds
 from specgen.experiments.tune_table import command, dropped, label, tune_table
 from specgen.experiments.turns import Turn, Turns, Watch, nobody
+from specgen.report import display
 from specgen.report.table import Row
 from specgen.report.terminal import Part
 

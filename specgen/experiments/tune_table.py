@@ -6,17 +6,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from specgen import bundled, display
 from specgen.bench.matrices import Workload
 from specgen.bench.output import BenchTable, Plot, Value
-from specgen.config import DraftLength, EngineConfig
+from specgen.config import DraftLength, EngineConfig, TemplateKwargs, bundled
 from specgen.engine.arms import Arm
 from specgen.experiments.ranking import DROPPING, Ranking
 from specgen.experiments.repeat import Repeats, Speedup
 from specgen.experiments.throughput_table import milliseconds
+from specgen.report import display
 from specgen.report.charts import DRAFT_LENGTHS
 from specgen.report.table import Column, Row, Table
-from specgen.template_kwargs import TemplateKwargs
 
 _PLAIN = "-"  # the drafter batch of plain decoding
 COLUMNS = (

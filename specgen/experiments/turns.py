@@ -17,10 +17,10 @@ from typing import TypeVar
 
 from specgen.bench.bound import mean_step_bytes, mean_touched
 from specgen.bench.environment import free_memory
+from specgen.config.errors import DeviceLost
 from specgen.core.engine_core import never_stop
 from specgen.engine.loading import Models
 from specgen.engine.warm_engine import Run, WarmEngine
-from specgen.errors import DeviceLost
 from specgen.experiments.plans import Plan, Yardstick
 from specgen.experiments.repeat import Repeat
 from specgen.experiments.rounds import Rounds

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.checkpoints.fingerprint import files_of, fingerprint, state_of
-from specgen.config import Cluster, EngineConfig, FormatName, SamplingParams, require
-from specgen.display import devices, from_here, several
+from specgen.config import Cluster, EngineConfig, FormatName, SamplingParams, TemplateKwargs, require
 from specgen.engine.choices import attention_note, choose_attention, kv_note
 from specgen.engine.generation_config import generation_config
 from specgen.engine.loading import described
@@ -16,8 +15,8 @@ from specgen.jobs.prompt_index import PromptIndex
 from specgen.jobs.shard import WHOLE, Shard
 from specgen.prompts.load import STDIN
 from specgen.prompts.row_reading import AS_IT_IS, Reading
+from specgen.report.display import devices, from_here, several
 from specgen.rundir.provenance import manifest
-from specgen.template_kwargs import TemplateKwargs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from specgen import __version__
-from specgen.config import EngineConfig, require, shown
+from specgen.config import EngineConfig, TemplateKwargs, require, shown
+from specgen.config.errors import DeviceLost
 from specgen.core.engine_core import never_stop
 from specgen.core.garbage import rarely_collected
 from specgen.core.graphs import bucket
@@ -21,7 +22,6 @@ from specgen.engine.loading import Models, OneTarget, load_chat_tokenizer, load_
 from specgen.engine.memory import require_memory
 from specgen.engine.number_formats import Checkpoints
 from specgen.engine.request_output import RequestOutput
-from specgen.errors import DeviceLost
 from specgen.jobs.job import Job, job_manifest, without_effect
 from specgen.jobs.prompt_index import PromptIndex, index_prompts, keep_index, kept_index
 from specgen.jobs.ray_engine import RayEngine
@@ -29,6 +29,7 @@ from specgen.jobs.run_output import MAIN_FILES, FinishedRun, RunResult, is_finis
 from specgen.jobs.shard import REQUESTS
 from specgen.prompts import Prompt, PromptSet, Rejected, failure, open_prompts
 from specgen.record.record_rows import EngineRow
+from specgen.record.startup import Startup, phase, watched
 from specgen.rundir.atomic import write_json_lines, write_text
 from specgen.rundir.interrupt import StoppedError
 from specgen.rundir.progress import Progress, Tally
@@ -43,8 +44,6 @@ from specgen.rundir.results import (
     take_over,
 )
 from specgen.rundir.status import Status, kept_status
-from specgen.startup import Startup, phase, watched
-from specgen.template_kwargs import TemplateKwargs
 
 _LOST = "lost.jsonl"  # the requests in flight when the device was lost
 _FIRST = 32  # requests, which may all fail before the rest is given up

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from specgen.config import FormatName, UserError
+from specgen.config.json_fields import load_json
 from specgen.jobs.export import Served, export_openai, export_parquet
 from specgen.jobs.job import Job
-from specgen.json_fields import load_json
 from specgen.prompts import Prompt, failure
 from specgen.record.record_rows import RequestRow, read_passes
 from specgen.report import tables

@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specgen.config import require
+from specgen.device import Ranks
 from specgen.models.model_config import TargetConfig
 from specgen.models.take import Take
 from specgen.ops import Largest, Map, Ops
 from specgen.ops.weight import Weight
-from specgen.ranks import Ranks
 
 _ALIGNED = 128  # rows that kernels take at once, or that share a scale in FP8
 

@@ -7,11 +7,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specgen.device import SINGLE_RANK, Ranks
 from specgen.kv.layout import Layout
 from specgen.ops.experts import Experts, ExpertsMap
 from specgen.ops.router import Choice, SigmoidRouting, Weighing
 from specgen.ops.weight import Weight
-from specgen.ranks import SINGLE_RANK, Ranks
 
 Map = Callable[[Tensor], Tensor]  # rows to rows
 Pair = Callable[[Tensor, Tensor], Tensor]

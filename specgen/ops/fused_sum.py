@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specgen.device import Ranks
 from specgen.ops import Norm
 from specgen.ops.jit_modules import Module
 from specgen.ops.reference import joined
 from specgen.ops.row_kernels import sum_parts
-from specgen.ranks import Ranks
 
 _WORKSPACE_BYTES = 16 << 20  # a third of its largest buffer; what more rows would need goes through NCCL
 _ALIGNED = 16  # elements that a thread of the kernel may take at once

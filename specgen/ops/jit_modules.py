@@ -19,7 +19,7 @@ from threading import Thread
 from typing import IO, Any
 
 from specgen.config import UserError
-from specgen.startup import compiling, phase
+from specgen.record.startup import compiling, phase
 
 _POLL = 0.1  # seconds
 _LAST_LINES = 15  # of a compiler's output

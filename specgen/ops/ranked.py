@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from specgen.device import Ranks
 from specgen.ops import Norm, Ops
 from specgen.ops.reference import joined
-from specgen.ranks import Ranks
 
 
 def ranked(ops: Ops, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Ops:

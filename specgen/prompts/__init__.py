@@ -1,4 +1,4 @@
-"""Prompts, the data sets they come from, and rejected rows. May import text."""
+"""Prompts, the data sets they come from, and rejected rows. May import text and record."""
 
 from specgen.prompts.formats import DATASETS
 from specgen.prompts.load import PromptSet, load_prompts, open_prompts

@@ -11,8 +11,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from specgen import bundled
-from specgen.config import UserError, require, shown
+from specgen.config import UserError, bundled, require, shown
+from specgen.config.errors import did_you_mean, nearest
 from specgen.prompts.fields import checked_text
 from specgen.prompts.formats import DATASETS, TURNS, USERS, Format
 from specgen.prompts.json_rows import Row
@@ -23,7 +23,6 @@ from specgen.prompts.prompt import Prompt, Rejected, turn_ids
 from specgen.prompts.row_reading import AS_IT_IS, Reading
 from specgen.prompts.row_sampling import SAMPLING_FIELDS
 from specgen.prompts.rows import HubSource, Source, read_hub, read_path, read_stream
-from specgen.spelling import did_you_mean, nearest
 
 STDIN = "-"
 _CHECK = "check its name and split, or download it elsewhere and name its file as the data set"

@@ -5,11 +5,11 @@ from functools import lru_cache
 from typing import Any
 
 from specgen.config import UserError, shown
+from specgen.config.errors import did_you_mean
 from specgen.prompts.fields import flag
 from specgen.prompts.own import parse_own
 from specgen.prompts.prompt import Prompt
 from specgen.prompts.row_sampling import SAMPLING_FIELDS
-from specgen.spelling import did_you_mean
 
 # Fields that change no answer. ``model`` is always the loaded one.
 _IGNORED = {

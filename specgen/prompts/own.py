@@ -5,10 +5,10 @@ from functools import lru_cache
 from typing import Any
 
 from specgen.config import UserError, shown
+from specgen.config.errors import nearest
 from specgen.prompts.fields import category, chat, checked_text, token_ids
 from specgen.prompts.prompt import Prompt
 from specgen.prompts.row_sampling import read_sampling
-from specgen.spelling import nearest
 
 CONTENT_FIELDS = ("prompt", "messages", "prompt_token_ids")
 

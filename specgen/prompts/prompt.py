@@ -6,10 +6,10 @@ from functools import lru_cache
 from typing import Any, Self
 
 from specgen.config import SamplingParams, UserError, require, shown
-from specgen.field_types import check_types
-from specgen.json_fields import check_keys
+from specgen.config.field_types import check_types
+from specgen.config.json_fields import check_keys
+from specgen.record.record_rows import turn_id
 from specgen.text.tokenizer import Message, Tokenizer
-from specgen.turn_ids import turn_id
 
 _SAMPLING = {each.name for each in fields(SamplingParams)}
 

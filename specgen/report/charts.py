@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from specgen.display import Show, clip, ends, percent
+from specgen.report.display import Show, clip, ends, percent
 from specgen.report.intervals import Interval
 
 # CSS classes of lines, used cyclically

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specgen.display import count, rate, ratio
 from specgen.record.record_rows import PassRow
+from specgen.report.display import count, rate, ratio
 from specgen.report.table import Column, Table
 
 _SHOWN = 12  # rows of the table, those of the most steps; report.json has all

@@ -10,8 +10,8 @@ from typing import Any
 from urllib.parse import quote
 
 from specgen.config import UserError, ngram_length, require
-from specgen.display import checkpoint_name, count, plain, printable, rate, ratio, several
-from specgen.json_fields import load_json
+from specgen.config.json_fields import load_json
+from specgen.report.display import checkpoint_name, count, plain, printable, rate, ratio, several
 from specgen.report.other_directories import COMPARISON, STUDY, is_bench
 from specgen.report.page import Page
 from specgen.report.report import load

@@ -6,8 +6,8 @@ from pathlib import PurePath
 from typing import Any
 
 from specgen.config import ngram_length
-from specgen.display import checkpoint_name, count
-from specgen.json_fields import OF_THE_MOMENT, flat
+from specgen.config.json_fields import OF_THE_MOMENT, flat
+from specgen.report.display import checkpoint_name, count
 
 _PACKAGES = ("specgen", "torch", "flashinfer-python", "lm-eval")
 _BUSY = 0.5  # share of the CPUs, or of the GPU

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.config import UserError
-from specgen.json_fields import load_json
+from specgen.config.json_fields import load_json
 from specgen.report.table import Column, Table
 from specgen.report.terminal import Part
 

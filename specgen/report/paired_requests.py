@@ -12,8 +12,8 @@ from sys import intern
 from typing import Any
 
 from specgen.config import UserError, first_line, require
+from specgen.record.record_rows import conversation_of
 from specgen.report.intervals import PairedRatio, Ratio, holm, paired_ratio
-from specgen.turn_ids import conversation_of
 
 LENGTH = "length over all steps"
 POSITION = "acceptance at token "

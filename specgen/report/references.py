@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from specgen.bundled import evaluation_directory
 from specgen.config import UserError, require
-from specgen.display import DASH, ends, hundredths, percent, plain
-from specgen.json_fields import check_fields, load_json
+from specgen.config.bundled import evaluation_directory
+from specgen.config.json_fields import check_fields, load_json
+from specgen.report.display import DASH, ends, hundredths, percent, plain
 from specgen.report.intervals import wilson
 from specgen.report.table import Column, Row, Table
 from specgen.report.terminal import ALARMING, Part

@@ -3,8 +3,8 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
-from specgen.display import count, percent
 from specgen.record.record_rows import RequestRow
+from specgen.report.display import count, percent
 from specgen.report.table import Column, Row, Table
 from specgen.report.token_sources import sources
 

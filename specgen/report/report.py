@@ -7,15 +7,23 @@ from pathlib import Path
 from typing import Any, Self
 
 from specgen.config import require
-from specgen.json_fields import load_json
+from specgen.config.json_fields import load_json
 from specgen.record.counts import StepCounts
-from specgen.record.record_rows import ONLY_SESSION, Captured, OutOfMemory, PassRow, RequestRow, Row, Session
+from specgen.record.record_rows import (
+    ONLY_SESSION,
+    Captured,
+    OutOfMemory,
+    PassRow,
+    RequestRow,
+    Row,
+    Session,
+    conversation_of,
+)
 from specgen.report.acceptance import RequestSum, Speculation
 from specgen.report.experts_touched import ExpertStats, ExpertSum
 from specgen.report.parts_of_texts import PartSum
 from specgen.report.timings import LatencyStats, StepStats, StepSum, WallClock, latency_stats
 from specgen.report.wall_time import WallSum, WallTime
-from specgen.turn_ids import conversation_of
 
 DEFINITIONS = (
     ("mean acceptance length", "1 + accepted / drafts over verify steps with drafts; no prefill, no padding"),

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
-from specgen.display import count, plain
 from specgen.record.record_rows import RequestRow
+from specgen.report.display import count, plain
 from specgen.report.rejections import Rejections
 from specgen.report.table import Table
 from specgen.report.text_list import Entry, ShownText, Span, TextList, span_style, within

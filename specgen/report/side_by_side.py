@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from specgen.display import (
+from specgen.report.display import (
     DASH,
     Show,
     between,

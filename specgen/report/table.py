@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specgen.display import DASH, Show, ends, value
 from specgen.report.charts import Bars, Lines, Point, Ticks
+from specgen.report.display import DASH, Show, ends, value
 
 Row = Mapping[str, Any]  # value by column name; None if not measured
 

@@ -3,8 +3,19 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from specgen.display import DASH, between, count, percent, plain, rate, ratio, same_texts, seconds, several
 from specgen.report.charts import Lines, Point, lengths, quarters
+from specgen.report.display import (
+    DASH,
+    between,
+    count,
+    percent,
+    plain,
+    rate,
+    ratio,
+    same_texts,
+    seconds,
+    several,
+)
 from specgen.report.experts_touched import expert_terms, experts_table
 from specgen.report.page import Page
 from specgen.report.report import DEFINITIONS, draft_lengths

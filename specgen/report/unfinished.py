@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from specgen.config import UserError
-from specgen.display import count
-from specgen.json_fields import load_json
+from specgen.config.json_fields import load_json
 from specgen.record.record_rows import RequestRow, read_passes, require_present_version
+from specgen.report.display import count
 from specgen.report.report import load, report_of
 
 _FINISHED = "finished"

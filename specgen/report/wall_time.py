@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
-from specgen import display
 from specgen.record.record_rows import Captured, PassRow
+from specgen.report import display
 from specgen.report.charts import quarters
 from specgen.report.table import Column, Table
 

@@ -9,10 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from specgen.config import EngineConfig, SamplingParams
-from specgen.json_fields import OF_THE_MOMENT, flat, load_json
+from specgen.config import PINNED_DATE, EngineConfig, SamplingParams
+from specgen.config.json_fields import OF_THE_MOMENT, flat, load_json
 from specgen.rundir.machine_state import machine_state
-from specgen.template_kwargs import PINNED_DATE
 
 MACHINE = ("device.host", "device.cpu")  # for whoever reads a report
 FREE_IN_A_RUN = (  # no effect on texts; checkpoints are compared by fingerprint, devices by name

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from specgen.config import UserError, require
-from specgen.json_fields import load_json
+from specgen.config.json_fields import load_json
 from specgen.record.record_rows import (
     WHOLE,
     EngineRow,

@@ -73,7 +73,7 @@ class Status:
     def begin(self, tally: Tally, *, total: int, done: int, startup: Mapping[str, float]) -> None:
         """An engine, whose passes ``tally`` counts, starts; ``done`` of ``total`` requests are done.
 
-        ``startup`` has the seconds until then by phase, see ``startup.py``; a baseline's are added to those before.
+        ``startup`` has the seconds until then by phase, see ``record.startup``; a baseline's are added to those before.
         """
         for name, seconds in startup.items():
             self._startup[name] = round(self._startup.get(name, 0.0) + seconds, 3)

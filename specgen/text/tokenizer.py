@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specgen.config import UserError, first_line, is_text, require, shown
-from specgen.template_kwargs import PINNED_DATE, TemplateKwargs
+from specgen.config import PINNED_DATE, TemplateKwargs, UserError, first_line, is_text, require, shown
 from specgen.text.chat_template import pin_date, require_compiled, require_inside, require_known
 
 if TYPE_CHECKING:

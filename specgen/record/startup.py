@@ -1,7 +1,4 @@
-"""What happens before a first request, phase by phase: timed and reported.
-
-May import nothing of the package.
-"""
+"""What happens before a first request, phase by phase: timed and reported."""
 
 import logging
 import os

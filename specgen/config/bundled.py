@@ -4,7 +4,7 @@ from pathlib import Path
 
 from specgen.config import DraftLength, NumSpecTokens, UserError, ngram_length, require
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def data_directory() -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.config import UserError, first_line, require, shown
-from specgen.spelling import did_you_mean
+from specgen.config.errors import did_you_mean
 
 # Fields of a manifest that no run depends on: when and how, a second wording of the rest, what else the machine ran,
 # and the files behind the digests, which say in words what a digest cannot

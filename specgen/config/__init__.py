@@ -1,17 +1,18 @@
-"""Configurations: frozen values that validate themselves."""
+"""Configurations: frozen values that validate themselves. May import no other package."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, replace
+from datetime import date
 from importlib.util import find_spec
 from typing import Any, Literal, NoReturn, Self, get_args, get_origin, get_type_hints
 
-from specgen.errors import UserError as UserError
-from specgen.errors import first_line as first_line
-from specgen.errors import is_text as is_text
-from specgen.errors import require as require
-from specgen.errors import shown as shown
-from specgen.field_types import check_types, number, strings, whole
-from specgen.template_kwargs import PINNED_DATE, TemplateKwargs
+from specgen.config.errors import UserError as UserError
+from specgen.config.errors import first_line as first_line
+from specgen.config.errors import is_text as is_text
+from specgen.config.errors import require as require
+from specgen.config.errors import shown as shown
+from specgen.config.field_types import check_types, number, strings, whole
 
 DrafterBatchName = Literal["padded", "non-padded"]
 DraftSamplingName = Literal["greedy", "probabilistic"]
@@ -42,6 +43,26 @@ MAX_LOGPROBS = 20  # per token
 MAX_PENALTY = 2.0  # presence and frequency, as OpenAI and vLLM have it
 REPETITION_PENALTIES = (0.01, 100.0)  # beyond, logits would leave what float32 holds
 MOST_DRAFTS = 16  # per sequence and step
+PINNED_DATE = "strftime_now"  # the argument of a chat template that is the date it sees
+_RENDERERS = {  # arguments of a chat template that are not the user's
+    *("messages", "conversation", "conversations", "chat_template", "add_generation_prompt"),
+    *(
+        "continue_final_message",
+        "tools",
+        "documents",
+        "tokenize",
+        "tokenizer_kwargs",
+        "padding",
+        "truncation",
+    ),
+    *(
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "sanitize_control_tokens",
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +164,58 @@ def option(
     """
     help = {"group": group, "text": text, "name": name, "shown": shown, "metavar": metavar, "least": least}
     return field(default=default, metadata=help | {"off": off, "parse": parse})
+
+
+@dataclass(frozen=True)
+class TemplateKwargs:
+    """Names and values for a chat template, as one JSON object with sorted keys."""
+
+    text: str = "{}"
+
+    @classmethod
+    def of(cls, asked: "TemplateKwargs | Mapping[str, Any] | str | None") -> "TemplateKwargs":
+        """From an object or its JSON; ``UserError`` for anything else and for names that have another meaning."""
+        if isinstance(asked, TemplateKwargs):
+            return asked
+        remedy = 'write one JSON object, such as {"reasoning_effort": "low"}'
+        try:
+            value = json.loads(asked) if isinstance(asked, str) else dict(asked or {})
+            text = json.dumps(value, sort_keys=True, ensure_ascii=False, allow_nan=False)
+            text.encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserError(
+                f"chat-template-kwargs is {shown(asked)} ({first_line(error)}): {remedy}"
+            ) from error
+        require(isinstance(value, dict), f"chat-template-kwargs is {shown(asked)}: {remedy}")
+        taken = sorted(_RENDERERS & value.keys())
+        require(
+            not taken, f"chat-template-kwargs has {', '.join(taken)}, which specgen sets itself: remove it"
+        )
+        day = value.get(PINNED_DATE, "2026-01-31")
+        require(
+            isinstance(day, str) and _is_date(day),
+            f"chat-template-kwargs has {PINNED_DATE} {shown(day)}: give the date as 2026-01-31",
+        )
+        return cls(text)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        values: dict[str, Any] = json.loads(self.text)
+        return values
+
+    def with_date(self, day: str) -> "TemplateKwargs":
+        """The same, and ``day`` as the date that templates see unless they were given one."""
+        return TemplateKwargs.of({PINNED_DATE: day} | self.values)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,4 @@
-"""Small JSON files in the user's cache directory, shared by runs; any of them may be lost or damaged.
-
-May import nothing of the package.
-"""
+"""Small JSON files in the user's cache directory, shared by runs; any of them may be lost or damaged."""
 
 import json
 import logging

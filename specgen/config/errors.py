@@ -1,8 +1,11 @@
-"""Mistakes of the user, a device that is lost, and values and other errors on one short line."""
+"""Mistakes of the user and the names that may have been meant, a device that is lost, and other errors in one line."""
 
 import reprlib
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 _LONGEST_SHOWN = 200  # characters
+_SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 _short = reprlib.Repr()
 _short.maxstring = 100  # a tensor's name fits
@@ -59,3 +62,23 @@ def first_line(error: BaseException) -> str:
         return text
     whole_words = text[:_LONGEST_SHOWN].rpartition(" ")[0] or text[:_LONGEST_SHOWN]
     return whole_words.rstrip(" ,;:(") + " ..."
+
+
+def nearest(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:
+    """The one of ``known`` most like ``name``, whatever its case and hyphens; None below ``likeness``, in [0, 1]."""
+    plain = {_plain(each): each for each in known}
+    if (meant := _SHORT.get(_plain(name))) in plain:
+        return plain[str(meant)]
+    found = get_close_matches(_plain(name), plain, n=1, cutoff=likeness)
+    return plain[found[0]] if found else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`` (did you mean gsm8k?)`` for the end of a clause; empty where no known name is near, or it is one."""
+    known = tuple(known)
+    meant = None if name in known else nearest(name, known)
+    return "" if meant is None else f" (did you mean {meant}?)"
+
+
+def _plain(name: str) -> str:
+    return name.casefold().replace("_", "-")

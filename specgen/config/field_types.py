@@ -8,7 +8,7 @@ from functools import cache
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from specgen.errors import UserError, shown
+from specgen.config.errors import UserError, shown
 
 Reader = Callable[[object, str], object]
 
