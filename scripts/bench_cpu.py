@@ -26,7 +26,7 @@ from specgen.core.sequence import Request
 from specgen.engine.build import build_engine
 from specgen.engine.choices import resolve
 from specgen.engine.loading import Models, load_models, open_checkpoints
-from specgen.models.eagle3 import Eagle3Head
+from specgen.models.eagle import Eagle3Head
 from specgen.models.llama import Llama
 from specgen.prompts import load_prompts, prompt_ids
 

@@ -188,7 +188,7 @@ class _Changed(MetaPathFinder):
     """Imports one module from changed source."""
 
     def __init__(self, path: Path, source: str, root: Path) -> None:
-        self.name = ".".join(path.relative_to(root).with_suffix("").parts)
+        self.name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
         self.imported = False
         self._path = path
         self._source = source

@@ -16,8 +16,7 @@ import torch
 from specgen.bench.bound import copy_bandwidth
 from specgen.bench.expert_bench import SHAPES, ExpertShape, Routes, expert_bytes, touched
 from specgen.bench.timing import num_layers, time_layers
-from specgen.ops.expert_blocks import find_blocks
-from specgen.ops.expert_kernels import LoadedExperts, down, gate_up
+from specgen.ops.expert_kernels import LoadedExperts, down, find_blocks, gate_up
 from specgen.ops.measured_choices import ExpertTile, ExpertTiles
 
 Sizes = tuple[int | str, ...]  # block_out, block_in, stages, warps, and "rounds" of a tile that does

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from specgen.attention import LatentLayer, LayerAttention
 from specgen.kv.layout import Layout
-from specgen.models.attend import LatentLayer, LayerAttention
-from specgen.models.eagle3 import Eagle3Head
+from specgen.models.eagle import Eagle3Head
 from specgen.models.llama import Llama
 from specgen.ops import Store
 

@@ -317,7 +317,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, major: int, num_sms: int) -> Non
     monkeypatch.setattr(latent_decode, "_attention", lambda dtype: of_flashinfer)
     monkeypatch.setattr(latent_decode, "_plan", lambda: on_cpu(latent_decode._SOURCE).latent_plan_run)
     monkeypatch.setattr(latent_decode, "current_stream", lambda device: None)
-    for user in ("hopper", "flashinfer_paged", "latent_decode", "workspaces"):
+    for user in ("hopper", "flashinfer_paged", "latent_decode", "planning"):
         monkeypatch.setattr(f"specgen.attention.{user}.num_sms", lambda device: num_sms)
     monkeypatch.setattr("specgen.attention.hopper.HopperBackend.rotating", lambda *given: None)  # of Triton
     waits = SimpleNamespace(synchronize=lambda: None, record=lambda: None)

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from specgen.attention import LayerAttention
 from specgen.kv.layout import Layout
-from specgen.models.layers import LayerAttention
 from specgen.models.llama import Llama
 
 # sign, 4 bits of exponent, 3 of mantissa; the numbers that are not negative, in order of their codes

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specgen.attention import Backend
+from specgen.attention import Backend, LayerAttention
 from specgen.kv.layout import Layout
-from specgen.models.layers import LayerAttention
 
 HEAD_DIM = 16
 STALE = 100.0  # left by an earlier sequence in the unused slots of a page

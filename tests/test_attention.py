@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgen.attention import Attend, Backend
+from specgen.attention import Attend, Backend, LayerAttention
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.kv.kv_cache import KVCache, KVSpec
 from specgen.kv.layout import Layout
-from specgen.models.layers import LayerAttention
 from specgen.ops.reference import torch_ops
 
 HEAD_DIM = 16

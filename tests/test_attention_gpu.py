@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgen.attention import Backend
+from specgen.attention import Backend, LayerAttention
 from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.hopper import HopperBackend
 from specgen.attention.sdpa import SdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.kv.layout import HostLens, Layout
-from specgen.models.layers import LayerAttention
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,10 +9,9 @@ import torch
 from specgen.attention import Heads
 from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.hopper import HopperBackend
-from specgen.attention.pass_lens import PassLens
+from specgen.attention.planning import MIB, PassLens, decode_workspace, prefill_bytes, xqa_bytes
 from specgen.attention.sdpa import SdpaBackend
 from specgen.attention.trtllm import TrtllmBackend, causal_mask
-from specgen.attention.workspaces import MIB, decode_workspace, prefill_bytes, xqa_bytes
 from specgen.config import UserError
 from specgen.kv.layout import Layout
 from specgen.models.model_config import LatentConfig
@@ -63,7 +62,7 @@ def test_workspace_covers_what_the_kernels_can_touch() -> None:
 
 
 def test_a_shape_beyond_the_workspace_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specgen.attention.workspaces.num_sms", lambda device: 188)
+    monkeypatch.setattr("specgen.attention.planning.num_sms", lambda device: 188)
     assert (
         decode_workspace(torch.device("cpu"), max_group=16, max_rows=32, max_head_dim=256).count_nonzero()
         == 0

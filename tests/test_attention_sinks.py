@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from specgen.attention import Backend
+from specgen.attention import Backend, LayerAttention
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
-from specgen.models.layers import LayerAttention
 from tests.paged_pass import HEAD_DIM, PagedPass
 from tests.test_attention_windows import SHAPES
 

@@ -10,13 +10,12 @@ from itertools import product
 import pytest
 import torch
 
-from specgen.attention import Backend
+from specgen.attention import Backend, LayerAttention
 from specgen.attention.flashinfer_paged import FlashInferBackend, _PlanKey, _sink_variant
 from specgen.attention.hopper import UnsplitDecode
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.kv.layout import Layout
-from specgen.models.layers import LayerAttention
 from tests import fake_flashinfer
 from tests.fake_flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from tests.paged_pass import HEAD_DIM, PagedPass

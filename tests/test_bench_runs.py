@@ -23,7 +23,7 @@ from specgen.bench.bound import (
 from specgen.bench.explain import step_seconds
 from specgen.bench.marks import Window
 from specgen.experiments.turns import inter_token_seconds
-from specgen.models import gpt_oss
+from specgen.models import mixture_targets
 from specgen.record.record_rows import EngineRow, OutOfMemory, PassRow
 from tests.engines import config_of, load_pair, loaded
 from tests.streams import pass_row, request
@@ -63,7 +63,7 @@ def test_layers_with_a_window_read_no_more_than_that() -> None:
     assert sizes.step(0, batch=2, context=100) == 1000 + 2 * 3 * (8 + 100 + 8)
     assert sizes.step(4, batch=2, context=100) == 1000 + 2 * (3 * 116 + 4 * 8) + 100 + 4 * 60
     shape = MIXTURES["tiny-gpt-oss"]
-    of_gpt_oss = KVBytes.of(gpt_oss.read(shape.target_config()), 2)
+    of_gpt_oss = KVBytes.of(mixture_targets.read_gpt_oss(shape.target_config()), 2)
     assert of_gpt_oss.at(1000) == 2 * 2 * shape.kv_size * 4 * (16 + 1000)
 
 

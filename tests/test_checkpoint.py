@@ -26,7 +26,7 @@ from specgen.checkpoints.checkpoint import (
 )
 from specgen.checkpoints.fingerprint import fingerprint
 from specgen.config import UserError
-from specgen.models.eagle3 import Eagle3Config
+from specgen.models.eagle import Eagle3Config
 from specgen.models.families import family_of
 from specgen.models.llama import Llama
 from tests.tiny_checkpoints import LLAMA3_SCALING, write_head, write_target

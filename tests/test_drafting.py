@@ -12,7 +12,7 @@ from specgen.config import SamplingParams
 from specgen.decoding.outcome import DraftInput, Outcome, PaddedBatch
 from specgen.engine.build import build_engine
 from specgen.kv.layout import Layout
-from specgen.models.eagle3 import Eagle3Head
+from specgen.models.eagle import Eagle3Head
 from specgen.ops import Store
 from specgen.record.record_rows import PassRow
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, random_requests

@@ -33,7 +33,7 @@ from specgen.experiments.repeat import Repeats
 from specgen.experiments.throughput_table import Result, table
 from specgen.experiments.turns import repeat_of
 from specgen.models.expert_counts import ExpertSize, num_touched
-from specgen.models.mlp import Mixture
+from specgen.models.layers import Mixture
 from specgen.record.record_rows import EngineRow, PassRow, Touched
 from specgen.report.experts_touched import experts_table
 from specgen.report.tables import of_run, page

@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgen.attention import Attend, Backend
+from specgen.attention import Attend, Backend, LayerAttention
 from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.hopper import UnsplitDecode
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.kv.kv_cache import KVCache, KVSpec
 from specgen.kv.layout import Layout
-from specgen.models.layers import LayerAttention
 from specgen.ops import reference
 from specgen.ops.reference import torch_ops
 from tests import fake_flashinfer

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from specgen.bench.bound import StepBytes
 from specgen.checkpoints.checkpoint import load_target, open_checkpoint
 from specgen.checkpoints.inspect_checkpoint import describe
-from specgen.checkpoints.kv_scheme import kv_scheme
 from specgen.cli.main import app
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.core.graphs import Runner
@@ -23,6 +22,7 @@ from specgen.engine.choices import choose_attention, kv_note, resolve
 from specgen.engine.memory import kv_page_bytes
 from specgen.engine.memory_plan import memory_plans
 from specgen.evaluation.divergence import Judge, prefill_logits
+from specgen.models.fp8_config import kv_scheme
 from specgen.models.llama import Llama
 from tests.engines import Pair, bundled_requests, config_of, generate, load_pair, nan_at, random_requests
 from tests.fp8_numbers import MODELOPT, Fp8Attend, Scales, add_scales
@@ -226,7 +226,7 @@ def test_every_statement_is_read(pair: Pair, tmp_path: Path, stated: str) -> Non
     (tmp_path / "config.json").write_text(json.dumps({**known, "quantization_config": config}))
     if export is not None:
         (tmp_path / "hf_quant_config.json").write_text(json.dumps(export))
-    assert kv_scheme(open_checkpoint(str(tmp_path))) == scheme
+    assert kv_scheme(open_checkpoint(str(tmp_path)).config) == scheme
 
 
 def checkpoints_with(pair: Pair, stated: Mapping[str, object]) -> dict[str, Any]:

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgen.attention import hopper
+from specgen.attention import LayerAttention, hopper
 from specgen.attention.hopper import HopperDecode, cluster_heads
 from specgen.kv.layout import Layout
-from specgen.models.attend import LayerAttention
-from specgen.ops.cuda_source import runs_on
+from specgen.ops.jit_modules import runs_on
 
 CUDA = torch.device("cuda")
 pytestmark = [

@@ -7,9 +7,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from specgen.ops import cuda_source
-from specgen.ops.cuda_source import runs_on
+from specgen.ops import jit_modules
 from specgen.ops.hopper_linear import FEWEST_ROWS, _tile, _wgmma_header, fits, modules
+from specgen.ops.jit_modules import runs_on
 
 
 def test_tiles_hold_all_rows_and_waste_few() -> None:
@@ -37,15 +37,15 @@ def test_where_they_cannot_be_compiled_a_line_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, lacks: str | None
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(cuda_source, "find_spec", lambda name: None if lacks == name else object())
-    monkeypatch.setattr(cuda_source, "which", lambda name: None if lacks == name else f"/bin/{name}")
+    monkeypatch.setattr(jit_modules, "find_spec", lambda name: None if lacks == name else object())
+    monkeypatch.setattr(jit_modules, "which", lambda name: None if lacks == name else f"/bin/{name}")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1" if lacks == "jit" else "")
-    cuda_source._compiles.cache_clear()
+    jit_modules._compiles.cache_clear()
     try:
         assert runs_on(torch.device("cuda")) == runs_on(torch.device("cuda:0")) == (lacks is None)
     finally:
-        cuda_source._compiles.cache_clear()
+        jit_modules._compiles.cache_clear()
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == (lacks is not None), "said once"
     assert all("take other kernels, which are slower: " in line for line in lines)

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from specgen.ops import bind_ops
-from specgen.ops.cuda_source import runs_on
 from specgen.ops.hopper_linear import FEWEST_ROWS, MOST_ROWS, hopper_linear, hopper_linear_parts
+from specgen.ops.jit_modules import runs_on
 from specgen.ops.weight import Weight
 
 CUDA = torch.device("cuda")

@@ -20,8 +20,8 @@ ORDER = (
     "device",
     "kv",
     "ops",
-    "models",
     "attention",
+    "models",
     "decoding",
     "core",
     "text",
@@ -39,11 +39,9 @@ ORDER = (
 DOORS = {"__init__", "__main__"}  # of specgen: they import what is behind them
 SIBLINGS = {"jobs", "bench"}
 MODULES = {"device"}  # directly in specgen/
-# Beyond the order: what decodes computes no rate, models know neither attention nor cache, and what reads and shows
-# knows no tensors.
+# Beyond the order: what decodes computes no rate, and what reads and shows knows no tensors.
 ONLY: Imports = {
     "device": {"config"},
-    "models": {"config", "device", "kv", "ops"},  # of kv, what a model says of its cache
     "text": {"config"},
     "prompts": {"config", "record", "text"},  # of record, the ids of turns
     "checkpoints": {"config", "device", "ops", "models"},
@@ -112,6 +110,20 @@ def test_every_arrow_goes_down():
     assert wrong_arrows(read_imports(ROOT)) == []
 
 
+def test_models_know_no_backend_of_attention():
+    """Of attention they see what its ``__init__`` holds: what a layer says of itself, and ``Attend``."""
+    targets = {
+        name
+        for path in (ROOT / "models").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in _targets(node)
+        if name.startswith("attention")
+    }
+    modules = {path.stem for path in (ROOT / "attention").glob("*.py")}
+    assert targets
+    assert {name.split(".")[1] for name in targets} & modules == set()
+
+
 def test_every_package_is_in_the_list():
     assert {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()} == set(ORDER) - MODULES
     assert {path.stem for path in ROOT.glob("*.py")} == MODULES | DOORS
@@ -135,7 +147,7 @@ def test_a_file_name_has_one_meaning():
     ("path", "line", "arrow"),
     [
         ("ops/cpu.py", "from specgen.models.llama import Llama", "ops -> models"),
-        ("models/llama.py", "import specgen.attention.sdpa", "models -> attention"),
+        ("attention/sdpa.py", "from specgen.models.llama import Llama", "attention -> models"),
         ("models/llama.py", "from specgen.decoding.drafting import Head", "models -> decoding"),
         ("attention/sdpa.py", "def f():\n    from specgen.core import sequence", "attention -> core"),
         ("decoding/verify.py", "from specgen.core.engine_core import EngineCore", "decoding -> core"),
@@ -174,7 +186,7 @@ sys.modules |= dict.fromkeys(("flashinfer", "triton"))  # as on a Mac
 import specgen
 for module in pkgutil.walk_packages(specgen.__path__, "specgen."):
     kernels = (
-        *("cuda", "fp8_cuda", "fp8_kernels", "fused_sum", "largest", "launch", "rope"),
+        *("cuda", "fp8_cuda", "fp8_kernels", "fused_sum", "launch", "rope"),
         *("router_kernel", "row_kernels", "skinny"),
     )
     if module.name.rpartition(".")[2] not in kernels and ".ops.expert_" not in module.name:

@@ -15,7 +15,7 @@ from specgen.checkpoints.inspect_checkpoint import Description, describe
 from specgen.cli.main import app
 from specgen.config import UserError
 from specgen.config.bundled import data_directory, heads
-from specgen.models.eagle3 import Eagle3Config
+from specgen.models.eagle import Eagle3Config
 from specgen.models.families import FAMILIES, HEAD_FAMILIES
 from specgen.models.model_config import TargetConfig
 from tests.tiny_checkpoints import LLAMA3_SCALING, write_head, write_target

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from specgen.attention import Attend, Backend, Gpu, Heads, Rows, Use
+from specgen.attention import Attend, Backend, Gpu, Heads, LayerAttention, Rows, Use
 from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.hopper import OWN, UNSPLIT, HopperBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.bench.kernels import Cell, Query
 from specgen.kv.layout import Layout
-from specgen.models.layers import LayerAttention
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgen.attention import latent_decode
+from specgen.attention import LayerAttention, latent_decode
 from specgen.attention.flashinfer_paged import PlannedLatents
 from specgen.attention.latent_decode import RANK, ROPE_DIM, LatentDecode, Shape
 from specgen.attention.sdpa import SdpaBackend
 from specgen.kv.layout import Layout
-from specgen.models.attend import LayerAttention
 from tests import fake_flashinfer
 from tests.cuda_on_cpu import on_cpu
 from tests.latent_lists import BY_BLOCK, BY_ITEM, SECTIONS, TILE, Rows, of_flashinfer, work_list

@@ -15,7 +15,7 @@ from specgen.config import EngineConfig, SamplingParams
 from specgen.engine.choices import resolve
 from specgen.engine.loading import Models
 from specgen.evaluation.divergence import Judge, prefill_logits
-from specgen.ops.cuda_source import runs_on
+from specgen.ops.jit_modules import runs_on
 from tests.engines import Outputs, random_requests
 from tests.test_mtp import generate, load
 from tests.tiny_latents import write_latent

@@ -13,19 +13,18 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specgen.attention.expansion import Expansion
+from specgen.attention import Expansion, LatentLayer
 from specgen.attention.hopper import HopperBackend
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.checkpoints.checkpoint import load_target, open_checkpoint
 from specgen.config import SamplingParams, UserError
 from specgen.kv.layout import Layout
-from specgen.models import layers, mlp
-from specgen.models.attend import LatentLayer
+from specgen.models import layers
 from specgen.models.families import family_of
 from specgen.models.model_config import LatentConfig, SigmoidWeights, TargetConfig
+from specgen.ops.experts import SigmoidRouting
 from specgen.ops.fp8 import block_scales
 from specgen.ops.reference import torch_ops
-from specgen.ops.router import SigmoidRouting
 from specgen.ops.weight import Weight
 from tests import fake_flashinfer
 from tests.engines import generate, load_pair, random_requests
@@ -140,7 +139,7 @@ def _routing(**changes: Any) -> Callable[[pytest.MonkeyPatch], None]:
             found = {name: change(given) for name, change in changes.items()}
             return SigmoidRouting(**given | found)
 
-        monkeypatch.setattr(mlp, "SigmoidRouting", other)
+        monkeypatch.setattr(layers, "SigmoidRouting", other)
 
     return plant
 
@@ -168,9 +167,9 @@ ERRORS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "not-scaled": _routing(scale=lambda given: 1.0),
     "not-normalized": _routing(normalized=lambda given: not given["normalized"]),
     "no-shared-expert": _wrong(
-        mlp.Mixture,
+        layers.Mixture,
         "build",
-        lambda *rest, real=mlp.Mixture.build: replace(real(*rest), shared=None),
+        lambda *rest, real=layers.Mixture.build: replace(real(*rest), shared=None),
     ),
     "values-for-keys": _wrong(LatentLayer, "absorb", _values_for_keys),
 }
@@ -224,14 +223,16 @@ def test_routers_keep_their_precision_in_half_precision(
 ) -> None:
     """Rounded, a bias or logits would choose other experts."""
     routings, real = list[SigmoidRouting](), SigmoidRouting
-    monkeypatch.setattr(mlp, "SigmoidRouting", lambda **given: routings.append(real(**given)) or routings[-1])
+    monkeypatch.setattr(
+        layers, "SigmoidRouting", lambda **given: routings.append(real(**given)) or routings[-1]
+    )
     write_latent(tmp_path)
     checkpoint = open_checkpoint(str(tmp_path))
     model = load_target(checkpoint, torch.bfloat16, torch.device("cpu"))
     stored = checkpoint.read("model.layers.1.mlp.gate.e_score_correction_bias")
     assert stored is not None
     assert torch.equal(routings[0].bias, stored)
-    mixture = next(block.mlp for block in model.blocks if isinstance(block.mlp, mlp.Mixture))
+    mixture = next(block.mlp for block in model.blocks if isinstance(block.mlp, layers.Mixture))
     assert mixture.router(torch.ones(1, 64, dtype=torch.bfloat16)).dtype == torch.float32
 
 

@@ -10,16 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgen.attention.expansion import SdpaExpanded
+from specgen.attention import LatentLayer, LayerAttention, SdpaExpanded
 from specgen.attention.latent_decode import RANK, ROPE_DIM, LatentDecode, LatentPrefill, Shape
 from specgen.attention.sdpa import SdpaBackend
-from specgen.attention.workspaces import num_sms
 from specgen.kv.layout import HostLens, Layout
-from specgen.models.attend import LatentLayer, LayerAttention
 from specgen.ops import bind_ops
-from specgen.ops.cuda_source import runs_on
+from specgen.ops.experts import SigmoidRouting
+from specgen.ops.jit_modules import num_sms, runs_on
 from specgen.ops.reference import torch_ops
-from specgen.ops.router import SigmoidRouting
 from specgen.ops.weight import Weight
 from tests.latent_lists import SECTIONS, Rows, work_list
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import specgen
-from specgen.checkpoints import pickle_files
+from specgen.checkpoints import weight_files
 from specgen.checkpoints.checkpoint import open_checkpoint
 from specgen.checkpoints.fingerprint import fingerprint
 from specgen.config import UserError
@@ -423,7 +423,7 @@ def test_the_unpickler_runs_no_code(
     copied: Path, write: Callable[[Any, Path], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the check of a pickle's imports, the unpickler has an allow list of its own."""
-    monkeypatch.setattr(pickle_files, "_require_plain", lambda file, zipped: None)
+    monkeypatch.setattr(weight_files, "_require_plain", lambda file, zipped: None)
     monkeypatch.chdir(copied)
     _pickled(write, evil=EVIL)(copied / "target")
     with pytest.raises(UserError, match="cannot be read as tensors"):

@@ -19,8 +19,7 @@ from specgen.config import EngineConfig, UserError
 from specgen.engine import choices
 from specgen.models.expert_counts import ExpertSize
 from specgen.models.llama import Llama
-from specgen.ops.experts import Experts
-from specgen.ops.mxfp4 import dequantized
+from specgen.ops.experts import Experts, from_mxfp4
 from specgen.ops.reference import torch_ops
 from tests.dense import DenseAttend
 from tests.engines import load_pair
@@ -118,7 +117,7 @@ def test_mxfp4_reaches_the_kernels_as_it_is_stored(tmp_path: Path, monkeypatch: 
         assert torch.equal(each.down.scale, stored[f"{prefix}down_proj_scales"])
         packed = {name: reader.taken[f"{prefix}{name}"] for name in stored_names(stored, prefix)}
         assert packed["gate_up_proj_blocks"] + packed["gate_up_proj_scales"] == each.gate_up.num_bytes
-        assert dequantized(each.down, torch.bfloat16).data.shape == (6, 64, 32)
+        assert from_mxfp4(each.down, torch.bfloat16).data.shape == (6, 64, 32)
     assert sum(reader.taken.values()) == sum(
         t.numel() * (1 if t.dtype == torch.uint8 else 2) for t in stored.values()
     )

@@ -14,13 +14,11 @@ from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.checkpoints.checkpoint import load_target, open_checkpoint
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
-from specgen.models import gpt_oss
 from specgen.models.llama import Llama
 from specgen.models.model_config import TargetConfig
 from specgen.models.rotary import RopeConfig, inverse_frequencies
 from specgen.ops import experts as experts_ops
-from specgen.ops.experts import Experts, Gating, grouped_experts
-from specgen.ops.mxfp4 import dequantized
+from specgen.ops.experts import Experts, Gating, from_mxfp4, grouped_experts
 from specgen.ops.reference import torch_ops
 from specgen.ops.weight import Weight
 from tests.dense import DenseAttend
@@ -194,7 +192,7 @@ def test_mxfp4_equals_transformers_for_every_byte_and_scale(dtype: torch.dtype) 
         some = torch.tensor(scales, dtype=torch.uint8).repeat(512)[: 2 * 16 * 16].view(2, 16, 16)
         weight = Weight(data=data.flatten(2), scale=some, format="mxfp4")
         expected = convert_moe_packed_tensors(data, some, dtype=dtype).mT
-        got = dequantized(weight, dtype)
+        got = from_mxfp4(weight, dtype)
         assert got.data.dtype == dtype
         assert torch.equal(got.data, expected)
     assert weight.num_bytes == 2 * 16 * 16 * (16 + 1)
@@ -205,8 +203,8 @@ def test_grouped_experts_keep_no_packed_weights_on_a_cpu_and_no_plain_ones_elsew
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[torch.dtype] = []
-    real = dequantized
-    monkeypatch.setattr(experts_ops, "dequantized", lambda w, dtype: calls.append(dtype) or real(w, dtype))
+    real = from_mxfp4
+    monkeypatch.setattr(experts_ops, "from_mxfp4", lambda w, dtype: calls.append(dtype) or real(w, dtype))
     for device, before, after in (("cpu", 2, 2), ("meta", 0, 2)):
 
         def packed(out: int, num_in: int, device: str = device) -> Weight:
@@ -244,5 +242,5 @@ def test_half_precision_rounds_where_transformers_rounds(
 ) -> None:
     ids = ids_of(TARGETS[name](tmp_path))[:60]
     assert rounded_differently(tmp_path, ids) < 0.01
-    misread(gpt_oss, norm_casts_last=name == "qwen3-moe")(monkeypatch)
+    misread(norm_casts_last=name == "qwen3-moe")(monkeypatch)
     assert rounded_differently(tmp_path, ids) > 0.5, "it would not be seen"

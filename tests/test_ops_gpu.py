@@ -8,8 +8,8 @@ from torch import Tensor
 
 from specgen.kv.layout import Layout
 from specgen.ops import Ops, bind_ops
+from specgen.ops.experts import Weighing
 from specgen.ops.reference import torch_ops
-from specgen.ops.router import Weighing
 from specgen.ops.weight import Weight
 
 pytestmark = [

@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from specgen.checkpoints.checkpoint import build_target
-from specgen.checkpoints.kv_scheme import kv_scheme
 from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
 from specgen.checkpoints.weight_files import TensorInfo
 from specgen.config import UserError
 from specgen.device import Ranks
 from specgen.models.families import family_of
-from specgen.models.fp8_config import with_modelopt
+from specgen.models.fp8_config import kv_scheme, with_modelopt
 from specgen.models.model_config import TargetConfig
 from specgen.ops import reference
 from tests.test_published_mixtures import qwen3_moe, tensors
@@ -198,7 +197,7 @@ def test_published_checkpoints_are_complete_for_every_number_of_ranks(
         for tensor, dtype, shape in published(config, kv_format is not None)
     }
     checkpoint = Checkpoint(name=name, path=Path(), config=raw, generation={}, tensors=infos)
-    assert kv_scheme(checkpoint) == kv_format
+    assert kv_scheme(checkpoint.config) == kv_format
     products: list[Shape] = []
     monkeypatch.setattr(reference, "fp8_linear", lambda weight, _: products.append(tuple(weight.data.shape)))
     meta = torch.device("meta")

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from specgen.checkpoints.checkpoint import build_target
+from specgen.checkpoints.checkpoint import build_target, misfits
 from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
 from specgen.checkpoints.weight_files import TensorInfo
-from specgen.models.eagle3 import Eagle3Config
+from specgen.models.eagle import Eagle3Config
 from specgen.models.families import family_of
-from specgen.models.fit import misfits
 from specgen.models.model_config import TargetConfig
 
 Shape = tuple[int, ...]

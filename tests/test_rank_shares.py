@@ -17,9 +17,9 @@ from specgen.checkpoints.rank_share import RankShare
 from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.config import UserError
 from specgen.device import SINGLE_RANK, Ranks
-from specgen.models import vocabulary
+from specgen.models import llama
 from specgen.models.llama import Llama
-from specgen.ops import bind_ops, experts, fp8, ranked
+from specgen.ops import bind_ops, experts, fp8, reference
 from specgen.ops.reference import RmsNorm
 from specgen.ops.weight import Weight
 from tests.dense import DenseAttend
@@ -381,11 +381,11 @@ MISREAD: dict[str, tuple[str, Any, str, Any]] = {
     "biases of every rank": ("biases", RankShare, "drops", lambda self, name: False),
     "sums left out": (
         "llama",
-        ranked.RankedNorm,
+        reference.RankedNorm,
         "add",
         lambda self, stream, *parts: self.norm.add(stream, *parts),
     ),
-    "ids of a share": ("llama", vocabulary, "rows_of", lambda size, ranks: range(size // ranks.size)),
+    "ids of a share": ("llama", llama, "rows_of", lambda size, ranks: range(size // ranks.size)),
 }
 
 
@@ -394,6 +394,6 @@ def test_planted_errors_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     target, owner, name, wrong = MISREAD[error]
     TARGETS[target](tmp_path)
     monkeypatch.setattr(owner, name, wrong)
-    if owner is vocabulary:
+    if owner is llama:
         monkeypatch.setattr(rank_share, name, wrong)
     assert not agrees(tmp_path, 2)

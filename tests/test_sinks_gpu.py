@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgen.attention import Backend
+from specgen.attention import Backend, LayerAttention
 from specgen.attention.flashinfer_paged import FlashInferBackend, _PlanKey, _sink_variant
 from specgen.attention.hopper import HopperBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.kv.layout import Layout
-from specgen.models.layers import LayerAttention
 from tests.test_attention_gpu import BF16, FP8, K_SCALE, V_SCALE, Case, World, error, ragged, uniform
 
 pytestmark = [

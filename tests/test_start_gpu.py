@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specgen.checkpoints.upload import Upload, uploading
+from specgen.checkpoints.tensor_reader import Upload, uploading
 
 pytestmark = [
     pytest.mark.gpu,

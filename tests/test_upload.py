@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgen.checkpoints import upload as uploads
+from specgen.checkpoints import tensor_reader
 from specgen.checkpoints.checkpoint import build_target, open_checkpoint, target_config
-from specgen.checkpoints.tensor_reader import TensorReader
-from specgen.checkpoints.upload import Upload, uploading
+from specgen.checkpoints.tensor_reader import TensorReader, Upload, uploading
 from tests.tiny_checkpoints import write_target
 
 CPU = torch.device("cpu")
@@ -49,9 +48,9 @@ def small(monkeypatch: pytest.MonkeyPatch, events: list[Slow]) -> Upload:
 
 
 def with_buffers(size: int, monkeypatch: pytest.MonkeyPatch, events: list[Slow]) -> Upload:
-    monkeypatch.setattr(uploads, "_PIECE", size)
-    monkeypatch.setattr(uploads, "_SMALL", 50)
-    monkeypatch.setattr(uploads, "_THREADS", 3)
+    monkeypatch.setattr(tensor_reader, "_PIECE", size)
+    monkeypatch.setattr(tensor_reader, "_SMALL", 50)
+    monkeypatch.setattr(tensor_reader, "_THREADS", 3)
 
     def event() -> Slow:
         events.append(Slow())

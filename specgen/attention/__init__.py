@@ -1,6 +1,6 @@
-"""The attention seam: what a backend is, what it can do, and the one callable that a model sees of it.
+"""The attention seam: what a layer says of itself, what a backend is and can do, and the one callable of models.
 
-May import models, ops and kv.
+Models import nothing of this package but what this file holds. May import ops and kv.
 """
 
 from dataclasses import dataclass
@@ -9,16 +9,100 @@ from importlib.util import find_spec
 from typing import Literal, Protocol, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from specgen.attention.expansion import Expansion, SdpaExpanded
-from specgen.attention.workspaces import num_sms
+from specgen.attention.planning import spread
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import HostLens, Layout
-from specgen.models.attend import LatentLayer, LayerAttention
-from specgen.models.model_config import LatentConfig
 from specgen.ops import Rope
-from specgen.ops.jit_modules import Module
+from specgen.ops.jit_modules import Module, num_sms
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerAttention:
+    """A layer's attention parameters: all that an attention backend knows of the layer."""
+
+    index: int  # of its planes in the KV cache
+    scale: float  # of q . k
+    window: int | None = None  # positions that a row sees, its own included; None: all
+    sinks: Tensor | None = None  # [Hq] float32: logits of no position, in the softmax's sum alone (GPT-OSS)
+    k_scale: float = 1.0  # a key is its number in an FP8 page times this; see ``kv_scales``
+    v_scale: float = 1.0
+    value_dim: int | None = None  # values are the first numbers of the keys, so many (latents); None: stored
+
+    def __post_init__(self) -> None:
+        assert self.window is None or self.window >= 1, self.window
+        assert self.k_scale > 0, self.k_scale
+        assert self.v_scale > 0, self.v_scale
+
+    @property
+    def window_left(self) -> int:
+        """How many positions before its own a row sees; -1: all."""
+        return -1 if self.window is None else self.window - 1
+
+    def kv_scales(self, pages: Tensor) -> tuple[float, float]:
+        """What keys and values are divided by on their way into ``pages`` and multiplied by on their way out.
+
+        Pages in the model's number format hold them as they are.
+        """
+        return (self.k_scale, self.v_scale) if pages.dtype.itemsize == 1 else (1.0, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentLayer:
+    """A layer's latent attention, in two forms that give the same up to rounding.
+
+    Expanded, latents become a key and a value of each head: less work where a pass has about as many rows as positions.
+    Absorbed, queries become as wide as latents, which are the keys and values of all heads, and are read once.
+    """
+
+    expanded: LayerAttention
+    absorbed: LayerAttention
+    up: Tensor  # [Hq, nope_dim + value_dim, rank]: from a latent to a head's key, without positions, and its value
+    nope_dim: int
+
+    def absorb(self, q: Tensor, out: Tensor) -> None:
+        """Queries without positions [rows, Hq, nope_dim] as queries of latents, into ``out`` [rows, Hq, rank]."""
+        torch.bmm(q.transpose(0, 1), self.up[:, : self.nope_dim], out=out.transpose(0, 1))
+
+    def lift(self, attended: Tensor) -> Tensor:
+        """What the absorbed form attended to, [rows, Hq, rank], as values [rows, Hq, value_dim]."""
+        values = self.up[:, self.nope_dim :]
+        out = attended.new_empty(*attended.shape[:2], values.shape[1])
+        torch.bmm(attended.transpose(0, 1), values.mT, out=out.transpose(0, 1))
+        return out
+
+    def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated latents [n, width] as keys [n, Hq, key_dim] and values [n, Hq, value_dim], whose rows are strided."""
+        latent, rotated = latents[:, : self.up.shape[2]], latents[:, None, self.up.shape[2] :]
+        heads = F.linear(latent, self.up.flatten(0, 1)).view(len(latent), *self.up.shape[:2])
+        keys, values = heads.tensor_split((self.nope_dim,), -1)
+        return torch.cat((keys, rotated.expand(-1, len(self.up), -1)), -1), values
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentDims:
+    """The widths of multi-head latent attention (DeepSeek-V2, 2024): a position stores one latent for all heads.
+
+    A head's key is ``nope_dim`` numbers made of the latent and ``rope_dim`` rotated ones, which all heads share; its
+    value is made of the latent too.
+    """
+
+    rank: int  # of the latent
+    nope_dim: int
+    rope_dim: int
+    value_dim: int  # of a head
+
+    @property
+    def key_dim(self) -> int:
+        """Of a head's query and key."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def width(self) -> int:
+        """Numbers that are stored of a position."""
+        return self.rank + self.rope_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +117,7 @@ class Heads:
     page_size: int
     max_query_len: int  # rows per sequence of a decode pass
     sinks: bool = False  # see LayerAttention
-    latent: LatentConfig | None = None  # of what the cache keeps; the rest describes its absorbed form
+    latent: LatentDims | None = None  # of what the cache keeps; the rest describes its absorbed form
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +147,18 @@ class Gpu:
         return cls(major=torch.cuda.get_device_capability(device)[0], num_sms=num_sms(device))
 
 
+_Check = tuple[object, tuple[object, ...] | None, str, str]
+
+
+def _refused(*checks: _Check) -> str | None:
+    """The first value that is not among those allowed (None: all are), by what it is of, and what to use instead."""
+    for value, allowed, what, remedy in checks:
+        if allowed is not None and value not in allowed:
+            shown = " + ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            return f"does not support {what.format(shown.removeprefix('torch.'))}: use {remedy}"
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Latents:
     """What a backend can do of latent attention. None: no bound."""
@@ -73,21 +169,24 @@ class Latents:
     expanded: tuple[tuple[int, int], ...] | None = None  # of a head's keys and values
     max_heads: int | None = None
 
-    def refusal(self, device: torch.device, heads: Heads, latent: LatentConfig) -> str | None:
+    def refusal(self, device: torch.device, heads: Heads, latent: LatentDims) -> str | None:
         """As ``Capabilities.refusal``."""
         major = torch.cuda.get_device_capability(device)[0] if self.compute_majors is not None else 0
         expanded = latent.key_dim, latent.value_dim
-        checks: tuple[tuple[object, tuple[object, ...] | None, str], ...] = (
-            (major, self.compute_majors, "on GPUs of compute capability {}.x"),
-            (heads.dtype, self.dtypes, "in {}"),
-            ((latent.rank, latent.rope_dim), self.widths, "with latents and rotated keys of {}"),
-            (expanded, self.expanded, "with keys and values of {}"),
+        remedy = "--attention sdpa"
+        refused = _refused(
+            (major, self.compute_majors, "latent attention on GPUs of compute capability {}.x", remedy),
+            (heads.dtype, self.dtypes, "latent attention in {}", remedy),
+            (
+                (latent.rank, latent.rope_dim),
+                self.widths,
+                "latent attention with latents and rotated keys of {}",
+                remedy,
+            ),
+            (expanded, self.expanded, "latent attention with keys and values of {}", remedy),
         )
-        for value, allowed, what in checks:
-            if allowed is not None and value not in allowed:
-                shown = " + ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-                where = what.format(shown.removeprefix("torch."))
-                return f"does not support latent attention {where}: use --attention sdpa"
+        if refused is not None:
+            return refused
         if self.max_heads is not None and heads.num_heads > self.max_heads:
             return f"supports {self.max_heads} heads of latent attention, not {heads.num_heads}: use --tensor-parallel"
         return None
@@ -125,7 +224,7 @@ class Capabilities:
             return f"needs {self.package}, which is not installed: {install}, or use --attention sdpa"
         major = torch.cuda.get_device_capability(device)[0] if self.compute_majors is not None else 0
         fp8 = heads.kv_dtype.itemsize == 1
-        checks: tuple[tuple[object, tuple[object, ...] | None, str, str], ...] = (
+        refused = _refused(
             (major, self.compute_majors, "GPUs of compute capability {}.x", "--attention auto"),
             (heads.dtype, self.dtypes, "a model in {}", "--dtype bfloat16 or --attention sdpa"),
             (heads.kv_dtype, self.kv_dtypes, "a KV cache in {}", "--kv-dtype model"),
@@ -138,9 +237,8 @@ class Capabilities:
             (heads.page_size, self.page_sizes, "pages of {} positions", "pages of 16, 32 or 64"),
             (heads.head_dim, None if latent else self.head_dims, "heads of {} elements", "--attention sdpa"),
         )
-        for value, allowed, what, remedy in checks:
-            if allowed is not None and value not in allowed:
-                return f"does not support {what.format(str(value).removeprefix('torch.'))}: use {remedy}"
+        if refused is not None:
+            return refused
         if latent is not None:
             if self.latents is None:
                 return "does not support latent attention: use --attention auto"
@@ -198,6 +296,56 @@ class RotatingKernel(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Expansion:
+    """All positions of the sequences of a pass, one sequence behind the other."""
+
+    slots: Tensor  # [n] int64 of the cache: page * page_size + offset
+    host: HostLens
+
+    @classmethod
+    def of(cls, layout: Layout) -> "Expansion | None":
+        """None where absorbed queries are better: in decode passes, and where most positions are not of this pass.
+
+        So no more positions are expanded than twice the rows of a prefill.
+        """
+        if layout.host is None or 2 * layout.num_rows < sum(layout.host.starts) + layout.num_rows:
+            return None
+        tables, counts = layout.block_tables, layout.kv_lens
+        total = sum(layout.host.kv_lens)
+        sequences, positions = spread(counts, total)
+        pages = tables[sequences, positions // layout.page_size].long()
+        return cls(slots=pages * layout.page_size + positions % layout.page_size, host=layout.host)
+
+    def keys_and_values(self, layer: LatentLayer, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """From pages of a layer's latents: [n, num_heads, key_dim] and [n, num_heads, value_dim]."""
+        return layer.expand(pages.flatten(0, 2).index_select(0, self.slots))
+
+
+class SdpaExpanded:
+    """``ExpandedKernel`` with PyTorch's attention, one sequence after another."""
+
+    def __init__(self, host: HostLens) -> None:
+        self._host = host
+
+    def __call__(self, layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        lens = self._host.kv_lens
+        split = torch.split_with_sizes
+        each = zip(split(q, self._host.query_lens), split(keys, lens), split(values, lens), strict=True)
+        return torch.cat([_attend_densely(layer.scale, *some) for some in each])
+
+
+def _attend_densely(scale: float, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Of one sequence, whose last positions are the rows."""
+    rows, positions = len(q), len(keys)
+    q, keys, values = (each.transpose(0, 1)[None] for each in (q, keys, values))
+    seen = None
+    if rows < positions:
+        seen = torch.ones(rows, positions, dtype=torch.bool, device=q.device).tril(positions - rows)
+    out = F.scaled_dot_product_attention(q, keys, values, seen, is_causal=seen is None, scale=scale)
+    return out[0].transpose(0, 1).flatten(1)
+
+
 class Backend(Protocol):
     """A way to compute attention over the paged cache."""
 
@@ -236,7 +384,10 @@ class Backend(Protocol):
 
 
 class Attend:
-    """Backend, cache and layout of one pass: rotates, writes the rows' KV, then attends."""
+    """Attention over the sequences of one pass: all that a model knows of positions, cache and batching.
+
+    Backend, cache and layout of the pass: it rotates, writes the rows' KV, then attends.
+    """
 
     def __init__(self, backend: Backend, cache: KVCache, layout: Layout, rope: Rope) -> None:
         self._backend = backend
@@ -246,19 +397,30 @@ class Attend:
         self._rotating = backend.rotating(layout, rope)
 
     def __call__(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
-        """Heads of q, k and v ``[rows, num_heads + 2 * num_kv_heads, head_dim]``; see ``Kernel``."""
+        """Rotate q and k, store k and v, attend to all stored positions.
+
+        ``qkv`` are the heads of q, k and v ``[rows, num_heads + 2 * num_kv_heads, head_dim]``, the result is
+        ``[rows, num_heads * head_dim]``.
+        """
         keys, values = self._cache.pages(layer.index)
         if self._rotating is not None and self._rotating.fits(layer, qkv, keys):
             return self._rotating(layer, qkv, keys, values)
         return self._kernel(layer, self.write_kv(layer, qkv), keys, values)
 
     def write_kv(self, layer: LayerAttention, heads: Tensor) -> Tensor:
-        """Heads of k and v, or of q before them, ``[rows, n, head_dim]``; returns the rotated q, if any."""
+        """Store rotated keys and values without attending.
+
+        ``heads`` are those of k and v, or of q before them, ``[rows, n, head_dim]``; returns the rotated q, if any.
+        """
         keys, values = self._cache.pages(layer.index)
         return self._store(heads, keys, values, *layer.kv_scales(keys))
 
     def latent(self, layer: LatentLayer, q: Tensor, latent: Tensor, key: Tensor) -> Tensor:
-        """Queries ``[rows, num_heads, key_dim]``, latent and key; see ``models.attend.Attend``."""
+        """The same of latent attention: rotate q and key, store latent and key, attend to all stored positions.
+
+        ``q`` is ``[rows, num_heads, key_dim]``, which may be written to, ``latent`` ``[rows, rank]`` and ``key``
+        ``[rows, rope_dim]``; the result is ``[rows, num_heads * value_dim]``.
+        """
         (pages,) = self._cache.pages(layer.absorbed.index)
         rows, heads, _ = q.shape
         plain, turned = q.tensor_split((layer.nope_dim,), -1)
@@ -274,7 +436,7 @@ class Attend:
         return layer.lift(attended.view(rows, heads, rank)).flatten(1)
 
     def write_latents(self, layer: LatentLayer, latent: Tensor, key: Tensor) -> None:
-        """Latents and keys of rows without queries."""
+        """Store latent and rotated key without attending."""
         (pages,) = self._cache.pages(layer.absorbed.index)
         none = key.new_empty(len(key), 0, key.shape[1])
         self._store.latents(latent, key, pages, none, none)

@@ -15,16 +15,15 @@ from specgen.attention import (
     Gpu,
     Heads,
     Kernel,
+    LayerAttention,
     Rows,
     Use,
     latent_decode,
 )
 from specgen.attention.latent_decode import BLOCK_ROWS, RANK, ROPE_DIM, LatentPrefill, Shape
-from specgen.attention.pass_lens import HostPlan, PassLens, window_left
-from specgen.attention.workspaces import MIB, num_sms, prefill_bytes
+from specgen.attention.planning import MIB, HostPlan, PassLens, prefill_bytes
 from specgen.kv.layout import HostLens, Layout
-from specgen.models.attend import LayerAttention
-from specgen.ops.jit_modules import Module
+from specgen.ops.jit_modules import Module, num_sms
 
 Kernels = Literal["fa2", "fa3"]
 
@@ -107,7 +106,7 @@ class FlashInferBackend(Backend):
                 dtype=q.dtype,
                 kv_dtype=keys.dtype,
                 scale=layer.scale,
-                window_left=window_left(layer),
+                window_left=layer.window_left,
                 sinks=layer.sinks is not None,
             )
             wrapper = self._wrapper_for(heads)

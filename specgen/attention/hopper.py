@@ -10,17 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specgen.attention import Backend, ExpandedKernel, Gpu, Kernel, RotatingKernel, Rows, Use
+from specgen.attention import Backend, ExpandedKernel, Gpu, Kernel, LayerAttention, RotatingKernel, Rows, Use
 from specgen.attention.flashinfer_paged import latent_kernel, latent_modules, prefill_modules
 from specgen.attention.latent_decode import LATENTS, LatentDecode, LatentPrefill, list_module
-from specgen.attention.pass_lens import window_left
 from specgen.attention.trtllm import TrtllmBackend, xqa_module
-from specgen.attention.workspaces import num_sms
 from specgen.kv.layout import HostLens, Layout
-from specgen.models.attend import LayerAttention
 from specgen.ops import Rope
-from specgen.ops.cuda_source import compiled, current_stream, pointers, runs_on, source_spec
-from specgen.ops.jit_modules import Module
+from specgen.ops.jit_modules import Module, compiled, current_stream, num_sms, pointers, runs_on, source_spec
 from specgen.ops.measured_choices import UNSPLIT_ROWS
 
 if TYPE_CHECKING:
@@ -191,7 +187,7 @@ class UnsplitDecode:
             q_data_type=q.dtype,
             kv_data_type=keys.dtype,
             sm_scale=layer.scale,
-            window_left=window_left(layer),
+            window_left=layer.window_left,
             disable_split_kv=True,
         )
         torch.cuda.current_stream().synchronize()  # the plan's copy, before its pinned buffer can be used again

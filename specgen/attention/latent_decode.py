@@ -10,14 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specgen.attention import ExpandedKernel, Kernel, Latents
-from specgen.attention.pass_lens import HostPlan
-from specgen.attention.workspaces import MIB, num_sms
+from specgen.attention import ExpandedKernel, Kernel, LatentDims, Latents, LayerAttention
+from specgen.attention.planning import MIB, HostPlan
 from specgen.kv.layout import HostLens, Layout
-from specgen.models.attend import LayerAttention
-from specgen.models.model_config import LatentConfig
-from specgen.ops.cuda_source import compiled, current_stream, pointers, source_spec
-from specgen.ops.jit_modules import Module
+from specgen.ops.jit_modules import Module, compiled, current_stream, num_sms, pointers, source_spec
 
 RANK, ROPE_DIM = 512, 64  # the kernel's; those of DeepSeek-V2 and its relatives
 BLOCK_ROWS = 64  # rows times heads of one block
@@ -178,7 +174,7 @@ def _plan_spec() -> Any:  # noqa: ANN401
     return source_spec("latent_plan", _SOURCE, {}, {})
 
 
-def prefill_module(latent: LatentConfig, dtype: torch.dtype) -> Module:
+def prefill_module(latent: LatentDims, dtype: torch.dtype) -> Module:
     """What the prefills of such a model need compiled."""
     return Module(
         what=f"FA3, keys of {latent.key_dim} and values of {latent.value_dim}",

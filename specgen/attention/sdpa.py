@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specgen.attention import Backend, Capabilities, Gpu, Kernel, Rows, Use
+from specgen.attention import Backend, Capabilities, Gpu, Kernel, LayerAttention, Rows, Use
 from specgen.kv.layout import Layout
-from specgen.models.layers import LayerAttention
 from specgen.ops.jit_modules import Module
 
 # Sequences share a dense call while padding them to the longest adds no more than this factor ...

@@ -8,13 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specgen.attention import Backend, Capabilities, Gpu, Heads, Kernel, Rows, Use
+from specgen.attention import Backend, Capabilities, Gpu, Heads, Kernel, LayerAttention, Rows, Use
 from specgen.attention.flashinfer_paged import FlashInferBackend, Kernels, prefill_kernel, prefill_modules
-from specgen.attention.pass_lens import window_left
-from specgen.attention.workspaces import decode_workspace
+from specgen.attention.planning import decode_workspace
 from specgen.config import require
 from specgen.kv.layout import Layout
-from specgen.models.layers import LayerAttention
 from specgen.ops.jit_modules import Module
 
 _MAX_GROUP = 16  # heads per KV head
@@ -135,7 +133,7 @@ class TrtllmBackend(Backend):
                 longest,
                 bmm1_scale=layer.scale * k_scale,
                 bmm2_scale=v_scale,
-                window_left=window_left(layer),
+                window_left=layer.window_left,
                 sinks=layer.sinks,
                 kv_layout="NHD",
                 q_len_per_req=query_len,
@@ -168,7 +166,7 @@ class TrtllmBackend(Backend):
                 longest,
                 bmm1_scale=layer.scale * k_scale,
                 bmm2_scale=v_scale,
-                window_left=window_left(layer),
+                window_left=layer.window_left,
                 sinks=layer.sinks,
                 out=outs[0],
                 q_len_per_req=max(layout.max_query_len, 2),  # it takes no rows of one each as such
@@ -196,7 +194,7 @@ class TrtllmBackend(Backend):
                 longest,
                 bmm1_scale=layer.scale * k_scale,
                 bmm2_scale=v_scale,
-                window_left=window_left(layer),
+                window_left=layer.window_left,
                 sinks=layer.sinks,
                 kv_layout="NHD",
                 out=torch.zeros_like(q),

@@ -14,10 +14,9 @@ from specgen.bench.output import BenchTable, Plot
 from specgen.bench.timing import COLD_BYTES, Timing, num_layers, time_layers
 from specgen.config import require
 from specgen.ops import bind_ops
-from specgen.ops.experts import Experts, ExpertsMap, Gating, grouped_experts
-from specgen.ops.fp8 import GROUP, dequantised, rounded
-from specgen.ops.mxfp4 import dequantized
-from specgen.ops.weight import Weight
+from specgen.ops.experts import Experts, ExpertsMap, Gating, from_mxfp4, grouped_experts
+from specgen.ops.fp8 import dequantised, rounded
+from specgen.ops.weight import GROUP, Weight
 from specgen.report import display
 from specgen.report.table import Column, Row
 
@@ -130,7 +129,7 @@ def _matrix(weight: Weight, expert: int) -> Tensor:
     one = replace(weight, data=weight.data[expert, None], scale=weight.scale[expert, None])
     if weight.format == "fp8":
         return dequantised(one)[0]
-    return dequantized(one, torch.float32).data[0]
+    return from_mxfp4(one, torch.float32).data[0]
 
 
 _QWEN3 = ExpertShape(num_experts=128, hidden=2048, inner=768, k=8, gating=Gating())

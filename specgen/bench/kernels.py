@@ -16,7 +16,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from specgen.attention import Attend, Backend, Gpu, Heads, Rows, Use
+from specgen.attention import Attend, Backend, Gpu, Heads, LatentDims, LayerAttention, Rows, Use
 from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.hopper import HopperBackend
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
@@ -29,8 +29,6 @@ from specgen.config import require
 from specgen.device import on_device
 from specgen.kv.kv_cache import KVCache, KVSpec
 from specgen.kv.layout import Layout
-from specgen.models.layers import LayerAttention
-from specgen.models.model_config import LatentConfig
 from specgen.ops import Rope, bind_ops
 from specgen.report import display
 from specgen.report.table import Column, Row
@@ -168,15 +166,7 @@ _TIMED: dict[str, tuple[type[Backend], ...]] = {
 _CHECKS: dict[str, type[Backend]] = {"cuda": SdpaBackend, "cpu": StaticSdpaBackend}  # of a single backend
 # largest relative error of a row between two kernels that round to the dtype
 _TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 6e-3, torch.float32: 1e-4}
-LATENT = LatentConfig(  # GLM-4.7-Flash's
-    rank=512,
-    nope_dim=192,
-    rope_dim=64,
-    value_dim=256,
-    query_rank=768,
-    scale=256**-0.5,
-    interleaved=True,
-)
+LATENT = LatentDims(rank=512, nope_dim=192, rope_dim=64, value_dim=256)  # GLM-4.7-Flash's
 _CPU_BYTES = 256 << 20
 _GIB = 1 << 30
 
@@ -358,13 +348,15 @@ def _kernels(backends: TimedBackends, cell: Cell, query: Query) -> Iterator[str]
         yield backend.kernel(Gpu.of(cell.device), use, rows, cell.num_seqs)
 
 
-def _absorbed(backend: Backend, latent: LatentConfig, cache: KVCache, layout: Layout, q: Tensor) -> Call:
+def _absorbed(backend: Backend, latent: LatentDims, cache: KVCache, layout: Layout, q: Tensor) -> Call:
     """The attention of layers that keep latents, without the products around it."""
     kernel = backend.absorbed(layout)
 
     def call(index: int) -> Tensor:
         (pages,) = cache.pages(index)
-        return kernel(LayerAttention(index=index, scale=latent.scale, value_dim=latent.rank), q, pages, pages)
+        return kernel(
+            LayerAttention(index=index, scale=latent.key_dim**-0.5, value_dim=latent.rank), q, pages, pages
+        )
 
     return call
 

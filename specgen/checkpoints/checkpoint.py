@@ -10,14 +10,12 @@ from torch import Tensor
 
 from specgen.checkpoints.fingerprint import BESIDES
 from specgen.checkpoints.rank_share import RankShare
-from specgen.checkpoints.tensor_reader import E4M3, Checkpoint, TensorReader
-from specgen.checkpoints.upload import uploading
+from specgen.checkpoints.tensor_reader import E4M3, Checkpoint, TensorReader, uploading
 from specgen.checkpoints.weight_files import are_equal, read_json, tensor_infos
 from specgen.config import UserError, first_line, require, shown
 from specgen.device import SINGLE_RANK, Ranks
 from specgen.models.config_keys import generation_defaults
 from specgen.models.families import FAMILIES, HEAD_FAMILIES, family_of, head_family_of, is_head
-from specgen.models.fit import misfits, vocabulary_map
 from specgen.models.fp8_config import with_modelopt, without_quantization
 from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.mtp import mtp_prefixes
@@ -208,3 +206,68 @@ def _download(hub_id: str) -> Path:
             f"{hub_id!r} is not a directory here and could not be downloaded ({first_line(error)}): "
             "check the name and the network"
         ) from error
+
+
+def misfits(target: TargetConfig, head: HeadConfig) -> tuple[str, ...]:
+    """Each reason why ``head`` cannot draft for ``target``, with the remedy; empty if they fit."""
+    reasons = []
+    if head.target_hidden_size != target.hidden_size:
+        reasons.append(
+            f"the head reads features {head.target_hidden_size} wide, but the target's hidden size is "
+            f"{target.hidden_size}: use the target that the head was trained on"
+        )
+    if head.vocab_size != target.vocab_size:
+        reasons.append(
+            f"the head's vocabulary has {head.vocab_size} tokens, the target's {target.vocab_size}: "
+            "use the target that the head was trained on"
+        )
+    outside = [layer for layer in head.aux_layers if not 0 <= layer <= target.num_layers]
+    if outside:
+        reasons.append(
+            f"the head reads the input of layer {outside[0]}, but the target has layers 0 to "
+            f"{target.num_layers - 1}: use the target that the head was trained on ({head.aux_rule})"
+        )
+    if not head.own_embedding and head.hidden_size != target.hidden_size:
+        reasons.append(
+            f"the head has no embedding and is {head.hidden_size} wide, but the target's embedding is "
+            f"{target.hidden_size} wide: use a head that carries embed_tokens.weight"
+        )
+    return tuple(reasons)
+
+
+def vocabulary_map(config: HeadConfig, d2t: Tensor | None, t2d: Tensor | None) -> Tensor:
+    """The target's id of each draft id, [Vd] int64, from the offsets ``d2t`` [Vd] and the mask ``t2d`` [V].
+
+    ``UserError`` if they are inconsistent: such a head would draft the wrong tokens.
+    """
+    drafted, vocab = config.draft_vocab_size, config.vocab_size
+    require(
+        drafted <= vocab, f"draft_vocab_size is {drafted}, more than the vocabulary of {vocab}: wrong config"
+    )
+    ids = torch.arange(drafted)
+    if d2t is None:
+        require(
+            drafted == vocab,
+            f"the head drafts {drafted} of {vocab} tokens but has no d2t: add the tensor that maps them",
+        )
+        return ids
+    require(
+        d2t.shape == ids.shape and not d2t.is_floating_point(),
+        f"d2t is {list(d2t.shape)} of {d2t.dtype}: it must hold {drafted} integers, one for each draft token",
+    )
+    ids = ids + d2t.cpu()
+    low, high = int(ids.min()), int(ids.max())
+    require(
+        low >= 0 and high < vocab,
+        f"d2t maps to token ids {low} to {high}, outside the vocabulary of {vocab}: "
+        "it must hold offsets (target id minus draft id)",
+    )
+    require(len(set(ids.tolist())) == drafted, "d2t maps two draft tokens to one target token: it is wrong")
+    if t2d is not None:
+        marked = t2d.cpu().nonzero().flatten()
+        require(
+            t2d.shape == (vocab,) and torch.equal(marked, ids.sort().values),
+            f"t2d marks {marked.numel()} of {t2d.numel()} tokens, not the {drafted} of d2t: "
+            "the checkpoint mixes two vocabularies, export it again",
+        )
+    return ids

@@ -14,16 +14,16 @@ from specgen.checkpoints.checkpoint import (
     build_target,
     draft_to_target,
     drafter_config,
+    misfits,
     mtp_part,
     open_checkpoint,
     target_config,
 )
-from specgen.checkpoints.kv_scheme import FP8, kv_scheme
 from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
 from specgen.config import MTP, NGRAM_BYTES, UserError, ngram_length, require
 from specgen.models.config_keys import listed
 from specgen.models.families import is_head, unread
-from specgen.models.fit import misfits
+from specgen.models.fp8_config import FP8, kv_scheme
 from specgen.models.model_config import HeadConfig, LayerConfig, TargetConfig
 from specgen.models.mtp import mtp_prefixes
 
@@ -57,7 +57,7 @@ class Weights:
                 sizes["mxfp4"] = sizes.get("mxfp4", 0) + 2 * prod(info.shape) * name.endswith("_blocks")
         dtypes = sorted(sizes, key=lambda name: -sizes[name])
         width = {name: int(getattr(torch, name).itemsize) for name in dtypes if name != "mxfp4"}
-        fp8 = isinstance(config, TargetConfig) and kv_scheme(checkpoint) == FP8
+        fp8 = isinstance(config, TargetConfig) and kv_scheme(checkpoint.config) == FP8
         kv_width = 1 if fp8 else next((each for each in width.values() if each > 1), 4)
         return cls(
             num_parameters=sum(sizes.values()),

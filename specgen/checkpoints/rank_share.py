@@ -15,7 +15,7 @@ from torch import Tensor
 from specgen.config import require
 from specgen.device import Ranks
 from specgen.models.fp8_config import Fp8Config
-from specgen.models.vocabulary import most_rows, rows_of
+from specgen.models.llama import most_rows, rows_of
 
 # Of a dimension, the ranges that are read, one behind the other.
 Ranges = tuple[slice, ...]

@@ -1,22 +1,24 @@
 """How a model's tensors come from its checkpoint: each read once, checked, and put on the device layer by layer."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from specgen.checkpoints.rank_share import RankShare
-from specgen.checkpoints.upload import Upload
 from specgen.checkpoints.weight_files import TensorInfo, read_tensor, read_tensors
 from specgen.config import UserError, require, shown
 from specgen.device import SINGLE_RANK, Ranks
-from specgen.models.fp8_config import BLOCK, Fp8Config
-from specgen.models.take import Arrange
-from specgen.ops.weight import Weight
+from specgen.models.fp8_config import Fp8Config
+from specgen.models.layers import Arrange
+from specgen.ops.weight import GROUP, Weight
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 E4M3 = "float8_e4m3fn"
@@ -41,6 +43,86 @@ class Checkpoint:
         """A tensor as stored, on the CPU; None where there is none of that name."""
         info = self.tensors.get(name)
         return None if info is None else read_tensor(name, info)
+
+
+_PIECE = 16 << 20  # bytes
+_THREADS = 8
+_SMALL = 1 << 20  # bytes, up to which the detour does not pay
+
+
+class Fetched(Protocol):
+    """As ``torch.cuda.Event``: whether the GPU has fetched what was in a buffer."""
+
+    def record(self, stream: Any) -> None: ...  # noqa: ANN401
+    def synchronize(self) -> None: ...
+
+
+class Upload:
+    """Copies tensors from the host into tensors of a GPU, in the order of its current stream.
+
+    Threads copy pieces into pinned memory, from where the GPU fetches them: a copy straight from a mapped file goes
+    through one thread of the driver's, at a few GB/s.
+
+    ``pinned`` makes a buffer of so many bytes, ``fetched`` the event that goes with it; a buffer is written only when
+    its event says that the GPU is done with it.
+    """
+
+    def __init__(
+        self,
+        pinned: Callable[[int], Tensor] = lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True),
+        fetched: Callable[[], Fetched] = torch.cuda.Event,
+    ) -> None:
+        self._threads = ThreadPoolExecutor(_THREADS)
+        self._buffers: SimpleQueue[tuple[Tensor, Fetched]] = SimpleQueue()
+        for _ in range(_THREADS):
+            self._buffers.put((pinned(_PIECE), fetched()))
+
+    def close(self) -> None:
+        """Let go of the threads; the buffers go when the GPU has fetched them."""
+        self._threads.shutdown()
+
+    def into(self, target: Tensor, source: Tensor, stream: Any) -> None:  # noqa: ANN401
+        """Copy ``source``, on the host, into ``target`` on the device of ``stream``; both are contiguous and alike.
+
+        What follows in ``stream`` sees it.
+        """
+        assert target.dtype == source.dtype
+        assert target.shape == source.shape
+        assert target.is_contiguous()
+        assert source.is_contiguous()
+        if source.nbytes <= _SMALL:
+            target.copy_(source)
+            return
+        here, there = (each.view(-1).view(torch.uint8) for each in (source, target))
+        pieces = [slice(start, start + _PIECE) for start in range(0, len(here), _PIECE)]
+        for done in [self._threads.submit(self._piece, here[each], there[each], stream) for each in pieces]:
+            done.result()
+
+    def _piece(self, source: Tensor, target: Tensor, stream: Any) -> None:  # noqa: ANN401
+        """Of bytes ``[n]``."""
+        buffer, fetched = self._buffers.get()
+        try:
+            fetched.synchronize()
+            mine = buffer[: len(source)]
+            mine.numpy()[:] = source.numpy()  # by this thread alone; torch would start several more in each
+            with torch.cuda.stream(stream):  # of its device, which is another thread's affair
+                target.copy_(mine, non_blocking=True)
+            fetched.record(stream)
+        finally:
+            self._buffers.put((buffer, fetched))
+
+
+@contextmanager
+def uploading(device: torch.device) -> Iterator[Upload | None]:
+    """For tensors to a GPU; None for another ``device``."""
+    if device.type != "cuda":
+        yield None
+        return
+    upload = Upload()
+    try:
+        yield upload
+    finally:
+        upload.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +259,7 @@ class TensorReader:
         for name, stored in zip(names, infos, strict=True):
             scale = self._above_zero(stored, tensors[stored].float())
             if self.fp8.weights == "block":
-                scale = scale.repeat_interleave(BLOCK, 0)[:num_out]
+                scale = scale.repeat_interleave(GROUP, 0)[:num_out]
             scales[name] = scale.reshape(-1, scale.shape[-1] if scale.dim() == 2 else 1).expand(num_out, -1)
             scales[name] = scales[name].contiguous().to(self.device)
             self.taken[stored] = 4 * self.fp8.num_scales(*shape)  # as kernels keep them
@@ -293,7 +375,7 @@ class TensorReader:
         )
 
 
-_PIECE = 1 << 24  # elements that are looked at together where that takes memory
+_LOOKED_AT = 1 << 24  # elements that are looked at together where that takes memory
 _NAN = 0x7F  # of e4m3, which has no infinity; and the same with the sign bit
 _NO_SCALE = 0xFF  # NaN of e8m0, in which MXFP4 has its scales
 
@@ -308,7 +390,7 @@ def is_finite(tensor: Tensor) -> bool:
     if tensor.dtype == torch.uint8:
         return int(tensor.max()) != _NO_SCALE
     if tensor.dtype == torch.float8_e4m3fn:
-        pieces = torch.split(tensor.flatten().view(torch.uint8), _PIECE)
+        pieces = torch.split(tensor.flatten().view(torch.uint8), _LOOKED_AT)
         return not any(bool(((piece & _NAN) == _NAN).any()) for piece in pieces)
     low, high = tensor.aminmax()  # NaN where there is one, without a copy of the tensor
     return bool(low.isfinite() & high.isfinite())

@@ -21,7 +21,7 @@ from specgen.config import EngineConfig
 from specgen.core.spec_length import StepCosts
 from specgen.core.step_costs import timed_sizes
 from specgen.engine.number_formats import Checkpoints
-from specgen.ops.cuda_source import runs_on
+from specgen.ops.jit_modules import runs_on
 from specgen.rundir.machine_state import machine_state
 from specgen.rundir.provenance import device, uuid, versions
 

@@ -10,7 +10,6 @@ from specgen.attention.hopper import HopperBackend
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.checkpoints.checkpoint import drafter_config, target_config
-from specgen.checkpoints.kv_scheme import FP8, kv_scheme
 from specgen.checkpoints.tensor_reader import Checkpoint
 from specgen.config import (
     AttentionName,
@@ -26,6 +25,7 @@ from specgen.core.graphs import PassGraphs, Runner, StepGraphs, bucket
 from specgen.core.packing import BLOCK, MOST_BLOCKS
 from specgen.device import choose_device, require_devices
 from specgen.engine.number_formats import DTYPES, Checkpoints, target_kv_dtype
+from specgen.models.fp8_config import FP8, kv_scheme
 from specgen.models.model_config import LayerConfig
 from specgen.report.display import several
 from specgen.text.chat_template import calls_for_date, today
@@ -84,7 +84,7 @@ def choose_dtype(name: DtypeName, device: torch.device) -> DtypeName:
 
 def choose_kv_dtype(name: KVDtypeName, target: Checkpoint) -> KVDtypeName:
     """What ``name`` stands for with this target; ``UserError`` where the scales of its KV cache are not for FP8."""
-    scheme = kv_scheme(target)
+    scheme = kv_scheme(target.config)
     if name == "auto":
         return "fp8" if scheme == FP8 else "model"
     require(

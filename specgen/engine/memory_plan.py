@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import torch
 
+from specgen.attention.planning import DECODE_BYTES
 from specgen.attention.trtllm import TrtllmBackend
-from specgen.attention.workspaces import DECODE_BYTES
 from specgen.checkpoints.checkpoint import build_head, build_target, drafter_config, target_config
 from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
 from specgen.config import EngineConfig, KVDtypeName

@@ -10,8 +10,8 @@ from specgen.device import Ranks, use
 from specgen.engine.choices import BACKENDS, attention_uses
 from specgen.engine.number_formats import DTYPES, Checkpoints
 from specgen.models.model_config import LayerConfig
-from specgen.ops import block_fp8, cuda_source, hopper_linear
-from specgen.ops.jit_modules import Module
+from specgen.ops import block_fp8, hopper_linear
+from specgen.ops.jit_modules import Module, runs_on
 
 
 def needed_modules(config: EngineConfig, checkpoints: Checkpoints, expected: SamplingParams) -> list[Module]:
@@ -21,7 +21,7 @@ def needed_modules(config: EngineConfig, checkpoints: Checkpoints, expected: Sam
         return []
     use(device)
     found = modules_of(config, checkpoints, expected, Gpu.of(device))
-    if cuda_source.runs_on(device):
+    if runs_on(device):
         found += modules_of_products(config, checkpoints)
     if config.tensor_parallel > 1:
         from specgen.ops.fused_sum import can_fuse, fused_sum_module  # of GPUs alone

@@ -1,4 +1,4 @@
 """The networks: forward passes of targets and heads over packed rows, and the tables of their families.
 
-May import ops, and from kv the spec of a model's cache.
+May import ops, from kv the spec of a model's cache, and from attention what its ``__init__`` holds.
 """

@@ -10,22 +10,18 @@ from torch import Tensor
 from specgen.config import UserError, require, shown
 from specgen.models import (
     config_keys,
-    deepseek,
-    eagle1,
-    eagle3,
-    gpt_oss,
+    eagle,
     llama,
+    mixture_targets,
     mtp,
-    qwen3_moe,
 )
 from specgen.models.config_fields import Raw, architectures
 from specgen.models.config_keys import HEADS, Keys, known_keys, unread_keys
-from specgen.models.eagle1 import Eagle1Config, Eagle1Head
-from specgen.models.eagle3 import Eagle3Config, Eagle3Head
+from specgen.models.eagle import Eagle1Config, Eagle1Head, Eagle3Config, Eagle3Head
+from specgen.models.layers import Take
 from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.mtp import MtpConfig, MtpHead
 from specgen.models.protocols import Head, Target
-from specgen.models.take import Take
 from specgen.ops import Ops
 
 
@@ -58,13 +54,13 @@ class HeadFamily:
 
 
 _llama = partial(Family, build=llama.Llama.build, ignored=llama.ignored_tensors)
-_latents = partial(_llama, read=deepseek.read, ignored=mtp.ignored_tensors)
+_latents = partial(_llama, read=mixture_targets.read_deepseek, ignored=mtp.ignored_tensors)
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": _llama(keys=config_keys.LLAMA, read=TargetConfig.from_hf),
     "Qwen2ForCausalLM": _llama(keys=config_keys.QWEN2, read=partial(TargetConfig.from_hf, qkv_bias=True)),
     "Qwen3ForCausalLM": _llama(keys=config_keys.QWEN3, read=partial(TargetConfig.from_hf, qk_norm=True)),
-    "Qwen3MoeForCausalLM": _llama(keys=config_keys.QWEN3_MOE, read=qwen3_moe.read),
-    "GptOssForCausalLM": _llama(keys=config_keys.GPT_OSS, read=gpt_oss.read),
+    "Qwen3MoeForCausalLM": _llama(keys=config_keys.QWEN3_MOE, read=mixture_targets.read_qwen3_moe),
+    "GptOssForCausalLM": _llama(keys=config_keys.GPT_OSS, read=mixture_targets.read_gpt_oss),
     "DeepseekV3ForCausalLM": _latents(keys=config_keys.DEEPSEEK_V3),
     "Glm4MoeLiteForCausalLM": _latents(keys=config_keys.GLM4_MOE_LITE),
 }
@@ -76,18 +72,18 @@ def _mtp_config(raw: Raw, tensors: Set[str], num_target_layers: int | None) -> M
 
 HEAD_FAMILIES: Mapping[str, HeadFamily] = {
     "EAGLE3": HeadFamily(
-        recognize=eagle3.is_eagle3,
-        refusal=eagle3.NOT_EAGLE3,
+        recognize=eagle.is_eagle3,
+        refusal=eagle.NOT_EAGLE3,
         config=Eagle3Config.from_hf,
         build=Eagle3Head.build,
-        ignored=eagle3.IGNORED_TENSORS,
+        ignored=eagle.EAGLE3_IGNORED,
     ),
     "EAGLE-1": HeadFamily(
-        recognize=eagle1.is_eagle1,
-        refusal=eagle1.NOT_EAGLE1,
+        recognize=eagle.is_eagle1,
+        refusal=eagle.NOT_EAGLE1,
         config=Eagle1Config.from_hf,
         build=Eagle1Head.build,
-        ignored=eagle1.IGNORED_TENSORS,
+        ignored=eagle.EAGLE1_IGNORED,
     ),
     "MTP": HeadFamily(
         recognize=mtp.is_mtp,

@@ -1,14 +1,15 @@
-"""Which weights of a checkpoint are in FP8 and how, by the ``quantization_config`` of its ``config.json``; no torch."""
+"""Which weights of a checkpoint, and whether its KV cache, are in FP8 and how, by its ``config.json``; no torch."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from specgen.config import UserError, require, shown
 from specgen.models.config_fields import Raw, items, section
+from specgen.ops.weight import GROUP
 
-BLOCK = 128  # rows and columns of a weight that share a scale in block FP8
 _SECTIONS = ("quantization_config", "compression_config")  # the latter of older compressed-tensors
 _OF_WEIGHTS = ("quant_algo", "config_groups", "activation_scheme")
 _OF_CACHE = ("kv_cache_quant_algo", "kv_cache_scheme")
@@ -37,24 +38,24 @@ class Fp8Config:
     def scale_shapes(self, num_out: int, num_in: int) -> tuple[tuple[int, ...], ...]:
         """How the scales of a weight [num_out, num_in] may be stored."""
         if self.weights == "block":
-            return ((-(-num_out // BLOCK), -(-num_in // BLOCK)),)
+            return ((-(-num_out // GROUP), -(-num_in // GROUP)),)
         return ((), (1,)) if self.weights == "tensor" else ((num_out, 1), (num_out,))
 
     @property
     def rows_per_scale(self) -> int:
         """Outputs of a weight that share a scale, unless all do."""
-        return BLOCK if self.weights == "block" else 1
+        return GROUP if self.weights == "block" else 1
 
     def num_scales(self, num_out: int, num_in: int) -> int:
         """Those that a product with a weight [num_out, num_in] reads: one for each output, or for each block."""
-        return -(-num_out // BLOCK) * -(-num_in // BLOCK) if self.weights == "block" else num_out
+        return -(-num_out // GROUP) * -(-num_in // GROUP) if self.weights == "block" else num_out
 
     def __str__(self) -> str:
-        per = f"{BLOCK}x{BLOCK} block" if self.weights == "block" else self.weights
+        per = f"{GROUP}x{GROUP} block" if self.weights == "block" else self.weights
         inputs = {
             "static": "with the checkpoint's scale",
             "token": "row by row",
-            "group": f"by groups of {BLOCK}",
+            "group": f"by groups of {GROUP}",
         }
         rounded = inputs[self.activations]
         return f"FP8 e4m3 (quant_method {self.method}), one scale per {per}; activations rounded {rounded}"
@@ -121,8 +122,8 @@ def _fp8(raw: Raw) -> Fp8Config:
     )
     require(kind == "e4m3", f"fmt is {shown(kind)}, only 'e4m3' is supported: {_USE}")
     require(
-        size in (None, [BLOCK, BLOCK]),
-        f"weight_block_size is {shown(size)}, only [{BLOCK}, {BLOCK}] is supported: {_USE}",
+        size in (None, [GROUP, GROUP]),
+        f"weight_block_size is {shown(size)}, only [{GROUP}, {GROUP}] is supported: {_USE}",
     )
     needed = "static" if size is None else "dynamic"
     require(
@@ -167,7 +168,7 @@ def _compressed_tensors(raw: Raw) -> Fp8Config:
     sizes = (weights.get("block_structure"), inputs.get("group_size"))
     scheme = (weights.get("strategy"), inputs.get("strategy"), bool(inputs.get("dynamic")))
     for form in _SCHEMES:
-        if scheme == form[:3] and (form[0] != "block" or sizes == ([BLOCK, BLOCK], BLOCK)):
+        if scheme == form[:3] and (form[0] != "block" or sizes == ([GROUP, GROUP], GROUP)):
             return Fp8Config(
                 method="compressed-tensors", weights=form[0], activations=form[3], ignored=_ignored(raw)
             )
@@ -211,3 +212,34 @@ def _matches(pattern: str, name: str) -> bool:
     if pattern.startswith("re:"):
         return re.match(pattern.removeprefix("re:"), name) is not None
     return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
+
+
+FP8 = "FP8"
+
+
+def kv_scheme(config: Raw) -> str | None:
+    """In which number format a ``config.json`` says that the KV cache may be kept; None: it says nothing.
+
+    ``FP8`` is e4m3 with one constant scale for a layer's keys and one for its values. modelopt has
+    ``kv_cache_quant_algo``, its newer exports and others ``kv_cache_scheme``.
+    """
+    found = quantization(config)
+    algorithm, scheme = found.get("kv_cache_quant_algo"), found.get("kv_cache_scheme")
+    if algorithm:
+        return str(algorithm)
+    return _kv_name(scheme) if scheme else None
+
+
+def _kv_name(scheme: object) -> str:
+    """``FP8`` for numbers of 8 bits with a point and scales that no pass computes, one for a layer.
+
+    AutoFP8 calls the same "static".
+    """
+    if not isinstance(scheme, Mapping):
+        return FP8 if scheme == "static" else str(scheme)
+    fp8 = (
+        (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
+        and not scheme.get("dynamic")
+        and scheme.get("strategy") in (None, "tensor")
+    )
+    return FP8 if fp8 else ", ".join(f"{name} {value}" for name, value in sorted(scheme.items()))

@@ -1,22 +1,172 @@
-"""What the layers of targets and heads share: attention projections, scales of an FP8 cache, and decoder layers."""
+"""The layers of targets and heads: how they load, projections around attention, MLPs, mixtures, decoder layers."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from specgen.config import UserError
-from specgen.models.attend import Attend as Attend
-from specgen.models.attend import LatentLayer
-from specgen.models.attend import LayerAttention as LayerAttention
-from specgen.models.mlp import MLP, Mixture
-from specgen.models.model_config import LatentConfig, LayerConfig
-from specgen.models.take import Take
+from specgen.attention import Attend, LatentLayer, LayerAttention
+from specgen.config import UserError, require
+from specgen.models.model_config import LatentConfig, LayerConfig, MixtureConfig, SigmoidWeights
 from specgen.ops import Map, Norm, Ops
+from specgen.ops.experts import MXFP4_BLOCK, Choice, Experts, ExpertsMap, Gating, SigmoidRouting
 from specgen.ops.fp8 import plain_matrix
+from specgen.ops.weight import Weight
+
+Arrange = Callable[[Tensor], Tensor]  # a tensor as a checkpoint has it -> as the model wants it
+
+
+class Take(Protocol):
+    """Loads tensors of a checkpoint to their device; ``UserError`` if one is missing or of another shape.
+
+    A call returns a tensor in the model's dtype, such as a vector or an embedding table; ``linear`` the weights of
+    linear layers [num_out[name], num_in], named without ``.weight``, joined in this order, with their ``.bias`` if
+    ``bias``; ``in`` tests whether a name exists. ``flat`` returns a tensor of any shape as a vector, ``scalar`` the one
+    number of a tensor (1 where no weights are read), ``float32`` a tensor in that dtype whatever the model's is.
+
+    ``stacked`` fills one weight [E, n * num_out, num_in] from E lists of n names of linear layers ``shape`` = (num_out,
+    num_in), each list one below the other. ``packed`` returns bytes as they are. ``shape`` is always the stored one.
+    """
+
+    def __call__(self, name: str, shape: tuple[int, ...], arrange: Arrange | None = None) -> Tensor: ...
+    def stacked(self, names: Sequence[Sequence[str]], shape: tuple[int, int]) -> Weight: ...
+    def packed(self, name: str, shape: tuple[int, ...], arrange: Arrange) -> Tensor: ...
+    def linear(self, num_out: Mapping[str, int], num_in: int, *, bias: bool = False) -> Weight: ...
+    def flat(self, name: str, length: int) -> Tensor: ...
+    def float32(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
+    def scalar(self, name: str) -> float: ...
+    def __contains__(self, name: object) -> bool: ...
+
+
+# Takes the ids [rows, k] of the experts that each mixture's rows choose in a pass, if somebody counts them
+Chosen = list[Tensor] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLP:
+    """Gate and up as one matrix, and down."""
+
+    gated: Map  # [rows, H] -> [rows, I]
+    input_scale: Tensor | None  # of its inputs in FP8; see Weight.static_scale
+    down: Map  # [rows, I] -> [parts, rows, H]
+
+    @classmethod
+    def build(cls, hidden: int, inner: int, prefix: str, take: Take, ops: Ops, bias: bool = False) -> "MLP":
+        """Load ``{prefix}*`` of a layer ``hidden`` wide; gate and up are ``inner`` wide."""
+        gate_up = take.linear({prefix + "gate_proj": inner, prefix + "up_proj": inner}, hidden, bias=bias)
+        down = take.linear({prefix + "down_proj": hidden}, inner, bias=bias)
+        return cls(
+            gated=ops.gated_linear(gate_up, down.static_scale),
+            input_scale=gate_up.static_scale,
+            down=ops.linear_parts(down),
+        )
+
+    def __call__(self, x: Tensor, chosen: Chosen = None) -> tuple[Tensor, ...]:
+        """[rows, H] -> [parts, rows, H]; see ``Ops.linear_parts``. There is nothing to choose."""
+        return (self.down(self.gated(x)),)
+
+
+_ALIGNED = 8  # 16 bytes in half precision: what grouped products ask of a row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Routes every row to its experts; nothing waits for the device."""
+
+    router: Map  # [rows, H] -> logits [parts, rows, E]; see Ops.linear_parts
+    choice: Choice
+    experts: ExpertsMap
+    shared: MLP | None = None  # beside them, for every row
+
+    @classmethod
+    def build(cls, config: MixtureConfig, hidden: int, prefix: str, take: Take, ops: Ops) -> "Mixture":
+        """Load ``{prefix}*`` of a layer ``hidden`` wide."""
+        router, choice = _router(config, hidden, prefix + config.router, take, ops)
+        shared = None
+        if config.shared_width:
+            shared = MLP.build(hidden, config.shared_width, f"{prefix}shared_experts.", take, ops)
+        experts = ops.experts(_experts(config, hidden, f"{prefix}experts.", take))
+        return cls(router=router, choice=choice, experts=experts, shared=shared)
+
+    def __call__(self, x: Tensor, chosen: Chosen = None) -> tuple[Tensor, ...]:
+        """[rows, H] -> what is to be added, each [parts, rows, H]; see ``Ops.linear_parts``."""
+        ids, weights = self.choice(self.router(x))
+        if chosen is not None:
+            chosen.append(ids)
+        parts = self.experts(x, ids, weights.to(x.dtype))
+        return (parts,) if self.shared is None else (parts, *self.shared(x))
+
+
+def _router(config: MixtureConfig, hidden: int, name: str, take: Take, ops: Ops) -> tuple[Map, Choice]:
+    """Logits of the router ``name``, and what is made of them."""
+    weight = take.linear({name: config.num_experts}, hidden, bias=config.biases)
+    if not isinstance(config.weights, SigmoidWeights):
+        return ops.linear_parts(weight), ops.choice(config.num_chosen, config.weights)
+    routing = SigmoidRouting(
+        num_chosen=config.num_chosen,
+        bias=take.float32(f"{name}.e_score_correction_bias", (config.num_experts,)),
+        num_groups=config.weights.num_groups,
+        num_chosen_groups=config.weights.num_chosen_groups,
+        normalized=config.weights.normalized,
+        scale=config.weights.scale,
+    )
+    # in bfloat16 logits as close as a bias is small would be equal
+    return ops.linear_float32(weight), ops.sigmoid_choice(routing)
+
+
+def _experts(config: MixtureConfig, hidden: int, prefix: str, take: Take) -> Experts:
+    multiple = MXFP4_BLOCK if config.mxfp4 else _ALIGNED
+    require(
+        hidden % multiple == config.width % multiple == 0,
+        f"hidden_size is {hidden} and an expert {config.width} wide: experts need multiples of {multiple}, "
+        "use another checkpoint",
+    )
+    gating = Gating(alpha=config.alpha, shift=config.shift, limit=config.limit)
+    if f"{prefix}0.gate_proj.weight" in take:
+        gate_up, down = _one_by_one(config, hidden, prefix, take)
+    else:
+        gate_up = _stacked(
+            config, prefix + "gate_up_proj", 2 * config.width, hidden, take, config.interleaved
+        )
+        down = _stacked(config, prefix + "down_proj", hidden, config.width, take, False)
+    return Experts(gate_up=gate_up, down=down, gating=gating)
+
+
+def _one_by_one(config: MixtureConfig, hidden: int, prefix: str, take: Take) -> tuple[Weight, Weight]:
+    """From a tensor for each matrix of each expert."""
+
+    def stacked(shape: tuple[int, int], *names: str) -> Weight:
+        each = range(config.num_experts)
+        return take.stacked([[f"{prefix}{e}.{name}" for name in names] for e in each], shape)
+
+    return stacked((config.width, hidden), "gate_proj", "up_proj"), stacked(
+        (hidden, config.width), "down_proj"
+    )
+
+
+def _stacked(
+    config: MixtureConfig, name: str, num_out: int, num_in: int, take: Take, interleaved: bool
+) -> Weight:
+    """From tensors of all experts; where gate and up alternate (``interleaved``), all of gate goes before up."""
+    count = config.num_experts
+
+    def ordered(rows: Tensor) -> Tensor:
+        return torch.cat((rows[:, ::2], rows[:, 1::2]), 1) if interleaved else rows
+
+    bias = take(f"{name}_bias", (count, num_out), ordered) if config.biases else None
+    if config.mxfp4:
+        blocks, rest = (count, num_out, num_in // MXFP4_BLOCK), MXFP4_BLOCK // 2
+        data = take.packed(f"{name}_blocks", (*blocks, rest), lambda stored: ordered(stored.flatten(2)))
+        return Weight(
+            data=data, scale=take.packed(f"{name}_scales", blocks, ordered), bias=bias, format="mxfp4"
+        )
+    if config.interleaved:
+        return Weight(data=take(name, (count, num_in, num_out), lambda stored: ordered(stored.mT)), bias=bias)
+    return Weight(data=take(name, (count, num_out, num_in)), bias=bias)
+
 
 # Of modelopt, of compressed-tensors now and earlier, and of older files with one scale for keys and values.
 _NAMES = (

@@ -4,26 +4,21 @@ from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
+from specgen.attention import LatentDims
 from specgen.config import require, shown
 from specgen.kv.kv_cache import KVSpec
 from specgen.models.config_fields import LARGEST_COUNT, Raw, architectures, count, flag, items, number
 from specgen.models.config_keys import refuse_values
-from specgen.models.fp8_config import BLOCK, Fp8Config, fp8_config
+from specgen.models.fp8_config import Fp8Config, fp8_config
 from specgen.models.rotary import RopeConfig, latent_scale
+from specgen.ops.experts import MXFP4_BLOCK
+from specgen.ops.weight import GROUP
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentConfig:
-    """Multi-head latent attention (DeepSeek-V2, 2024): of a position only one latent for all heads is stored.
+class LatentConfig(LatentDims):
+    """Latent attention as a model has it."""
 
-    A head's key is ``nope_dim`` numbers made of the latent and ``rope_dim`` rotated ones, which all heads share; its
-    value is made of the latent too.
-    """
-
-    rank: int  # of the latent
-    nope_dim: int
-    rope_dim: int
-    value_dim: int  # of a head
     query_rank: int | None  # of the queries' own latent, which is not stored; None: they have none
     scale: float  # of q . k
     interleaved: bool  # rotary pairs are neighbours in the checkpoint, not halves
@@ -32,16 +27,6 @@ class LatentConfig:
         require(
             self.rope_dim % 2 == 0, f"qk_rope_head_dim is {self.rope_dim}: rotary positions need an even one"
         )
-
-    @property
-    def key_dim(self) -> int:
-        """Of a head's query and key."""
-        return self.nope_dim + self.rope_dim
-
-    @property
-    def width(self) -> int:
-        """Numbers that are stored of a position."""
-        return self.rank + self.rope_dim
 
     @classmethod
     def from_hf(cls, config: Raw) -> "LatentConfig":
@@ -71,7 +56,7 @@ class LatentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SigmoidWeights:
-    """Weights of DeepSeek-V3 and its relatives; see ``SigmoidRouting`` in ``ops/router.py``."""
+    """Weights of DeepSeek-V3 and its relatives; see ``SigmoidRouting`` in ``ops/experts.py``."""
 
     num_groups: int
     num_chosen_groups: int
@@ -148,7 +133,6 @@ _WEIGHTS = {
 }
 
 
-_MXFP4_BLOCK = 32  # inputs of an expert that share a scale
 _ALIGNED = 8  # what products of experts ask of their width
 _WINDOWED = {"full_attention": False, "sliding_attention": True}
 
@@ -230,7 +214,7 @@ class LayerConfig:
     def _can_share(self, count: int) -> bool:
         """Whether ``count`` ranks have equal parts, with separate scales where blocks of a weight share one."""
         kv, mixture = self.num_kv_heads, self.mixture
-        block = BLOCK if self.fp8 is not None and self.fp8.weights == "block" else 1
+        block = GROUP if self.fp8 is not None and self.fp8.weights == "block" else 1
         widths = [self.num_heads * self.head_dim, max(kv, count) * self.head_dim]
         if self.latent is not None:  # kv_b_proj and o_proj; a head's own keys are always whole
             widths += [self.num_heads * (self.latent.nope_dim + self.latent.value_dim)]
@@ -238,7 +222,7 @@ class LayerConfig:
         if mixture is None or not all(mixture.layers):
             widths.append(self.intermediate_size)
         whole = all(width % (count * block) == 0 for width in widths) and self.num_heads % count == 0
-        multiple = _MXFP4_BLOCK if mixture is not None and mixture.mxfp4 else max(block, _ALIGNED)
+        multiple = MXFP4_BLOCK if mixture is not None and mixture.mxfp4 else max(block, _ALIGNED)
         experts = mixture is None or mixture.width % (count * multiple) == 0
         return count == 1 or (whole and experts and (kv % count == 0 or count % kv == 0))
 

@@ -6,14 +6,15 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from specgen.attention import Attend
 from specgen.config import require
-from specgen.models import deepseek, llama
+from specgen.models import llama
 from specgen.models.config_fields import Raw, count
-from specgen.models.layers import Attend, Block, LatentAttention
+from specgen.models.layers import Block, LatentAttention, Take
+from specgen.models.mixture_targets import deepseek_mixture
 from specgen.models.model_config import HeadConfig, LatentConfig, TargetConfig, dtype_name, layer_settings
 from specgen.models.protocols import MaskSlot, Target
 from specgen.models.rotary import rope_of
-from specgen.models.take import Take
 from specgen.ops import Largest, Map, Norm, Ops, Pair, Rope
 
 NOT_MTP = "no model.layers.N.eh_proj.weight alone: the checkpoint is no MTP layer either"
@@ -67,7 +68,7 @@ class MtpConfig(HeadConfig):
             dtype=dtype_name(config),
             prefixes=prefixes,
             latent=latent,
-            mixture=deepseek.mixture_of(config, (True,) * len(prefixes)),
+            mixture=deepseek_mixture(config, (True,) * len(prefixes)),
             **layer_settings({**config, "head_dim": latent.key_dim}),
         )
 

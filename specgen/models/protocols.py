@@ -6,10 +6,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specgen.models.layers import Attend
-from specgen.models.mlp import Chosen
+from specgen.attention import Attend
+from specgen.models.layers import Chosen
+from specgen.models.llama import Vocabulary
 from specgen.models.model_config import HeadConfig, TargetConfig
-from specgen.models.vocabulary import Vocabulary
 from specgen.ops import Largest, Rope
 
 

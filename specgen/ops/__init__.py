@@ -9,8 +9,7 @@ from torch import Tensor
 
 from specgen.device import SINGLE_RANK, Ranks
 from specgen.kv.layout import Layout
-from specgen.ops.experts import Experts, ExpertsMap
-from specgen.ops.router import Choice, SigmoidRouting, Weighing
+from specgen.ops.experts import Choice, Experts, ExpertsMap, SigmoidRouting, Weighing
 from specgen.ops.weight import Weight
 
 Map = Callable[[Tensor], Tensor]  # rows to rows
@@ -122,7 +121,7 @@ class Ops:
 
 def bind_ops(device: torch.device, dtype: torch.dtype, ranks: Ranks = SINGLE_RANK) -> Ops:
     """The fastest kernels for weights of ``dtype`` on ``device``; of several ``ranks``, for one's share of a model."""
-    from specgen.ops.ranked import ranked
+    from specgen.ops.reference import ranked
 
     return ranked(_bind(device, dtype), ranks, device, dtype)
 

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specgen.ops.cuda_source import compiled, current_stream, pointers, runs_on, source_spec
-from specgen.ops.jit_modules import Module
+from specgen.ops.jit_modules import Module, compiled, current_stream, num_sms, pointers, runs_on, source_spec
 from specgen.ops.measured_choices import BLOCK_FP8
 from specgen.ops.weight import GROUP
 
@@ -62,7 +61,7 @@ def block_fp8_linear(x: Tensor, x_scale: Tensor, weight: Tensor, w_scale: Tensor
     y = torch.empty(num_rows, num_out, dtype=torch.bfloat16, device=x.device)
     if not num_rows:
         return y
-    num_blocks = _num_blocks(x.device)
+    num_blocks = num_sms(x.device)
     block_out, pair = tile(num_rows, num_out, num_blocks)
     error = _function(num_out, width)(
         *pointers((x, x_scale, weight, w_scale, y)),
@@ -100,11 +99,6 @@ def _headers() -> Path | None:
     text = "products of block FP8 of many rows take a slower kernel: this FlashInfer has no DeepGEMM in %s"
     logging.getLogger("specgen").warning(text, folder)
     return None
-
-
-@cache
-def _num_blocks(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache

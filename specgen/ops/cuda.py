@@ -10,7 +10,6 @@ from torch import Tensor
 
 from specgen.config import require
 from specgen.ops import Map, Ops, measured_choices
-from specgen.ops.cuda_source import runs_on
 from specgen.ops.expert_kernels import few_rows_experts
 from specgen.ops.experts import Experts, ExpertsMap, grouped_experts
 from specgen.ops.fp8_cuda import fp8_gated, fp8_map, fp8_parts
@@ -22,12 +21,12 @@ from specgen.ops.hopper_linear import (
     hopper_linear,
     hopper_linear_parts,
 )
-from specgen.ops.largest import largest
+from specgen.ops.jit_modules import runs_on
 from specgen.ops.measured_choices import Tile
 from specgen.ops.reference import gated, linear, linear_float32, one_part
 from specgen.ops.rope import TritonRope
 from specgen.ops.router_kernel import fused_choice, fused_sigmoid_choice
-from specgen.ops.row_kernels import TritonEmbedNormConcat, TritonNorm, silu_and_mul
+from specgen.ops.row_kernels import TritonEmbedNormConcat, TritonNorm, largest, silu_and_mul
 from specgen.ops.skinny import skinny_gated_linear, skinny_linear
 from specgen.ops.weight import Weight
 

@@ -1,15 +1,106 @@
-"""The experts of one layer of a mixture: their weights, what stands between their products, and the plain torch map."""
+"""A mixture of experts in plain torch: which experts a row goes through, their weights, also in MXFP4, and products."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from specgen.ops.fp8 import dequantised, rounding, through_e4m3
-from specgen.ops.mxfp4 import dequantized
 from specgen.ops.weight import Weight
+
+# How logits become weights: the softmax over all experts, the same divided by the sum over the chosen, or the softmax
+# over the chosen.
+Weighing = Literal["softmax", "normalized", "softmax of chosen"]
+# Logits as partial sums [n, rows, E] (see Ops.linear_parts) -> the ids of each row's experts [rows, k] int64, best
+# first, and their weights [rows, k] in the model's dtype.
+Choice = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def choice(num_chosen: int, weighing: Weighing) -> Choice:
+    """In plain torch, of logits in one part."""
+
+    def choose(parts: Tensor) -> tuple[Tensor, Tensor]:
+        logits = parts.squeeze(0)
+        if weighing == "softmax of chosen":
+            best, ids = logits.topk(num_chosen)
+            return ids, best.softmax(-1)
+        best, ids = logits.softmax(-1, dtype=torch.float32).topk(num_chosen)
+        if weighing == "normalized":
+            best = best / best.sum(-1, keepdim=True)
+        return ids, best.to(logits.dtype)
+
+    return choose
+
+
+@dataclass(frozen=True, kw_only=True)
+class SigmoidRouting:
+    """How DeepSeek-V3 and its relatives choose: the best experts of the best groups, by biased scores.
+
+    A logit's score is its sigmoid. ``bias`` [E] float32 is added for the choice alone; a group's score is the sum of
+    its best two. Weights are the scores, over their sum if ``normalized``, times ``scale``.
+    """
+
+    num_chosen: int
+    bias: Tensor
+    num_groups: int
+    num_chosen_groups: int
+    normalized: bool
+    scale: float
+
+
+def sigmoid_choice(routing: SigmoidRouting) -> Choice:
+    """In plain torch, of float32 logits in any number of parts; the weights are float32 too."""
+    groups = routing.num_groups
+
+    def choose(parts: Tensor) -> tuple[Tensor, Tensor]:
+        scores = parts.sum(0).sigmoid()
+        biased = scores + routing.bias
+        if groups > 1:
+            grouped = biased.view(len(biased), groups, biased.shape[-1] // groups)
+            best = grouped.topk(2).values.sum(-1).topk(routing.num_chosen_groups).indices
+            left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+            biased = grouped.masked_fill(left_out[..., None], float("-inf")).flatten(-2)
+        ids = biased.topk(routing.num_chosen).indices
+        weights = scores.gather(-1, ids)
+        if routing.normalized:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return ids, weights * routing.scale
+
+    return choose
+
+
+# MXFP4: 4-bit floats in blocks along a row, each block with a power of two as its scale; read as they are.
+MXFP4_BLOCK = 32  # values with one scale
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the three low bits; the fourth is the sign
+_EXPONENT_BIAS = 127  # of the scales' exponents
+
+
+def from_mxfp4(weight: Weight, dtype: torch.dtype) -> Weight:
+    """``weight`` [E, out, in] in the format "plain", on its device; exact in bfloat16 and float32.
+
+    Expert by expert, so that what it needs besides the result is small.
+    """
+    assert weight.format == "mxfp4", weight.format
+    assert weight.scale is not None
+    pairs = _pairs(weight.data.device)
+    plain = torch.empty(*weight.data.shape[:-1], 2 * weight.data.shape[-1], dtype=dtype, device=pairs.device)
+    for out, packed, scale in zip(plain, weight.data, weight.scale, strict=True):
+        values = pairs[packed.int()].view(*scale.shape, MXFP4_BLOCK)
+        out.copy_(torch.ldexp(values, scale[..., None].int() - _EXPONENT_BIAS).flatten(-2))
+    return Weight(data=plain, bias=weight.bias)
+
+
+@cache
+def _pairs(device: torch.device) -> Tensor:
+    """The two values of each byte, [256, 2] float32: the low four bits are the first."""
+    values = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], device=device)
+    byte = torch.arange(256, device=device)
+    return values[torch.stack((byte & 15, byte >> 4), -1)]
+
 
 # x [rows, H], the ids of each row's experts [rows, k] int64 (each row's differ), their weights [rows, k] in x's dtype
 # -> the weighted sum of what they return as partial sums [n, rows, H], added in Norm.add; see Ops.linear_parts.
@@ -47,7 +138,7 @@ class Experts:
 def grouped_experts(experts: Experts) -> ExpertsMap:
     """By ``torch``'s grouped product, on any device; nothing waits for the device.
 
-    Quantized weights are dequantized: on a CPU once, elsewhere in every call, so that no copy of them stays.
+    Quantized weights are dequantised: on a CPU once, elsewhere in every call, so that no copy of them stays.
     """
     gate_up, down = _product(experts.gate_up), _product(experts.down)
     gating, num_experts = experts.gating, len(experts.gate_up.data)
@@ -93,13 +184,13 @@ def _matrices(weight: Weight) -> Callable[[], Tensor]:
     """The matrices [E, out, in] when they are needed: in the model's dtype, of FP8 in float32."""
     if weight.format == "plain":
         return lambda: weight.data
-    unpack = dequantised if weight.format == "fp8" else _from_mxfp4
+    unpack = dequantised if weight.format == "fp8" else _unpacked
     if weight.data.device.type != "cpu":
         return lambda: unpack(weight)
     plain = unpack(weight)
     return lambda: plain
 
 
-def _from_mxfp4(weight: Weight) -> Tensor:
+def _unpacked(weight: Weight) -> Tensor:
     assert weight.bias is not None, "the bias tells the model's dtype"
-    return dequantized(weight, weight.bias.dtype).data
+    return from_mxfp4(weight, weight.bias.dtype).data

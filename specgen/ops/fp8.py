@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specgen.config import require
-from specgen.ops.weight import GROUP as GROUP
-from specgen.ops.weight import Weight
+from specgen.ops.weight import GROUP, Weight
 
 LARGEST = 448.0  # of e4m3
 _Map = Callable[[Tensor], Tensor]

@@ -14,10 +14,8 @@ from torch import Tensor
 
 from specgen.config import require
 from specgen.ops import Map, block_fp8, measured_choices
-from specgen.ops.cuda_source import runs_on
 from specgen.ops.fp8 import block_scales
 from specgen.ops.fp8_kernels import (
-    GROUP,
     Fp8Matrix,
     Fp8Rows,
     fp8_gated_linear,
@@ -25,9 +23,10 @@ from specgen.ops.fp8_kernels import (
     rounded_rows,
 )
 from specgen.ops.hopper_linear import MOST_ROWS, MOST_ROWS_OF_SEVERAL_SCALES, fits, hopper_linear
+from specgen.ops.jit_modules import runs_on
 from specgen.ops.measured_choices import Fp8Tile
 from specgen.ops.row_kernels import silu_and_mul_of
-from specgen.ops.weight import Weight
+from specgen.ops.weight import GROUP, Weight
 
 _MANY = 1 << 20  # blocks of rows: any number
 _PARTS = tuple(replace(tile, parts=2, stages=min(tile.stages, 6)) for tile in measured_choices.FP8_LINEAR)

@@ -16,8 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from specgen.ops.launch import PDL, prefetch_l2
 from specgen.ops.measured_choices import Fp8Tile
 from specgen.ops.row_kernels import e4m3_scale, silu_mul, to_e4m3
+from specgen.ops.weight import GROUP
 
-GROUP = 128  # inputs, and outputs of a weight, that share a scale in block FP8
 _TRITON = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 

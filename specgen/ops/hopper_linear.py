@@ -14,8 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from specgen.ops.cuda_source import compiled, current_stream, pointers, source_spec
-from specgen.ops.jit_modules import Module
+from specgen.ops.jit_modules import Module, compiled, current_stream, num_sms, pointers, source_spec
 from specgen.ops.measured_choices import FP8_FEW_ROWS, HOPPER
 
 _SOURCE = Path(__file__).with_suffix(".cu")
@@ -66,7 +65,7 @@ def hopper_linear(
     assert fits(num_out, width, x.dtype, gated=gated), weight.shape
     dtype = torch.bfloat16 if y_scale is None else torch.float8_e4m3fn
     y = torch.empty(num_rows, num_out, dtype=dtype, device=x.device)
-    blocks, num_steps = _num_blocks(x.device), width * x.element_size() // 128
+    blocks, num_steps = num_sms(x.device), width * x.element_size() // 128
     tiles = weight.shape[0] // _OUT * -(-num_rows // _tile(max(num_rows, 1)))
     # In e4m3, two blocks a tile keep more of a GPU busy where there are few
     parts = 2 if not gated and 2 * tiles <= blocks and num_steps % 2 == 0 else 1
@@ -85,7 +84,7 @@ def hopper_linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -
     assert fits(num_out, width, x.dtype, gated=False), weight.shape
     tiles = num_out // _OUT * -(-num_rows // _tile(max(num_rows, 1)))
     num_steps, parts = width // 64, 1
-    while 2 * parts * tiles <= _num_blocks(x.device) and num_steps % (2 * parts) == 0 and parts < _MOST_PARTS:
+    while 2 * parts * tiles <= num_sms(x.device) and num_steps % (2 * parts) == 0 and parts < _MOST_PARTS:
         parts *= 2
     y = torch.empty(parts, num_rows, num_out, dtype=torch.float32, device=x.device)
     _call((x, weight, bias, None, None, None, y), parts, static=False, gated=False, sums=True)
@@ -104,7 +103,7 @@ def _call(tensors: tuple[Tensor | None, ...], parts: int, *, static: bool, gated
     error = _function(kind, _tile(len(x)))(
         *pointers(tensors),
         *sizes,
-        *(_num_blocks(x.device), parts, int(static), int(gated), int(sums)),
+        *(num_sms(x.device), parts, int(static), int(gated), int(sums)),
         current_stream(x.device),
     )
     assert error == 0, f"hopper_linear: error {error} at {list(x.shape)}, weight {list(weight.shape)}, {kind}"
@@ -114,11 +113,6 @@ def _tile(num_rows: int) -> int:
     """Rows of a tile that waste least of the last one."""
     tiles = -(-num_rows // _TILES[-1])
     return next(rows for rows in _TILES if rows * tiles >= num_rows)
-
-
-@cache
-def _num_blocks(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache

@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from specgen.ops.experts import Choice, SigmoidRouting, Weighing, sigmoid_choice
 from specgen.ops.launch import PDL
-from specgen.ops.router import Choice, SigmoidRouting, Weighing, sigmoid_choice
 
 _LEAST = tl.constexpr(-(2**31))  # behind every number
 

@@ -16,7 +16,7 @@ class Weight:
 
     In the format "plain", ``data`` is the matrix in the model's dtype, without scales. In "mxfp4" it is uint8
     [..., in / 2], two values of 4 bits a byte, with a scale uint8 [..., in / 32] for each 32 of them (see
-    ``ops/mxfp4.py``). In "fp8" it is float8_e4m3fn [..., out, in] with float32 scales [..., out, 1] or, one for each
+    ``ops/experts.py``). In "fp8" it is float8_e4m3fn [..., out, in] with float32 scales [..., out, 1] or, one for each
     128 inputs, [..., out, ceil(in / 128)]; ``activations`` says which inputs share a scale when they are rounded to
     e4m3 too (see ``ops/fp8.py``). Another quantized format would hold its values and scales likewise, and need kernels
     in every ``Ops`` that runs it; other kernels ask for ``matrix``.

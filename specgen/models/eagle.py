@@ -1,4 +1,4 @@
-"""The EAGLE3 head: its published formats, and how it fuses the target's features and drafts."""
+"""EAGLE heads: EAGLE3, and EAGLE-1 (Li et al., 2024), which is EAGLE-2's too: published formats, and how they draft."""
 
 from collections.abc import Container, Set
 from dataclasses import dataclass, replace
@@ -6,10 +6,12 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from specgen.attention import Attend
 from specgen.config import UserError, require, shown
 from specgen.models.config_fields import Raw, architectures, count, flag, section
-from specgen.models.layers import Attend, HeadLayers
+from specgen.models.layers import HeadLayers, Take
 from specgen.models.model_config import (
     HeadConfig,
     dtype_name,
@@ -19,15 +21,15 @@ from specgen.models.model_config import (
 )
 from specgen.models.protocols import MaskSlot, Target
 from specgen.models.rotary import rope_of
-from specgen.models.take import Take
 from specgen.ops import Largest, Map, Norm, Ops, Pair, Rope
+from specgen.ops.reference import joined
 
 NOT_EAGLE3 = (
     "no midlayer.hidden_norm.weight or layers.0.hidden_norm.weight: the checkpoint is not an EAGLE3 head"
 )
 _ROTARY = [f"{prefix}rotary_emb.inv_freq" for prefix in ("", "midlayer.self_attn.", "layers.0.self_attn.")]
 # In some checkpoints but used by no pass; d2t and t2d are read separately, by the vocabulary map.
-IGNORED_TENSORS = frozenset({"d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight", *_ROTARY})
+EAGLE3_IGNORED = frozenset({"d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight", *_ROTARY})
 _MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # in vLLM's order
 _AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 _NORMS = {
@@ -327,3 +329,124 @@ def _fc(config: Eagle3Config, root: str, take: Take, ops: Ops) -> Map | None:
     if root + "fc.weight" in take:  # of no use then, and of another shape it would be of another kind of head
         take.linear({root + "fc": config.hidden_size}, width)
     return None
+
+
+NOT_EAGLE1 = "no fc.weight and layers.0.self_attn.q_proj.weight: the checkpoint is not an EAGLE-1 head either"
+EAGLE1_IGNORED = frozenset({"rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq"})
+
+
+def is_eagle1(config: Raw, tensors: Set[str]) -> bool:
+    """By its tensors: a config says Llama or Qwen2, and nothing of a head."""
+    return not is_eagle3(config, tensors) and {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle1Config(HeadConfig):
+    """An EAGLE-1 head."""
+
+    family: ClassVar[str] = "EAGLE-1"
+    fc_each_pass: ClassVar[bool] = True
+    fc_bias: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.draft_vocab_size == self.vocab_size,
+            f"draft_vocab_size is {self.draft_vocab_size} of {self.vocab_size}: an EAGLE-1 head drafts the target's "
+            "whole vocabulary",
+        )
+
+    @classmethod
+    def from_hf(cls, config: Raw, tensors: Set[str], num_target_layers: int | None) -> "Eagle1Config":
+        """Read a head's ``config.json``; its biases and embedding are found in ``tensors`` alone."""
+        del num_target_layers  # it reads no layer but the last
+        return cls(
+            draft_vocab_size=count(config, "draft_vocab_size", count(config, "vocab_size")),
+            target_hidden_size=count(config, "hidden_size"),
+            num_layers=count(config, "num_hidden_layers"),
+            aux_layers=(),
+            aux_rule="an EAGLE-1 head reads the last hidden state alone",
+            own_embedding="embed_tokens.weight" in tensors,
+            reads_output=True,
+            fc_bias="fc.bias" in tensors,
+            qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in tensors),
+            windows=layer_windows(config),
+            dtype=dtype_name(config),
+            **head_biases(config, tensors),
+            **layer_settings(config),
+        )
+
+    def facts(self) -> dict[str, str]:
+        return {
+            "features": "the target's last hidden state, behind its final norm",
+            "norms": "none of the inputs, none at the end",
+            "fc": "with a bias" if self.fc_bias else "without a bias",
+            "output": "the target's output weights",
+            **super().facts(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle1Head:
+    """Layers of the target's kind over the embedding beside the hidden state; neither norm in front nor behind."""
+
+    config: Eagle1Config
+    embedding: Tensor  # [V, H]; the target's unless the checkpoint has its own
+    fc: Map  # embedding and hidden state concatenated [rows, 2 * H] -> [rows, H]
+    layers: HeadLayers
+    target: Target  # for its output weights
+    draft_to_target: Tensor  # [V] int64: the ids themselves
+    largest: Largest  # of logits
+    rope: Rope
+    mask: MaskSlot | None = None
+
+    @classmethod
+    def build(
+        cls, config: Eagle1Config, take: Take, target: Target, draft_to_target: Tensor, ops: Ops
+    ) -> "Eagle1Head":
+        """Load every tensor of the head; the embedding is the target's unless the head has its own."""
+        hidden, table = config.hidden_size, target.embedding
+        if config.own_embedding:
+            table = take("embed_tokens.weight", (config.vocab_size, hidden))
+        prefixes = [f"layers.{index}." for index in range(config.num_layers)]
+        return cls(
+            config=config,
+            embedding=table,
+            fc=ops.linear(take.linear({"fc": hidden}, 2 * hidden, bias=config.fc_bias)),
+            layers=HeadLayers.build(config, prefixes, hidden, take, ops),
+            target=target,
+            draft_to_target=draft_to_target,
+            largest=ops.largest,
+            rope=rope_of(config.rope, config.rotary_dim, ops, draft_to_target.device),
+        )
+
+    def of_pass(self, index: int) -> "Eagle1Head":
+        """Itself: every draft comes from the same layers."""
+        return self
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's last hidden states behind its final norm [rows, H], as they are."""
+        return features
+
+    def write_kv(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> None:
+        """Store the keys and values of accepted rows; see ``HeadLayers``."""
+        inputs = self._inputs(token_ids, hidden)
+        self.layers.write_kv(inputs, inputs, attend)
+
+    def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """One pass over ``token_ids`` [rows] with ``hidden`` [rows, H], the states of the tokens before them.
+
+        Returns the hidden states that the next pass takes, and those that ``logits`` takes; here the same.
+        """
+        inputs = self._inputs(token_ids, hidden)
+        stream, *parts = self.layers(inputs, inputs, attend)
+        hidden = (stream + joined(parts).sum(0)).to(stream.dtype)
+        return hidden, hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The target's logits [n, V] of hidden states [n, H]."""
+        return self.target.logits(hidden)
+
+    def _inputs(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
+        """The residual stream, [rows, H], which is also what the first attention reads: there is no norm."""
+        return self.fc(torch.cat((F.embedding(token_ids, self.embedding), hidden), -1))

@@ -1,0 +1,141 @@
+"""What the ``config.json`` of each family with experts says, beside what all targets have; no torch."""
+
+from typing import Any
+
+from specgen.config import require, shown
+from specgen.models.config_fields import Raw, count, flag, items, number
+from specgen.models.fp8_config import quantization, without_quantization
+from specgen.models.model_config import LatentConfig, MixtureConfig, SigmoidWeights, TargetConfig
+
+_KINDS = {"dense": False, "sparse": True}
+
+
+def read_deepseek(config: Raw) -> TargetConfig:
+    """DeepSeek-V3 and GLM-4.7-Flash, which are one architecture.
+
+    Latent attention, and behind the first dense layers experts beside one that all tokens go through.
+    """
+    layers, latent = _mixtures(config), LatentConfig.from_hf(config)
+    num_heads = count(config, "num_attention_heads")
+    num_kv_heads = count(config, "num_key_value_heads", num_heads)
+    require(
+        num_kv_heads == num_heads,
+        f"num_key_value_heads is {num_kv_heads} of {num_heads} heads: latents are of all heads, config.json is wrong",
+    )
+    mixture = deepseek_mixture(config, layers) if any(layers) else None
+    return TargetConfig.from_hf({**config, "head_dim": latent.key_dim}, mixture=mixture, latent=latent)
+
+
+def deepseek_mixture(config: Raw, layers: tuple[bool, ...]) -> MixtureConfig:
+    """The experts of ``layers``."""
+    width = count(config, "moe_intermediate_size")
+    return MixtureConfig(
+        num_experts=count(config, "n_routed_experts"),
+        num_chosen=count(config, "num_experts_per_tok"),
+        width=width,
+        layers=layers,
+        weights=SigmoidWeights(
+            num_groups=count(config, "n_group"),
+            num_chosen_groups=count(config, "topk_group"),
+            normalized=flag({"norm_topk_prob": True, **config}, "norm_topk_prob"),
+            scale=number(config, "routed_scaling_factor"),
+        ),
+        router="gate",
+        shared_width=width * count(config, "n_shared_experts"),
+    )
+
+
+def _mixtures(config: Raw) -> tuple[bool, ...]:
+    """Which layers are mixtures: by name, or all but the first; none in some files."""
+    kinds, num_layers = items(config, "mlp_layer_types"), count(config, "num_hidden_layers")
+    for kind in kinds:
+        require(
+            isinstance(kind, str) and kind in _KINDS,
+            f"mlp_layer_types has {shown(kind)}: only {' and '.join(_KINDS)} are supported",
+        )
+    dense = config.get("first_k_dense_replace")
+    require(
+        bool(kinds) or (type(dense) is int and dense >= 0),
+        f"first_k_dense_replace is {shown(dense)}: it must be the number of layers without experts",
+    )
+    layers = tuple(_KINDS[kind] for kind in kinds) or tuple(
+        layer >= int(str(dense)) for layer in range(num_layers)
+    )
+    require(
+        len(layers) == num_layers,
+        f"mlp_layer_types names {len(layers)} layers, num_hidden_layers {num_layers}: config.json is wrong",
+    )
+    return layers
+
+
+_OPTIONAL = ("layer_types", "rope_parameters")  # null is their default
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
+
+
+def read_gpt_oss(config: Raw) -> TargetConfig:
+    """GPT-OSS: sinks, biases, windows in every second layer, and mixtures in all; it may leave out defaults."""
+    stated = quantization(config)
+    method = stated.get("quant_method")
+    require(
+        not stated or method == "mxfp4",
+        f"quantization_config has the method {shown(method)}: a GPT-OSS has plain weights or 'mxfp4'",
+    )
+    num_layers = count(config, "num_hidden_layers")
+    given = {name: value for name, value in config.items() if value is not None or name not in _OPTIONAL}
+    settings = _defaults(num_layers) | without_quantization(given)
+    mixture = MixtureConfig(
+        num_experts=count(config, "num_local_experts"),
+        num_chosen=count(config, "num_experts_per_tok"),
+        width=count(config, "intermediate_size"),
+        layers=(True,) * num_layers,
+        weights="softmax of chosen",
+        router="router",
+        biases=True,
+        interleaved=True,
+        mxfp4=bool(stated),
+        alpha=number(config, "swiglu_alpha", 1.702),
+        shift=1.0,
+        limit=number(config, "swiglu_limit", 7.0),
+    )
+    return TargetConfig.from_hf(settings, windowed=True, mixture=mixture, sinks=True, norm_casts_last=True)
+
+
+def _defaults(num_layers: int) -> dict[str, Any]:
+    """Those of ``transformers`` that are more than a value."""
+    kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)]
+    return {"rope_parameters": _YARN, "layer_types": kinds}
+
+
+def read_qwen3_moe(config: Raw) -> TargetConfig:
+    """Qwen3-MoE: a Qwen3 of which all layers, every n-th one, or none are mixtures."""
+    step, dense = count(config, "decoder_sparse_step", 1), items(config, "mlp_only_layers")
+    require(
+        all(type(layer) is int for layer in dense),
+        f"mlp_only_layers is {shown(dense)}: it must be a list of layer numbers",
+    )
+    layers = tuple(
+        layer not in dense and (layer + 1) % step == 0 for layer in range(count(config, "num_hidden_layers"))
+    )
+    window = config.get("sliding_window") if flag(config, "use_sliding_window") else None
+    require(
+        window is None,  # whatever layer_types says: transformers does not ask them
+        f"sliding_window is {shown(window)} and in use: a target of this family needs full attention in all layers",
+    )
+    if not any(layers):
+        return TargetConfig.from_hf(config, qk_norm=True)
+    mixture = MixtureConfig(
+        num_experts=count(config, "num_experts"),
+        num_chosen=count(config, "num_experts_per_tok"),
+        width=count(config, "moe_intermediate_size"),
+        layers=layers,
+        weights="normalized" if flag(config, "norm_topk_prob") else "softmax",
+        router="gate",
+    )
+    return TargetConfig.from_hf(config, qk_norm=True, mixture=mixture)
