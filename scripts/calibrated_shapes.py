@@ -1,6 +1,9 @@
-"""The model sizes of calibrated pairs, and their config.json files."""
+"""The model sizes of calibrated pairs, read from calibrated_shapes.toml, and their config.json files."""
 
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 
@@ -137,75 +140,157 @@ class Shape:
         }
 
 
-def _llama3_scaling(original: int) -> dict[str, Any]:
-    return {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": original,
-    }
+ATTENTION_BLOCK = ("sliding_attention", "full_attention")  # GPT-OSS: every second layer sees a window
 
 
-_LLAMA_8B = Shape(
-    architecture="LlamaForCausalLM",
-    vocab_size=128_256,
-    hidden_size=4096,
-    intermediate_size=14_336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_positions=131_072,
-    draft_vocab_size=32_000,
-    bos_token_id=128_000,
-    eos_token_ids=(128_001, 128_008, 128_009),
-    num_plain_tokens=128_000,
-    rope_theta=500_000.0,
-    rms_norm_eps=1e-5,
-    rope_scaling=_llama3_scaling(8192),
-)
-TINY: dict[str, Any] = {  # of every small model for tests on a CPU
-    "vocab_size": 1536,
-    "num_layers": 8,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 64,
-    "max_positions": 4096,
-    "draft_vocab_size": 1024,
-    "bos_token_id": 1500,
-    "eos_token_ids": (1501, 1508),
-    "num_plain_tokens": 1500,
+@dataclass(frozen=True, kw_only=True)
+class Mixture(Shape):
+    """A target whose feed-forward blocks are experts; ``intermediate_size`` is that of its heads' block."""
+
+    num_experts: int
+    num_chosen: int  # experts of each row
+
+    @property
+    def expert_size(self) -> int:
+        """Inner width of one expert."""
+        return self.intermediate_size
+
+    @property
+    def plain_config(self) -> dict[str, Any]:
+        """What the config has of any target."""
+        return super().target_config()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3MoeShape(Mixture):
+    """Qwen3-MoE: softmax over all experts, whose tensors are stored one by one."""
+
+    moe_size: int
+
+    @property
+    def expert_size(self) -> int:
+        return self.moe_size
+
+    @property
+    def model_type(self) -> str:
+        return "qwen3_moe"
+
+    def target_config(self) -> dict[str, Any]:
+        return self.plain_config | {
+            "num_experts": self.num_experts,
+            "num_experts_per_tok": self.num_chosen,
+            "moe_intermediate_size": self.moe_size,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "sliding_window": None,
+            "use_sliding_window": False,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOssShape(Mixture):
+    """GPT-OSS: biases, sinks, a window on every second layer; all experts of a layer in one tensor."""
+
+    sliding_window: int
+    quantized: bool = True  # experts in MXFP4, otherwise bf16
+
+    @property
+    def model_type(self) -> str:
+        return "gpt_oss"
+
+    def target_config(self) -> dict[str, Any]:
+        """Published configs count the chosen experts under two names."""
+        layer_types = [ATTENTION_BLOCK[index % 2] for index in range(self.num_layers)]
+        plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+        quantization = {"quant_method": "mxfp4", "modules_to_not_convert": plain}
+        return (
+            self.plain_config
+            | {
+                "num_local_experts": self.num_experts,
+                "num_experts_per_tok": self.num_chosen,
+                "experts_per_token": self.num_chosen,
+                "attention_bias": True,
+                "sliding_window": self.sliding_window,
+                "layer_types": layer_types,
+                "swiglu_limit": 7.0,
+                "initial_context_length": 4096,
+            }
+            | ({"quantization_config": quantization} if self.quantized else {})
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentShape(Mixture):
+    """GLM-4.7-Flash: latent attention, a layer without experts before the others, an expert for every token, MTP.
+
+    ``num_kv_heads`` and ``head_dim`` are those of the embedding's code alone (calibrated_codes.py).
+    """
+
+    moe_size: int
+    query_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    num_dense: int = 1
+    scale: float = 1.8
+
+    @property
+    def expert_size(self) -> int:
+        return self.moe_size
+
+    @property
+    def model_type(self) -> str:
+        return "glm4_moe_lite"
+
+    def target_config(self) -> dict[str, Any]:
+        plain = {name: value for name, value in self.plain_config.items() if name != "head_dim"}
+        return plain | {
+            "num_key_value_heads": self.num_heads,
+            "moe_intermediate_size": self.moe_size,
+            "n_routed_experts": self.num_experts,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": self.num_chosen,
+            "n_group": 1,
+            "topk_group": 1,
+            "topk_method": "noaux_tc",
+            "norm_topk_prob": True,
+            "routed_scaling_factor": self.scale,
+            "first_k_dense_replace": self.num_dense,
+            "mlp_layer_types": ["dense"] * self.num_dense + ["sparse"] * (self.num_layers - self.num_dense),
+            "num_nextn_predict_layers": 1,
+            "q_lora_rank": self.query_rank,
+            "kv_lora_rank": self.kv_rank,
+            "qk_nope_head_dim": self.nope_dim,
+            "qk_rope_head_dim": self.rope_dim,
+            "v_head_dim": self.value_dim,
+        }
+
+
+_CLASSES: Mapping[str, type[Shape]] = {  # by architecture; of all others Shape
+    "GptOssForCausalLM": GptOssShape,
+    "Qwen3MoeForCausalLM": Qwen3MoeShape,
+    "Glm4MoeLiteForCausalLM": LatentShape,
 }
-SHAPES = {
-    "llama-3.1-8b": _LLAMA_8B,
-    "llama-3.3-70b": replace(
-        _LLAMA_8B,
-        hidden_size=8192,
-        intermediate_size=28_672,
-        num_layers=80,
-        num_heads=64,
-        head_hidden_size=6144,  # as yuhuili/EAGLE3-LLaMA3.3-Instruct-70B
-    ),
-    "qwen3-8b": Shape(
-        architecture="Qwen3ForCausalLM",
-        vocab_size=151_936,
-        hidden_size=4096,
-        intermediate_size=12_288,
-        num_layers=36,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        max_positions=40_960,
-        draft_vocab_size=32_000,
-        bos_token_id=151_643,
-        eos_token_ids=(151_645, 151_643),
-        num_plain_tokens=151_643,
-        rope_theta=1_000_000.0,
-        rms_norm_eps=1e-6,
-        qk_norm=True,
-    ),
-    "tiny": replace(
-        _LLAMA_8B, **TINY, hidden_size=256, intermediate_size=512, rope_scaling=_llama3_scaling(512)
-    ),
-}
+_TABLE: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+
+
+def _sizes(name: str) -> dict[str, Any]:
+    """The entries of the table ``name`` and of those that it is like, of which it overrides what it has."""
+    found: dict[str, Any] = {}
+    for part in (*map(_sizes, _TABLE[name].get("like", ())), _TABLE[name]):
+        scaling = {"rope_scaling": {**found.get("rope_scaling", {}), **part.get("rope_scaling", {})}}
+        found |= part | {key: value for key, value in scaling.items() if value}
+    found.pop("like", None)
+    return found
+
+
+def _shape(name: str) -> Shape:
+    sizes = _sizes(name)
+    kind = _CLASSES.get(sizes["architecture"], Shape)
+    return kind(**sizes | {"eos_token_ids": tuple(sizes["eos_token_ids"])})
+
+
+SHAPES = {name: _shape(name) for name in _TABLE if name != "small"}
+MIXTURES = {name: shape for name, shape in SHAPES.items() if isinstance(shape, Mixture)}

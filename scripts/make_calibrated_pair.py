@@ -9,7 +9,7 @@
     python scripts/make_calibrated_pair.py OUT --shape glm-4.7-flash --weights fp8-block    # 33 GB; 64 GB in bf16
 
 ``OUT/target`` and ``OUT/drafter`` are checkpoints in the public formats, ``OUT/cycle.json`` is the text they generate
-(see calibrated_weights.py, calibrated_heads.py, calibrated_peagle.py and calibrated_cycle.py). They are for measuring
+(see calibrated_weights.py, calibrated_heads.py and calibrated_cycle.py). They are for measuring
 speed, not quality. Several heads for one target are in directories of their names: ``OUT/eagle3``, ``OUT/eagle1``. The
 target of glm-4.7-flash holds an MTP layer that drafts as heads do (``--drafter mtp``), and gets no head unless asked.
 
@@ -31,14 +31,10 @@ from typing import Any, cast, get_args
 import torch
 from calibrated_codes import Codes
 from calibrated_cycle import Cycle
-from calibrated_fp8 import Fp8Format, Fp8Layers
-from calibrated_heads import eagle1_tensors, eagle3_tensors
-from calibrated_latents import LatentLayers, mtp_tensors
-from calibrated_mixture_shapes import MIXTURES, GptOssShape, LatentShape, Mixture
-from calibrated_mixtures import MixtureLayers, common_share
-from calibrated_peagle import peagle_tensors
-from calibrated_shapes import SHAPES, Shape
-from calibrated_weights import Layer, Named, Source, dense_layer, target_tensors
+from calibrated_heads import eagle1_tensors, eagle3_tensors, peagle_tensors
+from calibrated_mixtures import LatentLayers, MixtureLayers, common_share, mtp_tensors
+from calibrated_shapes import SHAPES, GptOssShape, LatentShape, Mixture, Shape
+from calibrated_weights import Fp8Format, Fp8Layers, Layer, Named, Source, dense_layer, target_tensors
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -179,7 +175,7 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 
 def chosen_shape(name: str, num_layers: int | None, experts: str | None) -> Shape:
     """The shape ``name`` with other layers or another dtype of its experts; ``ValueError`` for what it cannot have."""
-    shape = {**SHAPES, **MIXTURES}[name]
+    shape = SHAPES[name]
     if num_layers is not None:
         if num_layers < LEAST_LAYERS:
             raise ValueError(
@@ -230,7 +226,7 @@ def chosen_cycle(shape: Shape, accept: float, seed: int) -> Cycle:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path, help="a new or empty directory")
-    parser.add_argument("--shape", choices=[*SHAPES, *MIXTURES], default="llama-3.1-8b")
+    parser.add_argument("--shape", choices=[*SHAPES], default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, help="of the target, instead of all that the shape has")
     parser.add_argument(
         "--head",

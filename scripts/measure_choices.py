@@ -18,7 +18,7 @@ from pathlib import Path
 
 import choice_products as products
 import torch
-from choice_file import entry, fastest, first_faster, neighbours, rewritten
+from choice_products import entry, fastest, first_faster, neighbours, rewritten
 from torch import Tensor
 
 from specgen.ops import bind_ops, block_fp8, measured_choices

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from calibrated_cycle import Cycle
-from calibrated_mixture_shapes import MIXTURES
-from calibrated_shapes import SHAPES
+from calibrated_shapes import MIXTURES, SHAPES
 from calibrated_weights import Source
 from make_calibrated_pair import write_pair
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from calibrated_codes import Codes
 from calibrated_cycle import Cycle
-from calibrated_mixture_shapes import MIXTURES
 from calibrated_mixtures import common_share
+from calibrated_shapes import MIXTURES
 from calibrated_weights import RESIDUAL, Source, target_tensors
 from make_calibrated_pair import HeadKind, chosen_cycle, chosen_layer, chosen_shape, main, write_pair
 from safetensors.torch import load_file

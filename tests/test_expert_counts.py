@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 from calibrated_cycle import Cycle
-from calibrated_mixture_shapes import MIXTURES
-from calibrated_mixture_shapes import Mixture as MixtureShape
 from calibrated_mixtures import MixtureLayers
-from calibrated_shapes import SHAPES
+from calibrated_shapes import MIXTURES, SHAPES
+from calibrated_shapes import Mixture as MixtureShape
 from calibrated_weights import Source, target_tensors
 from make_calibrated_pair import write_pair
 from torch import Tensor

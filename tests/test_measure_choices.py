@@ -6,7 +6,7 @@ from pathlib import Path
 import choice_products
 import measure_choices
 import pytest
-from choice_file import entry, fastest, first_faster, neighbours, rewritten
+from choice_products import entry, fastest, first_faster, neighbours, rewritten
 
 from specgen.ops import measured_choices
 from specgen.ops.measured_choices import Fp8Tile, Tile

@@ -109,8 +109,7 @@ class TrtllmBackend(Backend):
     def _uniform(self, layout: Layout, query_len: int) -> Kernel:
         from flashinfer.decode import trtllm_batch_decode_with_kv_cache as decode
 
-        shape = layout.num_sequences, query_len
-        tables, kv_lens, longest = lengths = _lengths(layout)
+        shape, lengths = (layout.num_sequences, query_len), _lengths(layout)
         mask = self._uniform_mask(*shape).view(*shape, 2) if self._xqa and query_len > 1 else None
 
         @cache
@@ -120,25 +119,10 @@ class TrtllmBackend(Backend):
             )
 
         def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            assert q.is_contiguous(), "XQA would misread it and say nothing"
             if self._xqa and keys.dtype.itemsize == 1:
                 return packed()(layer, q, keys, values)
-            k_scale, v_scale = layer.kv_scales(keys)
-            out = decode(
-                q,
-                (keys, values),
-                self._workspace,
-                tables,
-                kv_lens,
-                longest,
-                bmm1_scale=layer.scale * k_scale,
-                bmm2_scale=v_scale,
-                window_left=layer.window_left,
-                sinks=layer.sinks,
-                kv_layout="NHD",
-                q_len_per_req=query_len,
-                mask=mask,
-            )
+            common = self._arguments(lengths, layer, q, keys, values)
+            out = decode(**common, kv_layout="NHD", q_len_per_req=query_len, mask=mask)
             return out.view(q.shape[0], -1)  # type: ignore[no-any-return]
 
         return kernel
@@ -149,25 +133,13 @@ class TrtllmBackend(Backend):
         """For rows ``first_rows`` of each sequence, int32 ``[B + 1]``, whose ``mask`` is uint16 ``[rows, 2]``."""
         from flashinfer.decode import xqa_batch_decode_with_kv_cache as decode
 
-        tables, kv_lens, longest = lengths
         outs: list[Tensor] = []
 
         def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            k_scale, v_scale = layer.kv_scales(keys)
-            assert q.is_contiguous(), "XQA would misread it and say nothing"
             if not outs:  # padding rows are not written: zeros, once per pass, keep them from becoming NaN
                 outs.append(torch.zeros_like(q))
             decode(
-                q,
-                (keys, values),
-                self._workspace,
-                tables,
-                kv_lens,
-                longest,
-                bmm1_scale=layer.scale * k_scale,
-                bmm2_scale=v_scale,
-                window_left=layer.window_left,
-                sinks=layer.sinks,
+                **self._arguments(lengths, layer, q, keys, values),
                 out=outs[0],
                 q_len_per_req=max(layout.max_query_len, 2),  # it takes no rows of one each as such
                 mask=mask,
@@ -180,22 +152,11 @@ class TrtllmBackend(Backend):
     def _packed_trtllm_gen(self, layout: Layout) -> Kernel:
         from flashinfer.decode import trtllm_batch_decode_with_kv_cache as decode
 
-        tables, kv_lens, longest = _lengths(layout)
-        first_rows = _offsets(layout)
+        lengths, first_rows = _lengths(layout), _offsets(layout)
 
         def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            k_scale, v_scale = layer.kv_scales(keys)
             out = decode(
-                q,
-                (keys, values),
-                self._workspace,
-                tables,
-                kv_lens,
-                longest,
-                bmm1_scale=layer.scale * k_scale,
-                bmm2_scale=v_scale,
-                window_left=layer.window_left,
-                sinks=layer.sinks,
+                **self._arguments(lengths, layer, q, keys, values),
                 kv_layout="NHD",
                 out=torch.zeros_like(q),
                 q_len_per_req=None,
@@ -205,6 +166,31 @@ class TrtllmBackend(Backend):
             return out.view(q.shape[0], -1)  # type: ignore[no-any-return]
 
         return kernel
+
+    def _arguments(
+        self,
+        lengths: tuple[Tensor, Tensor, int],
+        layer: LayerAttention,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> dict[str, Any]:
+        """What every decode call takes, by FlashInfer's names."""
+        assert q.is_contiguous(), "XQA would misread it and say nothing"
+        tables, kv_lens, longest = lengths
+        k_scale, v_scale = layer.kv_scales(keys)
+        return {
+            "query": q,
+            "kv_cache": (keys, values),
+            "workspace_buffer": self._workspace,
+            "block_tables": tables,
+            "seq_lens": kv_lens,
+            "max_seq_len": longest,
+            "bmm1_scale": layer.scale * k_scale,
+            "bmm2_scale": v_scale,
+            "window_left": layer.window_left,
+            "sinks": layer.sinks,
+        }
 
     def _uniform_mask(self, num_sequences: int, query_len: int) -> Tensor:
         """The mask of a uniform pass, built once: ``[B * query_len, 2]``."""
