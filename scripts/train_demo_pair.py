@@ -14,7 +14,6 @@ from random import Random
 import numpy as np
 import torch
 import word_problems
-from demo_card import write_cards
 from demo_corpus import (
     PAD,
     Sources,
@@ -39,6 +38,7 @@ from word_problems import is_held_out
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = ROOT / "data/prompts"
+_CARDS = Path(__file__).parent / "demo_cards"  # of the models, to be filled in
 
 
 def make_tokenizer(recipe: Recipe, sources: Sources) -> Tokenizer:
@@ -149,6 +149,38 @@ def answer_held_out(recipe: Recipe, tokenizer: Tokenizer, target: LlamaForCausal
         for ids, text in answered[kind][:24]:
             print(f"[{kind}] {tokenizer.decode(ids)}\n  -> {tokenizer.decode(text[:96])}", flush=True)
     return answered
+
+
+def _rows(acceptance: dict[str, dict[str, dict]]) -> str:
+    lines = []
+    for prompts, measured in acceptance.items():
+        for how, rates in measured.items():
+            cells = [f"{rate:.3f}" for rate in rates["joint"]]
+            length = f"{rates['mean_acceptance_length']:.2f}"
+            lines.append("| " + " | ".join([prompts, how.replace("_", " "), *cells, length]) + " |")
+    return "\n".join(lines)
+
+
+def write_cards(output: Path, figures: dict) -> None:
+    """Write ``figures`` as ``training.json`` and as the README of the target and of each head."""
+    (output / "training.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    target_config = json.loads((output / "target/config.json").read_text(encoding="utf-8"))
+    target = (
+        (_CARDS / "target.md")
+        .read_text("utf-8")
+        .format(
+            million=(output / "target/model.safetensors").stat().st_size / 2e6,
+            accuracy=figures["word_problem_accuracy"],
+            loss=figures["target_loss_held_out_word_problems"],
+            vocab=target_config["vocab_size"],
+        )
+    )
+    (output / "target/README.md").write_text(target, encoding="utf-8")
+    for name in HEADS:
+        config = json.loads((output / name / "config.json").read_text(encoding="utf-8"))
+        card = (_CARDS / f"{name}.md").read_text("utf-8")
+        card = card.format(**config, rows=_rows(figures["acceptance"][name]))
+        (output / name / "README.md").write_text(card, encoding="utf-8")
 
 
 def train(recipe: Recipe, sources: Sources, output: Path, device: str) -> dict[str, object]:

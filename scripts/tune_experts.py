@@ -9,7 +9,10 @@ for each number of rows of a block, and what the pass takes with the best of the
 
 import argparse
 import multiprocessing
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,84 +24,18 @@ from specgen.ops.measured_choices import ExpertTile, ExpertTiles
 
 Sizes = tuple[int | str, ...]  # block_out, block_in, stages, warps, and "rounds" of a tile that does
 CUDA, DTYPE = torch.device("cuda", 0), torch.bfloat16
-# by rows of a block: candidates for gate and up, and for down
-PLAIN: dict[int, tuple[tuple[Sizes, ...], tuple[Sizes, ...]]] = {
-    16: (
-        ((32, 128, 4, 4), (32, 128, 6, 4), (32, 256, 3, 4), (64, 128, 3, 4), (64, 128, 4, 8), (64, 64, 6, 4)),
-        (
-            (64, 128, 4, 4),
-            (64, 128, 6, 4),
-            (32, 128, 6, 4),
-            (64, 256, 3, 4),
-            (128, 128, 3, 8),
-            (128, 64, 5, 4),
-        ),
-    ),
-    32: (
-        ((32, 128, 4, 4), (64, 128, 3, 4), (64, 128, 4, 8), (64, 64, 5, 4), (128, 64, 4, 8)),
-        ((64, 128, 4, 4), (64, 128, 6, 4), (128, 128, 3, 8), (128, 64, 4, 4), (64, 64, 6, 4)),
-    ),
-    64: (
-        ((64, 64, 4, 4), (64, 64, 4, 8), (64, 128, 3, 8), (128, 64, 3, 8), (128, 64, 4, 8)),
-        ((64, 128, 3, 4), (128, 64, 4, 4), (128, 64, 4, 8), (128, 128, 3, 8), (256, 64, 3, 8)),
-    ),
-    128: (
-        ((64, 64, 3, 8), (64, 64, 4, 8), (128, 64, 3, 8), (128, 64, 4, 8)),
-        ((128, 64, 3, 8), (128, 64, 4, 8), (128, 128, 3, 8), (256, 64, 4, 8)),
-    ),
-}
-MXFP4: dict[int, tuple[tuple[Sizes, ...], tuple[Sizes, ...]]] = {
-    16: (
-        ((32, 128, 3, 4), (32, 128, 4, 4), (64, 128, 3, 4), (64, 128, 4, 4)),
-        ((64, 128, 3, 4), (64, 128, 4, 4), (128, 128, 3, 4), (128, 128, 4, 4)),
-    ),
-    32: (
-        ((32, 128, 3, 4), (64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 3, 8), (128, 128, 3, 8)),
-        ((64, 128, 3, 4), (128, 128, 3, 4), (128, 128, 4, 4), (128, 128, 3, 8), (256, 128, 3, 8)),
-    ),
-    64: (
-        ((32, 128, 3, 4), (64, 128, 3, 4), (64, 128, 2, 4), (64, 128, 3, 8), (128, 128, 3, 8)),
-        ((64, 128, 3, 4), (128, 128, 3, 4), (128, 128, 2, 4), (128, 128, 3, 8), (256, 128, 3, 8)),
-    ),
-    128: (
-        ((32, 128, 3, 4), (64, 128, 2, 8), (64, 128, 3, 8), (128, 128, 3, 8)),
-        ((64, 128, 3, 4), (128, 128, 2, 8), (128, 128, 3, 8), (256, 128, 3, 8)),
-    ),
-    256: (((64, 128, 2, 8), (64, 128, 3, 8)), ((128, 128, 2, 8), (128, 128, 3, 8))),
-}
-# all of 128 inputs: a row's sums must not depend on the tile
-FP8: dict[int, tuple[tuple[Sizes, ...], tuple[Sizes, ...]]] = {
-    16: (
-        (
-            (32, 128, 4, 4),
-            (32, 128, 6, 4),
-            (32, 128, 8, 4),
-            (64, 128, 4, 4),
-            (64, 128, 6, 4),
-            (64, 128, 6, 8),
-        ),
-        (
-            (64, 128, 4, 4),
-            (64, 128, 6, 4),
-            (64, 128, 8, 4),
-            (128, 128, 4, 4),
-            (128, 128, 6, 8),
-            (32, 128, 8, 4),
-        ),
-    ),
-    32: (
-        ((32, 128, 4, 4), (32, 128, 6, 4), (64, 128, 4, 4), (64, 128, 5, 4), (64, 128, 4, 8)),
-        ((64, 128, 4, 4), (64, 128, 6, 4), (128, 128, 4, 4), (128, 128, 4, 8)),
-    ),
-    64: (
-        ((32, 128, 3, 4), (32, 128, 5, 4), (64, 128, 3, 8), (64, 128, 4, 8)),
-        ((64, 128, 4, 4), (128, 128, 3, 8), (128, 128, 4, 8), (64, 128, 4, 8)),
-    ),
-    128: (
-        ((32, 128, 3, 8), (32, 128, 4, 8), (64, 128, 3, 8)),
-        ((64, 128, 3, 8), (64, 128, 4, 8), (128, 128, 3, 8)),
-    ),
-}
+Candidates = dict[int, tuple[tuple[Sizes, ...], ...]]  # by rows of a block: for gate and up, and for down
+_TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+
+
+def _candidates(name: str) -> Candidates:
+    return {
+        int(rows): tuple(tuple(map(tuple, each[product])) for product in ("gate_up", "down"))
+        for rows, each in _TABLE[name].items()
+    }
+
+
+PLAIN, MXFP4, FP8 = (_candidates(name) for name in ("plain", "mxfp4", "fp8"))
 
 
 def tile(sizes: Sizes) -> ExpertTile:

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from demo_corpus import pack
+from demo_heads import count_rows, count_steps, pool
 from demo_optimizer import Optimizer
 from dense_heads import Eagle1, Eagle3, Head, HeadConfig, document_mask
-from draft_counts import count_rows, count_steps, pool
 from torch import nn
 
 CONFIG = HeadConfig(

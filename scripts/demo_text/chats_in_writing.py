@@ -3,18 +3,16 @@
 
 from random import Random
 
-from demo_text.chat_facts import (
+from demo_text.phrases import (
     CAPITALS,
+    HE,
     LETTERS,
     RHYMES,
     ROLES,
+    SHE,
     SIDES,
     TALK,
     TOPICS,
-)
-from demo_text.phrases import (
-    HE,
-    SHE,
     Chat,
     a,
     bulleted,

@@ -4,15 +4,13 @@
 import re
 from random import Random
 
-from demo_text.chat_facts import (
+from demo_text.phrases import (
     CAPITALS,
+    JOBS,
     LISTS,
     OPPOSITES,
-    PROGRAMS,
-)
-from demo_text.phrases import (
-    JOBS,
     PLACES,
+    PROGRAMS,
     Chat,
     a,
     bulleted,

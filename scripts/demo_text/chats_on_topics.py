@@ -3,15 +3,13 @@
 
 from random import Random
 
-from demo_text.chat_facts import (
+from demo_text.phrases import (
     COMPLAINTS,
     LISTS,
     TIPS,
     TOPICS,
-    Topic,
-)
-from demo_text.phrases import (
     Chat,
+    Topic,
     bulleted,
     join,
     numbered,

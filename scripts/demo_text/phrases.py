@@ -1,8 +1,11 @@
-"""Random wording for the generated training text: choices inside a phrase, people, and everyday words."""
+"""Random wording for the generated training text, and what it is about: the words and facts of ``facts.json``."""
 
+import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
+from typing import Any
 
 Chat = list[str]  # turns of the user and the assistant, the user first
 _CHOICE = re.compile(r"\[([^\[\]]*)\]")
@@ -51,14 +54,54 @@ class Person:
     him: str
 
 
-SHE = """
-    Anna Maria Lucy Emma Sara Nina Julia Olivia Mia Zoe Lena Carla Ruth Alice Grace Hannah Kate Rosa Ella Ivy
-    Priya Mei Fatima Amina Sofia Clara Wendy Jane Betty Tina Natalia Janet Lily Megan Diana Rachel Amy Susan
-""".split()  # noqa: SIM905
-HE = """
-    Tom Ben Max Leo Sam Jack Omar Paul David Mark Peter Carlos Hugo Ivan John Liam Noah Eric Frank Henry Raj Ken
-    Ali Felix Oscar Simon Victor James Toby Adam George Bob Daniel Kevin Luke Martin Nick Ryan
-""".split()  # noqa: SIM905
+@dataclass(frozen=True, kw_only=True)
+class Topic:
+    """A thing to talk about: ``plain`` defines it, ``facts`` are whole sentences that can follow in any order."""
+
+    name: str
+    kind: str
+    plain: str
+    facts: tuple[str, ...]
+
+    @property
+    def bare(self) -> str:
+        """The name without its article."""
+        return self.name.removeprefix("a ").removeprefix("an ").removeprefix("the ")
+
+
+def _tuples(value: Any) -> Any:
+    """``value`` with tuples for lists, so that nothing changes it."""
+    if isinstance(value, dict):
+        return {name: _tuples(each) for name, each in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+_FACTS = _tuples(json.loads((Path(__file__).parent / "facts.json").read_text(encoding="utf-8")))
+TOPICS: tuple[Topic, ...] = tuple(
+    Topic(name=name, kind=kind, plain=plain, facts=tuple(facts))
+    for name, kind, plain, *facts in _FACTS["topics"]
+)
+TIPS: dict[str, tuple[str, ...]] = _FACTS["tips"]
+LISTS: dict[str, tuple[str, ...]] = _FACTS["lists"]
+CAPITALS: dict[str, str] = _FACTS["capitals"]
+OPPOSITES: dict[str, str] = _FACTS["opposites"]
+PROGRAMS: tuple[tuple[str, str, str], ...] = _FACTS["programs"]  # what it does, the function, how it works
+LETTERS: tuple[tuple[str, str], ...] = _FACTS["letters"]  # the reason for a letter, its text
+SIDES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = _FACTS["sides"]  # arguments for and against
+COMPLAINTS: dict[str, str] = _FACTS["complaints"]  # by activity of ``TIPS``, what a user may say about it
+RHYMES: tuple[tuple[str, ...], ...] = _FACTS["rhymes"]  # verses on {x}
+ROLES: dict[str, str] = _FACTS["roles"]  # what each says; {n} is a name
+TALK: tuple[tuple[str, str], ...] = _FACTS["talk"]  # small talk and its answer
+_WORDS = _FACTS["words"]
+SHE: list[str] = [*_WORDS["she"]]
+HE: list[str] = [*_WORDS["he"]]
+THINGS: tuple[str, ...] = _WORDS["things"]
+CONTAINERS: tuple[str, ...] = _WORDS["containers"]
+GOODS: tuple[str, ...] = _WORDS["goods"]
+PLACES: tuple[str, ...] = _WORDS["places"]
+JOBS: tuple[str, ...] = _WORDS["jobs"]
+MAKERS: tuple[tuple[str, str], ...] = _WORDS["makers"]
+_IRREGULAR: dict[str, str] = _WORDS["irregular"]
 
 
 def people(rng: Random, count: int) -> list[Person]:
@@ -71,52 +114,10 @@ def people(rng: Random, count: int) -> list[Person]:
     ]
 
 
-THINGS = """
-    apples oranges pears plums lemons peaches cookies muffins cupcakes sandwiches candies marbles stickers
-    stamps coins shells stones pencils pens crayons erasers books notebooks cards toys balloons flowers roses
-    tulips tickets photos buttons beads ribbons eggs bottles cups plates bananas carrots potatoes tomatoes
-    onions blocks cars dolls balls postcards magnets badges keys letters magazines
-""".split()  # noqa: SIM905
-CONTAINERS = """
-    boxes bags baskets packs crates jars trays bundles packets drawers
-""".split()  # noqa: SIM905
-GOODS = """
-    shirts hats scarves books toys lamps mugs pens notebooks cakes pies tickets sandwiches pizzas plants chairs
-    candles belts socks gloves cups bowls
-""".split()  # noqa: SIM905
-MAKERS = (
-    ("bakery", "loaves"),
-    ("bakery", "cakes"),
-    ("factory", "toys"),
-    ("factory", "bicycles"),
-    ("factory", "lamps"),
-    ("workshop", "chairs"),
-    ("workshop", "tables"),
-    ("farm", "eggs"),
-    ("printer", "pages"),
-    ("kitchen", "meals"),
-    ("studio", "posters"),
-    ("garden", "tomatoes"),
-)
-PLACES = """
-    school library park market museum beach zoo garden theater station farm village
-""".split()  # noqa: SIM905
-JOBS = """
-    baker gardener teacher painter driver waiter nurse carpenter plumber tailor cleaner cook
-""".split()  # noqa: SIM905
-
-
 def one(plural: str) -> str:
-    """The singular of one of the plural words above."""
-    irregular = {
-        "shelves": "shelf",
-        "loaves": "loaf",
-        "knives": "knife",
-        "scarves": "scarf",
-        "cookies": "cookie",
-    }
-    if plural in irregular:
-        return irregular[plural]
+    """The singular of one of the plural words."""
+    if plural in _IRREGULAR:
+        return _IRREGULAR[plural]
     if plural.endswith(("xes", "ches", "shes", "toes")):
         return plural[:-2]
     if plural.endswith("ies") and plural not in {"cookies", "pies"}:
