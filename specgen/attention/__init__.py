@@ -119,6 +119,15 @@ class Heads:
     sinks: bool = False  # see LayerAttention
     latent: LatentDims | None = None  # of what the cache keeps; the rest describes its absorbed form
 
+    @property
+    def group(self) -> int:
+        """Heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def fp8_pages(self) -> bool:
+        return self.kv_dtype.itemsize == 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
@@ -223,14 +232,13 @@ class Capabilities:
             install = f"pip install {self.package}-python"
             return f"needs {self.package}, which is not installed: {install}, or use --attention sdpa"
         major = torch.cuda.get_device_capability(device)[0] if self.compute_majors is not None else 0
-        fp8 = heads.kv_dtype.itemsize == 1
         refused = _refused(
             (major, self.compute_majors, "GPUs of compute capability {}.x", "--attention auto"),
             (heads.dtype, self.dtypes, "a model in {}", "--dtype bfloat16 or --attention sdpa"),
             (heads.kv_dtype, self.kv_dtypes, "a KV cache in {}", "--kv-dtype model"),
             (
                 major,
-                self.fp8_majors if fp8 else None,
+                self.fp8_majors if heads.fp8_pages else None,
                 "a KV cache in FP8 on GPUs of compute capability {}.x",
                 "--kv-dtype model or --attention sdpa",
             ),
@@ -243,9 +251,8 @@ class Capabilities:
             if self.latents is None:
                 return "does not support latent attention: use --attention auto"
             return self.latents.refusal(device, heads, latent)
-        group = heads.num_heads // heads.num_kv_heads
-        if self.max_group is not None and group > self.max_group:
-            return f"supports {self.max_group} heads per KV head, not {group}: use --attention sdpa"
+        if self.max_group is not None and heads.group > self.max_group:
+            return f"supports {self.max_group} heads per KV head, not {heads.group}: use --attention sdpa"
         if heads.sinks and not self.sinks:
             return "does not support attention sinks: use --attention sdpa"
         if self.uniform_q_max is not None and heads.max_query_len > self.uniform_q_max:

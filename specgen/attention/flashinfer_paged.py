@@ -67,7 +67,6 @@ class FlashInferBackend(Backend):
         fp8_majors=(9, 10, 12),
         page_sizes=(16, 32, 64),
         head_dims=(64, 128, 256),
-        max_group=None,
         sinks=True,
         latents=latent_decode.LATENTS,
     )
@@ -227,7 +226,7 @@ def prefill_modules(kernels: Kernels, use: Use) -> list[Module]:
     return [
         Module(
             what=f"{fitting.upper()}, heads of {heads.head_dim}"
-            + (", FP8 KV" if heads.kv_dtype.itemsize == 1 else "")
+            + (", FP8 KV" if heads.fp8_pages else "")
             + (", sinks" if heads.sinks else "")
             + (", windows" if windowed else ""),
             spec=partial(_spec, fitting, heads, windowed),

@@ -55,9 +55,7 @@ class HopperBackend(Backend):
         chosen = {rows: HopperBackend.kernel(gpu, use, rows, use.num_sequences) for rows in use.query_lens}
         for rows, kernel in chosen.items():
             if kernel == OWN:
-                found.append(
-                    hopper_decode_module(rows, heads.num_heads // heads.num_kv_heads, heads.head_dim)
-                )
+                found.append(hopper_decode_module(rows, heads.group, heads.head_dim))
             else:  # XQA where fewer sequences are left
                 decoding += [xqa_module(heads, rows, windowed) for windowed in use.windowed]
         return [*found, *decoding, *(prefill_modules("fa2", use) if UNSPLIT in chosen.values() else [])]
@@ -68,10 +66,9 @@ class HopperBackend(Backend):
         if heads.latent is not None:
             return latent_kernel(rows)
         if isinstance(rows, int):
-            group = heads.num_heads // heads.num_kv_heads
-            if not use.chained and serves(rows, group, heads.head_dim, heads.dtype, heads.kv_dtype):
+            if not use.chained and serves(rows, heads.group, heads.head_dim, heads.dtype, heads.kv_dtype):
                 return OWN
-            fills = _unsplits(gpu.num_sms, num_sequences * heads.num_kv_heads, rows, group)
+            fills = _unsplits(gpu.num_sms, num_sequences * heads.num_kv_heads, rows, heads.group)
             if fills and not heads.sinks and heads.kv_dtype == heads.dtype:
                 return UNSPLIT
         return TrtllmBackend.kernel(gpu, use, rows, num_sequences)

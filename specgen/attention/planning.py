@@ -28,12 +28,12 @@ class PassLens:
     @cached_property
     def first_rows(self) -> Tensor:
         """Where each sequence's rows begin, and where the last one's end: int32 ``[B + 1]``."""
-        return _offsets(self.query_lens)
+        return offsets(self.query_lens)
 
     @cached_property
     def first_pages(self) -> Tensor:
         """Where each sequence's pages begin in ``pages``, and where the last one's end: int32 ``[B + 1]``."""
-        return _offsets(-(-self.kv_lens // self.page_size))
+        return offsets(-(-self.kv_lens // self.page_size))
 
     @cached_property
     def last_page_lens(self) -> Tensor:
@@ -54,8 +54,8 @@ def spread(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
     return sequences, torch.arange(total, device=counts.device) - (counts.cumsum(0) - counts)[sequences]
 
 
-def _offsets(lens: Tensor) -> Tensor:
-    """0 and the running sum of ``lens`` ``[B]``: int32 ``[B + 1]``."""
+def offsets(lens: Tensor) -> Tensor:
+    """Where each of ``lens`` ``[B]`` begins and where the last one ends: int32 ``[B + 1]``."""
     return F.pad(lens.cumsum(0), (1, 0)).to(torch.int32)
 
 

@@ -1,6 +1,6 @@
 """The reference backend: PyTorch's scaled dot product attention over gathered pages, on any device."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -125,36 +125,20 @@ class SdpaBackend(Backend):
         return attend
 
 
-class StaticSdpaBackend(Backend):
+class StaticSdpaBackend(SdpaBackend):
     """Every row over its sequence's whole block table, masked: shapes depend on no length, so the device never waits.
 
     What a captured step is held against in float32. Time and memory grow with the table, so only for short contexts.
+    Prefills, whose lengths the host knows, are those of ``SdpaBackend``.
     """
 
     name = "sdpa-static"
     summary = "exact, and captured in graphs"
-    capabilities = Capabilities(
-        devices=("cpu", "cuda"),
-        uniform_q_max=None,
-        needs_host_lens=False,
-        graphs=True,
-        sinks=True,
-    )
-
-    def __init__(self, device: torch.device) -> None:
-        self._prefill = SdpaBackend(device)
-
-    @staticmethod
-    def modules(gpu: Gpu, use: Use) -> list[Module]:
-        return []
-
-    @staticmethod
-    def kernel(gpu: Gpu, use: Use, rows: Rows, num_sequences: int) -> str:
-        return SdpaBackend.kernel(gpu, use, rows, num_sequences)
+    capabilities = replace(SdpaBackend.capabilities, needs_host_lens=False, graphs=True)
 
     def plan(self, layout: Layout) -> Kernel:
         if layout.host is not None:
-            return self._prefill.plan(layout)
+            return super().plan(layout)
         tables = layout.block_tables[layout.sequences]
         return _Group(
             rows=slice(None),

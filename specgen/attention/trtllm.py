@@ -5,12 +5,11 @@ from itertools import product
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specgen.attention import Backend, Capabilities, Gpu, Heads, Kernel, LayerAttention, Rows, Use
 from specgen.attention.flashinfer_paged import FlashInferBackend, Kernels, prefill_kernel, prefill_modules
-from specgen.attention.planning import decode_workspace
+from specgen.attention.planning import decode_workspace, offsets
 from specgen.config import require
 from specgen.kv.layout import Layout
 from specgen.ops.jit_modules import Module
@@ -104,7 +103,7 @@ class TrtllmBackend(Backend):
         if not self._xqa:
             return self._packed_trtllm_gen(layout)
         mask = causal_mask(layout.positions - layout.starts[layout.sequences])
-        return self._packed_xqa(layout, _lengths(layout), _offsets(layout), mask)
+        return self._packed_xqa(layout, _lengths(layout), offsets(layout.query_lens), mask)
 
     def _uniform(self, layout: Layout, query_len: int) -> Kernel:
         from flashinfer.decode import trtllm_batch_decode_with_kv_cache as decode
@@ -152,7 +151,7 @@ class TrtllmBackend(Backend):
     def _packed_trtllm_gen(self, layout: Layout) -> Kernel:
         from flashinfer.decode import trtllm_batch_decode_with_kv_cache as decode
 
-        lengths, first_rows = _lengths(layout), _offsets(layout)
+        lengths, first_rows = _lengths(layout), offsets(layout.query_lens)
 
         def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             out = decode(
@@ -202,7 +201,7 @@ class TrtllmBackend(Backend):
         return self._masks[key]
 
     def _uniform_offsets(self, num_sequences: int, query_len: int) -> Tensor:
-        """As ``_offsets``, of a uniform pass, built once."""
+        """``offsets`` of a uniform pass, built once."""
         key = (num_sequences, query_len)
         if key not in self._first_rows:
             self._require_eager()
@@ -221,22 +220,18 @@ def _prefill_kernels(major: int) -> Kernels:
 
 def xqa_module(heads: Heads, rows: int, windowed: bool) -> Module:
     """What uniform passes of ``rows`` rows a sequence need compiled, for layers with a window or without."""
-    return Module(what=_xqa_name(heads, rows, windowed), spec=partial(_xqa_spec, heads, rows, windowed))
-
-
-def _xqa_name(heads: Heads, rows: int, windowed: bool) -> str:
-    kinds = (", FP8 KV" if heads.kv_dtype.itemsize == 1 else "") + (", windows" if windowed else "")
-    return f"XQA, {rows} {'row' if rows == 1 else 'rows'}, heads of {heads.head_dim}{kinds}"
+    kinds = (", FP8 KV" if heads.fp8_pages else "") + (", windows" if windowed else "")
+    what = f"XQA, {rows} {'row' if rows == 1 else 'rows'}, heads of {heads.head_dim}{kinds}"
+    return Module(what=what, spec=partial(_xqa_spec, heads, rows, windowed))
 
 
 def _xqa_spec(heads: Heads, rows: int, windowed: bool) -> Any:  # noqa: ANN401
     """The module that a uniform pass gets; FP8 pages are read by the one for ragged queries."""
     from flashinfer.jit.xqa import gen_xqa_module
 
-    group, fp8 = heads.num_heads // heads.num_kv_heads, heads.kv_dtype.itemsize == 1
-    shape = (heads.page_size, heads.head_dim, group, windowed)
-    rows = max(rows, 2) if fp8 else rows
-    return gen_xqa_module(heads.dtype, heads.kv_dtype, *shape, heads.dtype, rows, fp8)
+    shape = (heads.page_size, heads.head_dim, heads.group, windowed)
+    rows = max(rows, 2) if heads.fp8_pages else rows
+    return gen_xqa_module(heads.dtype, heads.kv_dtype, *shape, heads.dtype, rows, heads.fp8_pages)
 
 
 def causal_mask(offsets: Tensor) -> Tensor:
@@ -255,8 +250,3 @@ def _lengths(layout: Layout) -> tuple[Tensor, Tensor, int]:
     kv_lens = torch.empty(layout.num_sequences, dtype=torch.int32, device=tables.device)
     torch.add(layout.starts, layout.uniform_q or layout.query_lens, out=kv_lens)  # one kernel, cast included
     return tables, kv_lens, tables.shape[1] * layout.page_size
-
-
-def _offsets(layout: Layout) -> Tensor:
-    """The first row of each sequence and the number of rows of all, int32 ``[B + 1]``."""
-    return F.pad(layout.query_lens.cumsum(0), (1, 0)).to(torch.int32)

@@ -69,9 +69,6 @@ class MLP:
         return (self.down(self.gated(x)),)
 
 
-_ALIGNED = 8  # 16 bytes in half precision: what grouped products ask of a row
-
-
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
     """Routes every row to its experts; nothing waits for the device."""
@@ -118,10 +115,9 @@ def _router(config: MixtureConfig, hidden: int, name: str, take: Take, ops: Ops)
 
 
 def _experts(config: MixtureConfig, hidden: int, prefix: str, take: Take) -> Experts:
-    multiple = MXFP4_BLOCK if config.mxfp4 else _ALIGNED
     require(
-        hidden % multiple == config.width % multiple == 0,
-        f"hidden_size is {hidden} and an expert {config.width} wide: experts need multiples of {multiple}, "
+        hidden % config.multiple == config.width % config.multiple == 0,
+        f"hidden_size is {hidden} and an expert {config.width} wide: experts need multiples of {config.multiple}, "
         "use another checkpoint",
     )
     gating = Gating(alpha=config.alpha, shift=config.shift, limit=config.limit)

@@ -108,6 +108,11 @@ class MixtureConfig:
         if isinstance(self.weights, SigmoidWeights):
             self.weights.check(self.num_experts, self.num_chosen)
 
+    @property
+    def multiple(self) -> int:
+        """What products of experts ask of their widths: whole blocks of MXFP4, else 16 bytes in half precision."""
+        return MXFP4_BLOCK if self.mxfp4 else 8
+
     def shared(self, count: int) -> "MixtureConfig":
         """What one of ``count`` ranks has of it: a part of every expert."""
         return replace(self, width=self.width // count, shared_width=self.shared_width // count)
@@ -133,7 +138,6 @@ _WEIGHTS = {
 }
 
 
-_ALIGNED = 8  # what products of experts ask of their width
 _WINDOWED = {"full_attention": False, "sliding_attention": True}
 
 
@@ -222,8 +226,7 @@ class LayerConfig:
         if mixture is None or not all(mixture.layers):
             widths.append(self.intermediate_size)
         whole = all(width % (count * block) == 0 for width in widths) and self.num_heads % count == 0
-        multiple = MXFP4_BLOCK if mixture is not None and mixture.mxfp4 else max(block, _ALIGNED)
-        experts = mixture is None or mixture.width % (count * multiple) == 0
+        experts = mixture is None or mixture.width % (count * max(block, mixture.multiple)) == 0
         return count == 1 or (whole and experts and (kv % count == 0 or count % kv == 0))
 
     def facts(self) -> dict[str, str]:
