@@ -3,6 +3,7 @@
 Models import nothing of this package but what this file holds. May import ops and kv.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -156,10 +157,10 @@ class Gpu:
         return cls(major=torch.cuda.get_device_capability(device)[0], num_sms=num_sms(device))
 
 
-_Check = tuple[object, tuple[object, ...] | None, str, str]
+Check = tuple[object, tuple[object, ...] | None, str, str]
 
 
-def _refused(*checks: _Check) -> str | None:
+def refused(*checks: Check) -> str | None:
     """The first value that is not among those allowed (None: all are), by what it is of, and what to use instead."""
     for value, allowed, what, remedy in checks:
         if allowed is not None and value not in allowed:
@@ -168,37 +169,10 @@ def _refused(*checks: _Check) -> str | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Latents:
-    """What a backend can do of latent attention. None: no bound."""
-
-    compute_majors: tuple[int, ...] | None = None
-    dtypes: tuple[torch.dtype, ...] | None = None
-    widths: tuple[tuple[int, int], ...] | None = None  # of latents and of rotated keys
-    expanded: tuple[tuple[int, int], ...] | None = None  # of a head's keys and values
-    max_heads: int | None = None
-
-    def refusal(self, device: torch.device, heads: Heads, latent: LatentDims) -> str | None:
-        """As ``Capabilities.refusal``."""
-        major = torch.cuda.get_device_capability(device)[0] if self.compute_majors is not None else 0
-        expanded = latent.key_dim, latent.value_dim
-        remedy = "--attention sdpa"
-        refused = _refused(
-            (major, self.compute_majors, "latent attention on GPUs of compute capability {}.x", remedy),
-            (heads.dtype, self.dtypes, "latent attention in {}", remedy),
-            (
-                (latent.rank, latent.rope_dim),
-                self.widths,
-                "latent attention with latents and rotated keys of {}",
-                remedy,
-            ),
-            (expanded, self.expanded, "latent attention with keys and values of {}", remedy),
-        )
-        if refused is not None:
-            return refused
-        if self.max_heads is not None and heads.num_heads > self.max_heads:
-            return f"supports {self.max_heads} heads of latent attention, not {heads.num_heads}: use --tensor-parallel"
-        return None
+def any_latents(device: torch.device, heads: Heads, latent: LatentDims) -> str | None:
+    """For ``Capabilities.latents``: no bound."""
+    del device, heads, latent
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,8 +182,8 @@ class Capabilities:
     devices: tuple[str, ...]  # torch device types
     package: str | None = None  # that is imported when it is used
     uniform_q_max: int | None  # longest query of a decode pass
-    needs_host_lens: bool  # reads lengths on the host, so every pass waits for the device
-    graphs: bool  # a captured call stays right when lengths change on the device
+    # Reads lengths on the host: every pass waits for the device, and no captured call stays right
+    needs_host_lens: bool
     page_size: int = 16  # that suits it best
     compute_majors: tuple[int, ...] | None = None  # NVIDIA's compute capability, before the dot
     dtypes: tuple[torch.dtype, ...] | None = None
@@ -219,7 +193,8 @@ class Capabilities:
     head_dims: tuple[int, ...] | None = None
     max_group: int | None = None  # heads per KV head
     sinks: bool = False  # it adds a layer's sinks to the sums of its softmax
-    latents: Latents | None = Latents()  # None: none at all
+    # Of latent attention, as ``refusal``; None: there is none at all
+    latents: Callable[[torch.device, Heads, LatentDims], str | None] | None = any_latents
 
     def refusal(self, device: torch.device, heads: Heads) -> str | None:
         """Why this cannot run ``heads`` on ``device`` and what to use instead, to follow its name; None if it can."""
@@ -232,7 +207,7 @@ class Capabilities:
             install = f"pip install {self.package}-python"
             return f"needs {self.package}, which is not installed: {install}, or use --attention sdpa"
         major = torch.cuda.get_device_capability(device)[0] if self.compute_majors is not None else 0
-        refused = _refused(
+        reason = refused(
             (major, self.compute_majors, "GPUs of compute capability {}.x", "--attention auto"),
             (heads.dtype, self.dtypes, "a model in {}", "--dtype bfloat16 or --attention sdpa"),
             (heads.kv_dtype, self.kv_dtypes, "a KV cache in {}", "--kv-dtype model"),
@@ -245,12 +220,12 @@ class Capabilities:
             (heads.page_size, self.page_sizes, "pages of {} positions", "pages of 16, 32 or 64"),
             (heads.head_dim, None if latent else self.head_dims, "heads of {} elements", "--attention sdpa"),
         )
-        if refused is not None:
-            return refused
+        if reason is not None:
+            return reason
         if latent is not None:
             if self.latents is None:
                 return "does not support latent attention: use --attention auto"
-            return self.latents.refusal(device, heads, latent)
+            return self.latents(device, heads, latent)
         if self.max_group is not None and heads.group > self.max_group:
             return f"supports {self.max_group} heads per KV head, not {heads.group}: use --attention sdpa"
         if heads.sinks and not self.sinks:

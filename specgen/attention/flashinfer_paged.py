@@ -60,7 +60,6 @@ class FlashInferBackend(Backend):
         package="flashinfer",
         uniform_q_max=None,
         needs_host_lens=True,
-        graphs=False,
         compute_majors=(8, 9, 10, 12),
         dtypes=(torch.bfloat16, torch.float16),
         kv_dtypes=(torch.bfloat16, torch.float16, torch.float8_e4m3fn),
@@ -68,7 +67,7 @@ class FlashInferBackend(Backend):
         page_sizes=(16, 32, 64),
         head_dims=(64, 128, 256),
         sinks=True,
-        latents=latent_decode.LATENTS,
+        latents=latent_decode.refuse_latents,
     )
 
     def __init__(self, device: torch.device, kernels: Kernels = "fa2") -> None:

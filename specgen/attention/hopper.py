@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specgen.attention import Backend, ExpandedKernel, Gpu, Kernel, LayerAttention, RotatingKernel, Rows, Use
 from specgen.attention.flashinfer_paged import latent_kernel, latent_modules, prefill_modules
-from specgen.attention.latent_decode import LATENTS, LatentDecode, LatentPrefill, list_module
+from specgen.attention.latent_decode import LatentDecode, LatentPrefill, list_module, refuse_latents
 from specgen.attention.trtllm import TrtllmBackend, xqa_module
 from specgen.kv.layout import HostLens, Layout
 from specgen.ops import Rope
@@ -38,7 +38,9 @@ class HopperBackend(Backend):
 
     name = "hopper"
     summary = "the kernel measured fastest for each pass, none of which needs a plan on the host"
-    capabilities = replace(TrtllmBackend.capabilities, compute_majors=(9,), fp8_majors=(9,), latents=LATENTS)
+    capabilities = replace(
+        TrtllmBackend.capabilities, compute_majors=(9,), fp8_majors=(9,), latents=refuse_latents
+    )
 
     def __init__(self, device: torch.device) -> None:
         self._trtllm = TrtllmBackend(device)

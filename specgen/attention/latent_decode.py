@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specgen.attention import ExpandedKernel, Kernel, LatentDims, Latents, LayerAttention
+from specgen.attention import ExpandedKernel, Heads, Kernel, LatentDims, LayerAttention, refused
 from specgen.attention.planning import MIB, HostPlan
 from specgen.kv.layout import HostLens, Layout
 from specgen.ops.jit_modules import Module, compiled, current_stream, num_sms, pointers, source_spec
@@ -18,15 +18,29 @@ from specgen.ops.jit_modules import Module, compiled, current_stream, num_sms, p
 RANK, ROPE_DIM = 512, 64  # the kernel's; those of DeepSeek-V2 and its relatives
 BLOCK_ROWS = 64  # rows times heads of one block
 WIDTHS = ((256, 256), (192, 128))  # of keys and values: those of GLM-4.7-Flash and DeepSeek-V3
-LATENTS = Latents(
-    compute_majors=(9,),
-    dtypes=(torch.bfloat16, torch.float16),
-    widths=((RANK, ROPE_DIM),),
-    expanded=WIDTHS,
-    max_heads=2 * BLOCK_ROWS,
-)
 _SOURCE = Path(__file__).with_name("latent_plan.cu")
 _CAUSAL = 1  # FlashInfer's MaskMode
+
+
+def refuse_latents(device: torch.device, heads: Heads, latent: LatentDims) -> str | None:
+    """Why FlashInfer's kernels for Hopper do not run these; see ``Capabilities.latents``."""
+    major = torch.cuda.get_device_capability(device)[0]
+    widths, dims = (latent.rank, latent.rope_dim), (latent.key_dim, latent.value_dim)
+    reason = refused(
+        *(
+            (value, allowed, f"latent attention {what}", "--attention sdpa")
+            for value, allowed, what in (
+                (major, (9,), "on GPUs of compute capability {}.x"),
+                (heads.dtype, (torch.bfloat16, torch.float16), "in {}"),
+                (widths, ((RANK, ROPE_DIM),), "with latents and rotated keys of {}"),
+                (dims, WIDTHS, "with keys and values of {}"),
+            )
+        )
+    )
+    most = 2 * BLOCK_ROWS
+    if reason is None and heads.num_heads > most:
+        return f"supports {most} heads of latent attention, not {heads.num_heads}: use --tensor-parallel"
+    return reason
 
 
 def decode_module(dtype: torch.dtype) -> Module:

@@ -95,7 +95,6 @@ class SdpaBackend(Backend):
         devices=("cpu", "cuda"),
         uniform_q_max=None,
         needs_host_lens=True,
-        graphs=False,
         sinks=True,
     )
 
@@ -134,7 +133,7 @@ class StaticSdpaBackend(SdpaBackend):
 
     name = "sdpa-static"
     summary = "exact, and captured in graphs"
-    capabilities = replace(SdpaBackend.capabilities, needs_host_lens=False, graphs=True)
+    capabilities = replace(SdpaBackend.capabilities, needs_host_lens=False)
 
     def plan(self, layout: Layout) -> Kernel:
         if layout.host is not None:

@@ -56,7 +56,6 @@ class TrtllmBackend(Backend):
         package="flashinfer",
         uniform_q_max=_MAX_QUERY,
         needs_host_lens=False,
-        graphs=True,
         page_size=64,  # XQA at 1 x 300 positions, 5 rows: 15.4 us per layer, and 19.2 us with pages of 16
         compute_majors=(9, 10, 12),
         dtypes=(torch.bfloat16, torch.float16),

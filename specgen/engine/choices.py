@@ -58,9 +58,9 @@ def resolve(config: EngineConfig, checkpoints: Checkpoints) -> EngineConfig:
     capabilities = BACKENDS[attention].capabilities
     graphs = config.cuda_graphs
     if graphs == "auto":
-        graphs = "step" if kind == "cuda" and capabilities.graphs else "off"
+        graphs = "step" if kind == "cuda" and not capabilities.needs_host_lens else "off"
     require(
-        graphs == "off" or (kind == "cuda" and capabilities.graphs),
+        graphs == "off" or (kind == "cuda" and not capabilities.needs_host_lens),
         f"cuda-graphs is {graphs!r} but attention {attention!r} on {kind!r} cannot be captured: "
         "use --cuda-graphs off, or on a GPU --attention auto, or in float32 sdpa-static",
     )
