@@ -1,4 +1,4 @@
-"""The products that ``measure_choices.py`` times on a GPU, tile by tile, which tile is taken, and the new text."""
+"""The GEMMs that ``measure_choices.py`` times on a GPU, tile by tile, which tile is taken, and the new text."""
 
 import math
 import re

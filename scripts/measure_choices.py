@@ -5,7 +5,7 @@
 Each entry's tile is timed beside those one step from it, in captured graphs over weights that no cache holds, at the
 shapes of Llama-3.1-8B and Qwen3-8B, or with most_outputs of narrower models, with results that are compared with
 float32; run it again to go a step further. A tile that is wrong, differs between two runs or is not 2 % faster is not
-taken. Then where one kernel takes over from another: block FP8 from our tiles, torch's scaled product from
+taken. Then where one kernel takes over from another: block FP8 from our tiles, torch's scaled GEMM from
 hopper_linear. Without --write it prints what it would change. Not here: experts (``tune_experts.py``),
 linear_few_outputs, tiles of hopper_linear and what was measured within steps (its sums of parts, attention_unsplit).
 """
@@ -141,7 +141,7 @@ def measure_block_fp8() -> Change:
 
 
 def measure_hopper() -> Change:
-    """To which number of rows hopper_linear is faster than torch's scaled product, for outputs of several scales."""
+    """To which number of rows hopper_linear is faster than torch's scaled GEMM, for outputs of several scales."""
     from specgen.ops import fp8_cuda  # needs Triton
 
     shapes, all_rows = products.QKV, (193, 257, 321, 385, 449, 513)

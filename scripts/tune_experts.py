@@ -3,7 +3,7 @@
     python scripts/tune_experts.py [--shapes gpt-oss-20b] [--rows 1,5]
     python scripts/tune_experts.py --shapes qwen3-30b-a3b-fp8,qwen3-30b-a3b-fp8-dynamic
 
-Prints for each shape and number of rows the fastest tiles of both products, as (block_out, block_in, stages, warps),
+Prints for each shape and number of rows the fastest tiles of both GEMMs, as (block_out, block_in, stages, warps),
 for each number of rows of a block, and what the pass takes with the best of them.
 """
 

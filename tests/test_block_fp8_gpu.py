@@ -1,4 +1,4 @@
-"""On an H100: products of block FP8 by DeepGEMM's kernel equal float64 of what was rounded, for every tile."""
+"""On an H100: GEMMs of block FP8 by DeepGEMM's kernel equal float64 of what was rounded, for every tile."""
 
 from pathlib import Path
 from typing import Any

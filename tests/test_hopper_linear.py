@@ -1,4 +1,4 @@
-"""Products of many rows on Hopper: what is compiled for which, without a GPU."""
+"""GEMMs of many rows on Hopper: what is compiled for which, without a GPU."""
 
 import re
 from pathlib import Path

@@ -501,7 +501,7 @@ def test_products_on_hopper_are_compiled_for_the_weights(
     config = EngineConfig(model=str(tmp_path / "target"), drafter=None, num_spec_tokens=0, dtype="bfloat16")
     found = [each.what for each in modules_of_products(config, open_checkpoints(config))]
     sizes = {"bf16": (16, 32, 48, 64, 96, 128, 160, 192), "fp8": (96, 128, 160, 192)}
-    assert found == [f"{kind} products of {rows} rows" for kind in kinds for rows in sizes[kind]]
+    assert found == [f"{kind} GEMMs of {rows} rows" for kind in kinds for rows in sizes[kind]]
     assert modules_of_products(replace(config, dtype="float32"), open_checkpoints(config)) == []
 
 
@@ -525,7 +525,7 @@ def test_products_of_block_fp8_are_compiled_by_shape_for_passes_of_many_rows(
 
     def found(config: EngineConfig) -> list[str]:
         modules = modules_of_products(config, open_checkpoints(config))
-        return [each.what.removeprefix("block FP8 products of ") for each in modules if "block" in each.what]
+        return [each.what.removeprefix("block FP8 GEMMs of ") for each in modules if "block" in each.what]
 
     assert found(config) == (["384 x 512", "1024 x 384", "1536 x 384", "384 x 768"] if compiled else [])
     assert found(replace(config, tensor_parallel=2)) == (

@@ -47,7 +47,7 @@ class Fp8Config:
         return GROUP if self.weights == "block" else 1
 
     def num_scales(self, num_out: int, num_in: int) -> int:
-        """Those that a product with a weight [num_out, num_in] reads: one for each output, or for each block."""
+        """Those that a GEMM with a weight [num_out, num_in] reads: one for each output, or for each block."""
         return -(-num_out // GROUP) * -(-num_in // GROUP) if self.weights == "block" else num_out
 
     def __str__(self) -> str:

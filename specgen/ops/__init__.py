@@ -61,7 +61,7 @@ class MakeNorm(Protocol):
     ) -> Norm:
         """``casts_last``: round behind the product with the weight (GPT-OSS), not before it.
 
-        ``out_scale``, float32 of one number: all that reads the result is a product whose inputs are rounded to e4m3
+        ``out_scale``, float32 of one number: all that reads the result is a GEMM whose inputs are rounded to e4m3
         with that scale, and the result may be so already.
         """
         ...

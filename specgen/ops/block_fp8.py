@@ -1,4 +1,4 @@
-"""Products of block FP8 of many rows on Hopper: DeepGEMM's kernel, from the headers that FlashInfer installs.
+"""GEMMs of block FP8 of many rows on Hopper: DeepGEMM's kernel, from the headers that FlashInfer installs.
 
 FlashInfer's own function for it (``fp8_blockscale_gemm_sm90``) starts nvcc in the middle of a run, whenever a number of
 rows asks for another tile, and keeps what comes out under a name without a version. So ``block_fp8.cu`` has the tiles
@@ -40,8 +40,8 @@ def fits(num_out: int, width: int) -> bool:
 
 
 def module(num_out: int, width: int) -> Module:
-    """What products with weights of this shape need compiled, where ``can_run``."""
-    return Module(what=f"block FP8 products of {num_out} x {width}", spec=partial(_spec, num_out, width))
+    """What GEMMs with weights of this shape need compiled, where ``can_run``."""
+    return Module(what=f"block FP8 GEMMs of {num_out} x {width}", spec=partial(_spec, num_out, width))
 
 
 def block_fp8_linear(x: Tensor, x_scale: Tensor, weight: Tensor, w_scale: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def _headers() -> Path | None:
     folder = Path(env.FLASHINFER_CSRC_DIR) / "nv_internal" / "tensorrt_llm"
     if (folder / "deep_gemm" / "fp8_gemm_impl.cuh").exists():
         return folder
-    text = "products of block FP8 of many rows take a slower kernel: this FlashInfer has no DeepGEMM in %s"
+    text = "GEMMs of block FP8 of many rows take a slower kernel: this FlashInfer has no DeepGEMM in %s"
     logging.getLogger("specgen").warning(text, folder)
     return None
 

@@ -30,9 +30,9 @@ def cpu_float32_ops() -> Ops:
 
 
 def _limit_primitive_caches() -> None:
-    """For the whole process, unless the environment sets it: keep compiled products of recent shapes only.
+    """For the whole process, unless the environment sets it: keep compiled GEMMs of recent shapes only.
 
-    oneDNN compiles a product for every number of rows, and oneDNN and torch would each cache 1024 of them: half a
+    oneDNN compiles a GEMM for every number of rows, and oneDNN and torch would each cache 1024 of them: half a
     gigabyte in a long run. 64 cover about the last five numbers of rows and are no slower.
     """
     for library in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):

@@ -34,7 +34,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def cuda_ops(dtype: torch.dtype) -> Ops:
-    """Triton kernels, with cuBLAS for many rows; in float32 products are in full precision, most of them cuBLAS's."""
+    """Triton kernels, with cuBLAS for many rows; in float32 GEMMs are in full precision, most of them cuBLAS's."""
     _prefer_cublaslt()
     return Ops(
         linear=partial(_linear, dtype),

@@ -136,7 +136,7 @@ class Experts:
 
 
 def grouped_experts(experts: Experts) -> ExpertsMap:
-    """By ``torch``'s grouped product, on any device; nothing waits for the device.
+    """By ``torch``'s grouped GEMM, on any device; nothing waits for the device.
 
     Quantized weights are dequantised: on a CPU once, elsewhere in every call, so that no copy of them stays.
     """
@@ -172,7 +172,7 @@ def _product(weight: Weight) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 def _rounding(weight: Weight) -> Callable[[Tensor, Tensor], Tensor]:
-    """What becomes of rows, whose experts are given too, before their product."""
+    """What becomes of rows, whose experts are given too, before their GEMM."""
     scales = weight.input_scale
     if scales is not None:
         return lambda x, ids: through_e4m3(x.float(), scales[ids, None])

@@ -1,4 +1,4 @@
-"""FP8 weights in plain torch: dequantised to float32 once, and inputs rounded to e4m3 before each product.
+"""FP8 weights in plain torch: dequantised to float32 once, and inputs rounded to e4m3 before each GEMM.
 
 The formulas of compressed-tensors, of DeepSeek-V3's and Qwen3's block FP8 and of NVIDIA's modelopt: the reference of
 faster kernels, and what a CPU runs, at 4 bytes a weight.
@@ -18,7 +18,7 @@ _Map = Callable[[Tensor], Tensor]
 
 
 def fp8_linear(weight: Weight, plain: Callable[[Weight], _Map]) -> _Map:
-    """``Ops.linear`` by the product of float32 matrices that ``plain`` prepares; rounded once, to the inputs' dtype."""
+    """``Ops.linear`` by the GEMM of float32 matrices that ``plain`` prepares; rounded once, to the inputs' dtype."""
     bias = None if weight.bias is None else weight.bias.float()
     product, rounds = plain(Weight(data=dequantised(weight), bias=bias)), rounding(weight)
     return lambda x: product(rounds(x)).to(x.dtype)

@@ -1,7 +1,7 @@
 """Linear layers in FP8 on NVIDIA GPUs: own kernels for few rows, torch's scaled GEMMs for many.
 
 Measured on an H100 at the shapes of Llama-3.1-8B: up to 64 rows our tiles take 1.15 to 1.5 times what reading the
-weight takes, and at 160 rows torch's product with one scale is 1.2 to 1.7 times as fast as they are. On Hopper
+weight takes, and at 160 rows torch's GEMM with one scale is 1.2 to 1.7 times as fast as they are. On Hopper
 ``hopper_linear`` takes more than 64 rows where it is faster than torch: gate and up, and outputs of several scales.
 ``block_fp8`` takes those of blocks of 128x128.
 """
@@ -63,9 +63,7 @@ class _Layer:
     input_scale: Tensor | None  # [1], of static activations
     dtype: torch.dtype
     tiles: tuple[Fp8Tile, ...]
-    runs: tuple[
-        tuple[slice, Tensor], ...
-    ]  # outputs that share a scale: many rows take a fast product of torch
+    runs: tuple[tuple[slice, Tensor], ...]  # outputs that share a scale: many rows take a fast GEMM of torch
     folded: Tensor | None  # [1, out]: the scales of outputs, times the static one of inputs
     hopper: bool  # whether ``hopper_linear`` runs it
     blocks: bool  # whether ``block_fp8_linear`` does
@@ -91,7 +89,7 @@ class _Layer:
         )
         static = weight.static_scale
         scale = block_scales(weight.scale) if grouped else weight.scale.flatten()
-        torchs = dtype == torch.bfloat16 and not grouped  # what torch's products by row and output can do
+        torchs = dtype == torch.bfloat16 and not grouped  # what torch's GEMMs by row and output can do
         return cls(
             matrix=Fp8Matrix(data=weight.data, scale=scale.contiguous(), grouped=grouped, bias=weight.bias),
             input_scale=static,
@@ -127,7 +125,7 @@ class _Layer:
     def gated(self, x: Tensor, out_scale: Tensor | None) -> Tensor:
         """[rows, in] -> silu(gate) * up [rows, I]."""
         if self.blocks and x.shape[0] >= block_fp8.FEWEST_ROWS:
-            assert out_scale is None, "inputs of block FP8 are rounded in front of their product"
+            assert out_scale is None, "inputs of block FP8 are rounded in front of their GEMM"
             return silu_and_mul_of(*self._blocks(x).chunk(2, -1))
         if self.hopper and measured_choices.FP8_FEW_ROWS < x.shape[0] <= MOST_ROWS:
             return self._hopper(x, gated=True, y_scale=out_scale)
@@ -162,7 +160,7 @@ class _Layer:
         return rounded_rows(x, self.input_scale, GROUP if self.matrix.grouped else None)
 
     def _many(self, rows: Fp8Rows) -> Tensor:
-        """Products by torch: with one scale where there is one, else with a scale for each row and output."""
+        """GEMMs by torch: with one scale where there is one, else with a scale for each row and output."""
         if len(self.runs) == 1:
             return self._scaled(rows, *self.runs[0])
         scale = torch.ones(len(rows.data), 1, device=rows.data.device) if rows.static else rows.scale

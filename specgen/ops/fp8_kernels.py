@@ -1,5 +1,5 @@
 # mypy: allow-untyped-decorators
-"""Triton kernels for weights in FP8: products on the tensor cores' e4m3, and the rounding of activations before them.
+"""Triton kernels for weights in FP8: GEMMs on the tensor cores' e4m3, and the rounding of activations before them.
 
 Partial sums of at most ``BLOCK_IN`` inputs leave the tensor cores, which keep fewer bits than float32, and are added
 in float32.
@@ -217,7 +217,7 @@ class Fp8Matrix:
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Rows:
-    """Inputs [rows, in] of a product: e4m3 with their ``scale`` (see ``rounded_rows``), or for a tile that rounds them.
+    """Inputs [rows, in] of a GEMM: e4m3 with their ``scale`` (see ``rounded_rows``), or for a tile that rounds them.
 
     The latter are in the model's dtype, with a static scale, or None for those of their groups.
     """

@@ -1,8 +1,8 @@
-"""Products of some to some hundred rows on Hopper: ``hopper_linear.cu``, compiled by FlashInfer's means when needed.
+"""GEMMs of some to some hundred rows on Hopper: ``hopper_linear.cu``, compiled by FlashInfer's means when needed.
 
 Measured on an H100 at the shapes of Llama-3.1-8B, in microseconds at 160 rows, beside reading the weight and beside
 cuBLAS: gate and up in bfloat16 87 (78, 100), in FP8 47 (39, 53); q, k and v in FP8 with three scales 15 (8, 20). The
-other products of bfloat16, of few outputs, are no faster than cuBLAS's.
+other GEMMs of bfloat16, of few outputs, are no faster than cuBLAS's.
 """
 
 import ctypes
@@ -34,10 +34,10 @@ def fits(num_out: int, width: int, dtype: torch.dtype, *, gated: bool) -> bool:
 
 
 def modules(kind: Kind) -> list[Module]:
-    """What products with weights of this ``kind`` need compiled."""
+    """What GEMMs with weights of this ``kind`` need compiled."""
     fewest = FEWEST_ROWS if kind == "bf16" else FP8_FEW_ROWS + 1
     return [
-        Module(what=f"{kind} products of {rows} rows", spec=partial(_spec, kind, rows))
+        Module(what=f"{kind} GEMMs of {rows} rows", spec=partial(_spec, kind, rows))
         for rows in _TILES
         if rows >= fewest
     ]

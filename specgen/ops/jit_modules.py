@@ -222,7 +222,7 @@ def runs_on(device: torch.device) -> bool:
 def _compiles() -> bool:
     reason = _not_compiled()
     if reason is not None:
-        text = "some products and decode attention take other kernels, which are slower: %s"
+        text = "some GEMMs and decode attention take other kernels, which are slower: %s"
         logging.getLogger("specgen").warning(text, reason)
     return reason is None
 

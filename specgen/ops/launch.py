@@ -5,8 +5,8 @@ On Hopper and later a kernel may be launched before its predecessor has finished
 successor at once, does what depends on weights alone, and waits for its predecessor to finish before it reads or
 writes anything else. The predecessor has waited for its own predecessor, so the order of the stream holds.
 
-Attention loads more before it waits: lengths, block tables and the KV of earlier passes. So a product, which it comes
-behind, allows the launch of its successor only when it has itself waited: all that ran before the product is done then.
+Attention loads more before it waits: lengths, block tables and the KV of earlier passes. So a GEMM, which it comes
+behind, allows the launch of its successor only when it has itself waited: all that ran before the GEMM is done then.
 """
 
 import triton

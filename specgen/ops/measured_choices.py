@@ -1,4 +1,4 @@
-"""The measured choices: which tiles a product takes for how many rows.
+"""The measured choices: which tiles a GEMM takes for how many rows.
 
 They are data, in ``measured_choices.toml`` beside this; each table says on which GPU and shapes it was measured.
 Whoever reads a table takes its first entry that fits the weight and the number of rows.
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """How a product is tiled: a program computes ``block_out`` outputs of ``rows`` rows, or a split-K part of them."""
+    """How a GEMM is tiled: a program computes ``block_out`` outputs of ``rows`` rows, or a split-K part of them."""
 
     rows: int
     block_out: int
@@ -36,7 +36,7 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Tile(Tile):
-    """How a product is tiled, in inputs of one byte.
+    """How a GEMM is tiled, in inputs of one byte.
 
     One that ``rounds`` reads activations in the model's dtype and rounds them on their way; others want them rounded.
     """
@@ -59,7 +59,7 @@ class ExpertTile:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertTiles:
-    """The two products for at most ``most`` rows per expert on average, in blocks of ``rows`` rows of an expert."""
+    """The two GEMMs for at most ``most`` rows per expert on average, in blocks of ``rows`` rows of an expert."""
 
     most: float
     rows: int

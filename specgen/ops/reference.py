@@ -54,7 +54,7 @@ def linear_float32(weight: Weight) -> Map:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Partial sums [n, rows, out] of several products as those of one."""
+    """Partial sums [n, rows, out] of several GEMMs as those of one."""
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 

@@ -24,7 +24,7 @@ class Weight:
 
     data: Tensor
     scale: Tensor | None = None
-    bias: Tensor | None = None  # [out] or [E, out], added to the product before it is rounded
+    bias: Tensor | None = None  # [out] or [E, out], added to the result before it is rounded
     format: Literal["plain", "mxfp4", "fp8"] = "plain"
     activations: Literal["static", "token", "group"] | None = (
         None  # of "fp8": all of them, a row, 128 of a row
@@ -33,7 +33,7 @@ class Weight:
 
     @classmethod
     def joined(cls, weights: Sequence["Weight"]) -> "Weight":
-        """``weights`` of the same input, concatenated by output: one product instead of several."""
+        """``weights`` of the same input, concatenated by output: one GEMM instead of several."""
         if len(weights) == 1:
             return weights[0]
         biases = [each.bias for each in weights if each.bias is not None]
