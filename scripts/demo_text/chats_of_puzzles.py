@@ -14,6 +14,7 @@ from demo_text.phrases import (
     Chat,
     a,
     bulleted,
+    next_turn,
     numbered,
     people,
     phrase,
@@ -43,27 +44,16 @@ def program(rng: Random) -> Chat:
     if rng.random() < 0.6:
         name, rest = code.removeprefix("def ").split("\n", 1)
         documented = f'def {name}\n    """{sentence(task)}."""\n{rest}'
-        ask, answer = rng.choice(
-            (
-                (
-                    "[Explain the code.|How does it work?|Explain how it works.|Explain it line by line.]",
-                    f"The function {task}. {how}",
-                ),
-                (
-                    "[Add a comment.|Add a docstring.|Add a short description to the code.]",
-                    f"```python\n{documented}\n```",
-                ),
-                (
-                    "[Rename the function to solve.|Change the name of the function to solve.]",
-                    f"```python\n{code.replace(name.split('(')[0], 'solve')}\n```",
-                ),
-                (
-                    "[What is the name of the function?|How do I call it?]",
-                    f"The function is called {name.split('(')[0]}.",
-                ),
-            )
+        short = name.split("(")[0]
+        chat += next_turn(
+            rng,
+            "program",
+            task=task,
+            how=how,
+            documented=documented,
+            renamed=code.replace(short, "solve"),
+            name=short,
         )
-        chat += [phrase(rng, ask), answer]
     return chat
 
 
@@ -107,37 +97,29 @@ def extraction(rng: Random) -> Chat:
     answer = (bulleted(found), ", ".join(found), numbered(found))[shape]
     chat = [phrase(rng, ask), answer]
     if rng.random() < 0.6:
-        oldest = max(range(len(crowd)), key=ages.__getitem__)
-        pick = rng.randrange(len(crowd))
-        ask, answer = rng.choice(
-            (
-                (
-                    "[Who is the oldest?|Which person is the oldest?]",
-                    f"{names[oldest]} is the oldest, with {ages[oldest]} years.",
-                ),
-                (
-                    f"Who is {'older' if ages[0] != ages[1] else 'first'}, {names[0]} or {names[1]}?"
-                    if rng.random() < 0.5 or len(crowd) > 2
-                    else "Which of them is older?",
-                    f"{names[0 if ages[0] >= ages[1] else 1]} is older, with {max(ages[:2])} years.",
-                ),
-                (f"How many {what} are there?", f"There are {len(found)} {what}."),
-                (
-                    f"[Where does {names[pick]} live?|Which city is {names[pick]} from?]",
-                    f"{names[pick]} is from {cities[pick]}.",
-                ),
-                (f"How old is {names[pick]}?", f"{names[pick]} is {ages[pick]} years old."),
-                (
-                    "[Now list the names|Write only the names|And the names?]".replace("]", "]."),
-                    ", ".join(names),
-                ),
-                (
-                    "[Write it as JSON.|Give me the result as JSON.]",
-                    "{" + ", ".join(f'"{n}": {g}' for n, g in zip(names, ages, strict=True)) + "}",
-                ),
-            )
+        oldest, pick = max(range(len(crowd)), key=ages.__getitem__), rng.randrange(len(crowd))
+        compared = (
+            f"Who is {'older' if ages[0] != ages[1] else 'first'}, {names[0]} or {names[1]}?"
+            if rng.random() < 0.5 or len(crowd) > 2
+            else "Which of them is older?"
         )
-        chat += [phrase(rng, ask).replace("?.", "?"), answer]
+        ask, answer = next_turn(
+            rng,
+            "extraction",
+            oldest=names[oldest],
+            years=ages[oldest],
+            compared=compared,
+            older=names[0 if ages[0] >= ages[1] else 1],
+            more=max(ages[:2]),
+            what=what,
+            count=len(found),
+            one=names[pick],
+            city=cities[pick],
+            age=ages[pick],
+            names=", ".join(names),
+            json="{" + ", ".join(f'"{n}": {g}' for n, g in zip(names, ages, strict=True)) + "}",
+        )
+        chat += [ask.replace("?.", "?"), answer]
     return chat
 
 

@@ -12,6 +12,7 @@ from demo_text.phrases import (
     Topic,
     bulleted,
     join,
+    next_turn,
     numbered,
     phrase,
     sentence,
@@ -139,23 +140,8 @@ def tips(rng: Random) -> Chat:
     ]
     if rng.random() < 0.6:
         rest = [tip for tip in TIPS[name] if tip not in chosen]
-        ask, answer = rng.choice(
-            (
-                (
-                    "[Which tip is the most important?|Which one should I start with?|Pick the best one.]",
-                    f"I would start with this one: {rng.choice(chosen)}",
-                ),
-                (
-                    "[Add one more tip.|Give me one more.|Do you have another one?]",
-                    f"[Sure. |]{rng.choice(rest)}",
-                ),
-                (
-                    "[Make it shorter.|Write it in one sentence.|Summarize the tips.]",
-                    f"In short: {chosen[0]} {chosen[-1]}",
-                ),
-            )
-        )
-        chat += [phrase(rng, ask), phrase(rng, answer)]
+        best, another = rng.choice(chosen), rng.choice(rest)
+        chat += next_turn(rng, "tips", best=best, another=another, first=chosen[0], last=chosen[-1])
     return chat
 
 
@@ -183,22 +169,12 @@ def listing(rng: Random) -> Chat:
     )
     chat = [ask, answer]
     if rng.random() < 0.6:
-        ask, answer = rng.choice(
-            (
-                (
-                    "[Give me one more.|Add one more to the list.|Can you name another one?]",
-                    f"Another one is {words[count]}.",
-                ),
-                (
-                    "[Which one do you like best?|Pick one of them.|Choose your favorite.]",
-                    f"I would choose {rng.choice(chosen)}.",
-                ),
-                (
-                    "[Sort them by the alphabet.|Put them in alphabetical order.]",
-                    join(sorted(chosen, key=str.lower)) + ".",
-                ),
-                ("[How many did you list?|How many are there?]", f"There are {count}."),
-            )
+        chat += next_turn(
+            rng,
+            "listing",
+            another=words[count],
+            best=rng.choice(chosen),
+            ordered=join(sorted(chosen, key=str.lower)),
+            count=count,
         )
-        chat += [phrase(rng, ask), phrase(rng, answer)]
     return chat

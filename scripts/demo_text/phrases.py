@@ -99,6 +99,7 @@ THINGS: tuple[str, ...] = _WORDS["things"]
 CONTAINERS: tuple[str, ...] = _WORDS["containers"]
 GOODS: tuple[str, ...] = _WORDS["goods"]
 PLACES: tuple[str, ...] = _WORDS["places"]
+CHOICES: tuple[str, ...] = _WORDS["choices"]  # things to do, of which one is better
 JOBS: tuple[str, ...] = _WORDS["jobs"]
 MAKERS: tuple[tuple[str, str], ...] = _WORDS["makers"]
 _IRREGULAR: dict[str, str] = _WORDS["irregular"]
@@ -123,3 +124,13 @@ def one(plural: str) -> str:
     if plural.endswith("ies") and plural not in {"cookies", "pies"}:
         return plural[:-3] + "y"
     return plural[:-1]
+
+
+def next_turn(rng: Random, kind: str, **fields: object) -> Chat:
+    """One of the second turns of chats of that ``kind`` and its answer, on ``fields``."""
+    return [phrase(rng, text).format(**fields) for text in rng.choice(_FACTS["next_turns"][kind])]
+
+
+def tell(rng: Random, kind: str, **fields: object) -> list[str]:
+    """The sentences of a story, a scene or a plan on ``fields``."""
+    return [phrase(rng, text).format(**fields) for text in _FACTS["told"][kind]]
