@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 
 from specgen.bench import explain, marks
 from specgen.bench.bound import DeviceSpeed, Work
-from specgen.bench.explain import StepJob, context_at
+from specgen.bench.explain import StepJob, context_at, empty_table, step_rows, with_details
 from specgen.bench.marks import PARTS, HostMarker, Marked, Span, StepTime, split
-from specgen.bench.step_table import empty_table, step_rows, with_details
 from specgen.cli.main import app
 from specgen.config import EngineConfig, UserError
 from specgen.core import step as step_module

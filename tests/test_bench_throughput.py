@@ -32,9 +32,8 @@ from specgen.engine.warm_engine import WarmEngine
 from specgen.experiments import plans
 from specgen.experiments import throughput as bench
 from specgen.experiments.plans import Plan, side_by_side
-from specgen.experiments.repeat import MedianRange
-from specgen.experiments.throughput import ThroughputJob, throughput
-from specgen.experiments.throughput_table import best_lengths
+from specgen.experiments.rounds import MedianRange
+from specgen.experiments.throughput import ThroughputJob, best_lengths, throughput
 from specgen.report.terminal import render
 from tests.engines import Pair, loaded, resolved
 from tests.streams import RECORD

@@ -10,9 +10,9 @@ import torch
 
 from specgen.config import SamplingParams, UserError
 from specgen.evaluation import compare as comparing
+from specgen.evaluation.compare import Answer, ArmRun, Generated
 from specgen.evaluation.divergence import Judge
 from specgen.evaluation.evaluation_tables import of_comparison, page
-from specgen.evaluation.samples import ArmRun, Generated, Sample
 from specgen.report.charts import STYLES, Bars, Point, quarters
 from specgen.report.display import p_value, plain
 from specgen.report.intervals import mcnemar, tango
@@ -26,19 +26,18 @@ STRICT, FLEXIBLE = "exact_match,strict-match", "exact_match,flexible-extract"
 
 
 def sample(doc_id, score, text="a b", token_ids=(1, 2), metric=STRICT, task="sums", greedy=True):
-    return Sample(
-        task=task,
-        doc_id=doc_id,
-        metric=metric,
-        score=score,
-        text=text,
-        generated=Generated(
-            prompt_token_ids=(7, 8),
-            token_ids=token_ids,
-            sampling=SamplingParams(temperature=0.0 if greedy else 1.0),
-        ),
-        question=f"question {doc_id}?",
-    )
+    sampling = SamplingParams(temperature=0.0 if greedy else 1.0)
+    generated = Generated(prompt_token_ids=(7, 8), token_ids=token_ids, sampling=sampling)
+    answer = Answer(scores={metric: score}, text=text, generated=generated, question=f"question {doc_id}?")
+    return (task, doc_id), answer
+
+
+def by_document(samples):
+    found = {}
+    for document, answer in samples:
+        earlier = found[document].scores if document in found else {}
+        found[document] = replace(answer, scores={**earlier, **answer.scores})
+    return found
 
 
 def arm(name, scores, accepted=0, seconds=2.0):
@@ -50,7 +49,7 @@ def arm(name, scores, accepted=0, seconds=2.0):
         dtype="float32",
         seconds=seconds,
         report=fold(events, num_spec_tokens=drafts),
-        samples=tuple(sample(i, score) for i, score in enumerate(scores)),
+        answers=dict(sample(i, score) for i, score in enumerate(scores)),
     )
 
 
@@ -74,7 +73,12 @@ def compare(arms):
 
 
 def with_samples(run, *samples):
-    return replace(run, samples=samples)
+    return replace(run, answers=by_document(samples))
+
+
+def changed(text, **changes):
+    document, answer = sample(0, 1, text)
+    return {document: replace(answer, **changes)}
 
 
 @pytest.mark.parametrize(
@@ -89,7 +93,7 @@ def test_the_reference_is_the_baseline_or_the_first(names, reference):
 
 def test_scores_pair_by_document_whatever_their_order():
     padded = arm("padded", [1, 0, 0, 0])
-    padded = with_samples(padded, *reversed(padded.samples))
+    padded = replace(padded, answers=dict(reversed(padded.answers.items())))
     (against,) = compare([padded, arm("baseline", [1, 1, 1, 0])]).against
     (change,) = against.changes
     assert (change.paired.higher, change.paired.lower, change.paired.difference) == (0, 2, -0.5)
@@ -141,7 +145,7 @@ def test_only_texts_that_should_be_equal_are_judged():
     assert not judged(replace(other, dtype="bfloat16"))
     assert not judged(with_samples(other, sample(0, 1, "other", (1, 9), greedy=False)))
     assert not judged(with_samples(other, sample(0, 1, "cut", (1, 2, 3))))
-    assert not judged(with_samples(other, replace(sample(0, 1, "cached"), generated=None)))
+    assert not judged(replace(other, answers=changed("cached", generated=None)))
 
 
 def test_a_divergence_beyond_rounding_is_an_alarm():
@@ -233,12 +237,20 @@ def test_data_that_show_nothing_say_so(arms, expected):
         ([], "no arms"),
         ([arm("a", [1]), arm("a", [1])], "two arms are named 'a'"),
         ([arm("a", [1, 1]), arm("b", [1])], "differ in 1 samples, the first of them sums .* 1: evaluate all"),
-        ([with_samples(arm("a", []), sample(3, 1), sample(3, 0))], "document 3 of sums twice"),
     ],
 )
 def test_arms_that_cannot_be_compared_are_refused(arms, message):
     with pytest.raises(UserError, match=message):
         compare(arms)
+
+
+def test_a_document_is_scored_once_by_every_filter():
+    row = {"doc_id": 3, "doc": {}, "arguments": [["How many?"]], "resps": [["7"]], "metrics": ["match"]}
+    rows = [{**row, "filter": name, "match": score} for name, score in (("strict", 0), ("flexible", 1.0))]
+    (answer,) = comparing.answers({"sums": rows}, {}).values()
+    assert (answer.scores, answer.text) == ({"match,strict": 0, "match,flexible": 1}, "7")
+    with pytest.raises(UserError, match="document 3 of sums is there twice"):
+        comparing.answers({"sums": [*rows, rows[0]]}, {})
 
 
 def test_a_comparison_is_json():
@@ -419,8 +431,8 @@ def test_odd_studies_make_a_self_contained_page(arms):
 def test_what_models_write_is_escaped():
     bad = "<script>alert(1)</script>&"
     runs = [
-        with_samples(arm(bad, [], 1), replace(sample(0, 1, f"{bad} {bad}"), question=bad)),
-        with_samples(arm("b", []), replace(sample(0, 1, f"{bad} b"), question=bad)),
+        replace(arm(bad, [], 1), answers=changed(f"{bad} {bad}", question=bad)),
+        replace(arm("b", []), answers=changed(f"{bad} b", question=bad)),
     ]
     text = page(compare(runs), {bad: bad}, bad)
     assert "script" not in Page(text).tags

@@ -22,14 +22,11 @@ from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.config.bundled import data_directory, heads
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.experiments import heads_job
-from specgen.experiments.finished_runs import as_directory, read_runs, short_names
-from specgen.experiments.head_figures import Comparison, compare_runs
+from specgen.experiments.head_figures import Comparison, as_directory, compare_runs, read_runs, short_names
 from specgen.experiments.heads_job import DataSource, HeadsJob, HeadsRun
 from specgen.experiments.heads_page import moved_texts, page
-from specgen.experiments.heads_tables import leads, mean_length, tables, verdicts
-from specgen.experiments.paper_table import exported
-from specgen.experiments.repeat import Repeat
-from specgen.experiments.rounds import PLAIN, Speeds
+from specgen.experiments.heads_tables import exported, leads, mean_length, tables, verdicts
+from specgen.experiments.rounds import PLAIN, Repeat, Speeds
 from specgen.jobs import run as run_module
 from specgen.record.record_rows import RequestRow, turn_id
 from specgen.report.acceptance import fold_request

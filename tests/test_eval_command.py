@@ -194,7 +194,7 @@ def test_choices_are_compared_by_the_likeliest(tmp_path: Path, monkeypatch: pyte
     from lm_eval.tasks import TaskManager
 
     from specgen.evaluation import study
-    from specgen.evaluation.tasks import Tasks
+    from specgen.evaluation.study import Tasks
     from tests.test_evaluation import choices, pages
 
     tasks = Tasks(

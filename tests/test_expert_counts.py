@@ -28,8 +28,8 @@ from specgen.core.sequence import Request
 from specgen.engine.build import build_engine
 from specgen.engine.warm_engine import Run
 from specgen.experiments.plans import Yardstick
-from specgen.experiments.repeat import Repeats
-from specgen.experiments.throughput_table import Result, table
+from specgen.experiments.rounds import Repeats
+from specgen.experiments.throughput import Result, table
 from specgen.experiments.turns import repeat_of
 from specgen.models.expert_counts import ExpertSize, num_touched
 from specgen.models.layers import Mixture

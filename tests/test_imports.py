@@ -61,7 +61,7 @@ LIGHT = (
     "core.spec_length",
     "evaluation.evaluation_tables",
     "bench.output",
-    "experiments.paper_table",
+    "experiments.heads_tables",
 )  # a package stands for all its modules
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from specgen.bench.output import BenchTable
 from specgen.evaluation.evaluation_tables import page as eval_page
-from specgen.experiments.finished_runs import read_runs
-from specgen.experiments.head_figures import compare_runs
+from specgen.experiments.head_figures import compare_runs, read_runs
 from specgen.experiments.heads_page import page as compare_page
 from specgen.experiments.rounds import PLAIN, Speeds
 from specgen.experiments.tune_table import COLUMNS, _plots

@@ -3,14 +3,14 @@
 import pytest
 
 from specgen.bench.bound import DeviceSpeed, Work
-from specgen.bench.marks import PARTS, KernelTime, StepTime
-from specgen.bench.step_table import (
+from specgen.bench.explain import (
     empty_table,
     kind_of,
     kind_rows,
     roofline_rows,
     with_details,
 )
+from specgen.bench.marks import PARTS, KernelTime, StepTime
 
 DEVICE = DeviceSpeed(bytes_per_second=1e12, flops_per_second=1e14)
 WORKS = {

@@ -8,8 +8,8 @@ import pytest
 from scipy import stats
 
 from specgen.experiments.ranking import Ranking
-from specgen.experiments.repeat import Repeat, Repeats
-from specgen.experiments.throughput_table import wall_tables
+from specgen.experiments.rounds import Repeat, Repeats
+from specgen.experiments.throughput import wall_tables
 from specgen.experiments.tune_table import best_line
 from specgen.experiments.turns import digest
 from specgen.record.record_rows import Touched

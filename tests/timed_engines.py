@@ -14,8 +14,7 @@ from specgen.config import DraftLength, EngineConfig
 from specgen.core.sequence import Completion, Request
 from specgen.engine.warm_engine import Run
 from specgen.experiments import plans, turns
-from specgen.experiments.repeat import Repeat
-from specgen.experiments.rounds import Rounds
+from specgen.experiments.rounds import Repeat, Rounds
 from specgen.experiments.tune import TuneJob
 from tests.streams import RECORD
 

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from specgen.bench.bound import DeviceSpeed, copy_bandwidth, matrix_flops
-from specgen.bench.environment import environment, free_memory
 from specgen.bench.kernels import relative_error
 from specgen.bench.output import BenchTable, Plot
-from specgen.bench.timing import COLD_BYTES, Timing, num_layers, time_layers
+from specgen.bench.timing import COLD_BYTES, Timing, environment, free_memory, num_layers, time_layers
 from specgen.config import require
 from specgen.ops import bind_ops
 from specgen.ops.experts import Experts, ExpertsMap, Gating, from_mxfp4, grouped_experts

@@ -22,9 +22,17 @@ from specgen.attention.hopper import HopperBackend
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.bench.bound import copy_bandwidth
-from specgen.bench.environment import environment, free_memory
 from specgen.bench.output import BenchTable, Plot, Value
-from specgen.bench.timing import COLD_BYTES, MOST_LAYERS, Call, Timing, num_layers, time_layers
+from specgen.bench.timing import (
+    COLD_BYTES,
+    MOST_LAYERS,
+    Call,
+    Timing,
+    environment,
+    free_memory,
+    num_layers,
+    time_layers,
+)
 from specgen.config import require
 from specgen.device import on_device
 from specgen.kv.kv_cache import KVCache, KVSpec

@@ -139,8 +139,7 @@ def _sources(text: str) -> "tuple[DataSource, ...]":
 def _run(job: "HeadsJob", output: Path | None, config: str, quiet: bool) -> "Comparison":
     """Run or resume ``job``; if it ends early, say so and exit."""
     from specgen.config.errors import DeviceLost
-    from specgen.experiments.finished_runs import PLAN
-    from specgen.experiments.head_figures import compare_runs
+    from specgen.experiments.head_figures import PLAN, compare_runs
     from specgen.experiments.heads_job import HeadsRun
     from specgen.experiments.heads_page import write_comparison
     from specgen.rundir.atomic import write_text
@@ -167,8 +166,7 @@ def _run(job: "HeadsJob", output: Path | None, config: str, quiet: bool) -> "Com
 
 def read_comparison(directories: "Sequence[Path]") -> "Comparison":
     """The comparison of finished runs, and the speeds of a comparison's directory."""
-    from specgen.experiments.finished_runs import read_runs, read_speeds, run_directories
-    from specgen.experiments.head_figures import compare_runs
+    from specgen.experiments.head_figures import compare_runs, read_runs, read_speeds, run_directories
     from specgen.experiments.rounds import Speeds
 
     runs = [run for directory in directories for run in run_directories(directory)]
@@ -178,8 +176,7 @@ def read_comparison(directories: "Sequence[Path]") -> "Comparison":
 
 def print_comparison(found: "Comparison", export: ExportName | None, as_json: bool) -> None:
     """Print it as tables and sentences, in the format ``export``, or as one JSON document."""
-    from specgen.experiments.heads_tables import of_heads
-    from specgen.experiments.paper_table import exported
+    from specgen.experiments.heads_tables import exported, of_heads
 
     if as_json:
         print(json.dumps(found.to_json()))

@@ -47,7 +47,7 @@ def report(
     Of a run that was stopped or still goes on it is the report of what it has so far. A folder of runs, comparisons,
     evaluations and benches is listed, and gets a page, index.html, that links theirs.
     """
-    from specgen.experiments.finished_runs import is_comparison
+    from specgen.experiments.head_figures import is_comparison
     from specgen.report.folder import is_folder, listed
     from specgen.report.other_directories import arms, benches, evaluation_note
     from specgen.report.tables import of_run

@@ -1,17 +1,165 @@
-"""Compares the arms of a study with their reference: accuracy, texts, acceptance and speed."""
+"""What the arms of a study answered, and how they compare with their reference: accuracy, texts, acceptance, speed."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from specgen.config import require
-from specgen.evaluation.divergence import Divergence, Judge
-from specgen.evaluation.samples import ArmRun, Sample, SampleTexts, side_by_side
+from specgen.config import SamplingParams, require
 from specgen.report.acceptance import Position, Speculation
 from specgen.report.display import count, hundredths, p_value, same_texts
 from specgen.report.intervals import LEVEL, Interval, PairedScores, holm, paired_scores, scores_interval
 from specgen.report.report import Report
+
+if TYPE_CHECKING:  # which imports torch
+    from specgen.evaluation.divergence import Divergence, Judge
+
+# what arms change in an answer, the gravest first
+CHANGES = ("wrong text", "right to wrong", "wrong to right", "other score", "other text", "same text")
+Document = tuple[str, int]  # a task and the number of one of its documents
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """The tokens that the engine generated for a document, greedily or sampled."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """An arm's answer to a document."""
+
+    scores: Mapping[str, float]  # in [0, 1], by metric with its filter: "exact_match,strict-match"
+    text: str
+    generated: Generated | None  # None for choices, and for answers from lm-eval's own cache
+    question: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmRun:
+    """The result of one arm: its answers in the order of the documents, and the reports of its rows."""
+
+    name: str
+    dtype: str
+    seconds: float  # engine time
+    report: Report
+    answers: Mapping[Document, Answer]
+    tasks: Mapping[str, Report] = field(default_factory=dict)  # of those that generate texts
+
+
+def answers(
+    logged: Mapping[str, list[dict[str, Any]]], generated: Mapping[Document, Generated]
+) -> dict[Document, Answer]:
+    """The answers in the samples that lm-eval logs, a row for each document and filter.
+
+    Metrics outside [0, 1], such as perplexity, are left out.
+    """
+    found: dict[Document, Answer] = {}
+    for task, rows in logged.items():
+        for row in rows:
+            document = (task, row["doc_id"])
+            scores = {f"{metric},{row['filter']}": row[metric] for metric in row["metrics"]}
+            known = {
+                metric: float(score)
+                for metric, score in scores.items()
+                if isinstance(score, int | float) and 0 <= score <= 1
+            }
+            earlier = found[document].scores if document in found else {}
+            require(
+                known.keys().isdisjoint(earlier),
+                f"document {row['doc_id']} of {task} is there twice: score every document once",
+            )
+            if known:
+                found[document] = Answer(
+                    scores={**earlier, **known},
+                    text=_text(row["resps"]),
+                    generated=generated.get(document),
+                    question=_question(row),
+                )
+    return found
+
+
+def _text(responses: list[list[Any]]) -> str:
+    """The generated text, or the most likely choice."""
+    first = responses[0][0]
+    if isinstance(first, str):
+        return first
+    likelihoods = [float(response[0][0]) for response in responses]
+    return f"choice {likelihoods.index(max(likelihoods))}"
+
+
+def _question(row: Mapping[str, Any]) -> str:
+    """The document's ``question``, or else the whole prompt."""
+    own = row["doc"].get("question")
+    return own if isinstance(own, str) else str(row["arguments"][0][0])
+
+
+# --- all arms side by side -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedAnswer:
+    """What arms answered alike; ``scores`` are by metric, ``first`` where the text leaves the reference's."""
+
+    arms: tuple[str, ...]
+    text: str
+    scores: Mapping[str, float]
+    first: "Divergence | None"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleTexts:
+    """The answers to one document, the reference's first."""
+
+    task: str
+    doc_id: int
+    question: str
+    answers: tuple[SharedAnswer, ...]
+
+    @property
+    def change(self) -> str:
+        """The gravest of what the other arms changed."""
+        reference, *others = self.answers
+        found = {"same text"}
+        for other in others:
+            if other.first is not None and not other.first.explained:
+                found.add("wrong text")
+            if other.text != reference.text:
+                found.add("other text")
+            pairs = ((reference.scores[metric], score) for metric, score in other.scores.items())
+            found |= {_flip(before, after) for before, after in pairs if before != after}
+        return min(found, key=CHANGES.index)
+
+
+def _flip(before: float, after: float) -> str:
+    return {(1.0, 0.0): "right to wrong", (0.0, 1.0): "wrong to right"}.get((before, after), "other score")
+
+
+def side_by_side(
+    arms: Sequence[ArmRun], reference: ArmRun, against: Sequence["ArmComparison"]
+) -> tuple[SampleTexts, ...]:
+    """All documents of ``arms``, which have the same."""
+    ordered = [reference, *(arm for arm in arms if arm is not reference)]
+    firsts = {(arm.name, each.task, each.doc_id): each.first for arm in against for each in arm.differences}
+    found = []
+    for (task, doc_id), theirs in reference.answers.items():
+        shared: dict[object, SharedAnswer] = {}
+        for arm in ordered:
+            ours = arm.answers[task, doc_id]
+            first = firsts.get((arm.name, task, doc_id))
+            alike = (ours.text, tuple(ours.scores.items()), first)
+            names = (*shared[alike].arms, arm.name) if alike in shared else (arm.name,)
+            shared[alike] = SharedAnswer(arms=names, text=ours.text, scores=ours.scores, first=first)
+        answers = tuple(shared.values())
+        found.append(SampleTexts(task=task, doc_id=doc_id, question=theirs.question, answers=answers))
+    return tuple(found)
+
+
+# --- every arm against the reference ---------------------------------------------------------------
+
 
 REFERENCE = "baseline"  # the name of the reference arm
 
@@ -67,7 +215,7 @@ class Difference:
     question: str
     text: str
     reference_text: str
-    first: Divergence | None
+    first: "Divergence | None"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +238,7 @@ class ArmComparison:
     differences: tuple[Difference, ...]
 
     @property
-    def divergences(self) -> tuple[Divergence, ...]:
+    def divergences(self) -> "tuple[Divergence, ...]":
         """First divergences of texts that should be equal."""
         return tuple(each.first for each in self.differences if each.first is not None)
 
@@ -121,10 +269,10 @@ def reference_of(arms: Sequence[ArmRun]) -> ArmRun:
     return next((arm for arm in arms if arm.name == REFERENCE), arms[0])
 
 
-def compare(arms: Sequence[ArmRun], target: Judge, *, template_unused: bool = False) -> StudyComparison:
+def compare(arms: Sequence[ArmRun], target: "Judge", *, template_unused: bool = False) -> StudyComparison:
     """Compare ``arms`` with the reference sample by sample; ``target`` judges where their texts diverge.
 
-    ``template_unused`` is whether prompts were raw text though the model has a chat template. Samples pair by
+    ``template_unused`` is whether prompts were raw text though the model has a chat template. Answers pair by
     task, document and metric. ``UserError`` for no arm, two of one name, and arms with different samples.
     """
     reference = reference_of(arms)
@@ -135,7 +283,6 @@ def compare(arms: Sequence[ArmRun], target: Judge, *, template_unused: bool = Fa
     level = LEVEL / max(1, len(others) * len(_scores(reference)))
     against = tuple(_against(arm, reference, level, target) for arm in others)
     wrong = sum(not each.explained for arm in against for each in arm.divergences)
-    firsts = {arm.name: {(each.task, each.doc_id): each.first for each in arm.differences} for arm in against}
     return StudyComparison(
         reference=reference.name,
         arms=tuple(_summary(arm, reference) for arm in arms),
@@ -146,7 +293,7 @@ def compare(arms: Sequence[ArmRun], target: Judge, *, template_unused: bool = Fa
         + _unanswered(arms)
         + _empty(arms, template_unused)
         + _alarm(wrong, reference.dtype),
-        samples=side_by_side(arms, reference, firsts),
+        samples=side_by_side(arms, reference, against),
     )
 
 
@@ -155,14 +302,9 @@ _Scores = dict[tuple[str, str], dict[int, float]]  # (task, metric): document: s
 
 def _scores(arm: ArmRun) -> _Scores:
     scores: _Scores = {}
-    for sample in arm.samples:
-        documents = scores.setdefault((sample.task, sample.metric), {})
-        require(
-            sample.doc_id not in documents,
-            f"arm {arm.name!r} has document {sample.doc_id} of {sample.task} twice under {sample.metric}: "
-            "score every document once",
-        )
-        documents[sample.doc_id] = sample.score
+    for (task, doc_id), answer in arm.answers.items():
+        for metric, score in answer.scores.items():
+            scores.setdefault((task, metric), {})[doc_id] = score
     return scores
 
 
@@ -207,7 +349,7 @@ def _figures(report: Report, reference: Report | None) -> dict[str, Any]:
     }
 
 
-def _against(arm: ArmRun, reference: ArmRun, level: float, target: Judge) -> ArmComparison:
+def _against(arm: ArmRun, reference: ArmRun, level: float, target: "Judge") -> ArmComparison:
     scores, base = _scores(arm), _scores(reference)
     alone = _keys(scores) ^ _keys(base)
     require(
@@ -226,14 +368,17 @@ def _against(arm: ArmRun, reference: ArmRun, level: float, target: Judge) -> Arm
         for (task, metric), documents in base.items()
     ]
     judge = target if arm.dtype == reference.dtype else None
-    texts, base_texts = _texts(arm), _texts(reference)
-    pairs = ((texts[key], other) for key, other in base_texts.items())
-    differences = tuple(_difference(*pair, judge) for pair in pairs if pair[0].text != pair[1].text)
+    pairs = {document: (arm.answers[document], other) for document, other in reference.answers.items()}
+    differences = tuple(
+        _difference(document, ours, theirs, judge)
+        for document, (ours, theirs) in pairs.items()
+        if ours.text != theirs.text
+    )
     return ArmComparison(
         name=arm.name,
         changes=tuple(changes),
-        num_compared=len(base_texts),
-        num_identical=len(base_texts) - len(differences),
+        num_compared=len(pairs),
+        num_identical=len(pairs) - len(differences),
         differences=differences,
     )
 
@@ -242,24 +387,24 @@ def _keys(scores: _Scores) -> set[tuple[str, str, int]]:
     return {(task, metric, doc_id) for (task, metric), documents in scores.items() for doc_id in documents}
 
 
-def _texts(arm: ArmRun) -> Mapping[tuple[str, int], Sample]:
-    """One sample per document, as its text is the same under every metric."""
-    return {(sample.task, sample.doc_id): sample for sample in arm.samples}
-
-
-def _difference(sample: Sample, other: Sample, target: Judge | None) -> Difference:
-    ours, theirs, first = sample.generated, other.generated, None
-    if target is not None and ours and theirs and ours.greedy and theirs.greedy:
-        name = f"{sample.task} {sample.doc_id}"
+def _difference(document: Document, answer: Answer, reference: Answer, target: "Judge | None") -> Difference:
+    task, doc_id = document
+    ours, theirs, first = answer.generated, reference.generated, None
+    if (
+        target is not None
+        and ours
+        and theirs
+        and ours.sampling.temperature == theirs.sampling.temperature == 0
+    ):
         first = target.first_divergence(
-            name, theirs.prompt_token_ids, theirs.token_ids, ours.token_ids, theirs.sampling
+            f"{task} {doc_id}", theirs.prompt_token_ids, theirs.token_ids, ours.token_ids, theirs.sampling
         )
     return Difference(
-        task=sample.task,
-        doc_id=sample.doc_id,
-        question=sample.question,
-        text=sample.text,
-        reference_text=other.text,
+        task=task,
+        doc_id=doc_id,
+        question=answer.question,
+        text=answer.text,
+        reference_text=reference.text,
         first=first,
     )
 

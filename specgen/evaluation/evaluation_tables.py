@@ -7,7 +7,7 @@ from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 from specgen.config import DraftLength
-from specgen.evaluation.samples import CHANGES, SampleTexts, SharedAnswer
+from specgen.evaluation.compare import CHANGES, SampleTexts, SharedAnswer
 from specgen.report.charts import quarters
 from specgen.report.display import (
     DASH,

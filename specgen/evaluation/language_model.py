@@ -21,7 +21,7 @@ from specgen.core.sequence import Completion, Request, Scored, ScoreRequest
 from specgen.decoding.sampling import most_demanding
 from specgen.engine.build import build_engine
 from specgen.engine.loading import Models
-from specgen.evaluation.samples import Generated
+from specgen.evaluation.compare import Generated
 from specgen.record.record_rows import EngineRow
 from specgen.rundir.progress import Progress, Tally
 from specgen.rundir.results import RunDirectory
@@ -200,7 +200,11 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
             texts[at], instance = row["text"], requests[at]
             self.cache_hook.add_partial("generate_until", instance.args, texts[at])
         for request, instance in zip(asked, requests, strict=True):
-            answer = _generated(request, self._answers[request.id])
+            answer = Generated(
+                prompt_token_ids=request.prompt_token_ids,
+                token_ids=tuple(self._answers[request.id]["token_ids"]),
+                sampling=request.sampling,
+            )
             self.generated.setdefault((instance.task_name, instance.doc_id), answer)
         return texts
 
@@ -354,11 +358,3 @@ def _name(*asked: object) -> str:
 
 def _score(scored: Scored) -> tuple[str, _Row]:
     return scored.request.id, {"log_prob": sum(scored.log_probs), "greedy": all(scored.greedy)}
-
-
-def _generated(request: Request, row: _Row) -> Generated:
-    return Generated(
-        prompt_token_ids=request.prompt_token_ids,
-        token_ids=tuple(row["token_ids"]),
-        sampling=request.sampling,
-    )

@@ -18,7 +18,7 @@ from specgen.engine.choices import resolve
 from specgen.engine.generation_config import generation_config
 from specgen.engine.loading import Models, OneTarget, load_chat_tokenizer, open_checkpoints
 from specgen.engine.memory import room_for_turns
-from specgen.experiments.finished_runs import PLAN, ROUNDS, HeadRuns, as_directory, read_runs, short_names
+from specgen.experiments.head_figures import PLAN, ROUNDS, HeadRuns, as_directory, read_runs, short_names
 from specgen.experiments.plans import Plan, all_together
 from specgen.experiments.rounds import LEAST_ROUNDS, PLAIN, Rounds, Speeds
 from specgen.experiments.turns import Turn, Turns, Watch, nobody

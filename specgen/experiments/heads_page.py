@@ -10,8 +10,7 @@ from typing import Any
 
 from specgen.config import UserError
 from specgen.config.json_fields import load_json
-from specgen.experiments.finished_runs import PLAN, HeadRun
-from specgen.experiments.head_figures import Comparison, HeadPair, Length
+from specgen.experiments.head_figures import PLAN, Comparison, HeadPair, HeadRun, Length
 from specgen.experiments.heads_tables import (
     categories_table,
     lengths_table,

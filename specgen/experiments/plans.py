@@ -13,8 +13,8 @@ from typing import Any, Self
 import torch
 
 from specgen.bench.bound import StepBytes, copy_bandwidth, matrix_flops
-from specgen.bench.environment import free_memory
 from specgen.bench.matrices import Workload
+from specgen.bench.timing import free_memory
 from specgen.bench.workload import KnownText, Prompts, kv_bytes, make_prompts
 from specgen.checkpoints.fingerprint import fingerprint
 from specgen.checkpoints.inspect_checkpoint import Weights

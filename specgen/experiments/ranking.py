@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from specgen.experiments.repeat import Repeats, Speedup
-from specgen.experiments.rounds import Rounds
+from specgen.experiments.rounds import Repeats, Rounds, Speedup
 
 LEAST = 3  # repeats of an arm before anything is decided by their spread
 JUDGED = 2  # repeats of an arm before it is called the best

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specgen.bench.environment import conditions
 from specgen.bench.matrices import Workload
 from specgen.bench.output import BenchTable
+from specgen.bench.timing import conditions
 from specgen.config import DrafterBatchName, DraftLength, EngineConfig, require
 from specgen.engine.arms import Arm
 from specgen.engine.choices import attention_note

@@ -11,8 +11,8 @@ from specgen.bench.output import BenchTable, Plot, Value
 from specgen.config import DraftLength, EngineConfig, TemplateKwargs, bundled
 from specgen.engine.arms import Arm
 from specgen.experiments.ranking import DROPPING, Ranking
-from specgen.experiments.repeat import Repeats, Speedup
-from specgen.experiments.throughput_table import milliseconds
+from specgen.experiments.rounds import Repeats, Speedup
+from specgen.experiments.throughput import milliseconds
 from specgen.report import display
 from specgen.report.charts import DRAFT_LENGTHS
 from specgen.report.table import Column, Row, Table

@@ -16,14 +16,13 @@ from statistics import fmean
 from typing import TypeVar
 
 from specgen.bench.bound import mean_step_bytes, mean_touched
-from specgen.bench.environment import free_memory
+from specgen.bench.timing import free_memory
 from specgen.config.errors import DeviceLost
 from specgen.core.engine_core import never_stop
 from specgen.engine.loading import Models
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.experiments.plans import Plan, Yardstick
-from specgen.experiments.repeat import Repeat
-from specgen.experiments.rounds import Rounds
+from specgen.experiments.rounds import Repeat, Rounds
 from specgen.record.record_rows import Captured, EngineRow, OutOfMemory, PassRow, RequestRow
 from specgen.report.timings import latency_stats
 from specgen.rundir.interrupt import StoppedError
