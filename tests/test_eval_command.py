@@ -97,7 +97,21 @@ def test_three_arms_answer_alike_and_leave_their_numbers(study: tuple[Path, str]
         assert texts.count("<summary>word_problems ") == texts.count(" stop · ") == 6
         assert ("<i class=correction" in texts) == (arm != "baseline")
         assert report["num_requests"] == 6
-        results = json.loads((files / "results.json").read_text())["results"]["word_problems"]
+        document = json.loads((files / "results.json").read_text())
+        asked = document["config"]
+        assert (asked["model"], asked["limit"], asked["device"], asked["fewshot_seed"]) == (
+            "specgen",
+            6,
+            "cpu",
+            1234,
+        )
+        assert asked["model_args"]["num_spec_tokens"] == str(k)
+        assert (
+            (path / "study.json").stat().st_mtime - 60
+            < document["date"]
+            < (files / "results.json").stat().st_mtime
+        )
+        results = document["results"]["word_problems"]
         samples = json.loads((files / "samples_word_problems.json").read_text())
         strict = [row["exact_match"] for row in samples if row["filter"] == "strict-match"]
         assert len(strict) == 6
@@ -204,11 +218,11 @@ def test_choices_are_compared_by_the_likeliest(tmp_path: Path, monkeypatch: pyte
     (result,) = study.StudyRun(
         study_job(Arm(name="baseline", changes={"num_spec_tokens": 0})), tmp_path / "out", Silent()
     ).arms()
-    assert {sample.metric for sample in result.run.samples} == {"acc,none", "acc_norm,none"}
-    for sample, row in zip(result.run.samples[::2], result.results["samples"]["choices"], strict=True):
+    assert {tuple(answer.scores) for answer in result.run.answers.values()} == {("acc,none", "acc_norm,none")}
+    for sample, row in zip(result.run.answers.values(), result.results["samples"]["choices"], strict=True):
         likelihoods = [response[0][0] for response in row["resps"]]
         assert sample.text == f"choice {likelihoods.index(max(likelihoods))}"
-        assert sample.score == (sample.text == f"choice {row['doc']['answer']}")
+        assert sample.scores["acc,none"] == (sample.text == f"choice {row['doc']['answer']}")
         assert sample.question == row["doc"]["question"]
     assert result.run.seconds > 0
 

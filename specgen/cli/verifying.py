@@ -72,7 +72,7 @@ def verify(
     )
     if not quiet:
         print_hint(crowded(engine.device))
-    found = audit(job, progress(quiet)).to_json()
+    found = audit(job, progress(quiet))
     if output is not None and config is not None:
         with writable(output):
             with naming(output):

@@ -15,7 +15,7 @@ from specgen.engine.conversations import first_turns
 from specgen.engine.generation_config import FILE, generation_config
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.warm_engine import Run, WarmEngine
-from specgen.evaluation.divergence import Divergence, Judge
+from specgen.evaluation.divergence import Judge
 from specgen.prompts import open_prompts
 from specgen.prompts.row_reading import AS_IT_IS, Reading
 from specgen.record.record_rows import EngineRow
@@ -44,62 +44,11 @@ class AuditJob:
         assert self.sampling.temperature == 0, "only greedy texts can be compared"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ArmAudit:
-    """The texts of an arm against the reference's."""
+def audit(job: AuditJob, progress: Progress) -> dict[str, Any]:
+    """Decode the first turns in every arm and compare with plain decoding at the smallest batch size: the document.
 
-    arm: Arm
-    num_requests: int
-    divergences: tuple[Divergence, ...]
-    mean_acceptance_length: float | None  # None without drafts
-
-    @property
-    def num_identical(self) -> int:
-        """Requests whose tokens equal the reference's."""
-        return self.num_requests - len(self.divergences)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Audit:
-    """The result; ``failures`` says which requests were not run and why, ``manifest`` the provenance."""
-
-    reference: Arm
-    dtype: str
-    arms: tuple[ArmAudit, ...]
-    failures: tuple[str, ...]
-    manifest: dict[str, Any]
-
-    @property
-    def num_unexplained(self) -> int:
-        """Divergences not explained by rounding."""
-        return sum(not divergence.explained for arm in self.arms for divergence in arm.divergences)
-
-    def to_json(self) -> dict[str, Any]:
-        arms = [
-            {
-                **_arm_json(result.arm),
-                "num_requests": result.num_requests,
-                "num_identical": result.num_identical,
-                "identical": result.num_identical / result.num_requests,
-                "mean_acceptance_length": result.mean_acceptance_length,
-                "divergences": [asdict(each) | {"explained": each.explained} for each in result.divergences],
-            }
-            for result in self.arms
-        ]
-        return {
-            "reference": _arm_json(self.reference),
-            "dtype": self.dtype,
-            "num_unexplained": self.num_unexplained,
-            "arms": arms,
-            "failures": list(self.failures),
-            "manifest": self.manifest,
-        }
-
-
-def audit(job: AuditJob, progress: Progress) -> Audit:
-    """Decode the first turns in every arm and compare with plain decoding at the smallest batch size.
-
-    All arms share one set of weights. ``UserError`` if an arm, or every prompt, cannot run.
+    All arms share one set of weights. ``failures`` says which requests were not run and why. ``UserError`` if an arm,
+    or every prompt, cannot run.
     """
     checkpoints = open_checkpoints(job.engine)
     config = resolve(job.engine, checkpoints)
@@ -121,14 +70,17 @@ def audit(job: AuditJob, progress: Progress) -> Audit:
     require(
         bool(answered), f"none of the prompts of {job.dataset} can be run: {(failures or ['no prompt'])[0]}"
     )
-    return Audit(
-        reference=first,
-        dtype=config.formats,
-        arms=tuple(_compare(arm, decode(arm), answered, target) for arm in others),
-        failures=tuple(failures),
-        manifest=_manifest(replace(job, sampling=sampling), config, models)
+    arms = [_compare(arm, decode(arm), answered, target) for arm in others]
+    divergences = [each for arm in arms for each in arm["divergences"]]
+    return {
+        "reference": _arm_json(first),
+        "dtype": config.formats,
+        "num_unexplained": sum(not each["explained"] for each in divergences),
+        "arms": arms,
+        "failures": failures,
+        "manifest": _manifest(replace(job, sampling=sampling), config, models)
         | ({"settings": {"generation config": said}} if said else {}),
-    )
+    }
 
 
 def distinct(batch_sizes: Sequence[int], num_requests: int) -> list[int]:
@@ -172,8 +124,9 @@ def _decode(
     return run
 
 
-def _compare(arm: Arm, run: Run, reference: Mapping[str, Completion], target: Judge) -> ArmAudit:
-    found = (
+def _compare(arm: Arm, run: Run, reference: Mapping[str, Completion], target: Judge) -> dict[str, Any]:
+    """The texts of ``arm`` against the reference's."""
+    found = [
         target.first_divergence(
             name,
             ours.request.prompt_token_ids,
@@ -182,13 +135,16 @@ def _compare(arm: Arm, run: Run, reference: Mapping[str, Completion], target: Ju
             ours.request.sampling,
         )
         for name, ours in reference.items()
-    )
-    return ArmAudit(
-        arm=arm,
-        num_requests=len(reference),
-        divergences=tuple(each for each in found if each is not None),
-        mean_acceptance_length=run.report.speculation.mean_acceptance_length,
-    )
+    ]
+    num_identical = found.count(None)
+    return {
+        **_arm_json(arm),
+        "num_requests": len(found),
+        "num_identical": num_identical,
+        "identical": num_identical / len(found),
+        "mean_acceptance_length": run.report.speculation.mean_acceptance_length,  # None without drafts
+        "divergences": [asdict(each) | {"explained": each.explained} for each in found if each is not None],
+    }
 
 
 def _manifest(job: AuditJob, config: EngineConfig, models: Models) -> dict[str, Any]:

@@ -328,7 +328,7 @@ _DIVERGENCES = (
 
 
 def of_audit(audit: Mapping[str, Any]) -> Iterator[Part]:
-    """What the terminal shows of ``Audit.to_json()``, the verdict at the end."""
+    """What the terminal shows of the document ``audit``, the verdict at the end."""
     yield _heading(audit)
     yield Table(title="Arms", columns=_ARMS, rows=tuple(audit["arms"]))
     rows = _places(audit["arms"])

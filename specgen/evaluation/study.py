@@ -2,9 +2,11 @@
 
 import json
 import random
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ from specgen.rundir.progress import Progress
 from specgen.rundir.provenance import MACHINE, manifest, now, with_recorded_date
 from specgen.rundir.results import RunDirectory, require_same
 
-_SEED = 1234  # lm-eval's default
+_PYTHON_SEED, _SEED = 0, 1234  # lm-eval's defaults
 _FORMATS = {".jsonl": "json", ".parquet": "parquet"}  # suffix: builder of ``datasets``
 
 
@@ -58,7 +60,7 @@ class Tasks:
         arm. ``num_fewshot`` replaces the number of examples of tasks that have any, unless None, and ``arguments``
         are over those of tasks that generate texts.
         """
-        random.seed(0)
+        random.seed(_PYTHON_SEED)
         numpy.random.seed(_SEED)
         torch.manual_seed(_SEED)
         loaded: dict[str, Any] = self.manager.load(deepcopy(self.configs))
@@ -345,6 +347,8 @@ class StudyRun:
         path.mkdir(parents=True, exist_ok=True)
         asked = self._manifest(config, sampling) | {"settings": self._settings_of(arm)}
         require_same(path / "manifest.json", asked, free=MACHINE, remedy=_REMEDY)
+        arguments = _sampling_arguments(arm.changes.get("temperature"), job.max_new_tokens)
+        began = time.time()
         with RunDirectory(path) as files:
             lm = SpecgenLM(
                 config=config,
@@ -355,7 +359,6 @@ class StudyRun:
                 name=arm.name,
                 may_cut=job.max_new_tokens is None,
             )
-            arguments = _sampling_arguments(arm.changes.get("temperature"), job.max_new_tokens)
             results = evaluate(
                 lm,
                 self._tasks.load(job.study.num_fewshot, arguments),
@@ -374,8 +377,9 @@ class StudyRun:
             answers=answers(results["samples"], lm.generated),
             tasks=report_categories(files.requests(), num_spec_tokens=config.draft_length.most),
         )
+        said = {"config": _said(config, job.study.limit, arguments), "date": began}
         summary = {key: value for key, value in results.items() if key != "samples"}
-        write_text(path / "results.json", _json(summary))
+        write_text(path / "results.json", _json(summary | said))
         document = run.report.to_json()
         title = f"{arm.name}: {self._title()}"
         shown = texts.shown(models.tokenizer)
@@ -415,6 +419,28 @@ def _sampling_arguments(temperature: float | None, max_new_tokens: int | None) -
     """An arm's temperature and the longest text as generation arguments, which override the task's."""
     sampled = {} if temperature is None else {"do_sample": temperature > 0, "temperature": temperature}
     return sampled | ({} if max_new_tokens is None else {"max_gen_toks": max_new_tokens})
+
+
+def _said(config: EngineConfig, limit: int | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What lm-eval's ``simple_evaluate`` says in ``config`` of the model and of how it was asked."""
+    return {
+        "model": "specgen",
+        "model_args": {
+            "pretrained": config.model,
+            "dtype": config.dtype,
+            "drafter": config.drafter if config.draft_length.most else None,
+            "num_spec_tokens": str(config.draft_length),
+        },
+        "batch_size": config.max_batch_size,
+        "batch_sizes": [],
+        "device": config.device,
+        "use_cache": None,
+        "limit": limit,
+        "bootstrap_iters": signature(evaluate).parameters["bootstrap_iters"].default,
+        "gen_kwargs": dict(arguments),
+        "random_seed": _PYTHON_SEED,
+        **dict.fromkeys(("numpy_seed", "torch_seed", "fewshot_seed"), _SEED),
+    }
 
 
 def write_samples(result: ArmResult, path: Path) -> None:
