@@ -26,7 +26,7 @@ from specgen.experiments.head_figures import Comparison, as_directory, compare_r
 from specgen.experiments.heads_job import DataSource, HeadsJob, HeadsRun
 from specgen.experiments.heads_page import moved_texts, page
 from specgen.experiments.heads_tables import exported, leads, mean_length, tables, verdicts
-from specgen.experiments.rounds import PLAIN, Repeat, Speeds
+from specgen.experiments.rounds import PLAIN, Repeat, Speeds, rounds_under
 from specgen.jobs import run as run_module
 from specgen.record.record_rows import RequestRow, turn_id
 from specgen.report.acceptance import fold_request
@@ -174,7 +174,7 @@ def test_the_mean_of_data_sets_has_an_interval(tmp_path: Path) -> None:
             [("one", "a", 0.4, 12), ("one", "b", 0.7, 12), ("two", "a", 0.3, 30), ("two", "b", 0.4, 30)]
         )
     ]
-    found = compare_runs(read_runs(runs), Speeds())
+    found = compare_runs(read_runs(runs), {})
     units = [
         [(sum(each), len(each)) for each in requests]
         for requests in (simulated(0.4, 0, 12), simulated(0.3, 2, 30))
@@ -197,7 +197,7 @@ def test_turns_of_a_conversation_are_one_unit(tmp_path: Path) -> None:
     low, high = simulated(0.4, 1), simulated(0.5, 2)
     alone = comparison(tmp_path / "alone", a=low, b=high)
     paths = [a_run(tmp_path / head, head, requests, turns=2) for head, requests in (("a", low), ("b", high))]
-    twice = compare_runs(read_runs(paths), Speeds())
+    twice = compare_runs(read_runs(paths), {})
     for head in "ab":
         ours, same = twice.length("mine", head), alone.length("mine", head)
         assert ours is not None
@@ -276,7 +276,7 @@ def test_every_category_is_once_on_the_page(tmp_path: Path) -> None:
         a_run(tmp_path / head, head, simulated(0.5, n, 45), groups=9, group="<b>")
         for n, head in enumerate("ab")
     ]
-    shown = page(compare_runs(read_runs(paths), Speeds()), {})
+    shown = page(compare_runs(read_runs(paths), {}), {})
     titles = re.findall(r"<h2>mine: by category \((\d of \d)\)</h2>", shown)
     assert titles == ["1 of 3", "2 of 3", "3 of 3"]
     assert [shown.count(f'<th scope="row">&lt;b&gt; {n}</th>') for n in range(9)] == [1] * 9
@@ -352,7 +352,7 @@ def a_run(
 
 def comparison(root: Path, speeds: Speeds | None = None, **runs: Sequence[Sequence[int]]) -> Comparison:
     paths = [a_run(root / head, head, requests) for head, requests in runs.items()]
-    return compare_runs(read_runs(paths), speeds or Speeds())
+    return compare_runs(read_runs(paths), speeds or {})
 
 
 def simulated(share: float, seed: int, num: int = 30) -> list[list[int]]:
@@ -370,7 +370,7 @@ def test_a_sentence_says_who_leads_or_that_there_is_no_significant_difference(tm
     pair = found.of("mine", "a", "c")
     assert pair is not None
     assert pair.length is not None
-    (sentence,) = verdicts(compare_runs(read_runs([tmp_path / "a", tmp_path / "c"]), Speeds()))
+    (sentence,) = verdicts(compare_runs(read_runs([tmp_path / "a", tmp_path / "c"]), {}))
     leader, other = ("a", "c") if pair.length.paired.difference < 0 else ("c", "a")
     assert sentence.startswith(f"mine: no significant difference between {leader} and {other}, 0.")
 
@@ -382,7 +382,7 @@ def test_a_head_that_drafts_in_some_steps_is_judged_by_all(tmp_path: Path) -> No
     paths = [a_run(tmp_path / "a", "a", often), a_run(tmp_path / "b", "b", seldom)]
     reports = [json.loads((path / "report.json").read_text()) for path in paths]
     assert reports[0]["mean_acceptance_length"] < reports[1]["mean_acceptance_length"]
-    found = compare_runs(read_runs(paths), Speeds())
+    found = compare_runs(read_runs(paths), {})
     a, b = found.length("mine", "a"), found.length("mine", "b")
     assert a is not None
     assert b is not None
@@ -420,7 +420,7 @@ def test_several_data_sets_have_a_sentence_of_their_own(tmp_path: Path) -> None:
             [("one", "a", 0.4), ("one", "b", 0.7), ("two", "a", 0.4), ("two", "b", 0.4)]
         )
     ]
-    first, *others = verdicts(compare_runs(read_runs(runs), Speeds()))
+    first, *others = verdicts(compare_runs(read_runs(runs), {}))
     assert first == "In short: b leads on one; no significant difference on two."
     assert [each.partition(":")[0] for each in others] == ["one", "two"]
 
@@ -554,30 +554,30 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
 
 def test_ratios_are_within_a_round_and_one_round_has_none() -> None:
     rounds = [{PLAIN: 100.0, "a": 150.0}, {PLAIN: 50.0, "a": 100.0}, {PLAIN: 200.0, "a": 200.0}]
-    times = Speeds(rounds={"mine": rounds_of(rounds)}).times("mine", "a", PLAIN)
+    times = rounds_of(rounds).times("a", PLAIN)
     assert times is not None
     assert (times.median, times.ends) == (1.5, (1.0, 2.0))
-    one = Speeds(rounds={"mine": rounds_of(rounds[:1])})
-    assert one.times("mine", "a", PLAIN) is one.speed("mine", "a") is None
+    one = rounds_of(rounds[:1])
+    assert one.times("a", PLAIN) is one.speed("a") is None
 
 
 def test_rounds_of_other_conditions_and_torn_lines_do_not_count(tmp_path: Path) -> None:
     path = tmp_path / "compare.rounds.jsonl"
 
-    def speeds(under: str, *added: float) -> dict[str, Any]:
+    def speeds(under: str, *added: float) -> list[dict[str, float]]:
         file = RowFile(path)
-        found = Speeds.of(file.values(), {"mine": under}, file)
+        (found,) = rounds_under(file.values(), {"mine": under}, file).values()
         for speed in added:
-            found.rounds["mine"].add({"a": Repeat(seconds=1.0, num_tokens=speed)})
-        return found.to_json()
+            found.add({"a": Repeat(seconds=1.0, num_tokens=speed)})
+        return found.speeds()
 
-    assert speeds("before", 1.0) == {"mine": [{"a": 1.0}]}
-    assert speeds("now") == {}
+    assert speeds("before", 1.0) == [{"a": 1.0}]
+    assert speeds("now") == []
     speeds("now", 2.0)
     with path.open("a") as torn:
         torn.write('{"id": "mine now round 2", "under": "mine now", "ar')
-    assert speeds("now") == {"mine": [{"a": 2.0}]}
-    assert speeds("now", 3.0) == {"mine": [{"a": 2.0}, {"a": 3.0}]}
+    assert speeds("now") == [{"a": 2.0}]
+    assert speeds("now", 3.0) == [{"a": 2.0}, {"a": 3.0}]
     assert speeds("before") == {"mine": [{"a": 1.0}]}
 
 
@@ -675,7 +675,7 @@ def test_a_stopped_comparison_goes_on(compared: tuple[Path, list[str], str], tmp
     data, out = compared[0].parent / "test.jsonl", tmp_path / "out"
     never = 1 << 30
     whole = at_work(a_job(data), tmp_path / "whole", Stop(never))
-    assert list(map(len, whole.rounds.values())) == [2]
+    assert list(map(len, whole.values())) == [2]
     stops, lines = 0, list[str]()
     for asked in (3, 30, 55, never):
         try:
@@ -691,7 +691,7 @@ def test_a_stopped_comparison_goes_on(compared: tuple[Path, list[str], str], tmp
         lines = kept
     assert stops == 3
     assert len(lines) == 2
-    assert list(map(len, speeds.rounds.values())) == [2]
+    assert list(map(len, speeds.values())) == [2]
     for head in ("drafter", "drafter-two-layers"):
         left = [untimed(path / "gsm8k" / head / "completions.jsonl") for path in (out, tmp_path / "whole")]
         assert left[0] == left[1]
@@ -799,7 +799,7 @@ def test_latex_is_balanced(tmp_path: Path) -> None:
 
 def test_a_data_set_named_mean_is_told_from_the_mean(tmp_path: Path) -> None:
     paths = [a_run(tmp_path / data, "a", simulated(0.4, 1), data=data) for data in ("mine", "mean")]
-    text = exported(compare_runs(read_runs(paths), Speeds()), "latex")
+    text = exported(compare_runs(read_runs(paths), {}), "latex")
     assert r" & mine & mean & \emph{mean} \\" in text
 
 

@@ -12,7 +12,7 @@ from specgen.bench.output import BenchTable
 from specgen.evaluation.evaluation_tables import page as eval_page
 from specgen.experiments.head_figures import compare_runs, read_runs
 from specgen.experiments.heads_page import page as compare_page
-from specgen.experiments.rounds import PLAIN, Speeds
+from specgen.experiments.rounds import PLAIN
 from specgen.experiments.tune_table import COLUMNS, _plots
 from specgen.report.charts import svg
 from specgen.report.folder import listed
@@ -57,7 +57,7 @@ def of_a_comparison(root: Path) -> str:
             (path / "manifest.json").write_text(json.dumps(manifest))
             paths.append(path)
     rounds = [{PLAIN: 1000.0, **dict.fromkeys(HEADS, 1234.5 * turn)} for turn in (1, 2, 3)]
-    speeds = Speeds(rounds={"mt-bench": rounds_of(rounds)})
+    speeds = {"mt-bench": rounds_of(rounds)}
     return compare_page(compare_runs(read_runs(paths), speeds), {})
 
 

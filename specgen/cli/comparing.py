@@ -167,10 +167,9 @@ def _run(job: "HeadsJob", output: Path | None, config: str, quiet: bool) -> "Com
 def read_comparison(directories: "Sequence[Path]") -> "Comparison":
     """The comparison of finished runs, and the speeds of a comparison's directory."""
     from specgen.experiments.head_figures import compare_runs, read_runs, read_speeds, run_directories
-    from specgen.experiments.rounds import Speeds
 
     runs = [run for directory in directories for run in run_directories(directory)]
-    speeds = read_speeds(directories[0]) if len(directories) == 1 else Speeds()
+    speeds = read_speeds(directories[0]) if len(directories) == 1 else {}
     return compare_runs(read_runs(runs), speeds)
 
 

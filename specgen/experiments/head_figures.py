@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from specgen.config import require
 from specgen.config.json_fields import load_json
-from specgen.experiments.rounds import PLAIN, Speeds
+from specgen.experiments.rounds import PLAIN, Rounds, Speeds, rounds_under
 from specgen.report.display import from_here
 from specgen.report.intervals import Interval, student_t
 from specgen.report.origin import unlike_settings
@@ -137,14 +137,14 @@ def run_directories(directory: Path) -> list[Path]:
 def read_speeds(directory: Path) -> Speeds:
     """The speeds of the comparison in ``directory``; none of anything else."""
     if not is_comparison(directory):
-        return Speeds()
+        return {}
     require(
         (directory / ROUNDS).exists() or not (directory / _EARLIER_ROUNDS).exists(),
         f"{directory} holds speeds of an earlier version ({_EARLIER_ROUNDS}): run its command again, which "
         "measures them anew, or give its run directories",
     )
     under = load_json(directory / PLAN, "compare again")["under"]
-    return Speeds.of(Rows(directory / ROUNDS).values(), under)
+    return rounds_under(Rows(directory / ROUNDS).values(), under)
 
 
 def _read(directory: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -341,6 +341,10 @@ class Comparison:
         """That of ``head`` on ``data``, if it has run there, and has steps."""
         return self.lengths.get((data, head), {}).get(category)
 
+    def rounds(self, data: str) -> Rounds:
+        """The rounds of speeds on ``data``; none of runs that were made one by one."""
+        return self.speeds.get(data, Rounds())
+
     def of(self, data: str, head: str, other: str) -> HeadPair | None:
         """The pair of ``head`` and ``other`` in either order, if both have run on ``data``."""
         both = {head, other}
@@ -355,7 +359,7 @@ class Comparison:
             "unlike_settings": {name: list(values) for name, values in self.runs.unlike.items()},
             "runs": [_run(run, self.length(run.data, run.head)) for run in self.runs.runs],
             "pairs": [pair.to_json() for pair in self.pairs],
-            "speeds": self.speeds.to_json(),
+            "speeds": {data: rounds.speeds() for data, rounds in self.speeds.items() if len(rounds)},
         }
 
 

@@ -20,7 +20,7 @@ from specgen.engine.loading import Models, OneTarget, load_chat_tokenizer, open_
 from specgen.engine.memory import room_for_turns
 from specgen.experiments.head_figures import PLAN, ROUNDS, HeadRuns, as_directory, read_runs, short_names
 from specgen.experiments.plans import Plan, all_together
-from specgen.experiments.rounds import LEAST_ROUNDS, PLAIN, Rounds, Speeds
+from specgen.experiments.rounds import LEAST_ROUNDS, PLAIN, Rounds, Speeds, rounds_under
 from specgen.experiments.turns import Turn, Turns, Watch, nobody
 from specgen.jobs.job import Job
 from specgen.jobs.run import run
@@ -186,8 +186,8 @@ class HeadsRun:
         under = {data: self._conditions(runs, data) for data in runs.data}
         self._write_plan(under)
         with closing(RowFile(self._path / ROUNDS)) as file:
-            speeds = Speeds.of(file.values(), under, file)
-            for data, rounds in speeds.rounds.items():
+            speeds = rounds_under(file.values(), under, file)
+            for data, rounds in speeds.items():
                 if rounds.incomplete([PLAIN, *self._job.heads], self._job.repeats):
                     self._take_turns(data, self._plans(runs, data), rounds)
         return speeds

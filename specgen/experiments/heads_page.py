@@ -1,8 +1,7 @@
 """``comparison.json`` and ``compare.html`` of a comparison."""
 
-import json
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -34,6 +33,7 @@ from specgen.report.tables import curve, curves
 from specgen.report.text_list import Entry, ShownText, TextList, within
 from specgen.report.token_sources import sources
 from specgen.rundir.atomic import write_json, write_text
+from specgen.rundir.row_file import Rows
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
 
 _CATEGORIES = 4  # of one chart
@@ -199,12 +199,6 @@ def gain(pair: Pair) -> float:
     return ours.length - first.length
 
 
-def rows_of(directory: Path, names: Container[str]) -> dict[str, dict[str, Any]]:
-    """The rows of the run in ``directory`` with the ids ``names``."""
-    with (directory / "completions.jsonl").open("rb") as lines:
-        return {row["id"]: row for row in map(json.loads, lines) if row["id"] in names}
-
-
 def last_words(prompt: object) -> str:
     """The end of a prompt as the model saw it, without the tokens of chat templates."""
     words = " ".join(_SPECIAL.sub(" ", str(prompt)).split())
@@ -221,13 +215,8 @@ def moved_texts(found: Comparison, tokenizer: Tokenizer | None) -> TextList | No
     if not shown:
         return None
     shown.sort(key=lambda each: -abs(gain(each[1])))
-    runs = {(run.data, run.head): run for run in found.runs.runs}
-    names: dict[tuple[str, str], set[str]] = {}
-    for pair, (ours, _) in shown:
-        for head in (pair.first, pair.ours):
-            names.setdefault((pair.data, head), set()).add(ours.name)
-    texts = {key: _Texts(runs[key], wanted, tokenizer) for key, wanted in names.items()}
-    entries = within((_entry(pair, each, texts) for pair, each in shown), _PAGE_BYTES)
+    rows = {(run.data, run.head): Rows(run.directory / "completions.jsonl") for run in found.runs.runs}
+    entries = within((_entry(pair, each, rows, tokenizer) for pair, each in shown), _PAGE_BYTES)
     return TextList(
         title="The requests that moved most",
         note="both heads' tokens by how they came, the largest differences of their acceptance lengths first",
@@ -236,24 +225,13 @@ def moved_texts(found: Comparison, tokenizer: Tokenizer | None) -> TextList | No
     )
 
 
-class _Texts:
-    """The rows of some requests of a run."""
-
-    def __init__(self, run: HeadRun, names: set[str], tokenizer: Tokenizer | None) -> None:
-        self.rows = rows_of(run.directory, names)
-        self._tokenizer = tokenizer
-
-    def of(self, name: str, head: str) -> Iterator[ShownText]:
-        """What ``head`` gave for the request ``name``."""
-        row = self.rows[name]
-        for text in texts_of(row, sources(RequestRow.of_row(row)), self._tokenizer):
-            yield ShownText(name=", ".join(filter(None, (head, text.name))), spans=text.spans)
-
-
-def _entry(pair: HeadPair, each: Pair, texts: Mapping[tuple[str, str], _Texts]) -> Entry:
+def _entry(
+    pair: HeadPair, each: Pair, rows: Mapping[tuple[str, str], Rows], tokenizer: Tokenizer | None
+) -> Entry:
     ours, first = each
     sides = {pair.first: first, pair.ours: ours}
     category = {} if ours.category is None else {"category": ours.category}
+    answers = {head: rows[pair.data, head][ours.name] for head in sides}
     return Entry(
         title=f"{pair.data} {ours.name}",
         labels={"heads": f"{pair.ours} against {pair.first}", "data": pair.data, **category},
@@ -261,6 +239,10 @@ def _entry(pair: HeadPair, each: Pair, texts: Mapping[tuple[str, str], _Texts]) 
             f"{head} {plain(side.length)} in {several(side.num_steps, 'step')}"
             for head, side in sides.items()
         ),
-        question=last_words(texts[pair.data, pair.ours].rows[ours.name]["prompt"]),
-        texts=[shown for head in sides for shown in texts[pair.data, head].of(ours.name, head)],
+        question=last_words(answers[pair.ours]["prompt"]),
+        texts=[
+            ShownText(name=", ".join(filter(None, (head, text.name))), spans=text.spans)
+            for head, row in answers.items()
+            for text in texts_of(row, sources(RequestRow.of_row(row)), tokenizer)
+        ],
     )

@@ -81,7 +81,7 @@ def notes(found: Comparison) -> Iterator[str]:
 def terms(found: Comparison) -> list[tuple[str, str]]:
     """Definitions of what the tables name."""
     paired = (_PAIRED, _POINTS) if any(pair.length for pair in found.pairs) else ()
-    speeds = (_SPEED,) if any(map(len, found.speeds.rounds.values())) else ()
+    speeds = (_SPEED,) if any(map(len, found.speeds.values())) else ()
     own = (each for each in DEFINITIONS if not each[0].startswith((_LENGTH[0], "conditional")))
     return [_LENGTH, *own, *paired, *speeds]
 
@@ -255,11 +255,11 @@ def speeds_table(found: Comparison) -> Table:
     first, rows = found.runs.heads[0], []
     for data in found.runs.data:
         for arm in (PLAIN, *found.runs.heads):
-            if (speed := found.speeds.speed(data, arm)) is None:
+            if (speed := found.rounds(data).speed(arm)) is None:
                 continue
             row: dict[str, Any] = {"data": data, "arm": arm, **_spread("speed", speed, rate)}
             for name, other in (("plain", PLAIN), ("first", first)):
-                times = found.speeds.times(data, arm, other) if arm not in (other, PLAIN) else None
+                times = found.rounds(data).times(arm, other) if arm not in (other, PLAIN) else None
                 row |= _spread(name, times, ratio)
             rows.append(row)
     columns = [("speed", "tokens/s"), ("plain", "x plain")]
@@ -414,7 +414,7 @@ def exported(found: Comparison, name: ExportName) -> str:
 
 
 def _with_speed(found: Comparison) -> bool:
-    return any(found.speeds.times(data, head, PLAIN) for data in found.runs.data for head in found.runs.heads)
+    return any(found.rounds(data).times(head, PLAIN) for data in found.runs.data for head in found.runs.heads)
 
 
 def _note(found: Comparison) -> str:
@@ -446,7 +446,7 @@ def _table(
             best = leads(found, data) and leader(found, data) == head
             yield _cell(found.length(data, head), bold if best else str, small)
             if "speed" in kinds:
-                times = found.speeds.times(data, head, PLAIN)
+                times = found.rounds(data).times(head, PLAIN)
                 yield ratio(times.median) + small(between(times.ends, ratio)) if times else DASH
         if several:
             yield _cell(mean_length(found, head), str, small)
@@ -547,8 +547,8 @@ def _ends(name: str, interval: Sequence[float] | None) -> dict[str, float | None
 def _speed(found: Comparison, data: str, head: str) -> dict[str, float | None]:
     row: dict[str, float | None] = {}
     spreads = {
-        "tokens_per_second": found.speeds.speed(data, head),
-        "times_plain": found.speeds.times(data, head, PLAIN),
+        "tokens_per_second": found.rounds(data).speed(head),
+        "times_plain": found.rounds(data).times(head, PLAIN),
     }
     for name, spread in spreads.items():
         row[name] = spread.median if spread else None

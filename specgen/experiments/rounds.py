@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from specgen.config import require
 from specgen.record.record_rows import Touched
@@ -247,6 +247,15 @@ class Rounds:
         """The repeats of an arm that has some."""
         return Repeats(each={name: each[arm] for name, each in self._each.items() if arm in each})
 
+    def speed(self, arm: str) -> MedianRange | None:
+        """Output tokens per second, for a comparison; None where fewer than ``LEAST_ROUNDS`` were measured."""
+        return self.of(arm).speed if self.count(arm) >= LEAST_ROUNDS else None
+
+    def times(self, arm: str, other: str) -> MedianRange | None:
+        """The speed of ``arm`` over that of ``other`` in the same round; None as for ``speed``."""
+        enough = min(self.count(arm), self.count(other)) >= LEAST_ROUNDS
+        return self.of(arm).times(self.of(other)) if enough else None
+
     def speeds(self) -> list[dict[str, float]]:
         """Output tokens per second by arm, round by round."""
         return [{arm: each.tokens_per_second for arm, each in arms.items()} for arms in self._each.values()]
@@ -260,36 +269,14 @@ class Rounds:
         return {arm: self.of(arm) for arm in arms if self.count(arm)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Speeds:
-    """The rounds of each data set of a comparison; their arms are heads and ``PLAIN``."""
+Speeds = Mapping[str, Rounds]  # of a comparison, by data set; their arms are heads and ``PLAIN``
 
-    rounds: Mapping[str, Rounds] = field(default_factory=dict)
 
-    @classmethod
-    def of(
-        cls, rows: Collection[Mapping[str, Any]], under: Mapping[str, str], file: RowFile | None = None
-    ) -> Self:
-        """Of the ``rows`` of one file, with the digest by data set of the conditions that rounds count ``under``."""
-        return cls(rounds={data: Rounds(rows, file, f"{data} {digest}") for data, digest in under.items()})
-
-    def speed(self, data: str, arm: str) -> MedianRange | None:
-        """Output tokens per second; None where fewer than ``LEAST_ROUNDS`` were measured."""
-        found = self._of(data, arm)
-        return found.speed if found else None
-
-    def times(self, data: str, arm: str, other: str) -> MedianRange | None:
-        """The speed of ``arm`` over that of ``other`` in the same round."""
-        mine, theirs = self._of(data, arm), self._of(data, other)
-        return mine.times(theirs) if mine and theirs else None
-
-    def _of(self, data: str, arm: str) -> Repeats | None:
-        rounds = self.rounds.get(data, Rounds())
-        return rounds.of(arm) if rounds.count(arm) >= LEAST_ROUNDS else None
-
-    def to_json(self) -> dict[str, Any]:
-        """Of the data sets that have rounds."""
-        return {data: rounds.speeds() for data, rounds in self.rounds.items() if len(rounds)}
+def rounds_under(
+    rows: Collection[Mapping[str, Any]], under: Mapping[str, str], file: RowFile | None = None
+) -> Speeds:
+    """Those among the ``rows`` of one file that were measured under these conditions, whose digest is by data set."""
+    return {data: Rounds(rows, file, f"{data} {digest}") for data, digest in under.items()}
 
 
 def record_of(output: Path, name: str) -> Path:
