@@ -27,7 +27,7 @@ from specgen.engine.choices import attention_note, resolve
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.number_formats import target_kv_dtype
 from specgen.engine.warm_engine import WarmEngine
-from specgen.record.record_rows import EngineRow, PassRow, RequestRow, Touched
+from specgen.record.record_rows import EngineRow, PassRow, RequestRow
 from specgen.report import display
 from specgen.report.table import Column, Row, Table
 
@@ -60,16 +60,6 @@ class StepJob:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Explained:
-    """The steps of one batch size."""
-
-    time: StepTime
-    unobserved: float  # median seconds per step without the profiler
-    context: float  # mean positions per sequence in the middle of the window
-    touched: Touched | None  # of a mixture's experts, by steps of the whole batch
-
-
 def explain(job: StepJob) -> Iterator[BenchTable]:
     """Yield the growing table after each batch size; one that fails is a note. ``UserError`` if nothing can run."""
     plain = job.engine.draft_length.most == 0
@@ -89,48 +79,57 @@ def explain(job: StepJob) -> Iterator[BenchTable]:
     table = empty_table(_conditions(job, config, models, device, attention), config.draft_length.most)
     for batch in job.batch_sizes:
         try:
-            found = _explain(job, replace(config, max_batch_size=batch), models)
+            table = _explained(job, replace(config, max_batch_size=batch), models, sizes, device, table)
         except DeviceLost:
             raise
         except Exception as error:  # one batch size must not cost the others
             note = f"batch {batch} is not explained: {type(error).__name__}: {error}"
             table = replace(table, notes=(*table.notes, note))
-        else:
-            k, touched = config.draft_length.most, found.touched
-            works = sizes.parts(k, batch, found.context, touched.experts if touched else None)
-            rows = step_rows(batch, found.time, works, device)
-            notes = _notes(batch, found, sizes, batch * (k + 1), bandwidth)
-            table = replace(table, rows=(*table.rows, *rows), notes=(*table.notes, *notes))
-            table = with_details(table, batch, found.time, works, device)
         free_memory()
         yield table
 
 
-def _notes(batch: int, found: Explained, sizes: StepBytes, num_rows: int, bandwidth: float) -> Iterator[str]:
-    yield (
-        f"batch {batch}: {1e3 * found.time.total:.3f} ms per step while profiled, "
-        f"{1e3 * found.unobserved:.3f} without, at {found.context:,.0f} positions per sequence"
-    )
-    if found.touched:
-        yield f"batch {batch}: {touched_note(found.touched, sizes, num_rows, bandwidth)}"
-
-
-def _explain(job: StepJob, config: EngineConfig, models: Models) -> Explained:
-    batch = config.max_batch_size
+def _explained(
+    job: StepJob,
+    config: EngineConfig,
+    models: Models,
+    sizes: StepBytes,
+    device: DeviceSpeed,
+    table: BenchTable,
+) -> BenchTable:
+    """``table`` with the steps of one batch size more."""
+    batch, k = config.max_batch_size, config.draft_length.most
     requests = make_prompts(job.workload, models, None, batch).requests
     config = replace(config, kv_memory=kv_bytes(config, models, requests))
     marker: Marker = HostMarker() if config.device == "cpu" else DeviceMarker()
     engine = WarmEngine(config, models, requests, lambda runner: Marked(runner, marker))
     engine.run().whole()
-    unobserved = step_seconds(engine.run().whole().passes, batch)
+    unobserved = statistics.median(step_seconds(engine.run().whole().passes, batch))  # without the profiler
     window = Window(batch, marker, skipped=_SKIPPED, num_steps=_STEPS)
     observed = engine.run(window.see).whole()
     require(window.complete, "the batch was never whole: use a smaller one, or shorter prompts")
-    return Explained(
-        time=split(marker.spans(), _STEPS),
-        unobserved=statistics.median(unobserved),
-        context=context_at(observed.requests, observed.passes, batch, _SKIPPED + _STEPS // 2),
-        touched=mean_touched(observed.passes, batch),
+    time = split(marker.spans(), _STEPS)
+    # in the middle of the window
+    context = context_at(observed.requests, observed.passes, batch, _SKIPPED + _STEPS // 2)
+    touched = mean_touched(observed.passes, batch)
+    works = sizes.parts(k, batch, context, touched.experts if touched else None)
+    notes = [
+        f"batch {batch}: {1e3 * time.total:.3f} ms per step while profiled, "
+        f"{1e3 * unobserved:.3f} without, at {context:,.0f} positions per sequence"
+    ]
+    if touched:
+        note = touched_note(touched, sizes, batch * (k + 1), device.bytes_per_second)
+        notes.append(f"batch {batch}: {note}")
+    return with_details(
+        replace(
+            table,
+            rows=(*table.rows, *step_rows(batch, time, works, device)),
+            notes=(*table.notes, *notes),
+        ),
+        batch,
+        time,
+        works,
+        device,
     )
 
 
@@ -262,11 +261,6 @@ def step_rows(batch: int, time: StepTime, works: Mapping[str, Work], device: Dev
     return [row(part, seconds) for part, seconds in times.items()]
 
 
-def _digits(number: float | None) -> str:
-    """Three digits that count: of a CPU's speeds few are in front of the point."""
-    return display.DASH if number is None else f"{number:.3g}"
-
-
 KINDS = ("products", "attention", "other")
 _ATTENTION = re.compile(
     r"mha|xqa|mla|attention|(decode|prefill)with|hopper_decode|latent_plan|merge_?states|fmha|flash"
@@ -288,20 +282,6 @@ _BY_KIND = Table(
     ),
     rows=(),
     num_keys=3,
-)
-_ROOFLINE = Table(
-    title="Roofline of the products",
-    note="the roof is {bandwidth:.3g} TB/s, then {peak:.3g} TFLOP/s. Dense weights of one byte count half, as FP8 is "
-    "multiplied at twice the speed",
-    columns=(
-        Column(name="batch"),
-        Column(name="part"),
-        Column(name="intensity", title="FLOPs per byte", show=display.plain),
-        Column(name="speed", unit="TFLOP/s", show=_digits),
-        Column(name="roof", unit="TFLOP/s", show=_digits),
-    ),
-    rows=(),
-    num_keys=2,
 )
 
 
@@ -341,32 +321,10 @@ def kind_rows(batch: int, time: StepTime, works: Mapping[str, Work], device: Dev
     return rows
 
 
-def roofline_rows(batch: int, time: StepTime, works: Mapping[str, Work], device: DeviceSpeed) -> list[Row]:
-    """The GEMMs of each part, with their own time if kernels are known; else the part's, with all it reads."""
-    of_products = Counter[str]()
-    for kernel in time.kernels:
-        of_products[kernel.part] += (kind_of(kernel.name) == "products") * kernel.seconds  # type: ignore[assignment]
-    rows: list[Row] = []
-    for part, whole in works.items():
-        work = whole.without_cache if time.kernels else whole
-        seconds = of_products[part] if time.kernels else time.parts[part]
-        if work.flops and seconds:
-            rows.append(
-                {
-                    "batch": batch,
-                    "part": part,
-                    "intensity": work.flops / work.num_bytes,
-                    "speed": work.flops / seconds / 1e12,
-                    "roof": work.flops / work.seconds(device) / 1e12,
-                }
-            )
-    return rows
-
-
 def with_details(
     table: BenchTable, batch: int, time: StepTime, works: Mapping[str, Work], device: DeviceSpeed
 ) -> BenchTable:
-    """``table`` with one step more in the tables of kernels, if they are known, and in the roofline of its page."""
+    """``table`` with one step more in the tables of kernels, if they are known."""
     kernels = [
         {
             "batch": batch,
@@ -380,14 +338,8 @@ def with_details(
         for kernel in time.kernels
         if kernel.seconds >= _LEAST * time.total
     ]
-    peak, bandwidth = device.flops_per_second / 1e12, device.bytes_per_second / 1e12
     details = _extended(table.details, _BY_KERNEL, kernels)
-    roofline = replace(_ROOFLINE, note=_ROOFLINE.note.format(bandwidth=bandwidth, peak=peak))
-    return replace(
-        table,
-        details=_extended(details, _BY_KIND, kind_rows(batch, time, works, device)),
-        more=_extended(table.more, roofline, roofline_rows(batch, time, works, device)),
-    )
+    return replace(table, details=_extended(details, _BY_KIND, kind_rows(batch, time, works, device)))
 
 
 def _extended(tables: Sequence[Table], empty: Table, rows: Sequence[Row]) -> tuple[Table, ...]:

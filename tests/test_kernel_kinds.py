@@ -1,4 +1,4 @@
-"""The step bench by kind of kernel, and its roofline."""
+"""The step bench by kind of kernel."""
 
 import pytest
 
@@ -7,7 +7,6 @@ from specgen.bench.explain import (
     empty_table,
     kind_of,
     kind_rows,
-    roofline_rows,
     with_details,
 )
 from specgen.bench.marks import PARTS, KernelTime, StepTime
@@ -38,26 +37,13 @@ def test_each_kind_has_the_bound_of_what_it_reads() -> None:
     assert kind_rows(8, step(kernels=False), WORKS, DEVICE) == []
 
 
-@pytest.mark.parametrize(("kernels", "intensity", "speed"), [(True, 100.0, 80.0), (False, 80.0, 50.0)])
-def test_speed_over_roof_is_bound_over_time(kernels: bool, intensity: float, speed: float) -> None:
-    (row,) = roofline_rows(8, step(kernels=kernels), WORKS, DEVICE)
-    assert (row["part"], row["intensity"], row["speed"]) == (
-        "verify",
-        *map(pytest.approx, (intensity, speed)),
-    )
-    assert row["roof"] == pytest.approx(min(100.0, intensity))
-
-
-def test_the_details_have_every_batch_and_the_page_the_roofline() -> None:
+def test_the_details_have_every_batch() -> None:
     table = empty_table({}, 4)
     for batch in (8, 16):
         table = with_details(table, batch, step(kernels=True), WORKS, DEVICE)
     assert {each.title: len(each.rows) for each in table.details} == {"By kernel": 8, "By kind of kernel": 6}
-    (roofline,) = table.more
-    assert [(row["batch"], row["part"]) for row in roofline.rows] == [(8, "verify"), (16, "verify")]
-    assert "the roof is 1 TB/s, then 100 TFLOP/s" in table.to_html()
     unknown = with_details(empty_table({}, 4), 8, step(kernels=False), WORKS, DEVICE)
-    assert (unknown.details, len(unknown.more)) == ((), 1)
+    assert unknown.details == ()
 
 
 @pytest.mark.parametrize(
