@@ -218,13 +218,13 @@ def test_choices_are_compared_by_the_likeliest(tmp_path: Path, monkeypatch: pyte
     (result,) = study.StudyRun(
         study_job(Arm(name="baseline", changes={"num_spec_tokens": 0})), tmp_path / "out", Silent()
     ).arms()
-    assert {tuple(answer.scores) for answer in result.run.answers.values()} == {("acc,none", "acc_norm,none")}
-    for sample, row in zip(result.run.answers.values(), result.results["samples"]["choices"], strict=True):
+    assert {tuple(answer.scores) for answer in result.answers.values()} == {("acc,none", "acc_norm,none")}
+    for sample, row in zip(result.answers.values(), result.results["samples"]["choices"], strict=True):
         likelihoods = [response[0][0] for response in row["resps"]]
         assert sample.text == f"choice {likelihoods.index(max(likelihoods))}"
         assert sample.scores["acc,none"] == (sample.text == f"choice {row['doc']['answer']}")
         assert sample.question == row["doc"]["question"]
-    assert result.run.seconds > 0
+    assert result.seconds > 0
 
 
 @pytest.mark.parametrize(

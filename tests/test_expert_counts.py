@@ -29,7 +29,7 @@ from specgen.engine.build import build_engine
 from specgen.engine.warm_engine import Run
 from specgen.experiments.plans import Yardstick
 from specgen.experiments.rounds import Repeats
-from specgen.experiments.throughput import Result, table
+from specgen.experiments.throughput import table
 from specgen.experiments.turns import repeat_of
 from specgen.models.expert_counts import ExpertSize, num_touched
 from specgen.models.layers import Mixture
@@ -296,8 +296,8 @@ def test_the_throughput_bench_says_what_steps_touched_and_what_that_costs() -> N
     def shown(events: list[EngineRow]) -> BenchTable:
         run = Run(completions={}, passes=events, seconds=1.0, num_spec_tokens=4)
         repeat = replace(repeat_of(run, yardstick), texts={"a": "1"})
-        results = [Result(arm=matrix.arms[0], repeats=Repeats(each={"round 1": repeat}))]
-        return table(matrix, {}, results, [], yardstick)
+        measured = {matrix.arms[0].name: Repeats(each={"round 1": repeat})}
+        return table(matrix, {}, measured, [], yardstick)
 
     (row,) = shown(list(mixture_steps(1, 4, (6.0, 2.0), (5.0, 2.0)))).rows
     assert (row["experts"], row["experts_plain"]) == (5.5, 2.0)

@@ -332,7 +332,7 @@ def test_an_evaluation_has_them_too(target: Path, tmp_path: Path) -> None:
     )
     study = StudyRun(job, tmp_path / "out", Silent())
     (result,) = study.arms()
-    (sample, *_) = result.run.answers.values()
+    (sample, *_) = result.answers.values()
     assert sample.generated is not None
     sampling = sample.generated.sampling
     assert sampling.repetition_penalty == 1.5

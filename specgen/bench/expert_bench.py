@@ -182,19 +182,6 @@ class ExpertJob:
             require(name in SHAPES, f"shapes has {name!r}: use {', '.join(SHAPES)}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Loaded:
-    """Layers of one shape, as they are and as the kernels read them."""
-
-    shape: ExpertShape
-    plain: tuple[Experts, ...]
-    maps: tuple[ExpertsMap, ...]
-
-    @property
-    def expert_bytes(self) -> int:
-        return expert_bytes(self.plain[0])
-
-
 def measure(job: ExpertJob) -> Iterator[BenchTable]:
     """Yield the growing table after each number of rows."""
     speed = DeviceSpeed(
@@ -204,9 +191,10 @@ def measure(job: ExpertJob) -> Iterator[BenchTable]:
     table = _empty_table(job, speed)
     for name in job.shapes:
         free_memory()
-        loaded = _load(job, SHAPES[name])
+        plain = _layers(job, SHAPES[name])
+        maps = tuple(map(bind_ops(job.device, job.dtype).experts, plain))  # as the kernels read them
         for rows in sorted(job.rows):
-            row, wrong = _measure(job, loaded, name, rows, speed)
+            row, wrong = _measure(job, plain, maps, name, rows, speed)
             if wrong:
                 table = replace(
                     table, notes=(*table.notes, f"not in the table: {name}, {rows} rows: {wrong}")
@@ -214,45 +202,47 @@ def measure(job: ExpertJob) -> Iterator[BenchTable]:
             else:
                 table = replace(table, rows=(*table.rows, row))
             yield table
-        del loaded
+        del plain, maps
 
 
-def _load(job: ExpertJob, shape: ExpertShape) -> _Loaded:
-    bind = bind_ops(job.device, job.dtype).experts
+def _layers(job: ExpertJob, shape: ExpertShape) -> tuple[Experts, ...]:
     first = shape.layer(0, job.dtype, job.device)
     few = min(min(job.rows) * shape.k, shape.num_experts)
     count = min(_MOST_LAYERS, num_layers(few * expert_bytes(first), job.device))
-    plain = (first, *(shape.layer(index, job.dtype, job.device) for index in range(1, count)))
-    return _Loaded(shape=shape, plain=plain, maps=tuple(bind(experts) for experts in plain))
+    return (first, *(shape.layer(index, job.dtype, job.device) for index in range(1, count)))
 
 
 @torch.inference_mode()
-def _measure(job: ExpertJob, loaded: _Loaded, name: str, rows: int, speed: DeviceSpeed) -> tuple[Row, str]:
+def _measure(
+    job: ExpertJob,
+    plain: tuple[Experts, ...],
+    maps: tuple[ExpertsMap, ...],
+    name: str,
+    rows: int,
+    speed: DeviceSpeed,
+) -> tuple[Row, str]:
     """One row, and what is wrong with the result, if anything."""
-    shape = loaded.shape
+    shape, bytes_each = SHAPES[name], expert_bytes(plain[0])
     x = torch.randn(rows, shape.hidden, device=job.device).to(job.dtype)
     few = min(rows * shape.k, shape.num_experts)
-    count = num_layers(few * loaded.expert_bytes, job.device)
+    count = num_layers(few * bytes_each, job.device)
     routes = [shape.routes(rows, index, job.dtype, job.device) for index in range(count)]
     num_touched = sum(len(touched(ids)) for ids, _ in routes) / count
-    ours = _time(job, loaded.maps, x, routes)
+    ours = _time(job, maps, x, routes)
     grouped = None
     if not (shape.mxfp4 or shape.fp8):
-        maps = tuple(grouped_experts(experts) for experts in loaded.plain)
-        grouped = _time(job, maps, x, routes)
-    last = (count - 1) % len(loaded.maps)
+        grouped = _time(job, tuple(map(grouped_experts, plain)), x, routes)
+    last = (count - 1) % len(maps)
     output = ours.output.float().sum(0)
-    again = loaded.maps[last](x, *routes[-1])
-    difference = relative_error(output, exact(loaded.plain[last], x, *routes[-1]))
+    again = maps[last](x, *routes[-1])
+    difference = relative_error(output, exact(plain[last], x, *routes[-1]))
     wrong = ""
     if not difference <= _TOLERANCES[job.dtype]:  # NaN is not
         wrong = f"differs from float32 by {display.percent(difference)}"
     elif not torch.equal(again, ours.output):
         wrong = "differs between runs"
     flops_per_second = speed.flops_per_second * (2 if shape.fp8 else 1)  # e4m3 on tensor cores
-    bound = max(
-        num_touched * loaded.expert_bytes / speed.bytes_per_second, shape.flops(rows) / flops_per_second
-    )
+    bound = max(num_touched * bytes_each / speed.bytes_per_second, shape.flops(rows) / flops_per_second)
     row = {
         "shape": name,
         "rows": rows,

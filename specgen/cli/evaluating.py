@@ -136,14 +136,14 @@ def _run(job: "StudyJob", output: Path | None, samples: Path | None, config: str
     from specgen.rundir.results import directory
 
     with directory(output, "study.json") as path:
-        run, results = study.StudyRun(job, path, progress(quiet)), []
+        run, done = study.StudyRun(job, path, progress(quiet)), []
         write_text(path / "config.yaml", config)
-        for result in run.arms():
-            results.append(result)
-            print_parts([result.run.name, result.table], sys.stdout)
+        for arm in run.arms():
+            done.append(arm)
+            print_parts([arm.name, study.results_table(arm)], sys.stdout)
             if samples is not None:
-                study.write_samples(result, samples / result.run.name)
-        comparison = run.compare(results)
+                study.write_samples(arm, samples / arm.name)
+        comparison = run.compare(done)
     print_parts(of_comparison(comparison, run.settings()), sys.stdout)
     if output is not None and not quiet:
         print_files(output, "report.html")

@@ -48,6 +48,7 @@ class ArmRun:
     report: Report
     answers: Mapping[Document, Answer]
     tasks: Mapping[str, Report] = field(default_factory=dict)  # of those that generate texts
+    results: Mapping[str, Any] = field(default_factory=dict)  # lm-eval's document, samples included
 
 
 def answers(

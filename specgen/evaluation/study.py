@@ -215,26 +215,6 @@ class StudyJob:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class ArmResult:
-    """The result of one arm; ``results`` is lm-eval's own document, samples included."""
-
-    run: ArmRun
-    results: Mapping[str, Any]
-
-    @property
-    def table(self) -> Table:
-        """lm-eval's own table as a ``Table``; its arrows and signs join the adjacent cells."""
-        rows = []
-        for line in make_table(self.results).splitlines()[2:]:
-            *names, metric, better, value, sign, error = (
-                cell.rstrip() for cell in line.strip("|").split("|")
-            )
-            cells = (*names, f"{metric} {better}".strip(), value, f"{sign} {error.strip()}".strip())
-            rows.append({column.name: cell for column, cell in zip(_LM_EVAL, cells, strict=True)})
-        return Table(title=self.run.name, columns=_LM_EVAL, rows=tuple(rows))
-
-
 class StudyRun:
     """The arms of a study and their shared weights.
 
@@ -270,14 +250,13 @@ class StudyRun:
         # once, as it reads all weights
         self._fingerprints = {name: fingerprint(each) for name, each in self._checkpoints.items()}
 
-    def arms(self) -> Iterator[ArmResult]:
+    def arms(self) -> Iterator[ArmRun]:
         """Yield the arms as they finish, after their files are written."""
         for arm in self._job.study.arms:
             yield self._run(arm)
 
-    def compare(self, results: Sequence[ArmResult]) -> StudyComparison:
+    def compare(self, runs: Sequence[ArmRun]) -> StudyComparison:
         """Compare the arms; writes ``comparison.json`` and ``report.html``."""
-        runs = [result.run for result in results]
         config = self._configs[reference_of(runs).name]
         models = self._models(config)
         comparison = compare(
@@ -340,7 +319,7 @@ class StudyRun:
             self._loaded[config.dtype] = load_models(asked, self._checkpoints)
         return self._loaded[config.dtype]
 
-    def _run(self, arm: Arm) -> ArmResult:
+    def _run(self, arm: Arm) -> ArmRun:
         job, config, path = self._job, self._configs[arm.name], self._path / arm.name
         models = self._models(config)
         sampling = self._generation.over(SamplingParams(max_tokens=_MAX_TOKENS, seed=job.seed))
@@ -375,6 +354,7 @@ class StudyRun:
             seconds=lm.seconds,
             report=_folded(files, config.draft_length.most, texts),
             answers=answers(results["samples"], lm.generated),
+            results=results,
             tasks=report_categories(files.requests(), num_spec_tokens=config.draft_length.most),
         )
         said = {"config": _said(config, job.study.limit, arguments), "date": began}
@@ -387,7 +367,7 @@ class StudyRun:
             path / "report.html", tables.page(document, asked["settings"], title, origin(asked), *shown)
         )
         write_json(path / "report.json", document)
-        return ArmResult(run=run, results=results)
+        return run
 
     def _manifest(self, config: EngineConfig, sampling: SamplingParams) -> dict[str, Any]:
         path = self._job.data_path
@@ -443,9 +423,19 @@ def _said(config: EngineConfig, limit: int | None, arguments: Mapping[str, Any])
     }
 
 
-def write_samples(result: ArmResult, path: Path) -> None:
+def results_table(run: ArmRun) -> Table:
+    """lm-eval's own table of an arm; its arrows and signs join the adjacent cells."""
+    rows = []
+    for line in make_table(run.results).splitlines()[2:]:
+        *names, metric, better, value, sign, error = (cell.rstrip() for cell in line.strip("|").split("|"))
+        cells = (*names, f"{metric} {better}".strip(), value, f"{sign} {error.strip()}".strip())
+        rows.append({column.name: cell for column, cell in zip(_LM_EVAL, cells, strict=True)})
+    return Table(title=run.name, columns=_LM_EVAL, rows=tuple(rows))
+
+
+def write_samples(run: ArmRun, path: Path) -> None:
     """Write lm-eval's samples to ``path``, one file per task."""
-    for task, rows in result.results["samples"].items():
+    for task, rows in run.results["samples"].items():
         write_text(path / f"samples_{task.replace('/', '-')}.json", _json(rows))
 
 

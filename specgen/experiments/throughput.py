@@ -15,7 +15,6 @@ from specgen.bench.matrices import Matrix, Workload
 from specgen.bench.output import BenchTable, Plot, Value
 from specgen.bench.timing import conditions
 from specgen.config import EngineConfig, require
-from specgen.engine.arms import Arm
 from specgen.engine.choices import attention_note
 from specgen.engine.memory import room_for_turns
 from specgen.experiments.plans import Plan, Prepared, Yardstick, forecast, prepare, side_by_side, yardstick_of
@@ -106,13 +105,8 @@ def _measure(job: ThroughputJob, ready: Prepared, rounds: Rounds, watch: Watch) 
     turns = Turns(lambda plan: models, yardstick, rounds, watch)
 
     def so_far() -> BenchTable:
-        repeats = rounds.measured(plan.arm.name for plan in ready.plans)
-        results = [
-            Result(arm=plan.arm, repeats=repeats[plan.arm.name])
-            for plan in ready.plans
-            if plan.arm.name in repeats
-        ]
-        return table(job.matrix, under, results, [*ready.notes, *turns.notes], yardstick)
+        measured = rounds.measured(plan.arm.name for plan in ready.plans)
+        return table(job.matrix, under, measured, [*ready.notes, *turns.notes], yardstick)
 
     def due(arms: Sequence[str], rounds: Rounds) -> list[str]:
         return rounds.incomplete(arms, job.repeats)
@@ -163,25 +157,21 @@ _PARTS = ("mean", "median", "p99")
 PLAIN = "x_plain"  # the ratio to plain decoding
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """An arm and its repeats."""
-
-    arm: Arm
-    repeats: Repeats
-
-
 def table(
     matrix: Matrix,
     conditions: Row,
-    results: Sequence[Result],
+    measured: Mapping[str, Repeats],
     notes: Sequence[str],
     yardstick: Yardstick,
 ) -> BenchTable:
-    """The table of ``results``, with one yardstick for all bounds; ``notes`` say which arms are missing and why."""
-    mixture = any(result.repeats.touched for result in results)
-    rows = tuple(_row(matrix, result, results, mixture, yardstick.bytes_per_second) for result in results)
-    disturbed = [f"{r.arm.name}: {text}" for r in results for text in r.repeats.disturbances]
+    """The table of what was ``measured``, by arm, with one yardstick for all bounds.
+
+    ``notes`` say which arms are missing and why.
+    """
+    mixture = any(repeats.touched for repeats in measured.values())
+    results = [(arm.changes, measured[arm.name]) for arm in matrix.arms if arm.name in measured]
+    rows = tuple(_row(matrix, *each, results, mixture, yardstick.bytes_per_second) for each in results)
+    disturbed = [f"{arm}: {text}" for arm, repeats in measured.items() for text in repeats.disturbances]
     return BenchTable(
         name=f"throughput-{matrix.name}",
         title=matrix.title,
@@ -191,7 +181,7 @@ def table(
         plots=tuple(_plots(matrix)),
         answers=tuple(best_lengths(rows)),
         notes=(*disturbed, *notes),
-        details=tuple(wall_tables([(r.arm.changes, r.repeats) for r in results], yardstick.flops_per_second)),
+        details=tuple(wall_tables(results, yardstick.flops_per_second)),
         num_keys=2,
     )
 
@@ -219,16 +209,20 @@ def _columns(matrix: Matrix, mixture: bool) -> Iterator[Column]:
 
 
 def _row(
-    matrix: Matrix, result: Result, results: Sequence[Result], mixture: bool, bytes_per_second: float
+    matrix: Matrix,
+    changes: Mapping[str, Any],
+    repeats: Repeats,
+    results: Sequence[tuple[Mapping[str, Any], Repeats]],
+    mixture: bool,
+    bytes_per_second: float,
 ) -> Row:
-    arm, repeats = result.arm, result.repeats
-    row: dict[str, Value] = {**arm.changes, **_range(("speed", "lowest", "highest"), repeats.speed)}
+    row: dict[str, Value] = {**changes, **_range(("speed", "lowest", "highest"), repeats.speed)}
     for ratio, labels in matrix.ratios.items():
-        base = next((r for r in results if r.arm.changes == {**arm.changes, **labels}), None)
-        times = None if base is None or base is result else repeats.times(base.repeats)
+        base = next((other for arm, other in results if arm == {**changes, **labels}), None)
+        times = None if base is None or base is repeats else repeats.times(base)
         row |= _range((ratio, f"{ratio}_lowest", f"{ratio}_highest"), times)
         if ratio == PLAIN:
-            row[f"{PLAIN}_bound"] = None if base is None else _by_bytes(repeats, base.repeats)
+            row[f"{PLAIN}_bound"] = None if base is None else _by_bytes(repeats, base)
     step, num_bytes = repeats.median(lambda r: r.step_seconds), repeats.median(lambda r: r.step_bytes)
     bound = None if num_bytes is None else num_bytes / bytes_per_second
     row |= {
@@ -247,7 +241,7 @@ def _row(
             "experts_read": milliseconds(touched.num_bytes / bytes_per_second) if touched else None,
         }
     row |= {
-        "same_texts": repeats.same_texts(next(r.repeats for r in results if r.repeats.ids == repeats.ids)),
+        "same_texts": repeats.same_texts(next(other for _, other in results if other.ids == repeats.ids)),
         "wrong_tokens": repeats.num_wrong,
     }
     if matrix.latencies:
