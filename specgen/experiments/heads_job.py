@@ -201,11 +201,8 @@ class HeadsRun:
         def load(plan: Plan) -> Models:
             return self._target.load(plan.config, open_checkpoints(plan.config))
 
-        def due(arms: Sequence[str], rounds: Rounds) -> list[str]:
-            return rounds.incomplete(arms, self._job.repeats)
-
         turns = Turns(load, None, rounds, see, self._until)
-        for _ in turns.run(plans, due, most=self._job.repeats, plain=PLAIN):
+        for _ in turns.run(plans, most=self._job.repeats, plain=PLAIN):
             pass
 
     def _plans(self, runs: HeadRuns, data: str) -> list[Plan]:

@@ -108,12 +108,9 @@ def _measure(job: ThroughputJob, ready: Prepared, rounds: Rounds, watch: Watch) 
         measured = rounds.measured(plan.arm.name for plan in ready.plans)
         return table(job.matrix, under, measured, [*ready.notes, *turns.notes], yardstick)
 
-    def due(arms: Sequence[str], rounds: Rounds) -> list[str]:
-        return rounds.incomplete(arms, job.repeats)
-
     for number, group in enumerate(groups):
         turns.turns_behind = sum(map(len, groups[number + 1 :])) * (job.repeats + 1)
-        for _ in turns.run(group, due, most=job.repeats):
+        for _ in turns.run(group, most=job.repeats):
             yield so_far()
     yield so_far()
 

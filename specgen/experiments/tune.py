@@ -153,7 +153,7 @@ class _Tuning:
                 waiting = [plan for plan in waiting if plan.arm.name not in names]
                 self._turns.turns_behind = (behind + len(waiting)) * (self._job.repeats + 1)
                 for _ in self._turns.run(
-                    group, search.due, most=self._job.repeats, plain=search.plain, deadline=deadline
+                    group, most=self._job.repeats, due=search.due, plain=search.plain, deadline=deadline
                 ):
                     self._tell_dropped(search)
                     yield self._table()

@@ -81,13 +81,13 @@ class Turns:
     def run(
         self,
         plans: Sequence[Plan],
-        due: Due,
         *,
         most: int,
+        due: Due | None = None,
         plain: str | None = None,
         deadline: float = math.inf,
     ) -> Iterator[None]:
-        """Yield after each round of ``plans``, of which each comes to at most ``most`` repeats.
+        """Yield after each round of ``plans``, of which each comes to at most ``most`` repeats; fewer if not ``due``.
 
         An engine is built when its arm takes part for the first time: what was measured earlier costs nothing. No
         engine is built and no round begins that would not end before the ``deadline``, a time of ``time.monotonic``, by
@@ -95,9 +95,10 @@ class Turns:
         """
         engines: dict[str, WarmEngine] = {}
         waiting = {plan.arm.name: plan for plan in plans}  # without an engine
-        while asked := due(
-            [plan.arm.name for plan in plans if plan.arm.name in {*engines, *waiting}], self.rounds
-        ):
+        while able := [plan.arm.name for plan in plans if plan.arm.name in {*engines, *waiting}]:
+            asked = due(able, self.rounds) if due else self.rounds.incomplete(able, most)
+            if not asked:
+                break
             # those without repeats first: a deadline must not leave the same ones out every time
             for name in sorted((name for name in waiting if name in asked), key=self.rounds.count):
                 if not self._fits([name, name, *engines], deadline):  # its warm-up, then a round
