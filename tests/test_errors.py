@@ -224,11 +224,8 @@ def test_a_run_without_output_needs_disk_space_too() -> None:
 
 
 def test_an_audit_that_cannot_be_written_is_one_line(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Found:
-        def to_json(self) -> dict[str, Any]:
-            return {"num_unexplained": 0, "failures": []}
-
-    monkeypatch.setattr("specgen.evaluation.audit.audit", lambda job, progress: Found())
+    found = {"num_unexplained": 0, "failures": []}
+    monkeypatch.setattr("specgen.evaluation.audit.audit", lambda job, progress: found)
     monkeypatch.setattr(evaluation_tables, "of_audit", lambda found: [])
     (path / "file").touch()
     ended = run_cli(["verify", "--output", "file/audit.json"], path, seconds=30, more_mib=4096)
