@@ -19,7 +19,7 @@ from specgen.report.display import (
     rate,
     ratio,
 )
-from specgen.report.paired_requests import num_identical
+from specgen.report.paired_requests import PairedFigure, num_identical
 from specgen.report.report import DEFINITIONS
 from specgen.report.table import Column, Row, Table, csv_text
 from specgen.report.terminal import Part, definitions, heading
@@ -303,10 +303,23 @@ def leader(found: Comparison, data: str) -> str:
 
 def leads(found: Comparison, data: str) -> bool:
     """Whether the ``leader`` is significantly better than every other head, of which there is at least one."""
-    pairs = _against_leader(found, data)
-    return bool(pairs) and all(
-        is_significant(pair.length) and _gain(pair, leader(found, data)) > 0 for pair in pairs
-    )
+    margins = _margins(found, data)
+    return bool(margins) and all(_is_ahead(*margin) for margin in margins.values())
+
+
+def _margins(found: Comparison, data: str) -> dict[str, tuple[PairedFigure | None, int]]:
+    """The length of the ``leader`` against that of every other head; times 1 or -1 differences are the leader's."""
+    first = leader(found, data)
+    pairs = {head: found.of(data, first, head) for head in _heads(found, data) if head != first}
+    return {
+        head: (pair.length, 1 if pair.ours == first else -1)
+        for head, pair in pairs.items()
+        if pair is not None
+    }
+
+
+def _is_ahead(figure: PairedFigure | None, sign: int) -> bool:
+    return figure is not None and is_significant(figure) and sign * figure.paired.difference > 0
 
 
 def verdicts(found: Comparison) -> Iterator[str]:
@@ -334,43 +347,30 @@ def _overall(found: Comparison, compared: Sequence[str]) -> str:
 
 
 def _verdict(found: Comparison, data: str) -> str:
-    first, pairs = leader(found, data), _against_leader(found, data)
-    above = [pair for pair in pairs if is_significant(pair.length) and _gain(pair, first) > 0]
-    others = [pair for pair in pairs if pair not in above]
+    first, margins = leader(found, data), _margins(found, data)
+    above = [f"{head} by {_difference(*each)}" for head, each in margins.items() if _is_ahead(*each)]
+    others = [f"{head}, {_difference(*each)}" for head, each in margins.items() if not _is_ahead(*each)]
     parts = []
     if above:
-        each = _and([f"{_other(pair, first)} by {_difference(pair, first)}" for pair in above])
-        parts.append(f"{first} leads {each}")
+        parts.append(f"{first} leads {_and(above)}")
     if others:
-        each = _and([f"{_other(pair, first)}, {_difference(pair, first)}" for pair in others])
-        parts.append(f"no significant difference between {'it' if above else first} and {each}")
+        parts.append(f"no significant difference between {'it' if above else first} and {_and(others)}")
     return "; ".join(parts) + "."
 
 
-def _other(pair: HeadPair, head: str) -> str:
-    return pair.first if pair.ours == head else pair.ours
-
-
-def _difference(pair: HeadPair, head: str) -> str:
-    """``0.17 [0.11, 0.22] (p < 0.001)``, of ``head`` less the other."""
-    if pair.length is None:
+def _difference(figure: PairedFigure | None, sign: int) -> str:
+    """``0.17 [0.11, 0.22] (p < 0.001)``"""
+    if figure is None:
         return "no request has steps of both"
-    paired = pair.length.paired
+    paired, gain = figure.paired, plain(sign * figure.paired.difference)
     if paired.num_groups < 2:
         return "one conversation is too few"
     if paired.interval is None:
-        alike = f"{plain(_gain(pair, head))} in every conversation, so without an interval"
+        alike = f"{gain} in every conversation, so without an interval"
         return "every conversation has the same acceptance" if paired.difference == 0 else alike
-    low, high = paired.interval
-    p = p_value(pair.length.p)
-    ends = (low, high) if pair.ours == head else (-high, -low)
-    return f"{plain(_gain(pair, head))} {between(ends, plain)} (p {p if p[0] == '<' else f'= {p}'})"
-
-
-def _gain(pair: HeadPair, head: str) -> float:
-    """The length of ``head`` less that of the other, over their shared requests."""
-    assert pair.length is not None
-    return pair.length.paired.difference * (1 if pair.ours == head else -1)
+    low, high = sorted(sign * end for end in paired.interval)
+    p = p_value(figure.p)
+    return f"{gain} {between((low, high), plain)} (p {p if p[0] == '<' else f'= {p}'})"
 
 
 def _heads(found: Comparison, data: str) -> list[str]:
@@ -380,12 +380,6 @@ def _heads(found: Comparison, data: str) -> list[str]:
 def _length(found: Comparison, data: str, head: str) -> float:
     length = found.length(data, head)
     return 1.0 if length is None else length.value  # no text has a second token
-
-
-def _against_leader(found: Comparison, data: str) -> list[HeadPair]:
-    first = leader(found, data)
-    others = (found.of(data, first, head) for head in _heads(found, data) if head != first)
-    return [pair for pair in others if pair is not None]
 
 
 def _and(parts: Sequence[str]) -> str:

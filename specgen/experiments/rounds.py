@@ -94,7 +94,6 @@ class Speedup:
 
     ratio: float
     interval: Interval | None  # None for a single round
-    num_rounds: int  # that both took part in; 0 for arms that never met
 
     @property
     def half_width(self) -> float:
@@ -134,7 +133,6 @@ class Repeats:
         return Speedup(
             ratio=math.exp(centre),
             interval=None if half is None else (math.exp(centre - half), math.exp(centre + half)),
-            num_rounds=len(met),
         )
 
     @property
