@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from specgen.bench import explain, marks
 from specgen.bench.bound import DeviceSpeed, Work
-from specgen.bench.explain import StepJob, context_at, empty_table, step_rows, with_details
+from specgen.bench.explain import StepJob, context_at, step_rows, step_table
 from specgen.bench.marks import PARTS, HostMarker, Marked, Span, StepTime, split
 from specgen.cli.main import app
 from specgen.config import EngineConfig, UserError
@@ -73,11 +73,12 @@ def test_kernels_of_one_name_are_told_together() -> None:
     spans = [span for span in spans if span.name != "kernel 20"]
     verify = {each.name: each for each in split(spans, 1).kernels if each.part != "draft loop"}
     assert (verify["f"].calls, verify["a::g"].calls) == (2, 1)
-    table = with_details(empty_table({}, 4), 8, split(spans, 1), {}, DEVICE)
+    table = step_table({}, 4, [(8, split(spans, 1), {})], DEVICE)
     (kernels,) = table.details
     row = next(row for row in kernels.rows if row["kernel"] == "f")
     assert (row["batch"], row["time"], row["each"]) == (8, pytest.approx(2.0), pytest.approx(1.0))
-    assert len(with_details(table, 16, split(spans, 1), {}, DEVICE).details[0].rows) == 2 * len(kernels.rows)
+    both = step_table({}, 4, [(batch, split(spans, 1), {}) for batch in (8, 16)], DEVICE)
+    assert len(both.details[0].rows) == 2 * len(kernels.rows)
     assert "By kernel" in table.to_html()
     assert table.to_json()["details"]["By kernel"][0]["kernel"] == "kernel 10"
 

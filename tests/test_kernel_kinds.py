@@ -4,10 +4,9 @@ import pytest
 
 from specgen.bench.bound import DeviceSpeed, Work
 from specgen.bench.explain import (
-    empty_table,
     kind_of,
     kind_rows,
-    with_details,
+    step_table,
 )
 from specgen.bench.marks import PARTS, KernelTime, StepTime
 
@@ -38,11 +37,9 @@ def test_each_kind_has_the_bound_of_what_it_reads() -> None:
 
 
 def test_the_details_have_every_batch() -> None:
-    table = empty_table({}, 4)
-    for batch in (8, 16):
-        table = with_details(table, batch, step(kernels=True), WORKS, DEVICE)
+    table = step_table({}, 4, [(batch, step(kernels=True), WORKS) for batch in (8, 16)], DEVICE)
     assert {each.title: len(each.rows) for each in table.details} == {"By kernel": 8, "By kind of kernel": 6}
-    unknown = with_details(empty_table({}, 4), 8, step(kernels=False), WORKS, DEVICE)
+    unknown = step_table({}, 4, [(8, step(kernels=False), WORKS)], DEVICE)
     assert unknown.details == ()
 
 

@@ -33,6 +33,9 @@ from specgen.report.table import Column, Row, Table
 
 _SKIPPED, _STEPS = 8, 32  # decode steps before the window, and in it
 _MORE = 12  # steps of text after the window, as sequences prefilled first are ahead of the others
+Step = tuple[
+    int, StepTime, Mapping[str, Work]
+]  # the mean one of a batch size, and the least work of its parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,29 +78,27 @@ def explain(job: StepJob) -> Iterator[BenchTable]:
     device = DeviceSpeed(
         bytes_per_second=bandwidth, flops_per_second=matrix_flops(config.device, models.target.dtype)
     )
-    attention = attention_note(config, checkpoints)
-    table = empty_table(_conditions(job, config, models, device, attention), config.draft_length.most)
+    k, notes = config.draft_length.most, list[str]()
+    under = _conditions(job, config, models, device, attention_note(config, checkpoints))
+    steps: list[Step] = []
     for batch in job.batch_sizes:
         try:
-            table = _explained(job, replace(config, max_batch_size=batch), models, sizes, device, table)
+            step, found = _explained(job, replace(config, max_batch_size=batch), models, sizes, device)
         except DeviceLost:
             raise
         except Exception as error:  # one batch size must not cost the others
-            note = f"batch {batch} is not explained: {type(error).__name__}: {error}"
-            table = replace(table, notes=(*table.notes, note))
+            notes.append(f"batch {batch} is not explained: {type(error).__name__}: {error}")
+        else:
+            steps.append(step)
+            notes += found
         free_memory()
-        yield table
+        yield replace(step_table(under, k, steps, device), notes=tuple(notes))
 
 
 def _explained(
-    job: StepJob,
-    config: EngineConfig,
-    models: Models,
-    sizes: StepBytes,
-    device: DeviceSpeed,
-    table: BenchTable,
-) -> BenchTable:
-    """``table`` with the steps of one batch size more."""
+    job: StepJob, config: EngineConfig, models: Models, sizes: StepBytes, device: DeviceSpeed
+) -> tuple[Step, list[str]]:
+    """The steps of one batch size, and what there is to say of them."""
     batch, k = config.max_batch_size, config.draft_length.most
     requests = make_prompts(job.workload, models, None, batch).requests
     config = replace(config, kv_memory=kv_bytes(config, models, requests))
@@ -120,17 +121,7 @@ def _explained(
     if touched:
         note = touched_note(touched, sizes, batch * (k + 1), device.bytes_per_second)
         notes.append(f"batch {batch}: {note}")
-    return with_details(
-        replace(
-            table,
-            rows=(*table.rows, *step_rows(batch, time, works, device)),
-            notes=(*table.notes, *notes),
-        ),
-        batch,
-        time,
-        works,
-        device,
-    )
+    return (batch, time, works), notes
 
 
 def step_seconds(rows: Iterable[EngineRow], batch: int) -> list[float]:
@@ -219,17 +210,22 @@ _PLOTS = (
 )
 
 
-def empty_table(conditions: Row, num_spec_tokens: int) -> BenchTable:
-    """The table of steps with K = ``num_spec_tokens``, without rows."""
+def step_table(
+    conditions: Row, num_spec_tokens: int, steps: Sequence[Step], device: DeviceSpeed
+) -> BenchTable:
+    """The table of ``steps`` with K = ``num_spec_tokens``; with those of their kernels, if they are known."""
+    kernels = tuple(row for batch, time, _ in steps for row in _kernel_rows(batch, time))
+    kinds = tuple(row for step in steps for row in kind_rows(*step, device))
+    details = (replace(_BY_KERNEL, rows=kernels), replace(_BY_KIND, rows=kinds))
+    drafts = f"A decode step with {num_spec_tokens} drafts, by part"
     return BenchTable(
         name="step",
-        title=f"A decode step with {num_spec_tokens} drafts, by part"
-        if num_spec_tokens
-        else "A plain decode step",
+        title=drafts if num_spec_tokens else "A plain decode step",
         conditions=conditions,
         columns=_COLUMNS,
-        rows=(),
+        rows=tuple(row for step in steps for row in step_rows(*step, device)),
         plots=_PLOTS,
+        details=tuple(each for each in details if each.rows),
         num_keys=2,
     )
 
@@ -321,11 +317,8 @@ def kind_rows(batch: int, time: StepTime, works: Mapping[str, Work], device: Dev
     return rows
 
 
-def with_details(
-    table: BenchTable, batch: int, time: StepTime, works: Mapping[str, Work], device: DeviceSpeed
-) -> BenchTable:
-    """``table`` with one step more in the tables of kernels, if they are known."""
-    kernels = [
+def _kernel_rows(batch: int, time: StepTime) -> list[Row]:
+    return [
         {
             "batch": batch,
             "part": kernel.part,
@@ -338,14 +331,3 @@ def with_details(
         for kernel in time.kernels
         if kernel.seconds >= _LEAST * time.total
     ]
-    details = _extended(table.details, _BY_KERNEL, kernels)
-    return replace(table, details=_extended(details, _BY_KIND, kind_rows(batch, time, works, device)))
-
-
-def _extended(tables: Sequence[Table], empty: Table, rows: Sequence[Row]) -> tuple[Table, ...]:
-    """``tables`` with ``rows`` behind those of the table titled as ``empty``, which is made where it is missing."""
-    found = {each.title: each for each in tables}
-    if rows:
-        before = found.get(empty.title, empty)
-        found[empty.title] = replace(before, rows=(*before.rows, *rows))
-    return tuple(found.values())
