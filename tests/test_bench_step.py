@@ -73,11 +73,12 @@ def test_kernels_of_one_name_are_told_together() -> None:
     spans = [span for span in spans if span.name != "kernel 20"]
     verify = {each.name: each for each in split(spans, 1).kernels if each.part != "draft loop"}
     assert (verify["f"].calls, verify["a::g"].calls) == (2, 1)
-    table = step_table({}, 4, [(8, split(spans, 1), {})], DEVICE)
+    works = {"verify": Work(num_bytes=1.0, flops=0.0)}
+    table = step_table({}, 4, [(8, split(spans, 1), works)], DEVICE)
     (kernels,) = table.details
     row = next(row for row in kernels.rows if row["kernel"] == "f")
     assert (row["batch"], row["time"], row["each"]) == (8, pytest.approx(2.0), pytest.approx(1.0))
-    both = step_table({}, 4, [(batch, split(spans, 1), {}) for batch in (8, 16)], DEVICE)
+    both = step_table({}, 4, [(batch, split(spans, 1), works) for batch in (8, 16)], DEVICE)
     assert len(both.details[0].rows) == 2 * len(kernels.rows)
     assert "By kernel" in table.to_html()
     assert table.to_json()["details"]["By kernel"][0]["kernel"] == "kernel 10"
@@ -216,14 +217,14 @@ def test_the_help_offers_no_draft_length_that_is_refused() -> None:
 
 
 def test_a_batch_that_fails_is_a_note(tmp_path: Path, monkeypatch) -> None:
-    explained = explain._explain
+    explained = explain._explained
 
-    def broken(job: StepJob, config: EngineConfig, models: Any) -> Any:
+    def broken(job: StepJob, config: EngineConfig, *others: Any) -> Any:
         if config.max_batch_size == 2:
             raise RuntimeError("no kernel")
-        return explained(job, config, models)
+        return explained(job, config, *others)
 
-    monkeypatch.setattr(explain, "_explain", broken)
+    monkeypatch.setattr(explain, "_explained", broken)
     arguments = ["--batch-sizes", "1,2", "--prompt-tokens", "4", "--output", str(tmp_path), "--json"]
     done = CliRunner().invoke(app, ["bench", "step", "--device", "cpu", *arguments])
     assert done.exit_code == 0, done.output

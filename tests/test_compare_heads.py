@@ -578,7 +578,7 @@ def test_rounds_of_other_conditions_and_torn_lines_do_not_count(tmp_path: Path) 
         torn.write('{"id": "mine now round 2", "under": "mine now", "ar')
     assert speeds("now") == [{"a": 2.0}]
     assert speeds("now", 3.0) == [{"a": 2.0}, {"a": 3.0}]
-    assert speeds("before") == {"mine": [{"a": 1.0}]}
+    assert speeds("before") == [{"a": 1.0}]
 
 
 def test_speeds_of_an_earlier_version_are_refused(
