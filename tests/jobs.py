@@ -10,8 +10,8 @@ import pytest
 from specgen.config import EngineConfig, SamplingParams
 from specgen.config.bundled import data_directory
 from specgen.jobs.job import Job
+from specgen.record.progress import Tally
 from specgen.record.record_rows import EngineRow
-from specgen.rundir.progress import Tally
 from tests.engines import loaded
 
 # How the passes went, which a kill changes; everything else in a report has to be the same.

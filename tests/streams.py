@@ -5,10 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from specgen.record.counts import Step, StepCounts
-from specgen.record.record_rows import EngineRow, PassRow, RequestRow, Row, Session, Touched
+from specgen.record.record_rows import EngineRow, PassRow, RequestRow, Row, Session, Step, StepCounts, Touched
+from specgen.record.results import RunDirectory
 from specgen.report.report import Report, report_of
-from specgen.rundir.results import RunDirectory
 
 Given = RequestRow | EngineRow
 

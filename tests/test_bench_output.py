@@ -14,11 +14,11 @@ import pytest
 from specgen.bench.output import BenchTable, Plot
 from specgen.cli.bench import publish
 from specgen.config import UserError
+from specgen.record import provenance
 from specgen.report import display
 from specgen.report.charts import STYLES, Lines, Point, quarters, svg
 from specgen.report.table import Column
 from specgen.report.terminal import render
-from specgen.rundir import provenance
 
 COLUMNS = (
     Column(name="batch"),

@@ -19,8 +19,7 @@ from specgen.decoding.sampling import SamplingForm, most_demanding
 from specgen.device import choose_device
 from specgen.engine.build import build_engine
 from specgen.engine.memory import _largest_pass, num_pages
-from specgen.jobs.prompt_index import index_prompts
-from specgen.jobs.shard import WHOLE
+from specgen.jobs.prompt_index import WHOLE, index_prompts
 from specgen.prompts import Prompt
 from tests.engines import Pair, config_of
 

@@ -174,7 +174,7 @@ def test_speed_and_acceptance_come_from_the_reports():
     expected = fast.report.output_tokens_per_second / slow.report.output_tokens_per_second
     assert padded.ratio == pytest.approx(expected)
     assert (baseline.ratio, baseline.seconds) == (1, 7.0)
-    assert padded.acceptance == fast.report.speculation.acceptance
+    assert padded.acceptance == fast.report.acceptance
     assert padded.mean_acceptance_length == 3
     assert baseline.acceptance == ()
 
@@ -468,7 +468,7 @@ def test_bars_are_as_long_as_their_numbers():
 def test_empty_answers_are_called_so_with_the_likely_remedy():
     runs = [arm(name, [1, 0], accepted=1) for name in ("padded", "baseline")]
     assert "Empty" not in comparing.compare(runs, TARGET, template_unused=True).sentence
-    runs[0] = replace(runs[0], report=runs[0].report.with_texts(["", "a", ""]))
+    runs[0] = replace(runs[0], report=replace(runs[0].report, num_empty=2))
     told = comparing.compare(runs, TARGET, template_unused=True)
     remedy = "the model has a chat template: add --apply-chat-template."
     assert told.sentence.endswith(f" Empty answers: 2 of 3 of padded; {remedy}")

@@ -23,8 +23,8 @@ from specgen.engine.engine import Engine
 from specgen.evaluation import evaluation_tables
 from specgen.prompts import Prompt
 from specgen.prompts.load import PromptSet
-from specgen.rundir.atomic import naming, open_output, sync, writable, write_text
-from specgen.rundir.results import RunDirectory, directory
+from specgen.record.files import naming, open_output, sync, writable, write_text
+from specgen.record.results import RunDirectory, directory
 from specgen.text.tokenizer import Tokenizer
 from tests.forked import Ended, generate_with_pair, run_cli, write_pair
 from tests.marks import mostly_slow
@@ -179,7 +179,7 @@ def test_a_table_that_cannot_be_written_is_one_line(tmp_path: Path, small_files:
 
 
 def test_parquet_that_cannot_be_written_is_one_line(tmp_path: Path, small_files: None) -> None:
-    from specgen.jobs.export import export_parquet
+    from specgen.jobs.run_output import export_parquet
 
     rows = [{"id": str(n), "prompt": os.urandom(999).hex(), "text": "", "metrics": {}} for n in range(99)]
     with (

@@ -19,11 +19,11 @@ from specgen.core import step
 from specgen.decoding.verify import accept_greedy
 from specgen.engine.arms import Arm
 from specgen.evaluation.studies import Study
+from specgen.record.files import RowFile
 from specgen.record.record_rows import Captured, RequestRow
+from specgen.record.results import RunDirectory
 from specgen.report.references import load_results
 from specgen.report.report import load
-from specgen.rundir.results import RunDirectory
-from specgen.rundir.row_file import RowFile
 from tests.jobs import Silent
 
 pytestmark = pytest.mark.xdist_group("eval_command")  # one study for all

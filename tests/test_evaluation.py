@@ -11,7 +11,7 @@ import pytest
 
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.engine.loading import Models
-from specgen.rundir.results import RunDirectory
+from specgen.record.results import RunDirectory
 from tests.engines import loaded, resolved
 from tests.jobs import Silent
 from tests.tiny_checkpoints import write_head, write_target

@@ -34,8 +34,7 @@ from specgen.experiments.turns import repeat_of
 from specgen.models.expert_counts import ExpertSize, num_touched
 from specgen.models.layers import Mixture
 from specgen.record.record_rows import EngineRow, PassRow, Touched
-from specgen.report.experts_touched import experts_table
-from specgen.report.tables import of_run, page
+from specgen.report.tables import experts_table, of_run, page
 from specgen.report.terminal import render
 from tests.engines import Pair, config_of, load_pair, loaded
 from tests.streams import decode_steps as decode_steps_of

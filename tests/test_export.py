@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from specgen.jobs.export import Served, export_openai, export_parquet
-from specgen.record.counts import Step
+from specgen.jobs.run_output import Served, export_openai, export_parquet
+from specgen.record.record_rows import Step
 from specgen.report.acceptance import RequestMetrics, fold_request
 
 TEXTS = {1: "Hi", 2: " you", 3: "\N{REPLACEMENT CHARACTER}"}

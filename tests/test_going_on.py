@@ -22,15 +22,13 @@ from specgen.core.sequence import NOT_FINITE, Sequence
 from specgen.engine.loading import load_models
 from specgen.jobs import run
 from specgen.jobs.job import Job
-from specgen.jobs.prompt_index import index_prompts
+from specgen.jobs.prompt_index import WHOLE, index_prompts
 from specgen.jobs.run import TooManyFailuresError
-from specgen.jobs.shard import WHOLE
 from specgen.prompts import open_prompts
+from specgen.record.interrupt import StoppedError
+from specgen.record.progress import Status, Tally
 from specgen.record.record_rows import EngineRow
-from specgen.rundir.interrupt import StoppedError
-from specgen.rundir.progress import Tally
-from specgen.rundir.results import LOCK, RunDirectory
-from specgen.rundir.status import Status
+from specgen.record.results import LOCK, RunDirectory
 from tests.jobs import keep_in_memory
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import write_byte_level

@@ -28,7 +28,6 @@ ORDER = (
     "prompts",
     "checkpoints",
     "report",
-    "rundir",
     "engine",
     "jobs",
     "bench",
@@ -46,7 +45,6 @@ ONLY: Imports = {
     "prompts": {"config", "record", "text"},  # of record, the ids of turns
     "checkpoints": {"config", "device", "ops", "models"},
     "report": {"config", "text", "record"},  # of text, the pieces of a page's tokens
-    "rundir": {"config", "record"},
 }
 HEAVY = ("torch", "ray", "transformers", "datasets", "flashinfer", "lm_eval", "scipy", "pyarrow")
 LIGHT = (
@@ -54,7 +52,6 @@ LIGHT = (
     "config",
     "record",
     "report",
-    "rundir.results",
     "prompts",
     "text.tokenizer",
     "core.scheduler",
@@ -151,7 +148,7 @@ def test_a_file_name_has_one_meaning():
         ("models/llama.py", "from specgen.decoding.drafting import Head", "models -> decoding"),
         ("attention/sdpa.py", "def f():\n    from specgen.core import sequence", "attention -> core"),
         ("decoding/verify.py", "from specgen.core.engine_core import EngineCore", "decoding -> core"),
-        ("report/report.py", "from specgen.rundir.results import RunDirectory", "report -> rundir"),
+        ("report/report.py", "from specgen.engine.engine import Engine", "report -> engine"),
         ("device.py", "from specgen.kv import layout", "device -> kv"),
         ("bench/explain.py", "if TYPE_CHECKING:\n    import specgen.jobs.run", "bench -> jobs"),
         ("jobs/run.py", "from specgen.cli.main import main", "jobs -> cli"),

@@ -17,10 +17,11 @@ import pytest
 from specgen.config import UserError
 from specgen.jobs.job import Job
 from specgen.jobs.run import run
+from specgen.record import files as run_files
+from specgen.record import results
+from specgen.record.files import RowFile
 from specgen.record.record_rows import PassRow, RequestRow, Session, read_passes
-from specgen.rundir import atomic, results, row_file
-from specgen.rundir.results import RunDirectory
-from specgen.rundir.row_file import RowFile
+from specgen.record.results import RunDirectory
 from tests.jobs import Silent, conversations, files, keep_in_memory
 
 add_completion = RunDirectory.add_completion
@@ -70,7 +71,7 @@ class Kill:
         elif self.where == "final file":
             _before(RowFile, "_line", lambda self, row_id: visit())
         elif self.where == "replace":
-            _before(atomic.os, "replace", lambda *paths: visit())
+            _before(run_files.os, "replace", lambda *paths: visit())
 
 
 def _before(owner: Any, name: str, visit: Callable[..., None]) -> None:
@@ -192,7 +193,7 @@ def unflushed(self: RunDirectory, row: dict[str, Any], record: RequestRow | None
 @pytest.mark.parametrize(
     ("owner", "name", "bug", "kill"),
     [
-        (row_file, "cut_torn_line", lambda path: None, Kill(where="completions", number=5)),
+        (run_files, "cut_torn_line", lambda path: None, Kill(where="completions", number=5)),
         (results, "cut_torn_line", lambda path: None, Kill(where="event", number=60)),
         (RunDirectory, "add_completion", unflushed, Kill(where="completions", number=9)),
         (RunDirectory, "texts", {}, Kill(where="completions", number=5)),

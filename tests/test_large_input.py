@@ -12,11 +12,10 @@ import pytest
 from specgen.config import UserError
 from specgen.jobs import run
 from specgen.jobs.job import Job
-from specgen.jobs.prompt_index import PromptIndex, index_prompts, keep_index, kept_index
-from specgen.jobs.shard import WHOLE, Shard
+from specgen.jobs.prompt_index import WHOLE, PromptIndex, Shard, index_prompts, keep_index, kept_index
 from specgen.prompts import open_prompts
-from specgen.rundir.interrupt import StoppedError
-from specgen.rundir.results import LOCK, PROMPTS, locked
+from specgen.record.interrupt import StoppedError
+from specgen.record.results import LOCK, PROMPTS, locked
 from tests.jobs import Silent, conversations, keep_in_memory
 
 NUM_ROWS = 20_000

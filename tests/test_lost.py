@@ -22,9 +22,9 @@ from specgen.core.step import Steps
 from specgen.engine import engine
 from specgen.jobs.job import Job
 from specgen.jobs.run import run
+from specgen.record.files import RowFile
+from specgen.record.interrupt import StoppedError
 from specgen.record.record_rows import PassRow, Session, read_passes
-from specgen.rundir.interrupt import StoppedError
-from specgen.rundir.row_file import RowFile
 from tests.jobs import HOW_IT_WENT, Silent, conversations, keep_in_memory, untimed
 
 LONG = 120  # positions; the device is lost with a sequence that is longer

@@ -263,9 +263,9 @@ def test_rows_and_reports_count_the_drafts_that_there_were(random_pair: Pair) ->
     assert {len(drafts) for drafts in drafted} == {0, 4}
     assert min(min(drafts, default=0) for drafts in drafted) >= 0
     report = outputs.report(4)
-    assert report.speculation.num_drafts == sum(map(bool, drafted)) < len(drafted)
-    assert report.speculation.num_draft_tokens == sum(map(len, drafted))
-    assert sum(step.num_drafting for step in outputs.steps) == report.speculation.num_drafts
+    assert report.num_drafts == sum(map(bool, drafted)) < len(drafted)
+    assert report.num_draft_tokens == sum(map(len, drafted))
+    assert sum(step.num_drafting for step in outputs.steps) == report.num_drafts
     steps = [row for row in outputs.passes if isinstance(row, PassRow)]
     assert {(step.first_pass_rows, step.first_pass_kept, step.loop_rows) for step in steps} == {(0, 0, 0)}
     text = render(of_run(json.loads(json.dumps(report.to_json())), {}))

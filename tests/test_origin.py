@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from specgen.bench.output import BenchTable
+from specgen.record.provenance import FREE_IN_A_RUN, cpu_name, differences, machine_state, now
 from specgen.report.origin import origin
 from specgen.report.page import Page
 from specgen.report.table import Column
-from specgen.rundir.machine_state import machine_state
-from specgen.rundir.provenance import FREE_IN_A_RUN, cpu_name, differences, now
 
 RECORD = {
     "created": "2026-11-22T17:20:41+00:00",

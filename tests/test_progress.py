@@ -13,9 +13,9 @@ from specgen.cli.crowding import advice, crowded, num_busy
 from specgen.cli.progress_bar import progress
 from specgen.config import Cluster, EngineConfig
 from specgen.jobs.ray_engine import _resources
+from specgen.record.progress import Tally
 from specgen.record.record_rows import Captured, OutOfMemory
 from specgen.report.display import clock
-from specgen.rundir.progress import Tally
 
 SHORT = OutOfMemory(time=0.0, max_batch_size=2, max_prefill_tokens=64)
 GRAPH = Captured(time=0.0, what="step", num_sequences=8, seconds=1.5, fits=True)

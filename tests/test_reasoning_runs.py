@@ -14,9 +14,8 @@ from specgen.cli import main as cli
 from specgen.config import UserError
 from specgen.config.bundled import data_directory
 from specgen.engine import choices
-from specgen.record.counts import Step, count_parts
-from specgen.record.record_rows import RequestRow
-from specgen.rundir.interrupt import StoppedError
+from specgen.record.interrupt import StoppedError
+from specgen.record.record_rows import RequestRow, Step, count_parts
 from tests.jobs import untimed
 from tests.marks import mostly_slow
 from tests.tiny_checkpoints import write_head, write_target

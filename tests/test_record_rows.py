@@ -83,6 +83,11 @@ def test_a_request_is_read_as_it_was_recorded(dropped: int) -> None:
         whole,
         steps=[each._replace(drafts=list(each.drafts)) for each in whole.steps],
     )
+    assert [RequestRow.of_row(row | {"text": text}).is_empty for text in ("a", " \n", "")] == [
+        False,
+        True,
+        True,
+    ]
     with pytest.raises(
         UserError, match=r"the row of 'a' has no record, as in earlier versions: generate into"
     ):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specgen.config import UserError
-from specgen.record.record_rows import PassRow, turn_id
+from specgen.record.record_rows import PassRow, count_parts, turn_id
 from specgen.report import tables, terminal
 from specgen.report.acceptance import fold_request
 from specgen.report.intervals import Ratio, wilson
@@ -255,7 +255,7 @@ def test_a_dead_drafter_is_called_so():
 def test_a_report_with_a_baseline():
     run = fold(request("a", [(3, 3)] * 2), num_spec_tokens=3)
     plain = fold(request("a", [(0, 0)] * 8), num_spec_tokens=0)
-    report = run.with_baseline(plain, 0.75, 4).to_json()
+    report = run.with_baseline(plain, [True, True, False, True]).to_json()
     assert report["baseline"] == {
         "output_tokens_per_second": 1.0,
         "ratio": pytest.approx((9 / 3) / 1.0),
@@ -263,7 +263,7 @@ def test_a_report_with_a_baseline():
         "num_compared": 4,
     }
     assert run.to_json()["baseline"] is None
-    assert run.with_baseline(fold([], num_spec_tokens=0), 0.0, 0).to_json()["baseline"]["ratio"] is None
+    assert run.with_baseline(fold([], num_spec_tokens=0), []).to_json()["baseline"]["ratio"] is None
 
 
 @pytest.mark.parametrize(
@@ -357,16 +357,19 @@ def test_load_says_what_is_wrong_and_what_to_do(tmp_path, report, manifest, reas
 
 
 def test_empty_texts_are_counted_and_called_so():
-    report = fold([*request("a", [(3, 1)]), *request("b", [(3, 1)])], num_spec_tokens=3)
-    assert list(remarks(report.with_texts(["yes", "no"]).to_json())) == []
-    told = report.with_texts(["yes", " \n"]).to_json()
+    (first,), (other,) = request("a", [(3, 1)]), request("b", [(3, 1)])
+    assert list(remarks(fold([first, other], num_spec_tokens=3).to_json())) == []
+    other = replace(other, is_empty=True)
+    told = fold([first, other], num_spec_tokens=3).to_json()
     assert told["num_empty"] == 1
     (empty,) = remarks(told)
     assert empty.startswith("1 of 2 texts are empty: the model ended them at once.")
     assert empty in " ".join(terminal.render(tables.of_run(told, {}), 80).split())
     assert "texts are empty" in tables.page(told, {}, "a run")
-    reasoned = replace(report, ended_in_reasoning={"length": 1})
-    assert reasoned.with_texts(["yes", ""]).num_empty == 0, "that one is counted as ended while reasoning"
+    reasoned = replace(other, parts=count_parts([(0, "reasoning")], other.steps, other.num_output_tokens, 3))
+    assert fold([first, reasoned], num_spec_tokens=3).num_empty == 0, (
+        "that one is counted as ended while reasoning"
+    )
 
 
 def test_categories_are_reported_alone_with_times_of_their_own():
@@ -377,7 +380,7 @@ def test_categories_are_reported_alone_with_times_of_their_own():
     assert list(reports) == ["sums", "chat"]
     sums, chat = reports.values()
     assert sums == fold(first, num_spec_tokens=3)
-    assert (chat.speculation.num_requests, chat.speculation.mean_acceptance_length) == (1, 1.5)
+    assert (chat.num_requests, chat.mean_acceptance_length) == (1, 1.5)
     assert (sums.wall_seconds, chat.wall_seconds) == (3.0, 3.0)
 
 
@@ -404,11 +407,9 @@ def test_the_turns_of_a_conversation_are_one_unit_of_intervals():
     rate = h.sum() / t.sum()
     half = stats.t.ppf(0.975, 2) * np.sqrt(3 / 2 * np.sum((h - rate * t) ** 2) / t.sum() ** 2)
     expected = (max(1, 1 + rate - half), min(4, 1 + rate + half))
-    assert found.speculation.mean_acceptance_length_ci95 == pytest.approx(expected)
-    assert (found.speculation.num_requests, found.speculation.num_drafts) == (5, 12)
-    assert found.speculation.mean_acceptance_length_per_request == pytest.approx(
-        1 + np.mean([2.5, 3, 0, 0.5, 1])
-    )
+    assert found.mean_acceptance_length_ci95 == pytest.approx(expected)
+    assert (found.num_requests, found.num_drafts) == (5, 12)
+    assert found.mean_acceptance_length_per_request == pytest.approx(1 + np.mean([2.5, 3, 0, 0.5, 1]))
     assert found.categories["x"].mean_acceptance_length_ci95 is None, "one conversation has no spread"
     assert found.turns["1"].num_requests == 3
     assert found.turns["1"].mean_acceptance_length_ci95 is not None

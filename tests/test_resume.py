@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from specgen.record import results
+from specgen.record.files import RowFile
 from specgen.record.record_rows import Session, read_passes
+from specgen.record.results import RunDirectory
 from specgen.report.report import report_of
-from specgen.rundir import results
-from specgen.rundir.results import RunDirectory
-from specgen.rundir.row_file import RowFile
 from tests.streams import decode_steps, fold, refusal, request, write_session
 
 FIRST = [*request("a", [(2, 1), (2, 2)]), *decode_steps(2, 2), *refusal("bad")]

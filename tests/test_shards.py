@@ -17,11 +17,11 @@ from specgen.cli import main as cli
 from specgen.config import UserError
 from specgen.jobs.job import Job
 from specgen.jobs.merge import merge
+from specgen.jobs.prompt_index import Shard, parse_shard
 from specgen.jobs.run import run
-from specgen.jobs.shard import Shard, parse_shard
+from specgen.record import files as run_files
+from specgen.record.results import PROMPTS
 from specgen.report.report import report_of
-from specgen.rundir import atomic
-from specgen.rundir.results import PROMPTS
 from tests.jobs import Silent, conversations, files, keep_in_memory, untimed
 from tests.streams import recorded, request
 
@@ -108,14 +108,14 @@ def test_a_killed_merge_leaves_no_output(job: Job, tmp_path: Path) -> None:
 
 def kill_at(number: int) -> None:
     """Let this process die in place of replacing a file for the ``number``-th time."""
-    visits, original = iter(range(number, -1, -1)), atomic.os.replace
+    visits, original = iter(range(number, -1, -1)), run_files.os.replace
 
     def visited(*paths: Any) -> None:
         if next(visits) == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         original(*paths)
 
-    atomic.os.replace = visited  # type: ignore[assignment]
+    run_files.os.replace = visited  # type: ignore[assignment]
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:

@@ -13,8 +13,7 @@ from specgen.experiments.throughput import wall_tables
 from specgen.experiments.tune_table import best_line
 from specgen.experiments.turns import digest
 from specgen.record.record_rows import Touched
-from specgen.report.timings import LatencyStats
-from specgen.report.wall_time import WallTime
+from specgen.report.timings import LatencyStats, WallTime
 
 SPREAD = LatencyStats(mean=1.0, median=2.0, p99=3.0)
 

@@ -80,7 +80,7 @@ def test_k_may_change_at_every_step_without_changing_texts(
     assert set(drafted) == set(range(6))
     assert [step.num_spec_tokens for step in steps] == length.chosen[: len(steps)]
     assert all(step.target_rows >= step.num_sequences * (step.num_spec_tokens + 1) for step in steps)
-    for position, each in enumerate(found.report(5).speculation.acceptance):
+    for position, each in enumerate(found.report(5).acceptance):
         assert each.drafted == sum(number > position for number in drafted)
     mixed, usual = drafts_by_position(found), drafts_by_position(fixed)
     both = mixed.keys() & usual.keys()

@@ -21,9 +21,9 @@ from specgen.config.bundled import pair
 from specgen.config.errors import DeviceLost
 from specgen.core.engine_core import EngineCore
 from specgen.core.step import Steps
-from specgen.report.unfinished import load_so_far
-from specgen.rundir.interrupt import interruptible
-from specgen.rundir.results import locked
+from specgen.record.interrupt import interruptible
+from specgen.record.results import locked
+from specgen.report.report import load_so_far
 from tests.jobs import keep_in_memory, untimed
 
 pytestmark = pytest.mark.xdist_group("stopped")  # one run that nothing stops for all

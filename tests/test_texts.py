@@ -15,7 +15,7 @@ from specgen.report.page import Page
 from specgen.report.report import report_of
 from specgen.report.run_texts import RunTexts, texts_of
 from specgen.report.table import Column, Table
-from specgen.report.token_sources import Source, sources_of
+from specgen.report.text_list import Source, sources_of
 from specgen.text.pieces import fitted, pieces, pieces_by_part
 from specgen.text.reasoning import split
 from specgen.text.tokenizer import StopStrings, load_tokenizer
@@ -172,11 +172,11 @@ def test_the_page_shows_every_text_and_its_colours_are_those_of_the_report(token
     assert list(stored.values()) == ["".join(text for _, text in each) for each in spans]
     assert set(stored) == set(rows)
     colours = Counter(style for each in spans for style, _ in each)
-    steps = report.speculation.acceptance_histogram
+    steps = report.acceptance_histogram
     assert [colours[f"d{i}"] for i in range(K)] == [sum(steps[i + 1 :]) for i in range(K)]
     assert colours["correction"] == sum(steps[:K])
     assert colours["bonus"] == steps[K]
-    assert colours["plain"] == report.speculation.num_steps_without_drafts
+    assert colours["plain"] == report.num_steps_without_drafts
     assert colours["prefill"] == len(rows)
 
 
@@ -212,7 +212,7 @@ def test_a_share_is_of_the_places_where_a_token_was_drafted_or_missed(byte_level
 def test_rejections_add_up(byte_level):
     requests, rows = a_run(byte_level, 40)
     report, (categories, *_), _ = shown(requests, rows, byte_level)
-    steps = report.speculation.acceptance_histogram
+    steps = report.acceptance_histogram
     assert sum(row["rejections"] for row in categories.rows) == sum(steps[:K])
     assert [row["rejections"] for row in categories.rows] == sorted(
         (sum(each.acceptance_histogram[:K]) for each in report.categories.values()), reverse=True

@@ -5,12 +5,12 @@ import json
 import pytest
 
 from specgen.config import UserError
+from specgen.record.results import RunDirectory
 from specgen.report.paired_requests import shared_requests
+from specgen.report.report import load_so_far
 from specgen.report.side_by_side import of_runs
 from specgen.report.tables import of_run
 from specgen.report.terminal import render
-from specgen.report.unfinished import load_so_far
-from specgen.rundir.results import RunDirectory
 from tests.streams import decode_steps, fold, request, write_session
 
 ROWS = [*request("a", [(3, 2), (3, 1)]), *decode_steps(3, 3)]

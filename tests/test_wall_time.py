@@ -14,7 +14,8 @@ from specgen.device import Moment
 from specgen.engine.build import build_engine
 from specgen.record.record_rows import Captured, EngineRow, PassRow, from_line, to_line
 from specgen.report.report import report_of
-from specgen.report.wall_time import WallTime, wall_table
+from specgen.report.tables import wall_table
+from specgen.report.timings import WallTime
 from tests.engines import Pair, bundled_requests, config_of
 from tests.streams import fold, pass_row, recorded
 

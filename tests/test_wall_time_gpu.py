@@ -11,7 +11,7 @@ from specgen.config import SamplingParams
 from specgen.device import HostCopy, Moment
 from specgen.engine.build import build_engine
 from specgen.record.record_rows import Captured, EngineRow
-from specgen.report.wall_time import WallTime
+from specgen.report.timings import WallTime
 from tests.engines import Pair, bundled_requests, config_of, load_pair
 from tests.streams import fold
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specgen.record.files import write_text
+from specgen.record.provenance import now
 from specgen.report.charts import Lines, Point, quarters
 from specgen.report.origin import origin
 from specgen.report.page import Page
 from specgen.report.table import Column, Row, Table, csv_text
 from specgen.report.terminal import Part
-from specgen.rundir.atomic import write_text
-from specgen.rundir.provenance import now
 
 Value = str | int | float | bool | None
 

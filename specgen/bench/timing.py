@@ -12,9 +12,9 @@ from torch import Tensor
 
 from specgen.config import EngineConfig
 from specgen.engine.loading import Models
+from specgen.record.provenance import cpu_name, versions
 from specgen.report.display import checkpoint_name
 from specgen.report.table import Row
-from specgen.rundir.provenance import cpu_name, versions
 
 
 def environment(device: str) -> dict[str, str]:

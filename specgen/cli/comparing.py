@@ -142,9 +142,9 @@ def _run(job: "HeadsJob", output: Path | None, config: str, quiet: bool) -> "Com
     from specgen.experiments.head_figures import PLAN, compare_runs
     from specgen.experiments.heads_job import HeadsRun
     from specgen.experiments.heads_page import write_comparison
-    from specgen.rundir.atomic import write_text
-    from specgen.rundir.interrupt import StoppedError, interruptible
-    from specgen.rundir.results import directory
+    from specgen.record.files import write_text
+    from specgen.record.interrupt import StoppedError, interruptible
+    from specgen.record.results import directory
 
     job.check()
     remedy = KEPT_NOWHERE if output is None else RESUMES

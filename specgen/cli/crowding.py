@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from specgen.rundir.machine_state import num_cpus
+from specgen.record.provenance import num_cpus
 
 _LOADAVG = Path("/proc/loadavg")
 _SAMPLES, _BETWEEN = 5, 0.01  # seconds

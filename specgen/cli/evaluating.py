@@ -102,7 +102,7 @@ def evaluate(
 def _run_unless_interrupted(
     job: "StudyJob", output: Path | None, samples: Path | None, config: str, quiet: bool
 ) -> None:
-    from specgen.rundir.interrupt import breakable
+    from specgen.record.interrupt import breakable
 
     with breakable() as interrupt:
         try:
@@ -132,8 +132,8 @@ def _run(job: "StudyJob", output: Path | None, samples: Path | None, config: str
     """Run the arms, print the result of each as it finishes, then their comparison."""
     from specgen.evaluation import study
     from specgen.evaluation.evaluation_tables import of_comparison
-    from specgen.rundir.atomic import write_text
-    from specgen.rundir.results import directory
+    from specgen.record.files import write_text
+    from specgen.record.results import directory
 
     with directory(output, "study.json") as path:
         run, done = study.StudyRun(job, path, progress(quiet)), []

@@ -96,7 +96,7 @@ def generate(
     again resumes it. Exit code 3 if a request failed.
     """
     from specgen.jobs.job import Job  # imports torch
-    from specgen.jobs.shard import WHOLE, parse_shard
+    from specgen.jobs.prompt_index import WHOLE, parse_shard
 
     require(
         not restart or (output is not None and output != Path("-")),
@@ -160,7 +160,7 @@ def _cluster(executor: ExecutorName, num_workers: int | None, address: str | Non
 def _run(job: "Job", output: Path | None, remedy: str, quiet: bool) -> "RunResult":
     """Run ``job``; if it ends early, say so and exit."""
     from specgen.jobs.run import TooManyFailuresError, run
-    from specgen.rundir.interrupt import StoppedError, interruptible
+    from specgen.record.interrupt import StoppedError, interruptible
 
     with interruptible() as interrupt:
         try:

@@ -11,9 +11,9 @@ import typer
 
 from specgen.cli.printing import print_files, print_parts
 from specgen.config import option, require
+from specgen.record.files import writable, write_text
+from specgen.record.interrupt import breakable
 from specgen.report import display
-from specgen.rundir.atomic import writable, write_text
-from specgen.rundir.interrupt import breakable
 
 if TYPE_CHECKING:
     from specgen.bench.output import BenchTable

@@ -38,8 +38,8 @@ def prepare(
     from specgen.engine.engine import Engine
     from specgen.engine.generation_config import generation_config
     from specgen.engine.loading import open_checkpoints
+    from specgen.record.interrupt import breakable
     from specgen.record.startup import phase, watched
-    from specgen.rundir.interrupt import breakable
 
     if forget:
         cached_costs.forget()

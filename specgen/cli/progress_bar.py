@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from specgen.config import option
+from specgen.record.progress import Progress, Tally
 from specgen.record.record_rows import Captured, EngineRow, OutOfMemory
 from specgen.record.startup import compiling_line, startup_line
 from specgen.report.display import clock, count
-from specgen.rundir.progress import Progress, Tally
 
 if TYPE_CHECKING:
     from tqdm import tqdm

@@ -48,10 +48,9 @@ def report(
     evaluations and benches is listed, and gets a page, index.html, that links theirs.
     """
     from specgen.experiments.head_figures import is_comparison
-    from specgen.report.folder import is_folder, listed
-    from specgen.report.other_directories import arms, benches, evaluation_note
+    from specgen.report.folder import arms, benches, evaluation_note, is_folder, listed
+    from specgen.report.report import load_so_far
     from specgen.report.tables import of_run
-    from specgen.report.unfinished import load_so_far
 
     if against is None and len(directories) == 1 and (documents := benches(directories[0])):
         _print_benches(documents, as_json)
@@ -79,7 +78,7 @@ def report(
 
 
 def _print_benches(documents: "Sequence[dict[str, Any]]", as_json: bool) -> None:
-    from specgen.report.other_directories import of_bench
+    from specgen.report.folder import of_bench
 
     for document in documents:
         if as_json:
@@ -90,8 +89,8 @@ def _print_benches(documents: "Sequence[dict[str, Any]]", as_json: bool) -> None
 
 def _print_listing(listing: "Listing", as_json: bool) -> None:
     """Print what lies in a folder and write its page, on whose failure the list does not depend."""
+    from specgen.record.files import write_text
     from specgen.report.folder import INDEX, may_replace
-    from specgen.rundir.atomic import write_text
 
     if as_json:
         print(json.dumps(listing.to_json()))
@@ -151,11 +150,9 @@ def merge(
     Exit code 3 if a request failed.
     """
     from specgen.jobs.merge import merge  # imports torch
-    from specgen.jobs.run_output import FinishedRun
     from specgen.report.tables import figures
 
-    merge(output, directories, format)
-    result = FinishedRun(output).result()
+    result = merge(output, directories, format)
     print_result(result, as_json, sys.stdout, figures)
     print_notes_and_exit(result, output)
 

@@ -59,7 +59,7 @@ def verify(
         )
     from specgen.evaluation.audit import AuditJob, audit  # imports torch
     from specgen.evaluation.evaluation_tables import of_audit
-    from specgen.rundir.atomic import naming, writable, write_json, write_text
+    from specgen.record.files import naming, writable, write_json, write_text
 
     job = AuditJob(
         engine=engine,

@@ -23,8 +23,7 @@ from specgen.decoding.outcome import NO_DRAFT
 from specgen.decoding.sampling import request_seed
 from specgen.device import use
 from specgen.models.model_config import TargetConfig
-from specgen.record.counts import Step
-from specgen.record.record_rows import EngineRow
+from specgen.record.record_rows import EngineRow, Step
 from specgen.record.startup import phase
 
 WARM_UP_TOKENS = 16

@@ -16,8 +16,7 @@ from specgen.core.step import StepResult, Steps
 from specgen.decoding.sampling import SamplingBatch, token_counts
 from specgen.device import HostCopy, Moment, on_device
 from specgen.models.expert_counts import ExpertSize
-from specgen.record.counts import Step
-from specgen.record.record_rows import PassRow, Touched
+from specgen.record.record_rows import PassRow, Step, Touched
 
 PassKind = Literal["prefill", "decode", "score"]
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from specgen.config import SamplingParams, require
-from specgen.record.counts import Step, StepCounts, count_parts
-from specgen.record.record_rows import RequestRow
+from specgen.record.record_rows import RequestRow, Step, StepCounts, count_parts
 
 FinishReason = Literal["stop", "length", "error"]  # of vLLM and OpenAI
 EndReason = FinishReason | Literal["context"]  # a ``length`` that the model's context set

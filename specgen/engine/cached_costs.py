@@ -22,8 +22,7 @@ from specgen.core.spec_length import StepCosts
 from specgen.core.step_costs import timed_sizes
 from specgen.engine.number_formats import Checkpoints
 from specgen.ops.jit_modules import runs_on
-from specgen.rundir.machine_state import machine_state
-from specgen.rundir.provenance import device, uuid, versions
+from specgen.record.provenance import device, machine_state, uuid, versions
 
 _KIND, _WHAT = "step-costs", "costs of steps"
 _SET = (

@@ -18,9 +18,9 @@ from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.evaluation.divergence import Judge
 from specgen.prompts import open_prompts
 from specgen.prompts.row_reading import AS_IT_IS, Reading
+from specgen.record.progress import Progress, Tally
+from specgen.record.provenance import manifest
 from specgen.record.record_rows import EngineRow
-from specgen.rundir.progress import Progress, Tally
-from specgen.rundir.provenance import manifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,7 @@ def _compare(arm: Arm, run: Run, reference: Mapping[str, Completion], target: Ju
         "num_requests": len(found),
         "num_identical": num_identical,
         "identical": num_identical / len(found),
-        "mean_acceptance_length": run.report.speculation.mean_acceptance_length,  # None without drafts
+        "mean_acceptance_length": run.report.mean_acceptance_length,  # None without drafts
         "divergences": [asdict(each) | {"explained": each.explained} for each in found if each is not None],
     }
 

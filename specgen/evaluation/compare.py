@@ -314,7 +314,7 @@ def _summary(arm: ArmRun, reference: ArmRun) -> ArmSummary:
         **_figures(arm.report, reference.report),
         name=arm.name,
         seconds=arm.seconds,
-        acceptance=arm.report.speculation.acceptance,
+        acceptance=arm.report.acceptance,
         accuracies=tuple(
             Accuracy(
                 task=task,
@@ -337,16 +337,16 @@ def _summary(arm: ArmRun, reference: ArmRun) -> ArmSummary:
 
 def _figures(report: Report, reference: Report | None) -> dict[str, Any]:
     """The fields of ``Figures``."""
-    speculation, speed = report.speculation, report.output_tokens_per_second
+    speed = report.output_tokens_per_second
     base = None if reference is None else reference.output_tokens_per_second
     return {
-        "num_requests": speculation.num_requests,
-        "num_output_tokens": speculation.total_num_output_tokens,
+        "num_requests": report.num_requests,
+        "num_output_tokens": report.total_num_output_tokens,
         "output_tokens_per_second": speed,
         "ratio": speed / base if speed is not None and base else None,
-        "mean_acceptance_length": speculation.mean_acceptance_length,
-        "mean_acceptance_length_ci95": speculation.mean_acceptance_length_ci95,
-        "draft_acceptance_rate": speculation.draft_acceptance_rate,
+        "mean_acceptance_length": report.mean_acceptance_length,
+        "mean_acceptance_length_ci95": report.mean_acceptance_length_ci95,
+        "draft_acceptance_rate": report.draft_acceptance_rate,
     }
 
 
@@ -454,7 +454,7 @@ def _unanswered(arms: Sequence[ArmRun]) -> str:
 def _empty(arms: Sequence[ArmRun], template_unused: bool) -> str:
     """How many texts of each arm are empty, and the likely remedy."""
     empty = [
-        f"{count(arm.report.num_empty)} of {count(arm.report.speculation.num_requests)} of {arm.name}"
+        f"{count(arm.report.num_empty)} of {count(arm.report.num_requests)} of {arm.name}"
         for arm in arms
         if arm.report.num_empty
     ]

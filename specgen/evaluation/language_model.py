@@ -22,9 +22,9 @@ from specgen.decoding.sampling import most_demanding
 from specgen.engine.build import build_engine
 from specgen.engine.loading import Models
 from specgen.evaluation.compare import Generated
+from specgen.record.progress import Progress, Tally
 from specgen.record.record_rows import EngineRow
-from specgen.rundir.progress import Progress, Tally
-from specgen.rundir.results import RunDirectory
+from specgen.record.results import RunDirectory
 from specgen.text.reasoning import split
 from specgen.text.tokenizer import Message, StopStrings
 

@@ -31,16 +31,16 @@ from specgen.evaluation.compare import ArmRun, StudyComparison, answers, compare
 from specgen.evaluation.divergence import Judge
 from specgen.evaluation.language_model import SpecgenLM
 from specgen.evaluation.studies import Study
+from specgen.record.files import write_json, write_text
+from specgen.record.progress import Progress
+from specgen.record.provenance import MACHINE, manifest, now, with_recorded_date
+from specgen.record.results import RunDirectory, require_same
 from specgen.report import tables
 from specgen.report.display import checkpoint_name, devices, from_here
 from specgen.report.origin import origin
-from specgen.report.report import Report, report_categories, report_of
+from specgen.report.report import report_categories, report_of
 from specgen.report.run_texts import RunTexts
 from specgen.report.table import Column, Table
-from specgen.rundir.atomic import write_json, write_text
-from specgen.rundir.progress import Progress
-from specgen.rundir.provenance import MACHINE, manifest, now, with_recorded_date
-from specgen.rundir.results import RunDirectory, require_same
 
 _PYTHON_SEED, _SEED = 0, 1234  # lm-eval's defaults
 _FORMATS = {".jsonl": "json", ".parquet": "parquet"}  # suffix: builder of ``datasets``
@@ -352,7 +352,9 @@ class StudyRun:
             name=arm.name,
             dtype=config.formats,
             seconds=lm.seconds,
-            report=_folded(files, config.draft_length.most, texts),
+            report=report_of(
+                texts.watch(files.requests()), files.passes(), num_spec_tokens=config.draft_length.most
+            ),
             answers=answers(results["samples"], lm.generated),
             results=results,
             tasks=report_categories(files.requests(), num_spec_tokens=config.draft_length.most),
@@ -383,11 +385,6 @@ def _alike(configs: Mapping[str, EngineConfig], arms: Sequence[Arm]) -> list[lis
         of_head = config if config.head else replace(config, drafter_batch="padded")
         alike.setdefault((of_head, arm.changes.get("temperature") or 0), []).append(arm.name)
     return [names for names in alike.values() if len(names) > 1]
-
-
-def _folded(files: RunDirectory, num_spec_tokens: int, texts: RunTexts) -> Report:
-    report = report_of(texts.watch(files.requests()), files.passes(), num_spec_tokens=num_spec_tokens)
-    return report.with_texts(row["text"] for row in files.completions.values() if "text" in row)
 
 
 def _every(values: Iterable[object]) -> str:

@@ -10,10 +10,11 @@ from typing import Any, Self
 from specgen.config import require
 from specgen.config.json_fields import load_json
 from specgen.experiments.rounds import PLAIN, Rounds, Speeds, rounds_under
+from specgen.record.files import Rows
 from specgen.report.display import from_here
+from specgen.report.folder import COMPARISON
 from specgen.report.intervals import Interval, student_t
 from specgen.report.origin import unlike_settings
-from specgen.report.other_directories import COMPARISON
 from specgen.report.paired_requests import (
     Answer,
     Answers,
@@ -28,8 +29,7 @@ from specgen.report.paired_requests import (
     read_answers,
     with_steps,
 )
-from specgen.report.unfinished import load_so_far, unfinished
-from specgen.rundir.row_file import Rows
+from specgen.report.report import load_so_far, unfinished
 
 PLAN = COMPARISON  # its runs, and when and how it was made
 ROUNDS, _EARLIER_ROUNDS = "compare.rounds.jsonl", "speed.jsonl"

@@ -26,11 +26,10 @@ from specgen.jobs.job import Job
 from specgen.jobs.run import run
 from specgen.prompts import Rejected, open_prompts, prompt_ids
 from specgen.prompts.load import STDIN
-from specgen.rundir.atomic import write_json
-from specgen.rundir.interrupt import StoppedError
-from specgen.rundir.progress import Progress
-from specgen.rundir.provenance import now
-from specgen.rundir.row_file import RowFile, Rows
+from specgen.record.files import RowFile, Rows, write_json
+from specgen.record.interrupt import StoppedError
+from specgen.record.progress import Progress
+from specgen.record.provenance import now
 
 _METHOD = "turns as in tune: the KV cache that the requests need"  # other rounds are measured again
 _REMEDY = "remove the directory, or name another"

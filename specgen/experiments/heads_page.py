@@ -21,6 +21,7 @@ from specgen.experiments.heads_tables import (
     terms,
     verdicts,
 )
+from specgen.record.files import Rows, write_json, write_text
 from specgen.record.record_rows import RequestRow
 from specgen.report.charts import Lines, Point, lengths
 from specgen.report.display import checkpoint_name, clip, plain, several
@@ -30,10 +31,7 @@ from specgen.report.paired_requests import Pair, with_steps
 from specgen.report.run_texts import keys_of, texts_of
 from specgen.report.table import Column, Table
 from specgen.report.tables import curve, curves
-from specgen.report.text_list import Entry, ShownText, TextList, within
-from specgen.report.token_sources import sources
-from specgen.rundir.atomic import write_json, write_text
-from specgen.rundir.row_file import Rows
+from specgen.report.text_list import Entry, ShownText, TextList, sources, within
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
 
 _CATEGORIES = 4  # of one chart

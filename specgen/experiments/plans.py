@@ -28,10 +28,10 @@ from specgen.engine.loading import Models, load_models, open_checkpoints, outlin
 from specgen.engine.needed_modules import needed_modules
 from specgen.engine.number_formats import Checkpoints, target_kv_dtype
 from specgen.ops.jit_modules import compile_missing
+from specgen.record.provenance import manifest, with_recorded_date
 from specgen.report import display
 from specgen.report.table import Column, Table
 from specgen.report.terminal import Part
-from specgen.rundir.provenance import manifest, with_recorded_date
 
 _OVERHEAD = {"cpu": 0, "cuda": 1 << 30}  # bytes of an engine beside its KV cache: workspaces and graphs
 

@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from specgen.config import require
+from specgen.record.files import RowFile, id_of, writable
+from specgen.record.provenance import FREE_IN_A_RUN
 from specgen.record.record_rows import Touched
+from specgen.record.results import locked, require_same
 from specgen.report.intervals import Interval, student_t
-from specgen.report.timings import LatencyStats
-from specgen.report.wall_time import WallTime
-from specgen.rundir.atomic import writable
-from specgen.rundir.provenance import FREE_IN_A_RUN
-from specgen.rundir.results import locked, require_same
-from specgen.rundir.row_file import RowFile, id_of
+from specgen.report.timings import LatencyStats, WallTime
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,9 +23,9 @@ from specgen.engine.loading import Models
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.experiments.plans import Plan, Yardstick
 from specgen.experiments.rounds import Repeat, Rounds
+from specgen.record.interrupt import StoppedError
 from specgen.record.record_rows import Captured, EngineRow, OutOfMemory, PassRow, RequestRow
 from specgen.report.timings import latency_stats
-from specgen.rundir.interrupt import StoppedError
 
 _Done = TypeVar("_Done")
 # Of the arms that can take part, those that are to in the next round; none: it is over
@@ -206,8 +206,8 @@ def repeat_of(run: Run, yardstick: Yardstick | None = None) -> Repeat:
     return Repeat(
         seconds=run.seconds,
         num_tokens=sum(len(completion.token_ids) for completion in completions),
-        acceptance_length=report.speculation.mean_acceptance_length,
-        acceptance=tuple(position.rate for position in report.speculation.acceptance),
+        acceptance_length=report.mean_acceptance_length,
+        acceptance=tuple(position.rate for position in report.acceptance),
         ttft=report.ttft_seconds,
         tpot=report.tpot_seconds,
         itl=latency_stats(list(inter_token_seconds(requests, run.passes))),

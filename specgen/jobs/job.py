@@ -11,12 +11,11 @@ from specgen.engine.choices import attention_note, choose_attention, kv_note
 from specgen.engine.generation_config import generation_config
 from specgen.engine.loading import described
 from specgen.engine.number_formats import Checkpoints
-from specgen.jobs.prompt_index import PromptIndex
-from specgen.jobs.shard import WHOLE, Shard
+from specgen.jobs.prompt_index import WHOLE, PromptIndex, Shard
 from specgen.prompts.load import STDIN
 from specgen.prompts.row_reading import AS_IT_IS, Reading
+from specgen.record.provenance import manifest
 from specgen.report.display import devices, from_here, several
-from specgen.rundir.provenance import manifest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from specgen.config import FormatName, require
-from specgen.jobs.run_output import FinishedRun, read_json
-from specgen.jobs.shard import REQUESTS, WHOLE, Shard, parse_shard, read_requests
+from specgen.jobs.prompt_index import REQUESTS, WHOLE, Shard, parse_shard, read_requests
+from specgen.jobs.run_output import FinishedRun, RunResult, read_json
+from specgen.record.files import id_of, replacement, write_json
+from specgen.record.progress import figures
+from specgen.record.provenance import FREE_IN_A_RUN, differences
 from specgen.record.record_rows import require_present_version
+from specgen.record.results import directory
 from specgen.report.report import load
-from specgen.rundir.atomic import replacement, write_json
-from specgen.rundir.provenance import FREE_IN_A_RUN, differences
-from specgen.rundir.results import directory
-from specgen.rundir.row_file import id_of
-from specgen.rundir.status import figures
 
 _NEEDED = ("completions.jsonl", "errors.jsonl", "passes.jsonl", "status.json", REQUESTS)
 _SHOWN = 5  # missing shards named in an error
@@ -34,11 +33,11 @@ class _ShardRun:
     has_baseline: bool
 
 
-def merge(output: Path, directories: Sequence[Path], format_name: FormatName) -> None:
+def merge(output: Path, directories: Sequence[Path], format_name: FormatName) -> RunResult:
     """Write to ``output`` what one process would have written for the shards in ``directories``, in any order.
 
-    Rows are streamed. ``output`` appears atomically, in ``format_name`` too. ``UserError`` where it exists already,
-    and unless the shards are all those of one run, finished.
+    Returns what is to be printed. Rows are streamed. ``output`` appears atomically, in ``format_name`` too.
+    ``UserError`` where it exists already, and unless the shards are all those of one run, finished.
     """
     require(not output.exists(), f"output {str(output)!r} exists: name a new directory, or remove it first")
     runs = _all_of_one_run([_open(path) for path in directories])
@@ -53,7 +52,9 @@ def merge(output: Path, directories: Sequence[Path], format_name: FormatName) ->
         report = merged.write_report(None if baseline is None else FinishedRun(baseline))
         write_json(path / "status.json", {**runs[0].status, **figures(report)})
         merged.export(format_name)
+        result = merged.result()
         path.rename(output)
+        return result
 
 
 def _open(path: Path) -> _ShardRun:

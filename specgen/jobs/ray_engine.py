@@ -23,8 +23,8 @@ from specgen.config import MTP, Cluster, EngineConfig, SamplingParams, UserError
 from specgen.engine.memory import DRAWN
 from specgen.engine.request_output import RequestOutput
 from specgen.prompts import Prompt, Rejected
+from specgen.record.provenance import num_cpus
 from specgen.record.record_rows import EngineRow, PassRow, RequestRow, moved
-from specgen.rundir.machine_state import num_cpus
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:

@@ -23,18 +23,16 @@ from specgen.engine.memory import require_memory
 from specgen.engine.number_formats import Checkpoints
 from specgen.engine.request_output import RequestOutput
 from specgen.jobs.job import Job, job_manifest, without_effect
-from specgen.jobs.prompt_index import PromptIndex, index_prompts, keep_index, kept_index
+from specgen.jobs.prompt_index import REQUESTS, PromptIndex, index_prompts, keep_index, kept_index
 from specgen.jobs.ray_engine import RayEngine
 from specgen.jobs.run_output import MAIN_FILES, FinishedRun, RunResult, is_finished
-from specgen.jobs.shard import REQUESTS
 from specgen.prompts import Prompt, PromptSet, Rejected, failure, open_prompts
+from specgen.record.files import write_json_lines, write_text
+from specgen.record.interrupt import StoppedError
+from specgen.record.progress import Progress, Status, Tally, kept_status
+from specgen.record.provenance import FREE_IN_A_RUN, with_recorded_date
 from specgen.record.record_rows import EngineRow
-from specgen.record.startup import Startup, phase, watched
-from specgen.rundir.atomic import write_json_lines, write_text
-from specgen.rundir.interrupt import StoppedError
-from specgen.rundir.progress import Progress, Tally
-from specgen.rundir.provenance import FREE_IN_A_RUN, with_recorded_date
-from specgen.rundir.results import (
+from specgen.record.results import (
     PROMPTS,
     RunDirectory,
     directory,
@@ -43,7 +41,7 @@ from specgen.rundir.results import (
     set_aside,
     take_over,
 )
-from specgen.rundir.status import Status, kept_status
+from specgen.record.startup import Startup, phase, watched
 
 _LOST = "lost.jsonl"  # the requests in flight when the device was lost
 _FIRST = 32  # requests, which may all fail before the rest is given up

@@ -1,25 +1,211 @@
 """The output of a finished run: its report, and its rows in other formats."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specgen.config import FormatName, UserError
 from specgen.config.json_fields import load_json
-from specgen.jobs.export import Served, export_openai, export_parquet
 from specgen.jobs.job import Job
 from specgen.prompts import Prompt, failure
+from specgen.record.files import Rows, replacement, write_json, write_json_lines, write_text
 from specgen.record.record_rows import RequestRow, read_passes
 from specgen.report import tables
 from specgen.report.origin import origin, run_title
 from specgen.report.report import Report, report_of
 from specgen.report.run_texts import RunTexts
-from specgen.rundir.atomic import write_json, write_text
-from specgen.rundir.row_file import Rows
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    import pyarrow
+
+
+# --- other formats ------------------------------------------------------------------------------
+
+
+_CHAT = "/v1/chat/completions"  # the default, for rows that are not of a batch
+_MIN_LOGPROB = -9999.0  # minus infinity, which JSON cannot write, as in vLLM
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """What all responses of a run share."""
+
+    model: str
+    created: int  # start of the run, seconds since 1970: a second export is identical
+    token_text: Callable[[int], str]  # of one token id, for log-probabilities
+
+
+def export_openai(
+    completions: Iterable[Mapping[str, Any]],
+    errors: Iterable[Mapping[str, Any]],
+    *,
+    output: Path,
+    error_output: Path,
+    served: Served,
+) -> None:
+    """Write the rows of ``completions.jsonl`` and ``errors.jsonl`` as a batch's two files, in their order.
+
+    The lines are those of "The request output object" in OpenAI's API reference and of vLLM's ``run-batch``:
+    ``custom_id`` is the id of the row, a chat or text completion is in ``response.body``, and a request that failed
+    has no response but an ``error``. Each body has the request's speculation as vLLM's
+    ``--per-request-spec-decode-metrics detailed`` gives it, in ``metrics.speculative_decoding``. Ids that a server
+    makes at random are hashes of ``custom_id``, so the files are reproducible. Each is replaced atomically.
+    """
+    write_json_lines(output, (_answered(row, served) for row in completions))
+    write_json_lines(error_output, (_failed(row) for row in errors))
+
+
+def _answered(row: Mapping[str, Any], served: Served) -> dict[str, Any]:
+    name = _digest(row["id"])
+    response = {"status_code": 200, "request_id": f"req_{name}", "body": _body(row, name, served)}
+    return {"id": f"batch_req_{name}", "custom_id": row["id"], "response": response, "error": None}
+
+
+def _failed(row: Mapping[str, Any]) -> dict[str, Any]:
+    error = {"code": "request_failed", "message": row["error"]}
+    return {"id": f"batch_req_{_digest(row['id'])}", "custom_id": row["id"], "response": None, "error": error}
+
+
+def _digest(row_id: str) -> str:
+    return hashlib.sha256(row_id.encode()).hexdigest()[:32]
+
+
+def _body(row: Mapping[str, Any], name: str, served: Served) -> dict[str, Any]:
+    is_chat = row.get("endpoint", _CHAT) == _CHAT
+    num_prompt, num_output = row["num_prompt_tokens"], len(row["token_ids"])
+    body = {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": served.created,
+        "model": served.model,
+        "choices": [(_chat_choice if is_chat else _text_choice)(row, served.token_text)],
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+            **_details(row),
+        },
+    }
+    if row["metrics"]["num_spec_tokens"]:
+        body["metrics"] = {"speculative_decoding": row["metrics"]}
+    return body
+
+
+def _details(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of the usage that is reasoning, where there is any."""
+    if "reasoning" not in row:
+        return {}
+    return {"completion_tokens_details": {"reasoning_tokens": row["num_reasoning_tokens"]}}
+
+
+def _chat_choice(row: Mapping[str, Any], token_text: Callable[[int], str]) -> dict[str, Any]:
+    message = {"role": "assistant", "content": row["text"], "refusal": None}
+    if "reasoning" in row:
+        message["reasoning_content"] = row["reasoning"]
+    logprobs = None
+    if "logprobs" in row:
+        content = [
+            _token(token_text(token), each["chosen"])
+            | {"top_logprobs": [_token(token_text(other), logprob) for other, logprob in each["top"]]}
+            for token, each in zip(row["token_ids"], row["logprobs"], strict=True)
+        ]
+        logprobs = {"content": content, "refusal": None}
+    return {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": row["finish_reason"]}
+
+
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    # The bytes of an incomplete character cannot be recovered from its text.
+    spelled = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
+    return {"token": text, "logprob": max(logprob, _MIN_LOGPROB), "bytes": spelled}
+
+
+def _text_choice(row: Mapping[str, Any], token_text: Callable[[int], str]) -> dict[str, Any]:
+    logprobs = None
+    if "logprobs" in row:
+        tokens = [token_text(token) for token in row["token_ids"]]
+        chosen = [max(each["chosen"], _MIN_LOGPROB) for each in row["logprobs"]]
+        top = [
+            {token_text(other): max(value, _MIN_LOGPROB) for other, value in each["top"]} | {token: logprob}
+            for each, token, logprob in zip(row["logprobs"], tokens, chosen, strict=True)
+        ]
+        offsets = list(accumulate((len(token) for token in tokens), initial=0))[:-1]
+        logprobs = {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
+    reasoning = {"reasoning_content": row["reasoning"]} if "reasoning" in row else {}
+    end = {"logprobs": logprobs, "finish_reason": row["finish_reason"]}
+    return {"index": 0, "text": row["text"], **reasoning, **end}
+
+
+_ROW_GROUP = 512  # rows in memory at a time
+
+
+def export_parquet(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
+    """Write the rows of ``completions.jsonl`` as ``path``, which ``datasets.load_dataset("parquet")`` reads.
+
+    The columns are fixed; ``category``, ``endpoint``, ``logprobs`` and the two of reasoning are null
+    where a row has none. Memory is that of
+    one row group, and the file is replaced atomically.
+    """
+    from pyarrow import Table, parquet
+
+    schema, remaining = _schema(), iter(rows)
+    with replacement(path) as file, parquet.ParquetWriter(file, schema) as writer:
+        while group := [_table_row(row) for row in islice(remaining, _ROW_GROUP)]:
+            writer.write_table(Table.from_pylist(group, schema=schema))
+
+
+def _table_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """``row`` with log-probabilities as objects: a list of a column cannot mix ids and floats."""
+    if "logprobs" not in row:
+        return dict(row)
+    logprobs = [
+        {
+            "chosen": each["chosen"],
+            "top": [{"token_id": token, "logprob": value} for token, value in each["top"]],
+        }
+        for each in row["logprobs"]
+    ]
+    return {**row, "logprobs": logprobs}
+
+
+def _schema() -> "pyarrow.Schema":
+    import pyarrow as pa
+
+    text, whole_number, number = pa.string(), pa.int64(), pa.float64()
+    likely = pa.struct({"token_id": whole_number, "logprob": number})
+    metrics = {
+        "mean_acceptance_length": number,
+        "draft_acceptance_rate": number,
+        "acceptance_histogram": pa.list_(whole_number),
+        "num_spec_steps": whole_number,
+        "num_accepted_draft_tokens": whole_number,
+        "num_draft_tokens": whole_number,
+        "num_spec_tokens": whole_number,
+        "per_step_accepted": pa.list_(whole_number),
+        "num_steps_without_drafts": whole_number,
+    }
+    columns = {
+        "id": text,
+        "prompt": text,
+        "reasoning": text,
+        "num_reasoning_tokens": whole_number,
+        "text": text,
+        "token_ids": pa.list_(whole_number),
+        "finish_reason": text,
+        "ended_by": text,
+        "turn": whole_number,
+        "num_prompt_tokens": whole_number,
+        "category": text,
+        "endpoint": text,
+        "logprobs": pa.list_(pa.struct({"chosen": number, "top": pa.list_(likely)})),
+        "metrics": pa.struct(metrics),
+    }
+    return pa.schema(list(columns.items()))
+
 
 MAIN_FILES: Mapping[FormatName, str] = {
     "jsonl": "completions.jsonl",
@@ -71,12 +257,12 @@ class FinishedRun:
     def write_report(self, baseline: "FinishedRun | None") -> Mapping[str, Any]:
         """Write ``report.json``, whose content is returned, and ``report.html``; ``baseline`` is the plain run."""
         record = read_json(self._path / "manifest.json")
-        texts = RunTexts(self._completions)
-        same: list[bool] = []
-        report = self._report(record["engine"]["num_spec_tokens"], baseline, same, texts)
+        texts, same = RunTexts(self._completions), list[bool]()
+        report = self._report(
+            record["engine"]["num_spec_tokens"], texts.watch(self._requests(baseline, same))
+        )
         if baseline is not None:
-            plain = baseline._report(0)
-            report = report.with_baseline(plain, sum(same) / len(same) if same else 0.0, len(same))
+            report = report.with_baseline(baseline._report(0, baseline._requests(None, [])), same)
         document = report.to_json()
         shown = (
             texts.shown(_tokenizer(record["engine"]["model"])) if record.get("steps", True) else ([], None)
@@ -86,34 +272,20 @@ class FinishedRun:
         write_json(self._path / "report.json", document)
         return document
 
-    def _report(
-        self,
-        num_spec_tokens: int,
-        baseline: "FinishedRun | None" = None,
-        same: list[bool] | None = None,
-        texts: RunTexts | None = None,
-    ) -> Report:
-        """The report; ``same`` gets whether tokens are those of ``baseline``, ``texts`` sees the requests."""
-        empty: list[str] = []
-        requests = self._requests(baseline, [] if same is None else same, empty)
-        report = report_of(
-            requests if texts is None else texts.watch(requests),
+    def _report(self, num_spec_tokens: int, requests: Iterable[RequestRow]) -> Report:
+        return report_of(
+            requests,
             read_passes(self._path / "passes.jsonl"),
             num_spec_tokens=num_spec_tokens,
             num_errors=len(self._errors),
         )
-        return report.with_texts(empty)
 
-    def _requests(
-        self, baseline: "FinishedRun | None", same: list[bool], empty: list[str]
-    ) -> Iterator[RequestRow]:
-        """All requests; ``empty`` gets the texts without a character."""
+    def _requests(self, baseline: "FinishedRun | None", same: list[bool]) -> Iterator[RequestRow]:
+        """All requests; ``same`` gets whether the tokens of those that ``baseline`` has too are equal."""
         plain = {} if baseline is None else baseline._completions
         for name, row in self._completions.items():
             if name in plain:
                 same.append(plain[name]["token_ids"] == row["token_ids"])
-            if not row["text"].strip():
-                empty.append(row["text"])
             yield RequestRow.of_row(row)
 
     def export(self, format_name: FormatName) -> None:

@@ -1,1 +1,1 @@
-"""What happened, as rows of two tables, and counts of them; the phases of a start. May import no other package."""
+"""What happened, as rows of two tables, counts of them, and the run directory that keeps them."""

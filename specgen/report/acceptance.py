@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specgen.record.counts import Step, StepCounts
+from specgen.record.record_rows import Step, StepCounts
 from specgen.report.intervals import Interval, Ratio
 
 

@@ -11,16 +11,14 @@ from pathlib import Path
 from sys import intern
 from typing import Any
 
-from specgen.config import UserError, first_line, require
+from specgen.config import UserError, first_line
 from specgen.record.record_rows import conversation_of
 from specgen.report.intervals import PairedRatio, Ratio, holm, paired_ratio
 
 LENGTH = "length over all steps"
 POSITION = "acceptance at token "
-_NO_STEPS = {
-    "acceptance_histogram": [0],
-    "num_draft_tokens": 0,
-}  # of an evaluation, whose ids are hashes of prompts
+# of an evaluation, whose ids are hashes of prompts
+_NO_STEPS = {"acceptance_histogram": [0], "num_draft_tokens": 0, "num_steps_without_drafts": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +207,7 @@ def _read(line: bytes, where: str) -> Answer:
         metrics = row.get("metrics", _NO_STEPS)
         steps = metrics["acceptance_histogram"]
         at_least = tuple(accumulate(reversed(steps)))  # [K + 1]: steps with K, K - 1, ... or more accepted
-        without = _without_drafts(row, metrics, where)
+        without = metrics["num_steps_without_drafts"]
         name, category = str(row["id"]), row.get("category")
         return Answer(
             name=name,
@@ -225,16 +223,3 @@ def _read(line: bytes, where: str) -> Answer:
         raise UserError(
             f"{where} is not a completion ({first_line(error)}): generate into a new directory"
         ) from error
-
-
-def _without_drafts(row: Mapping[str, Any], metrics: Mapping[str, Any], where: str) -> int:
-    """Steps without drafts; ``UserError`` for a row with some of a version that did not count them."""
-    known: int | None = metrics.get("num_steps_without_drafts")
-    if known is None:
-        histogram = metrics["acceptance_histogram"]
-        drafting = sum((accepted + 1) * number for accepted, number in enumerate(histogram))
-        require(
-            len(histogram) < 2 or len(row.get("token_ids", ())) <= 1 + drafting,  # the prefill's token
-            f"{where} has steps without drafts that its version did not count: generate into a new directory",
-        )
-    return known or 0

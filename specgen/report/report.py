@@ -1,29 +1,41 @@
-"""The report of a run: a pure function of its rows."""
+"""The report of a run, also of an unfinished one: a pure function of its rows."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from specgen.config import require
+from specgen.config import UserError, require
 from specgen.config.json_fields import load_json
-from specgen.record.counts import StepCounts
+from specgen.record.files import Rows
 from specgen.record.record_rows import (
     ONLY_SESSION,
+    PARTS,
     Captured,
     OutOfMemory,
     PassRow,
     RequestRow,
     Row,
     Session,
+    StepCounts,
     conversation_of,
+    read_passes,
+    require_present_version,
 )
 from specgen.report.acceptance import RequestSum, Speculation
-from specgen.report.experts_touched import ExpertStats, ExpertSum
-from specgen.report.parts_of_texts import PartSum
-from specgen.report.timings import LatencyStats, StepStats, StepSum, WallClock, latency_stats
-from specgen.report.wall_time import WallSum, WallTime
+from specgen.report.display import count
+from specgen.report.timings import (
+    ExpertStats,
+    ExpertSum,
+    LatencyStats,
+    StepStats,
+    StepSum,
+    WallClock,
+    WallSum,
+    WallTime,
+    latency_stats,
+)
 
 DEFINITIONS = (
     ("mean acceptance length", "1 + accepted / drafts over verify steps with drafts; no prefill, no padding"),
@@ -44,7 +56,7 @@ class Baseline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(Speculation):
     """All statistics of one run; a breakdown is empty if there is only one category or turn.
 
     ``ttft_seconds`` is the time from submission to the first token; ``tpot_seconds`` the time from the first token to
@@ -52,7 +64,6 @@ class Report:
     """
 
     num_spec_tokens: int
-    speculation: Speculation  # of all requests
     categories: Mapping[str, Speculation]
     turns: Mapping[str, Speculation]
     parts: Mapping[str, Speculation]  # reasoning and answer; empty where no text has reasoning
@@ -74,7 +85,7 @@ class Report:
 
     @property
     def output_tokens_per_second(self) -> float | None:
-        return self.speculation.total_num_output_tokens / self.wall_seconds if self.wall_seconds > 0 else None
+        return self.total_num_output_tokens / self.wall_seconds if self.wall_seconds > 0 else None
 
     def rows(self) -> dict[str, int]:
         """Rows computed and wasted in decode steps; ``loop`` are the draft loop's rows in steps of both kinds."""
@@ -83,28 +94,21 @@ class Report:
         rows = {name.removesuffix("_rows"): getattr(decode, name) if decode else 0 for name in names}
         return {**rows, "loop": sum(steps.loop_rows for steps in self.steps.values())}
 
-    def with_baseline(self, baseline: "Report", identical: float, num_compared: int) -> Self:
-        """This report with ``baseline``; ``identical`` is the share of equal texts among ``num_compared``."""
+    def with_baseline(self, baseline: "Report", same: Sequence[bool]) -> Self:
+        """This report with ``baseline``; ``same`` says of each request of both whether its texts are equal."""
         ours, theirs = self.output_tokens_per_second, baseline.output_tokens_per_second
         comparison = Baseline(
             output_tokens_per_second=theirs,
             ratio=ours / theirs if ours is not None and theirs else None,
-            identical=identical,
-            num_compared=num_compared,
+            identical=sum(same) / len(same) if same else 0.0,
+            num_compared=len(same),
         )
         return replace(self, baseline=comparison)
 
-    def with_texts(self, texts: Iterable[str]) -> Self:
-        """This report with ``num_empty`` of ``texts``, those of all its requests."""
-        empty = sum(not text.strip() for text in texts)
-        return replace(self, num_empty=max(0, empty - sum(self.ended_in_reasoning.values())))
-
     def to_json(self) -> dict[str, Any]:
         """The content of ``report.json``: counters at the top level, times in seconds, None without data."""
-        fields = asdict(self)
         return {
-            **fields.pop("speculation"),
-            **fields,
+            **asdict(self),
             "output_tokens_per_second": self.output_tokens_per_second,
             "rows": self.rows(),
         }
@@ -118,9 +122,10 @@ class _Sums:
         self.all = RequestSum(num_spec_tokens)
         self.categories: dict[str, RequestSum] = {}
         self.turns: dict[str, RequestSum] = {}
-        self.by_part = PartSum(num_spec_tokens)
+        self.parts = {part: RequestSum(num_spec_tokens) for part in PARTS}  # what has no part is answer
+        self.has_reasoning = False
         self.ended_in_reasoning: Counter[str] = Counter()
-        self.num_prompt_tokens = self.num_cached_tokens = self.num_preemptions = 0
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_preemptions = self.num_empty = 0
         self.reasons: Counter[str] = Counter()
         self.clock = WallClock()
         self.ttft: list[float] = []
@@ -155,6 +160,8 @@ class _Sums:
         self.reasons[row.reason] += 1
         if row.parts is not None and row.parts["part"] == "reasoning":
             self.ended_in_reasoning[row.reason] += 1
+        else:
+            self.num_empty += row.is_empty
         if row.first_token is not None:
             self.ttft.append(row.first_token - row.arrival)
             if row.num_output_tokens > 1:
@@ -168,7 +175,14 @@ class _Sums:
         self._sum(self.turns, str(row.turn)).add(counts, num_tokens)  # which has each conversation once
         for sums in (self.all, self._sum(self.categories, category)):
             sums.add(counts, num_tokens, conversation, left)
-        self.by_part.add(counts, row.parts, num_tokens, conversation, left)
+        if row.parts is None:
+            self.parts["answer"].add(counts, num_tokens, conversation, left)
+            return
+        self.has_reasoning = True
+        for part, tokens in row.parts["tokens"].items():
+            if tokens:
+                steps = StepCounts.of_row(row.parts["steps"][part], self.num_spec_tokens)
+                self.parts[part].add(steps, tokens, conversation, left)
 
     def _sum(self, groups: dict[str, RequestSum], label: str) -> RequestSum:
         if label not in groups:
@@ -177,11 +191,11 @@ class _Sums:
 
     def report(self, num_errors: int) -> Report:
         return Report(
+            **vars(self.all.result()),
             num_spec_tokens=self.num_spec_tokens,
-            speculation=self.all.result(),
             categories=_breakdown(self.categories),
             turns=_breakdown(self.turns),
-            parts=self.by_part.result(),
+            parts={part: each.result() for part, each in self.parts.items()} if self.has_reasoning else {},
             ended_in_reasoning=dict(sorted(self.ended_in_reasoning.items())),
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
@@ -195,6 +209,7 @@ class _Sums:
             steps={kind: steps.result() for kind, steps in sorted(self.steps.items())},
             wall=None if self.clock.sharded else self.wall.result(self.clock.seconds),
             experts=self.experts.result(),
+            num_empty=self.num_empty,
         )
 
 
@@ -249,3 +264,62 @@ def load(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         f"{directory / 'report.json'} is not the report of a run: generate into a new directory",
     )
     return report, load_json(directory / "manifest.json", remedy)
+
+
+# --- runs that are not finished -----------------------------------------------------------------
+
+_FINISHED = "finished"
+
+
+def load_so_far(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``report.json`` and ``manifest.json`` as by ``report.load``, of an unfinished run computed from its rows.
+
+    An unfinished run's report has two more fields: ``state`` as in ``status.json`` (``stopped`` without one), and
+    ``num_expected``, its requests where that is known.
+    """
+    status = status_of(directory)
+    if is_finished(directory, status):
+        return load(directory)
+    manifest, passes = directory / "manifest.json", directory / "passes.jsonl"
+    require_present_version(directory)
+    if not manifest.exists() or not passes.exists():
+        return load(directory)  # says what is missing
+    record = load_json(manifest, "generate into a new directory")
+    rows = Rows(directory / "completions.jsonl").values()
+    report = report_of(
+        (RequestRow.of_row(row) for row in rows if "token_ids" in row),
+        read_passes(passes),
+        num_spec_tokens=record["engine"]["num_spec_tokens"],
+        num_errors=len(Rows(directory / "errors.jsonl")),
+    ).to_json()
+    expected = status.get("total") or None
+    if expected is not None:
+        report["num_unfinished"] = max(0, expected - report["num_requests"] - report["num_errors"])
+    return {**report, "state": status.get("state", "stopped"), "num_expected": expected}, record
+
+
+def is_finished(directory: Path, status: Mapping[str, Any]) -> bool:
+    """Whether the run in ``directory``, whose ``status_of`` it is, has a report of all its requests."""
+    return status.get("state", _FINISHED) == _FINISHED and (directory / "report.json").exists()
+
+
+def status_of(directory: Path) -> dict[str, Any]:
+    """``status.json``; empty without one, or where a power failure has emptied it."""
+    path = directory / "status.json"
+    try:
+        return load_json(path, "run the same command again") if path.exists() else {}
+    except UserError:
+        return {"state": "lost"}
+
+
+def unfinished(report: Mapping[str, Any]) -> str:
+    """A sentence if the report is of an unfinished run, else empty."""
+    if "state" not in report:
+        return ""
+    done = count(report["num_requests"])
+    expected = report["num_expected"]
+    of = "" if expected is None else f" of {count(expected)} requests"
+    return (
+        f"This run is not finished ({report['state']}, {done}{of} done): these are the numbers of the "
+        "requests that are done, and of all passes. The same command resumes it."
+    )

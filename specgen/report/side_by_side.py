@@ -20,11 +20,10 @@ from specgen.report.display import (
     seconds,
 )
 from specgen.report.paired_requests import LENGTH, PairedFigure, SharedRequests
-from specgen.report.report import DEFINITIONS, draft_lengths
+from specgen.report.report import DEFINITIONS, draft_lengths, unfinished
 from specgen.report.table import Column, Row, Table
 from specgen.report.tables import remarks
 from specgen.report.terminal import Part, definitions
-from specgen.report.unfinished import unfinished
 
 _NAME = 12  # characters of a run's name in a heading; runs with longer names are numbered
 _LENGTHS = 4  # most frequent K shown

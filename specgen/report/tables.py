@@ -16,14 +16,11 @@ from specgen.report.display import (
     seconds,
     several,
 )
-from specgen.report.experts_touched import expert_terms, experts_table
 from specgen.report.page import Page
-from specgen.report.report import DEFINITIONS, draft_lengths
+from specgen.report.report import DEFINITIONS, draft_lengths, unfinished
 from specgen.report.table import Column, Row, Table, pairs
 from specgen.report.terminal import Part, definitions, heading
 from specgen.report.text_list import TextList
-from specgen.report.unfinished import unfinished
-from specgen.report.wall_time import wall_table
 
 _FEW, _NEARLY_ALL = 10, 0.9  # texts, share of them
 DEAD_LENGTH = 1.05  # tokens per verify step; plain decoding has 1
@@ -63,6 +60,26 @@ _STEPS = (
     Column(name="mean_seconds", title="mean", show=seconds),
     Column(name="max_seconds", title="max", show=seconds),
 )
+_WALL = {
+    "prefill": "prefill passes",
+    "full": "decode time at full batch",
+    "filling": "extra time in smaller batches while prompts wait",
+    "tail": "extra time while the batch drains",
+    "captures": "captures of CUDA graphs",
+    "idle_outside": "device idle: prompts, texts, files (at most)",
+    "idle_engine": "device idle: other",
+    "rest": "before the first pass and after the last",
+}
+_EXPERTS = (
+    Column(name="batch", title="sequences"),
+    Column(name="step", wraps=True),
+    Column(name="num_steps", title="steps", show=count),
+    Column(name="touched", title="experts touched", show=rate),
+    Column(name="touched_plain", title="by a plain step", show=rate),
+    Column(name="x_plain", title="x plain", show=ratio),
+    Column(name="gigabytes", title="read", unit="GB"),
+)
+_SHOWN_EXPERTS = 12  # rows of the table, those of the most steps; report.json has all
 _LENGTHS = (Column(name="k", title="by draft length"), Column(name="steps", title="decode steps"))
 
 
@@ -227,6 +244,67 @@ def _speed(report: Mapping[str, Any]) -> Iterator[_Item]:
 def _share(rows: Mapping[str, int], name: str, wasted: str) -> str:
     share = percent(rows[wasted] / rows[name] if rows[name] else None)
     return f"{count(rows[name])}, of which {count(rows[wasted])} ({share})"
+
+
+def wall_table(report: Mapping[str, Any]) -> Iterator[Table]:
+    """The parts in a ``report.json``; nothing for a run without them."""
+    parts = report.get("wall")
+    if not parts:
+        return
+    whole = sum(parts.values())
+    rows = [
+        {"part": title, "seconds": parts[name], "share": parts[name] / whole if whole else None}
+        for name, title in _WALL.items()
+    ]
+    yield Table(
+        title="Where the wall time went",
+        note="by the device's clock",
+        columns=(
+            Column(name="part", title="part"),
+            Column(name="seconds", title="time", show=seconds),
+            Column(name="share", show=percent),
+        ),
+        rows=tuple(row for row in rows if row["seconds"]),
+        bars="share",
+        ticks=quarters(max((row["share"] or 0.0) for row in rows)),
+    )
+
+
+def experts_table(report: Mapping[str, Any]) -> Iterator[Table]:
+    """Of a ``report.json``; none for a dense target, or for reports from before there were mixtures."""
+    found: Sequence[Mapping[str, Any]] = report.get("experts", ())
+    shown = sorted(found, key=lambda each: -each["num_steps"])[:_SHOWN_EXPERTS]
+    if not shown:
+        return
+    rows = tuple(
+        {
+            "batch": each["sequences"],
+            "step": f"verify, K = {k}" if (k := each["num_spec_tokens"]) else "plain",
+            "num_steps": each["num_steps"],
+            "touched": each["touched"],
+            "touched_plain": each["touched_plain"],
+            "x_plain": each["touched"] / each["touched_plain"] if each["touched_plain"] else None,
+            "gigabytes": each["num_bytes"] / 1e9,
+        }
+        for each in found
+        if each in shown
+    )
+    yield Table(
+        title="Experts touched",
+        note="of a layer, means over layers and steps",
+        columns=_EXPERTS,
+        rows=rows,
+        num_keys=2,
+    )
+
+
+def expert_terms(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The definitions that the table needs; none without one."""
+    for each in report.get("experts", ())[:1]:
+        of = count(each["num_experts"])
+        yield "experts touched", f"of the {of} of a layer, by any row of a step; no padding, mean over layers"
+        yield "by a plain step", "the same by the row of each newest token alone, in the same step"
+        yield "read", "the bytes of the experts touched, in all layers"
 
 
 # --- sentences ------------------------------------------------------------------------------------

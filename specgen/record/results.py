@@ -14,6 +14,8 @@ from typing import IO, Any, Self
 
 from specgen.config import UserError, require
 from specgen.config.json_fields import load_json
+from specgen.record.files import RowFile, cut_torn_line, naming, open_output, sync, writable, write_json
+from specgen.record.provenance import differences
 from specgen.record.record_rows import (
     WHOLE,
     EngineRow,
@@ -25,9 +27,6 @@ from specgen.record.record_rows import (
     require_present_version,
     to_line,
 )
-from specgen.rundir.atomic import naming, open_output, sync, writable, write_json
-from specgen.rundir.provenance import differences
-from specgen.rundir.row_file import RowFile, cut_torn_line
 
 LOCK = ".lock"
 _SESSION = b'{"row":"session"'

@@ -1,6 +1,8 @@
-"""The manifest of a run: arguments, versions, device, checkpoint fingerprints; and in what two of them differ."""
+"""The manifest of a run: arguments, versions, machine, checkpoint fingerprints; and in what two of them differ."""
 
+import os
 import platform
+import subprocess
 import sys
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import fields, replace
@@ -11,7 +13,6 @@ from typing import Any
 
 from specgen.config import PINNED_DATE, EngineConfig, SamplingParams
 from specgen.config.json_fields import OF_THE_MOMENT, flat, load_json
-from specgen.rundir.machine_state import machine_state
 
 MACHINE = ("device.host", "device.cpu")  # for whoever reads a report
 FREE_IN_A_RUN = (  # no effect on texts; checkpoints are compared by fingerprint, devices by name
@@ -223,3 +224,59 @@ def _content(file: Mapping[str, Any]) -> object:
 
 def _state(file: Mapping[str, Any]) -> str:
     return f"{file['bytes']:,} bytes of {file['changed'].removesuffix('+00:00')} UTC"
+
+
+# --- the state of the machine -------------------------------------------------------------------
+
+_ASKED = {  # of nvidia-smi, by field
+    "driver": "driver_version",
+    "clock_mhz": "clocks.sm",
+    "max_clock_mhz": "clocks.max.sm",
+    "power_limit_watts": "power.limit",
+    "gpu_use_percent": "utilization.gpu",
+}
+_TIMEOUT = 10.0  # seconds: a sick driver must not stop a run
+
+
+def machine_state(uuid: str | None = None) -> dict[str, Any]:
+    """Load average of the last minute, number of CPUs, and what nvidia-smi says of the GPU ``uuid``.
+
+    What cannot be read is left out.
+    """
+    try:
+        load = {"load": round(os.getloadavg()[0], 2), "cpus": num_cpus()}
+    except (OSError, AttributeError):  # not on every system
+        load = {}
+    return load | ({} if uuid is None else _gpu(uuid))
+
+
+def num_cpus() -> int:
+    """The CPUs that this process may use, where the system says."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _gpu(uuid: str) -> dict[str, Any]:
+    command = ["nvidia-smi", f"--id={uuid}", f"--query-gpu={','.join(_ASKED.values())}"]
+    try:
+        found = subprocess.run(
+            [*command, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    values = [value.strip() for value in found.stdout.strip().split(",")]
+    if len(values) != len(_ASKED):
+        return {}
+    numbers = {name: _number(value) for name, value in zip(_ASKED, values, strict=True)}
+    return {name: number for name, number in numbers.items() if number is not None} | {"driver": values[0]}
+
+
+def _number(text: str) -> float | None:
+    """None for [N/A] and the like, and for a version."""
+    try:
+        return float(text)
+    except ValueError:
+        return None

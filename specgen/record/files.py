@@ -1,0 +1,211 @@
+"""Files that survive a kill: replaced atomically, or append-only rows indexed by id; errors name the file."""
+
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from specgen.config import UserError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+
+import mmap
+import re
+from collections.abc import Mapping
+from typing import Any
+
+
+@contextmanager
+def naming(path: object) -> Iterator[None]:
+    """Puts ``path`` into an ``OSError``: the system names a file for open, but not for write."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+@contextmanager
+def writable(output: Path, remedy: str = "fix that and run the same command again") -> Iterator[None]:
+    """Makes a ``UserError`` of an ``OSError`` at or in ``output``, and of no other."""
+    try:
+        yield
+    except OSError as error:
+        named = Path(error.filename) if isinstance(error.filename, str) else None
+        if named is None or not any(named.is_relative_to(path) for path in (output, _partial(output))):
+            raise
+        raise UserError(
+            f"output {str(output)!r} cannot be written ({error.strerror or error}): {remedy}"
+        ) from error
+
+
+class _Named(io.FileIO):
+    def write(self, content: "ReadableBuffer", /) -> int:
+        with naming(self.name):
+            return super().write(content)
+
+
+def open_output(path: Path, mode: str) -> IO[bytes]:
+    """Open ``path`` to write (``w``) or to append (``a``); a flush that fails names it."""
+    return io.BufferedWriter(_Named(str(path), mode))
+
+
+def sync(file: IO[bytes]) -> None:
+    """Flush to the disk: survives a power loss."""
+    file.flush()
+    with naming(file.name):
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def swapped(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write that atomically replaces ``path`` at the end; a power loss may leave it empty."""
+    partial = _partial(path)
+    with open_output(partial, "w") as file:
+        yield file
+    os.replace(partial, path)
+
+
+@contextmanager
+def replacement(path: Path) -> Iterator[IO[bytes]]:
+    """As ``swapped``, and survives a power loss: it waits for the disk."""
+    with swapped(path) as file:
+        yield file
+        sync(file)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` atomically."""
+    with replacement(path) as file:
+        file.write(text.encode())
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write ``value`` as indented JSON, atomically."""
+    write_text(path, as_json(value))
+
+
+def write_json_lines(path: Path, values: Iterable[object]) -> None:
+    """Write ``values`` as JSON lines, atomically."""
+    with replacement(path) as file:
+        file.writelines(json.dumps(value, ensure_ascii=False).encode() + b"\n" for value in values)
+
+
+def as_json(value: object) -> str:
+    """``value`` as indented JSON."""
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
+
+
+# --- rows ---------------------------------------------------------------------------------------
+
+_ID = re.compile(rb'\{"id": ("(?:[^"\\]|\\.)*")')  # the start of a row as ``add`` writes it
+
+
+class Rows(Mapping[str, dict[str, Any]]):
+    """The rows of ``path`` by id, each read from the file on access; of rows with the same id the last counts.
+
+    Opening takes one pass that parses only ids, and keeps only ids in memory. A torn last line is no row, and a file
+    that is not there has none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._reader: IO[bytes] = path.open("rb") if path.exists() else io.BytesIO()
+        self._offsets = dict(_offsets(self._reader))
+
+    def __getitem__(self, row_id: str) -> dict[str, Any]:
+        row: dict[str, Any] = json.loads(self._line(row_id))
+        return row
+
+    def __contains__(self, row_id: object) -> bool:
+        return row_id in self._offsets
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._offsets)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def _line(self, row_id: str) -> bytes:
+        self._reader.seek(self._offsets[row_id])
+        return self._reader.readline()
+
+
+class RowFile(Rows):
+    """``Rows`` that grow. Opening cuts a torn last line. ``OSError`` where the file cannot be written."""
+
+    def __init__(self, path: Path) -> None:
+        path.touch()
+        cut_torn_line(path)
+        self._file = open_output(path, "a")
+        super().__init__(path)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Append ``row``, whose first key is ``id``, flushed to the OS: survives a kill, not a power loss."""
+        offset = self._file.tell()
+        self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        self._file.flush()
+        self._offsets[row["id"]] = offset
+
+    def sync(self) -> None:
+        """Flush to the disk: survives a power loss."""
+        sync(self._file)
+
+    def clear(self) -> None:
+        self._file.truncate(0)
+        self._file.seek(0)
+        self._offsets.clear()
+
+    def close(self) -> None:
+        """Close for writing; rows can still be read."""
+        self._file.close()
+
+    def arrange(self, ids: Iterable[str]) -> None:
+        """Atomically sort the closed file's rows in the order of ``ids``; others are removed."""
+        offsets, offset = dict[str, int](), 0
+        with replacement(self.path) as file:
+            for row_id in ids:
+                if row_id in self._offsets:
+                    offsets[row_id] = offset
+                    offset += file.write(self._line(row_id))
+        self._reader.close()
+        self._reader, self._offsets = self.path.open("rb"), offsets
+
+
+def cut_torn_line(path: Path) -> None:
+    """Remove everything after the last line break of ``path``."""
+    with naming(path), path.open("r+b") as file:
+        if os.fstat(file.fileno()).st_size:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                end = content.rfind(b"\n") + 1
+            file.truncate(end)
+
+
+def unquoted(string: bytes) -> str:
+    """The text of a JSON string; ten times as fast as ``json`` without escapes."""
+    return str(json.loads(string)) if b"\\" in string else string[1:-1].decode()
+
+
+def id_of(line: bytes) -> str | None:
+    """The id of the row in ``line``; None for an incomplete row, as a power loss may leave it."""
+    found = _ID.match(line)
+    return unquoted(found[1]) if found is not None and line.endswith(b"}\n") else None
+
+
+def _offsets(lines: IO[bytes]) -> Iterator[tuple[str, int]]:
+    """The id and the offset of every row."""
+    offset = 0
+    for line in lines:
+        row_id = id_of(line)
+        if row_id is not None:
+            yield row_id, offset
+        offset += len(line)
