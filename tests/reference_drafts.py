@@ -1,10 +1,13 @@
 """A direct implementation of EAGLE3 drafting: no cache, raw tensors, the target from ``transformers``."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+
+from specgen.core.sequence import Request
 
 
 class ReferenceDrafter:
@@ -23,17 +26,24 @@ class ReferenceDrafter:
             config.head_dim,
         )
         self.eps, self.theta = config.rms_norm_eps, config.rope_parameters["rope_theta"]
+        self.eos = {self.target.generation_config.eos_token_id}
         depth = config.num_hidden_layers
         self.aux = (2, depth // 2, depth - 3)
+        self._known: tuple[tuple[int, ...], Tensor] = ((), torch.empty(0))  # the newest text
+
+    def _fused(self, text: tuple[int, ...]) -> Tensor:
+        """What the target gives the head of every token of ``text``, none of which depends on later ones."""
+        if self._known[0] != text:
+            states = self.target(torch.tensor([text]), output_hidden_states=True).hidden_states
+            # hidden_states[i] is the input of layer i
+            self._known = text, torch.cat([states[i][0] for i in self.aux], -1) @ self.t["fc.weight"].T
+        return self._known[1]
 
     @torch.inference_mode()
-    def drafts(self, tokens: tuple[int, ...], k: int) -> tuple[int, ...]:
-        """K drafts after ``tokens`` (at least two)."""
-        ids = torch.tensor(tokens)
-        states = self.target(ids[None], output_hidden_states=True).hidden_states
-        # hidden_states[i] is the input of layer i
-        fused = torch.cat([states[i][0] for i in self.aux], -1) @ self.t["fc.weight"].T
-        hidden, following, proposed = fused[:-1], ids[1:], []
+    def drafts(self, text: tuple[int, ...], length: int, k: int) -> tuple[int, ...]:
+        """K drafts after the first ``length`` tokens of ``text`` (at least two)."""
+        hidden, following = self._fused(text)[: length - 1], torch.tensor(text[1:length])
+        proposed: list[int] = []
         for _ in range(k):
             last = self._head(following, hidden)[-1:]
             logits = self._norm(last, "norm") @ self.t["lm_head.weight"].T
@@ -44,17 +54,22 @@ class ReferenceDrafter:
         return tuple(proposed)
 
     @torch.inference_mode()
-    def greedy(self, prompt: tuple[int, ...], max_new_tokens: int) -> tuple[int, ...]:
-        """The greedy continuation of ``prompt`` by ``transformers``."""
-        ids = torch.tensor([prompt])
+    def greedy(self, requests: Sequence[Request]) -> dict[str, tuple[int, ...]]:
+        """The greedy texts of ``requests`` by ``transformers``, all at once behind padding on the left."""
+        prompts = [request.prompt_token_ids for request in requests]
+        most = max(map(len, prompts))
+        ids = torch.tensor([[0] * (most - len(prompt)) + list(prompt) for prompt in prompts])
+        real = torch.tensor([[0] * (most - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        longest = max(request.sampling.max_tokens for request in requests)
         out = self.target.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            pad_token_id=0,
+            ids, attention_mask=real, max_new_tokens=longest, do_sample=False, pad_token_id=0
         )
-        return tuple(out[0, len(prompt) :].tolist())
+        texts = {}
+        for request, tokens in zip(requests, out[:, most:].tolist(), strict=True):
+            asked = tokens[: request.sampling.max_tokens]
+            ends = (at + 1 for at, token in enumerate(asked) if token in self.eos)
+            texts[request.id] = tuple(asked[: next(ends, None)])
+        return texts
 
     def _head(self, ids: Tensor, hidden: Tensor) -> Tensor:
         """One dense pass: ``ids[p]`` is the token at p + 1, ``hidden[p]`` the state at p."""

@@ -12,8 +12,9 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from specgen.cli import main as cli
-from specgen.config import UserError
+from specgen.config import SamplingParams, UserError
 from specgen.core import scheduler, step
+from specgen.core.sequence import Request
 from specgen.decoding.verify import accept_greedy
 from specgen.evaluation.audit import distinct
 from specgen.evaluation.divergence import Divergence, first_difference, gap, prefill_logits, rounding
@@ -166,7 +167,8 @@ def test_logits_after_a_prefix_are_those_of_transformers(
 ) -> None:
     prompt = (5, 9, 33, 71, 8, 8, 120, 4, 17)
     logits = prefill_logits(config_of(random_pair), random_pair.models)
-    text = list(random_reference.greedy(prompt, 8))
+    request = Request(id="a", prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=8))
+    text = list(random_reference.greedy([request])["a"])
     assert [int(logits([*prompt, *text[:at]]).argmax()) for at in range(8)] == text
 
 

@@ -4,6 +4,7 @@ import json
 import random
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ def known_texts(asked: list[Request]) -> dict[str, tuple[int, ...]]:
     return {r.id: CYCLE.after(r.prompt_token_ids[-1], r.sampling.max_tokens) for r in asked}
 
 
-@pytest.mark.parametrize("name", mostly_slow(LENGTHS, "eagle3-3", "peagle-2"))
+@pytest.mark.parametrize("name", mostly_slow(LENGTHS, "peagle-2"))
 def test_a_dense_evaluation_drafts_the_guesses(root: Path, dense: DenseTarget, name: str) -> None:
     texts = random_texts(64, 40)
     newest = [CYCLE.succ[text[-1]] for text in texts]
@@ -87,9 +88,13 @@ def test_a_dense_evaluation_drafts_the_guesses(root: Path, dense: DenseTarget, n
     assert drafts.tolist() == [list(expected(name, token, LENGTHS[name])) for token in newest]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("batch", ["padded", "non-padded"])
-@pytest.mark.parametrize("name", mostly_slow(LENGTHS, "eagle3-3", "peagle-2"))
+@pytest.mark.parametrize(
+    ("name", "batch", "dtype"),
+    mostly_slow(
+        product(LENGTHS, ("padded", "non-padded"), (torch.float32, torch.bfloat16)),
+        ("eagle3-3", "non-padded", torch.float32),
+    ),
+)
 def test_the_engine_drafts_the_guesses_and_writes_the_known_text(
     load, name: str, batch: str, dtype: torch.dtype
 ) -> None:
@@ -104,7 +109,8 @@ def test_the_engine_drafts_the_guesses_and_writes_the_known_text(
             newest = CYCLE.after(newest, accepted + 1)[-1]
 
 
-@pytest.mark.parametrize("name", mostly_slow(["eagle1", "eagle3-3", "peagle-2"], "eagle1"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle1", "eagle3-3", "peagle-2"])
 def test_acceptance_is_a_power_of_the_known_share(load, name: str) -> None:
     params = SamplingParams(max_tokens=64, ignore_eos=True)
     asked = [
@@ -117,6 +123,7 @@ def test_acceptance_is_a_power_of_the_known_share(load, name: str) -> None:
         assert low <= CYCLE.accept ** (position + 1) <= high
 
 
+@pytest.mark.slow
 def test_a_parallel_head_knows_no_more_than_its_layers_can_pass_on(load) -> None:
     steps = accepted_counts(run(load("peagle"), "peagle", requests(), num_spec_tokens=4))
     assert max(steps) == 2
@@ -126,7 +133,8 @@ def accepted_counts(outputs: Outputs) -> list[int]:
     return outputs.accepted
 
 
-@pytest.mark.parametrize("name", mostly_slow(["eagle1", "eagle3-3", "peagle-2"], "eagle3-3"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle1", "eagle3-3", "peagle-2"])
 def test_sampling_at_temperature_1_gives_the_known_text(load, name: str) -> None:
     asked = requests(count=4, temperature=1.0)
     outputs = run(load(name), name, asked, draft_sampling="probabilistic")

@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from tests.test_mtp import load as load_mtp
 
 TINY = {"tiny-gpt-oss": "mxfp4", "tiny-qwen3-moe": "bf16", "tiny-glm": "bf16"}
 K = 4
-_BF16_EXPERTS = pytest.param("tiny-gpt-oss", "bf16", marks=pytest.mark.slow)
+PAIRS = [*TINY.items(), ("tiny-gpt-oss", "bf16")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +82,13 @@ def in_common(chosen: Tensor, num_experts: int, distance: int) -> Tensor:
     return (marks[:-distance] * marks[distance:]).sum(1) / chosen.shape[1]
 
 
-@pytest.mark.parametrize("dtype", mostly_slow([torch.float32, torch.bfloat16], torch.float32))
-@pytest.mark.parametrize(("name", "experts"), [*TINY.items(), _BF16_EXPERTS])
+@pytest.mark.parametrize(
+    ("name", "experts", "dtype"),
+    mostly_slow(
+        ((*pair, dtype) for pair in PAIRS for dtype in (torch.float32, torch.bfloat16)),
+        ("tiny-gpt-oss", "mxfp4", torch.float32),
+    ),
+)
 def test_transformers_generates_the_known_text(write, name: str, experts: str, dtype: torch.dtype) -> None:
     pair = write(name, 0.5, experts if "gpt" in name else None)
     likeliest, _ = choices_of(pair.model(dtype), pair.cycle.tokens)
@@ -106,7 +112,8 @@ def test_tokens_of_a_passage_choose_alike_as_asked(write, name: str, overlap: fl
         assert near == pytest.approx(overlap + (1 - overlap) * by_chance, abs=0.04)
 
 
-@pytest.mark.parametrize("name", mostly_slow(TINY, "tiny-glm"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TINY)
 def test_layers_choose_independently(write, name: str) -> None:
     pair = write(name, 1.0)
     _, chosen = choices_of(pair.model(), pair.cycle.tokens)
@@ -115,7 +122,8 @@ def test_layers_choose_independently(write, name: str) -> None:
     assert same == pytest.approx(pair.shape.num_chosen / pair.shape.num_experts, abs=0.08)
 
 
-@pytest.mark.parametrize("name", mostly_slow(TINY, "tiny-gpt-oss"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TINY)
 def test_all_experts_are_chosen_equally_often(write, name: str) -> None:
     pair = write(name, 0.0)
     _, chosen = choices_of(pair.model(), pair.cycle.tokens)
@@ -125,8 +133,9 @@ def test_all_experts_are_chosen_equally_often(write, name: str) -> None:
         assert 0.6 < counts.min() / counts.mean() < counts.max() / counts.mean() < 1.5
 
 
-@pytest.mark.parametrize("head", ["eagle3", "peagle-2"])
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    ("name", "head"), mostly_slow(product(TINY, ("eagle3", "peagle-2")), ("tiny-gpt-oss", "eagle3"))
+)
 def test_heads_draft_the_guesses(write, name: str, head: str) -> None:
     pair = write(name, 0.5)
     texts = [pair.cycle.slice(97 * i, 24) for i in range(16)]
@@ -151,7 +160,7 @@ def test_sinks_biases_and_windows_are_there(write) -> None:
     assert len(blocks.unique()) == 256
 
 
-@pytest.mark.parametrize(("name", "experts"), [*TINY.items(), _BF16_EXPERTS])
+@pytest.mark.parametrize(("name", "experts"), mostly_slow(PAIRS, ("tiny-gpt-oss", "mxfp4")))
 def test_experts_add_little_to_the_stream(write, name: str, experts: str) -> None:
     pair = write(name, 0.5, experts if "gpt" in name else None)
     block = pair.model().model.layers[3].mlp.experts
@@ -217,10 +226,8 @@ def test_fewer_layers_and_bf16_experts_can_be_asked_for(tmp_path: Path, monkeypa
     assert "model.layers.7.self_attn.sinks" not in tensors
 
 
-@pytest.mark.parametrize(
-    ("weights", "scale"),
-    mostly_slow([("fp8", "weight_scale"), ("fp8-block", "weight_scale_inv")], ("fp8", "weight_scale")),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("weights", "scale"), [("fp8", "weight_scale"), ("fp8-block", "weight_scale_inv")])
 def test_a_mixture_in_fp8_generates_the_known_text(tmp_path: Path, weights: str, scale: str) -> None:
     """And chooses its experts as it would in bfloat16: what experts leave alone stays so."""
     shape = chosen_shape("tiny-qwen3-moe", None, None)
@@ -240,7 +247,8 @@ def test_a_mixture_in_fp8_generates_the_known_text(tmp_path: Path, weights: str,
     assert found == cycle.tokens[5 : 5 + count]
 
 
-@pytest.mark.parametrize("weights", mostly_slow(["bf16", "fp8-block"], "bf16"))
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["bf16", "fp8-block"])
 def test_an_mtp_layer_drafts_the_guesses(tmp_path: Path, weights: str) -> None:
     """Each after the draft before it, and as the checkpoint of one model."""
     shape = chosen_shape("tiny-glm", None, None)
@@ -261,6 +269,7 @@ def test_an_mtp_layer_drafts_the_guesses(tmp_path: Path, weights: str) -> None:
             newest = cycle.after(newest, accepted + 1)[-1]
 
 
+@pytest.mark.slow
 def test_the_common_share_grows_with_the_overlap() -> None:
     shares = [common_share(128, 8, overlap) for overlap in (0, 0.25, 0.5, 0.75, 1)]
     assert shares[0] == 0

@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from specgen.config import SamplingParams
 from specgen.core.sequence import Request
 from specgen.report.intervals import wilson
 from tests.engines import Outputs, Pair, generate, load_pair
+from tests.marks import mostly_slow
 
 TINY = SHAPES["tiny"]
 K = 4
@@ -68,8 +70,15 @@ def known_texts(cycle: Cycle, requests: list[Request]) -> dict[str, tuple[int, .
     return {r.id: cycle.after(r.prompt_token_ids[-1], r.sampling.max_tokens) for r in requests}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("changes", [{"num_spec_tokens": 0}, {}, {"drafter_batch": "non-padded"}])
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    mostly_slow(
+        product(
+            ({"num_spec_tokens": 0}, {}, {"drafter_batch": "non-padded"}), (torch.float32, torch.bfloat16)
+        ),
+        ({}, torch.float32),
+    ),
+)
 def test_generated_tokens_are_the_known_text(load, changes: dict[str, object], dtype: torch.dtype) -> None:
     calibrated = load(0.75, dtype)
     requests = slices(calibrated.cycle)

@@ -27,12 +27,11 @@ def wrong_drafts(outputs: Outputs, reference: ReferenceDrafter) -> int:
     wrong = 0
     for name, steps in outputs.verified.items():
         completion = outputs.completions[name]
-        tokens = list(completion.request.prompt_token_ids + completion.token_ids[:1])
-        written = 1
+        prompt = completion.request.prompt_token_ids
+        length = len(prompt) + 1
         for drafts, _, emitted in steps:
-            wrong += drafts != reference.drafts(tuple(tokens), len(drafts))
-            tokens += completion.token_ids[written : written + emitted]
-            written += emitted
+            wrong += drafts != reference.drafts(prompt + completion.token_ids, length, len(drafts))
+            length += emitted
     return wrong
 
 

@@ -103,6 +103,7 @@ def test_shared_weights_go_with_the_last_engine() -> None:
     assert weights() is None
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
 def test_the_processes_of_other_ranks_end() -> None:
     config = EngineConfig(

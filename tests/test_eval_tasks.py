@@ -97,54 +97,49 @@ def test_word_problems_are_asked_as_in_training(load):
 NONE = "[invalid]"
 
 
-@pytest.mark.parametrize(
-    ("text", "strict", "flexible"),
-    [
-        ("They hold 12 * 3 = <<12*3=36>>36 eggs.\n#### 36", "36", "36"),
-        ("So 12 - 30 = -18.\n#### -18", "-18", "-18"),
-        ("#### 1,234.50", "1,234.50", "1,234.50"),
-        ("#### 36.", "36.", "36."),
-        ("#### 4\n#### 5", "4", "5"),
-        ("#### 36\nThat is more than 5", "36", "5"),
-        ("####36", NONE, "36"),
-        ("####  36", NONE, "36"),
-        ("#### $36", NONE, "$36"),
-        ("#### thirty-six", NONE, NONE),
-        ("## 36", NONE, "36"),
-        ("<<12*3=36>>36 eggs and 7", NONE, "7"),
-        ("The total is $1,000.00!", NONE, "$1,000.00"),
-        ("It costs 36, which is a lot", NONE, "36,"),
-        ("There are 36 of them.", NONE, "36"),
-        ("There are 36 of them...", NONE, "..."),
-        ("I do not know", NONE, NONE),
-        ("", NONE, NONE),
-    ],
-)
-def test_the_two_filters_take_what_lm_eval_says(scored, text, strict, flexible):
-    assert extracted(scored, text) == {"strict-match": strict, "flexible-extract": flexible}
+EXTRACTED = [
+    ("They hold 12 * 3 = <<12*3=36>>36 eggs.\n#### 36", "36", "36"),
+    ("So 12 - 30 = -18.\n#### -18", "-18", "-18"),
+    ("#### 1,234.50", "1,234.50", "1,234.50"),
+    ("#### 36.", "36.", "36."),
+    ("#### 4\n#### 5", "4", "5"),
+    ("#### 36\nThat is more than 5", "36", "5"),
+    ("####36", NONE, "36"),
+    ("####  36", NONE, "36"),
+    ("#### $36", NONE, "$36"),
+    ("#### thirty-six", NONE, NONE),
+    ("## 36", NONE, "36"),
+    ("<<12*3=36>>36 eggs and 7", NONE, "7"),
+    ("The total is $1,000.00!", NONE, "$1,000.00"),
+    ("It costs 36, which is a lot", NONE, "36,"),
+    ("There are 36 of them.", NONE, "36"),
+    ("There are 36 of them...", NONE, "..."),
+    ("I do not know", NONE, NONE),
+    ("", NONE, NONE),
+]
+SCORED = [
+    ("12 * 3 = <<12*3=36>>36 eggs.\n#### 36", "36", 1, 1),
+    ("The answer is 36.", "36", 0, 1),
+    ("The answer is $36", "36", 0, 1),
+    ("#### 36\nThat is more than 5", "36", 1, 0),
+    ("#### 136", "36", 0, 0),
+    ("#### 36.00", "36", 0, 0),
+    ("#### 36.", "36", 1, 1),
+    ("#### 1,234", "1234", 1, 1),
+    ("#### 1234", "1,234", 1, 1),
+    ("#### -5", "-5", 1, 1),
+    ("#### 5", "-5", 0, 0),
+    ("I do not know", "36", 0, 0),
+    ("", "36", 0, 0),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "answer", "strict", "flexible"),
-    [
-        ("12 * 3 = <<12*3=36>>36 eggs.\n#### 36", "36", 1, 1),
-        ("The answer is 36.", "36", 0, 1),
-        ("The answer is $36", "36", 0, 1),
-        ("#### 36\nThat is more than 5", "36", 1, 0),
-        ("#### 136", "36", 0, 0),
-        ("#### 36.00", "36", 0, 0),
-        ("#### 36.", "36", 1, 1),
-        ("#### 1,234", "1234", 1, 1),
-        ("#### 1234", "1,234", 1, 1),
-        ("#### -5", "-5", 1, 1),
-        ("#### 5", "-5", 0, 0),
-        ("I do not know", "36", 0, 0),
-        ("", "36", 0, 0),
-    ],
-)
-def test_known_answers_score(scored, text, answer, strict, flexible):
-    solution = f"First 99 * 2 = <<99*2=198>>198.\n#### {answer}"
-    assert scores(scored, text, solution) == {"strict-match": strict, "flexible-extract": flexible}
+def test_known_answers_are_taken_by_both_filters_and_score(scored):
+    for text, strict, flexible in EXTRACTED:
+        assert extracted(scored, text) == {"strict-match": strict, "flexible-extract": flexible}, text
+    for text, answer, strict, flexible in SCORED:
+        solution = f"First 99 * 2 = <<99*2=198>>198.\n#### {answer}"
+        assert scores(scored, text, solution) == {"strict-match": strict, "flexible-extract": flexible}, text
 
 
 def test_word_problems_score_as_gsm8k_does():

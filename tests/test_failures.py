@@ -3,6 +3,7 @@
 import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
 from specgen.kv.pages import PageAllocator
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, nan_at, random_requests
+from tests.marks import mostly_slow
 
 GREEDY = SamplingParams(max_tokens=24)
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9)
@@ -41,17 +43,18 @@ def batch_sizes_of(outputs: Outputs, name: str) -> set[int]:
     return {sizes[step.number] for step in outputs.completions[name].record.steps or ()}
 
 
-@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("batch", ["padded", "non-padded"])
 @pytest.mark.parametrize(
-    ("k", "sampling"),
-    [
-        pytest.param(0, GREEDY, marks=pytest.mark.slow),
-        pytest.param(1, GREEDY, marks=pytest.mark.slow),
-        (4, GREEDY),
-        (4, SAMPLED),
-    ],
-    ids=["0-greedy", "1-greedy", "4-greedy", "4-sampled"],
+    ("k", "sampling", "batch", "ahead"),
+    mostly_slow(
+        (
+            (*asked, *how)
+            for asked in ((0, GREEDY), (1, GREEDY), (4, GREEDY), (4, SAMPLED))
+            for how in product(("padded", "non-padded"), (False, True))
+        ),
+        (4, GREEDY, "padded", True),
+        (4, SAMPLED, "non-padded", True),
+    ),
+    ids={GREEDY: "greedy", SAMPLED: "sampled"}.get,
 )
 def test_nan_logits_fail_only_their_request(
     random_pair: Pair,
@@ -117,9 +120,10 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[KVCache]:
     return made
 
 
-@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 5])
-@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+@pytest.mark.parametrize(
+    ("batch", "ahead", "number"),
+    mostly_slow(product(("padded", "non-padded"), (False, True), (1, 5)), ("non-padded", True, 5)),
+)
 def test_a_retried_request_gives_the_right_text(
     demo_pair: Pair,
     device_like: Callable[[], None],
@@ -189,8 +193,17 @@ class Broken:
         monkeypatch.setattr(Steps, where, planted)
 
 
-@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize(("where", "number"), [("prefill", 1), ("prefill", 2), ("decode", 1), ("decode", 6)])
+@pytest.mark.parametrize(
+    ("where", "number", "ahead"),
+    mostly_slow(
+        (
+            (*at, ahead)
+            for at in (("prefill", 1), ("prefill", 2), ("decode", 1), ("decode", 6))
+            for ahead in (False, True)
+        ),
+        ("decode", 6, True),
+    ),
+)
 def test_a_device_error_changes_no_text(
     demo_pair: Pair,
     device_like: Callable[[], None],
@@ -287,7 +300,7 @@ def test_a_lost_device_ends_the_run_and_names_the_requests_in_flight(
     engine.abandon()
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", mostly_slow([False, True], True))
 def test_a_request_retried_alone_is_the_only_one_in_flight(
     random_pair: Pair, device_like: Callable[[], None], monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:

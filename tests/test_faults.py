@@ -1,10 +1,10 @@
 """A device error at any launch point changes no text, log-probability or draft and leaks no page."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import specgen
 from specgen.config import SamplingParams
@@ -25,11 +24,13 @@ from specgen.models.llama import Llama
 from specgen.models.model_config import TargetConfig
 from specgen.record.record_rows import EngineRow, OutOfMemory
 from tests.engines import Pair, bundled_requests, config_of, load_pair
+from tests.marks import mostly_slow
+from tests.operations import Operations
 from tests.tiny_checkpoints import write_eagle1_head, write_head, write_target
 
 ERRORS = (torch.OutOfMemoryError, RuntimeError)
 CONFIGS = list(product(("greedy", "sampled"), (0, 4), (True, False), (False, True)))
-QUICK = [("greedy", 4, True, True), ("sampled", 4, False, False)]
+GREEDY, SAMPLED = ("greedy", 4, True, True), ("sampled", 4, False, False)
 SHARE = 8  # of the places that a test fails in, each of so many has its turn; other settings have the others
 _PACKAGE = Path(specgen.__file__).parent
 _LAUNCHING = tuple(str(_PACKAGE / name) for name in ("core/", "decoding/", "kv/", "device.py"))
@@ -38,7 +39,7 @@ _LAUNCHING = tuple(str(_PACKAGE / name) for name in ("core/", "decoding/", "kv/"
 _NO_FAULT = nullcontext()
 
 
-class AtOp(TorchDispatchMode):
+class AtOp(Operations):
     """Raises at the operations of those ``numbers``, counted from 1 where it is in force, or from ``first_step``."""
 
     def __init__(self, error: type[RuntimeError], *numbers: int, first_step: int = 1) -> None:
@@ -48,7 +49,7 @@ class AtOp(TorchDispatchMode):
 
     @property
     def wanted(self) -> bool:
-        """It slows what runs under it down tenfold."""
+        """It slows down what runs under it."""
         return self.step >= self._first_step and self.raised < len(self.numbers)
 
     def __repr__(self) -> str:
@@ -64,7 +65,7 @@ class AtOp(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-class Launches(TorchDispatchMode):
+class Launches(Operations):
     """Records by function of the engine what it launches: each operation's step, and its number in it from 1."""
 
     def __init__(self) -> None:
@@ -98,10 +99,7 @@ def in_steps(mode: AtOp | Launches) -> Iterator[None]:
 
 def _begins_capture() -> bool:
     """Whether torch launches this itself to begin a CUDA graph; an error there aborts the process in ``~CUDAGraph``."""
-    frame = sys._getframe(2)
-    while "_dynamo" in frame.f_code.co_filename and frame.f_back is not None:  # wraps each dispatch
-        frame = frame.f_back
-    return frame.f_code.co_filename.endswith("torch/cuda/graphs.py")
+    return sys._getframe(2).f_code.co_filename.endswith("torch/cuda/graphs.py")
 
 
 def _launched_by() -> str:
@@ -258,14 +256,22 @@ def attempt(
     return results
 
 
-def _name(config: tuple[str, int, bool, bool]) -> str:
-    kind, k, prefix_cache, ahead = config
+def _name(value: Any) -> str | None:
+    if not isinstance(value, tuple):
+        return None
+    kind, k, prefix_cache, ahead = value
     return f"{kind}-K{k}-{'cache' if prefix_cache else 'no-cache'}-{'lookahead' if ahead else 'sync'}"
 
 
-@pytest.fixture(
-    params=[c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CONFIGS], ids=_name
-)
+def in_settings(names: str, others: Iterable[Any], *quick: Any) -> pytest.MarkDecorator:
+    """A test in every setting, and for every one of the ``others`` of its parameters."""
+    cases = [(config, *each) for config, *each in product(CONFIGS, *others)]
+    return pytest.mark.parametrize(
+        ("setting", *names.split()), mostly_slow(cases, *quick), indirect=["setting"], ids=_name
+    )
+
+
+@pytest.fixture
 def setting(request: pytest.FixtureRequest, demo_pair: Pair, device_like: Callable[[], None]) -> Setting:
     kind, k, prefix_cache, ahead = request.param
     if ahead:
@@ -273,12 +279,20 @@ def setting(request: pytest.FixtureRequest, demo_pair: Pair, device_like: Callab
     return Setting(demo_pair, kind, k, prefix_cache, ahead)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class FaultFree:
-    """Two runs of one engine without an error, and the operations of the first as ``Launches`` has them."""
+    """Two runs of one engine without an error."""
 
+    setting: Setting
     results: list[Run]
-    places: dict[str, list[tuple[int, int]]]
+
+    @cached_property
+    def places(self) -> dict[str, list[tuple[int, int]]]:
+        """The operations of the first run as ``Launches`` has them."""
+        launches = Launches()
+        with in_steps(launches):
+            run(self.setting.engine(), self.setting, Run())
+        return launches.places
 
 
 @pytest.fixture(scope="module")
@@ -295,13 +309,12 @@ def right(setting: Setting, fault_free_runs: dict[tuple[str, int, bool, bool], F
 
 
 def run_without_fault(setting: Setting) -> FaultFree:
-    launches = Launches()
-    results = attempt(setting, in_steps(launches))
+    results = attempt(setting)
     assert not any(each.errors for each in results)
-    return FaultFree(results=results, places=launches.places)
+    return FaultFree(setting=setting, results=results)
 
 
-@pytest.mark.parametrize("error", ERRORS)
+@in_settings("error", [ERRORS], (GREEDY, torch.OutOfMemoryError))
 def test_an_error_at_any_launch_changes_no_result(
     setting: Setting, right: FaultFree, error: type[RuntimeError]
 ) -> None:
@@ -315,9 +328,8 @@ OTHER_HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError, pytest.param(RuntimeError, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("name", OTHER_HEADS)
 def test_an_error_changes_no_result_with_other_heads(
     tmp_path: Path, device_like: Callable[[], None], name: str, error: type[RuntimeError]
@@ -351,8 +363,12 @@ def require_no_change(setting: Setting, right: FaultFree, error: type[RuntimeErr
         assert not found[1].errors, fault
 
 
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("when", ["before", "after"])
+@in_settings(
+    "when error",
+    [("before", "after"), ERRORS],
+    (GREEDY, "before", torch.OutOfMemoryError),
+    (SAMPLED, "after", RuntimeError),
+)
 def test_an_error_that_shows_when_results_are_read_changes_none(
     setting: Setting, right: FaultFree, when: str, error: type[RuntimeError]
 ) -> None:
@@ -365,7 +381,7 @@ def test_an_error_that_shows_when_results_are_read_changes_none(
     assert len(found[0].errors) <= 1
 
 
-@pytest.mark.parametrize("error", ERRORS)
+@in_settings("error", [ERRORS], (GREEDY, RuntimeError))
 def test_an_error_and_a_closed_iterator(
     setting: Setting, right: FaultFree, error: type[RuntimeError]
 ) -> None:
@@ -406,15 +422,19 @@ def scored(pair: Pair, engine: EngineCore | None = None) -> tuple[EngineCore, di
 fails_alone = partial(pytest.raises, RuntimeError, match="again when tried alone")
 
 
-@pytest.mark.parametrize("error", ERRORS)
+SCORING = (
+    *product([(Steps, "score")], ("inside", "before", "after")),
+    ((Llama, "forward"), "after"),
+    ((Llama, "logits"), "after"),
+)
+
+
 @pytest.mark.parametrize(
-    ("point", "when"),
-    [
-        ((Steps, "score"), "inside"),
-        *(pytest.param((Steps, "score"), when, marks=pytest.mark.slow) for when in ("before", "after")),
-        *(pytest.param((Llama, name), "after", marks=pytest.mark.slow) for name in ("forward", "logits")),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value[1],
+    ("point", "when", "error"),
+    mostly_slow(
+        ((*where, error) for where, error in product(SCORING, ERRORS)), (*SCORING[0], torch.OutOfMemoryError)
+    ),
+    ids=lambda value: value[1] if isinstance(value, tuple) else None,
 )
 def test_an_error_while_scoring_changes_no_logprob(
     demo_pair: Pair, point: tuple[type, str], when: str, error: type[RuntimeError]

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from specgen.checkpoints.checkpoint import load_target, open_checkpoint
 from specgen.checkpoints.tensor_reader import TensorReader
@@ -21,6 +20,7 @@ from specgen.ops import fp8
 from specgen.ops.weight import Weight
 from tests.dense import DenseAttend
 from tests.engines import bundled_requests, config_of, generate, load_pair
+from tests.operations import Operations
 from tests.tiny_checkpoints import write_target
 from tests.tiny_fp8 import CONFIGS, E4M3, matrix, quantize, reference
 
@@ -154,7 +154,7 @@ def test_transposed_blocks_are_seen(tmp_path: Path) -> None:
         load(path)
 
 
-class Casts(TorchDispatchMode):
+class Casts(Operations):
     """Finds the largest magnitude that is cast to e4m3: before torch 2.13 what is beyond 448 became NaN."""
 
     largest = 0.0

@@ -155,6 +155,7 @@ def test_any_config_of_a_target(target: Files, changes: dict[str, Any]) -> None:
     _try(target | {"config.json": _changed_json(target["config.json"], changes)}, _use_target)
 
 
+@pytest.mark.slow
 @fuzz(150)
 @given(changes=st.dictionaries(st.sampled_from(CONFIG_KEYS + HEAD_KEYS), values, min_size=1, max_size=3))
 def test_any_config_of_a_head(head: Files, model: Llama, changes: dict[str, Any]) -> None:
@@ -173,6 +174,7 @@ def test_any_json_file(target: Files, name: str, data: Any) -> None:
     _try(target | {name: content}, _use_target)
 
 
+@pytest.mark.slow
 @fuzz(60)
 @given(weight_map=values | st.dictionaries(st.text(max_size=4), values, min_size=1))
 @example(weight_map={"a": WEIGHTS})
@@ -186,6 +188,7 @@ def test_any_damage_to_safetensors(target: Files, damage: Callable[[bytes], byte
     _try(target | {WEIGHTS: damage(target[WEIGHTS])}, _use_target)
 
 
+@pytest.mark.slow
 @fuzz(150)
 @given(
     entry=st.dictionaries(
@@ -243,6 +246,7 @@ def test_any_tokenizer(target: Files, changes: dict[str, Any]) -> None:
     _try(target | {"tokenizer.json": _changed_json(target["tokenizer.json"], changes)}, _use_tokenizer)
 
 
+@pytest.mark.slow
 @fuzz(60)
 @given(changes=st.dictionaries(st.sampled_from(SETTINGS), values, min_size=1, max_size=2))
 def test_any_settings_of_a_tokenizer(target: Files, changes: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ from specgen.record.progress import Status, Tally
 from specgen.record.record_rows import EngineRow
 from specgen.record.results import LOCK, RunDirectory
 from tests.jobs import keep_in_memory
+from tests.marks import mostly_slow
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import write_byte_level
 
@@ -230,6 +231,7 @@ def test_a_run_whose_first_requests_all_fail_stops(job: Job, tmp_path: Path, fai
     assert ids(tmp_path / "run" / "completions.jsonl") == names
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_if_any_of_its_first_requests_may_succeed(
     job: Job, tmp_path: Path, failing: set[str]
 ) -> None:
@@ -245,7 +247,7 @@ def test_a_run_goes_on_if_any_of_its_first_requests_may_succeed(
     assert run.run(many, tmp_path / "first", Follower()).report["num_errors"] == 79
 
 
-@pytest.mark.parametrize("number", [3, 11])
+@pytest.mark.parametrize("number", mostly_slow([3, 11], 11))
 def test_a_baseline_is_resumed_too(job: Job, tmp_path: Path, number: int) -> None:
     job = replace(job, baseline=True)
     stopped(job, tmp_path, number)
@@ -265,22 +267,20 @@ def test_a_baseline_may_be_asked_for_later(job: Job, tmp_path: Path) -> None:
     assert report["acceptance"] == before["acceptance"]
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"sampling": {"max_tokens": 7}}, "--max-new-tokens 6 -> 7"),
-        ({"sampling": {"seed": 3}}, "--seed 0 -> 3"),
-        ({"engine": {"num_spec_tokens": 2}}, "--num-spec-tokens 4 -> 2"),
-        ({"engine": {"drafter_batch": "non-padded"}}, "--drafter-batch padded -> non-padded"),
-        ({"num_prompts": 7}, "--num-prompts not given -> 7:"),
-    ],
-)
-def test_another_run_is_refused(job: Job, tmp_path: Path, changed: dict[str, Any], words: str) -> None:
+def test_another_run_is_refused(job: Job, tmp_path: Path) -> None:
     stopped(job, tmp_path, 1)
     before = content(tmp_path)
-    with pytest.raises(UserError, match=f"holds a run that differs in {words}.* --restart"):
-        run.run(with_changes(job, changed), tmp_path, Follower())
-    assert content(tmp_path) == before
+    others: dict[str, dict[str, Any]] = {
+        "--max-new-tokens 6 -> 7": {"sampling": {"max_tokens": 7}},
+        "--seed 0 -> 3": {"sampling": {"seed": 3}},
+        "--num-spec-tokens 4 -> 2": {"engine": {"num_spec_tokens": 2}},
+        "--drafter-batch padded -> non-padded": {"engine": {"drafter_batch": "non-padded"}},
+        "--num-prompts not given -> 7:": {"num_prompts": 7},
+    }
+    for words, changed in others.items():
+        with pytest.raises(UserError, match=f"holds a run that differs in {words}.* --restart"):
+            run.run(with_changes(job, changed), tmp_path, Follower())
+        assert content(tmp_path) == before
 
 
 def with_changes(job: Job, changed: dict[str, Any]) -> Job:
@@ -309,7 +309,13 @@ def test_what_changes_no_text_may_differ(job: Job, tmp_path: Path) -> None:
     assert ids(tmp_path / "run" / "completions.jsonl") == NAMES
 
 
-@pytest.mark.parametrize("file", ["target/model.safetensors", "drafter/config.json", "target/tokenizer.json"])
+@pytest.mark.parametrize(
+    "file",
+    mostly_slow(
+        ["target/model.safetensors", "drafter/config.json", "target/tokenizer.json"],
+        "target/model.safetensors",
+    ),
+)
 def test_another_checkpoint_of_the_same_name_is_refused(job: Job, tmp_path: Path, file: str) -> None:
     models = tmp_path / "pair"
     shutil.copytree(Path(job.engine.model).parent, models)
@@ -428,7 +434,9 @@ def _loaded(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_in_memory(monkeypatch, job.engine)
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "file", mostly_slow(["model.safetensors", "tokenizer_config.json"], "model.safetensors")
+)
 def test_a_directory_in_which_nothing_was_done_belongs_to_the_corrected_command(
     job: Job, tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -481,7 +489,7 @@ def written(tmp_path: Path) -> Iterator[list[str]]:
     watching[0] = False
 
 
-@pytest.mark.parametrize("kept", ["jsonl", "openai"])
+@pytest.mark.parametrize("kept", mostly_slow(["jsonl", "openai"], "jsonl"))
 def test_reading_a_finished_run_needs_no_right_to_write_it(
     job: Job, tmp_path: Path, written: list[str], monkeypatch: pytest.MonkeyPatch, kept: FormatName
 ) -> None:

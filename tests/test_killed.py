@@ -143,7 +143,7 @@ def moments(seconds: float) -> Iterator[Kill]:
 @pytest.mark.parametrize(
     ("sampling", "num_kills"),
     [
-        pytest.param({}, 6, id="few"),
+        pytest.param({}, 3, id="few"),
         pytest.param({}, 25, id="greedy", marks=pytest.mark.slow),
         pytest.param(SAMPLED, 25, id="sampled", marks=pytest.mark.slow),
     ],

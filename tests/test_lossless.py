@@ -1,8 +1,6 @@
 """Speculation changes no text: greedy output is that of ``transformers``, whatever K, batch and memory are."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from itertools import product
 
 import pytest
@@ -15,6 +13,7 @@ from tests.reference_drafts import ReferenceDrafter
 
 pytestmark = pytest.mark.xdist_group("lossless")  # the texts of transformers are computed once
 
+Texts = dict[str, tuple[int, ...]]
 GREEDY = SamplingParams(max_tokens=24)
 RANDOM = random_requests(32, 128, GREEDY, lengths=(1, 30))
 
@@ -24,14 +23,13 @@ def demo_requests() -> tuple[Request, ...]:
 
 
 @pytest.fixture(scope="module")
-def random_text(random_reference: ReferenceDrafter) -> Callable[[Request], tuple[int, ...]]:
-    """The greedy text of a request of the random pair, computed once."""
-    return cache(lambda r: random_reference.greedy(r.prompt_token_ids, r.sampling.max_tokens))
+def random_texts(random_reference: ReferenceDrafter) -> Texts:
+    return random_reference.greedy(RANDOM)
 
 
 @pytest.fixture(scope="module")
-def demo_texts(demo_reference: ReferenceDrafter) -> dict[str, tuple[int, ...]]:
-    return {r.id: demo_reference.greedy(r.prompt_token_ids, r.sampling.max_tokens) for r in demo_requests()}
+def demo_texts(demo_reference: ReferenceDrafter) -> Texts:
+    return demo_reference.greedy(demo_requests())
 
 
 @pytest.mark.parametrize(
@@ -45,23 +43,17 @@ def demo_texts(demo_reference: ReferenceDrafter) -> dict[str, tuple[int, ...]]:
     ),
 )
 def test_greedy_text_equals_transformers(
-    random_pair: Pair,
-    random_text: Callable[[Request], tuple[int, ...]],
-    k: int,
-    batch: str,
-    batch_size: int,
+    random_pair: Pair, random_texts: Texts, k: int, batch: str, batch_size: int
 ) -> None:
     requests = RANDOM[: {1: 6, 5: 16, 32: 32}[batch_size]]
     outputs = generate(
         random_pair, requests, num_spec_tokens=k, drafter_batch=batch, max_batch_size=batch_size
     )
-    assert outputs.texts == {r.id: random_text(r) for r in requests}
+    assert outputs.texts == {r.id: random_texts[r.id] for r in requests}
 
 
 @pytest.mark.parametrize("k", mostly_slow(range(1, 9), 4))
-def test_greedy_text_with_mixed_acceptance(
-    demo_pair: Pair, demo_texts: dict[str, tuple[int, ...]], k: int
-) -> None:
+def test_greedy_text_with_mixed_acceptance(demo_pair: Pair, demo_texts: Texts, k: int) -> None:
     padded = generate(demo_pair, demo_requests(), num_spec_tokens=k, drafter_batch="padded")
     non_padded = generate(demo_pair, demo_requests(), num_spec_tokens=k, drafter_batch="non-padded")
     assert padded.texts == demo_texts
@@ -72,9 +64,7 @@ def test_greedy_text_with_mixed_acceptance(
 
 
 @pytest.mark.parametrize("batch", mostly_slow(["padded", "non-padded"], "non-padded"))
-def test_preemption_changes_no_text_and_no_step(
-    demo_pair: Pair, demo_texts: dict[str, tuple[int, ...]], batch: str
-) -> None:
+def test_preemption_changes_no_text_and_no_step(demo_pair: Pair, demo_texts: Texts, batch: str) -> None:
     page = 4 * (12 + 1) * 2 * 2 * 64 * 4  # positions, layers of target and head, k and v, heads, dim, bytes
     roomy = generate(demo_pair, demo_requests(), num_spec_tokens=4, drafter_batch=batch)
     tight = generate(demo_pair, demo_requests(), num_spec_tokens=4, drafter_batch=batch, kv_memory=60 * page)
@@ -86,14 +76,14 @@ def test_preemption_changes_no_text_and_no_step(
 
 @pytest.mark.parametrize("max_prefill_tokens", mostly_slow([1, 7, 64], 7))
 def test_chunked_prefill_changes_no_text(
-    random_pair: Pair, random_text: Callable[[Request], tuple[int, ...]], max_prefill_tokens: int
+    random_pair: Pair, random_texts: Texts, max_prefill_tokens: int
 ) -> None:
     outputs = generate(random_pair, RANDOM[:8], max_prefill_tokens=max_prefill_tokens)
-    assert outputs.texts == {r.id: random_text(r) for r in RANDOM[:8]}
+    assert outputs.texts == {r.id: random_texts[r.id] for r in RANDOM[:8]}
 
 
 def test_eos_inside_accepted_drafts_ends_the_text(
-    demo_pair: Pair, demo_reference: ReferenceDrafter, demo_texts: dict[str, tuple[int, ...]]
+    demo_pair: Pair, demo_reference: ReferenceDrafter, demo_texts: Texts
 ) -> None:
     """Each of 16 tokens of a text in turn becomes the EOS, so it falls on every position of a step."""
     request = demo_requests()[0]

@@ -92,6 +92,7 @@ def lose(models: Models, plant: Callable[[], None]) -> DeviceLost:
     return raised.value
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies(models: Models) -> None:
     lost = lose(models, lambda: os.kill(processes(models)[0], signal.SIGKILL))
     assert lost.reason == "rank 1 of 2 on cpu: it was ended by SIGKILL"
@@ -109,9 +110,10 @@ def test_a_rank_that_hangs(models: Models) -> None:
     assert lose(models, stop).reason == "rank 1 of 2 on cpu: no answer for 2 s"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("memory", MEMORY), pytest.param("bug", "KeyError: 'planted' is missing", marks=pytest.mark.slow)],
+    [("memory", MEMORY), ("bug", "KeyError: 'planted' is missing")],
 )
 def test_a_rank_that_fails(models: Models, name: str, why: str) -> None:
     lost = lose(models, lambda: together(models, fail_in_decode, config(2), name))
@@ -127,16 +129,15 @@ def test_rank_0_has_no_memory(models: Models, monkeypatch: pytest.MonkeyPatch) -
     assert lost.reason == f"rank 0 of 2 on cpu: {MEMORY}"
 
 
-@pytest.mark.parametrize(
-    "what",
-    ["end", pytest.param("draft", marks=pytest.mark.slow), pytest.param("page", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["end", "draft", "page"])
 def test_a_rank_that_finds_something_else(models: Models, what: str) -> None:
     """It is said before the next pass of a batch that is not rank 0's, and before any text is written."""
     lost = lose(models, lambda: together(models, find_others, config(2), what))
     assert lost.reason == "rank 1 of 2 on cpu: it has other tokens or another batch than rank 0"
 
 
+@pytest.mark.slow
 def test_nothing_goes_on_behind_a_pass_that_was_interrupted(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +169,7 @@ def test_signals_to_another_rank_mean_nothing(models: Models) -> None:
     assert len(list(outputs)) == len(PROMPTS) - 1
 
 
+@pytest.mark.slow
 def test_ranks_end_when_nothing_refers_to_their_model() -> None:
     asked = config(2)
     models = load_models(asked, open_checkpoints(asked))
@@ -180,6 +182,7 @@ def test_ranks_end_when_nothing_refers_to_their_model() -> None:
     assert not exists(process)
 
 
+@pytest.mark.slow
 def test_what_another_rank_cannot_load_is_an_error_of_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,6 +219,7 @@ def test_a_run_goes_on_without_what_the_lost_rank_had(
         patch.setattr("specgen.jobs.run.load_models", lambda *asked: models)
         with pytest.raises(DeviceLost, match="rank 1 of 2 on cpu: it was ended by SIGKILL"):
             run(several, tmp_path / "out", Killing())
+    assert not any(map(exists, processes(models)))
     noted = [json.loads(row) for row in (tmp_path / "out" / "lost.jsonl").read_text().splitlines()]
     assert {row["reason"] for row in noted} == {"rank 1 of 2 on cpu: it was ended by SIGKILL"}
     assert (tmp_path / "out" / "completions.jsonl").read_text().count("\n") >= 1

@@ -103,7 +103,7 @@ def demo_texts(demo_reference: ReferenceDrafter, demo_asked: list[Request]) -> T
 def test_the_penalties_of_these_tests_change_texts(
     demo_reference: ReferenceDrafter, demo_asked: list[Request], demo_texts: Texts
 ) -> None:
-    free = {r.id: demo_reference.greedy(r.prompt_token_ids, r.sampling.max_tokens) for r in demo_asked}
+    free = demo_reference.greedy(demo_asked)
     changed = [r.sampling for r in demo_asked if demo_texts[r.id] != free[r.id]]
     assert all(each.penalised for each in changed)
     assert len(changed) >= 6
