@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from specgen.bench import bound, expert_bench
+from specgen.bench import expert_bench
 from specgen.bench.expert_bench import SHAPES, ExpertJob, _matrix, exact, expert_bytes, measure, touched
 from specgen.cli.main import app
 from specgen.config import UserError
@@ -15,11 +15,6 @@ from specgen.ops.experts import grouped_experts
 
 CPU, F32 = torch.device("cpu"), torch.float32
 JOB = ExpertJob(shapes=("small",), rows=(3, 1), repeats=2, dtype=F32, device=CPU)
-
-
-@pytest.fixture(autouse=True)
-def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bound.COPIED_BYTES, "cpu", 1 << 20)
 
 
 def test_the_table_grows_by_rows_and_has_bounds() -> None:

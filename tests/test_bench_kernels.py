@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from specgen.attention import Heads
 from specgen.attention.sdpa import SdpaBackend
-from specgen.bench import bound, kernels, timing
+from specgen.bench import kernels, timing
 from specgen.bench.kernels import Cell, KernelJob, measure, queries, relative_error
 from specgen.bench.timing import COLD_BYTES, MOST_LAYERS, num_layers, time_layers
 from specgen.cli.main import app
@@ -31,11 +31,6 @@ HEADS = Heads(
 )
 CELL = Cell(num_seqs=5, max_seq_len=30, heads=HEADS, device=CPU)
 JOB = KernelJob(heads=HEADS, num_seqs=(1, 3), max_seq_lens=(16, 9), num_spec_tokens=3, repeats=2, device=CPU)
-
-
-@pytest.fixture(autouse=True)
-def small_copies(monkeypatch) -> None:
-    monkeypatch.setitem(bound.COPIED_BYTES, "cpu", 1 << 20)
 
 
 def test_lengths_are_random_up_to_the_longest_which_is_there() -> None:

@@ -29,6 +29,7 @@ from specgen.config import UserError
 from specgen.models.eagle import Eagle3Config
 from specgen.models.families import family_of
 from specgen.models.llama import Llama
+from tests.marks import mostly_slow
 from tests.tiny_checkpoints import LLAMA3_SCALING, write_head, write_target
 
 CPU = torch.device("cpu")
@@ -86,7 +87,7 @@ def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
         assert torch.equal(expected, got), name
 
 
-@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before-1.6"])
+@pytest.mark.parametrize("zipped", mostly_slow([True, False], True), ids=["zip", "before-1.6"])
 def test_pickles_hold_the_same_target(tmp_path: Path, target_path: Path, zipped: bool) -> None:
     path = _copy(target_path, tmp_path)
     tensors = load_file(path / "model.safetensors")

@@ -589,6 +589,7 @@ def test_speeds_of_an_earlier_version_are_refused(
         call(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_every_arm_is_warm_and_has_the_same_requests_tokenized_before_and_another_begins_in_every_round(
     compared: tuple[Path, list[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -668,6 +669,7 @@ def at_work(job: HeadsJob, out: Path, stop: Stop) -> Speeds:
     return run.measure(run.generate())
 
 
+@pytest.mark.slow
 def test_a_stopped_comparison_goes_on(compared: tuple[Path, list[str], str], tmp_path: Path) -> None:
     data, out = compared[0].parent / "test.jsonl", tmp_path / "out"
     never = 1 << 30

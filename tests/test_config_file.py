@@ -155,6 +155,7 @@ def test_a_run_is_repeated_by_its_file(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_an_audit_is_repeated_by_its_file(tmp_path):
     asked = ("verify", "--num-prompts=1", "--max-new-tokens=4", "--batch-sizes=1")
     run(*asked, f"--output={tmp_path / 'a.json'}")

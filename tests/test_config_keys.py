@@ -27,6 +27,7 @@ from specgen.models.config_keys import (
 from specgen.models.families import FAMILIES
 from specgen.models.model_config import TargetConfig, layer_settings
 from tests.forked import write_pair
+from tests.marks import mostly_slow
 from tests.test_latents import of_transformers
 from tests.test_mixtures import ids_of, loaded, paged_logits
 from tests.test_published_latents import DEEPSEEK, GLM
@@ -204,10 +205,7 @@ def _logits_of_transformers(path: Path, tmp_path: Path, changes: dict[str, Any])
     return of_transformers(tmp_path, torch.arange(24))
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [pytest.param(each, marks=[pytest.mark.slow] * (each.startswith(("Qwen", "Glm")))) for each in FAMILIES],
-)
+@pytest.mark.parametrize("architecture", mostly_slow(FAMILIES, "LlamaForCausalLM"))
 def test_what_is_without_effect_here_is_so_in_transformers(
     tmp_path: Path, written: dict[str, Path], architecture: str
 ) -> None:

@@ -193,6 +193,7 @@ def test_several_tasks_run_one_after_the_other_with_figures_each(tmp_path: Path)
     assert len(first) == len(second) == 6
 
 
+@pytest.mark.slow
 def test_an_arm_may_sample_and_a_study_file_names_it(tmp_path: Path) -> None:
     arms = [{"name": "hot", "temperature": 2.0}, {"name": "cold"}]
     file = tmp_path / "own.json"

@@ -18,6 +18,7 @@ from specgen.kv.layout import Layout
 from tests import fake_flashinfer
 from tests.cuda_on_cpu import on_cpu
 from tests.latent_lists import BY_BLOCK, BY_ITEM, SECTIONS, TILE, Rows, of_flashinfer, work_list
+from tests.marks import mostly_slow
 
 CPU = torch.device("cpu")
 LAYER = LayerAttention(index=0, scale=0.06, value_dim=RANK)
@@ -49,7 +50,7 @@ def of_device(
     return work
 
 
-@pytest.mark.parametrize("first", range(0, 60, 20))
+@pytest.mark.parametrize("first", mostly_slow(range(0, 60, 20), 0))
 def test_the_device_makes_the_list_that_is_wanted(first: int) -> None:
     for seed in range(first, first + 20):
         require_list_of(random.Random(seed), f"seed {seed}")
@@ -136,7 +137,7 @@ def require_attends_as_torch(attend: Any, layout: Layout, q: Tensor, pages: Tens
     assert not got[rows:].any(), case
 
 
-@pytest.mark.parametrize("num_heads", [4, 20, 64])
+@pytest.mark.parametrize("num_heads", mostly_slow([4, 20, 64], 20))
 def test_with_a_plan_of_the_host_it_attends_as_torch_does(decode: LatentDecode, num_heads: int) -> None:
     """Also where the last row of a tile begins another tile of positions, which the kernel would leave out."""
     for name, layout in layouts().items():
@@ -144,7 +145,7 @@ def test_with_a_plan_of_the_host_it_attends_as_torch_does(decode: LatentDecode, 
         require_attends_as_torch(PlannedLatents(CPU).plan(layout), layout, q, pages, name)
 
 
-@pytest.mark.parametrize("num_heads", [4, 20])
+@pytest.mark.parametrize("num_heads", mostly_slow([4, 20], 4))
 def test_it_attends_as_torch_does(decode: LatentDecode, num_heads: int) -> None:
     for name, layout in layouts().items():
         pages, q = random_pass(layout, num_heads)

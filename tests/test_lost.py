@@ -106,6 +106,7 @@ def test_all_other_requests_are_answered_as_without_a_lost_device(
     assert numbers(out) == numbers(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_requests_in_flight_are_retried_alone(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
