@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -63,8 +64,18 @@ class PagedPass:
         kernel = backend.plan(layout)
         return [kernel(layer, q, self.keys, self.values).clone() for layer in layers]
 
+    @cached_property
+    def _known(self) -> dict[LayerAttention, Tensor]:
+        """What was expected of each layer so far."""
+        return {}
+
     def expected(self, layer: LayerAttention) -> Tensor:
         """``[rows, Hq * D]``: softmax over a slice of the sequence and the sinks, if any, row by row."""
+        if layer not in self._known:
+            self._known[layer] = self._row_by_row(layer)
+        return self._known[layer]
+
+    def _row_by_row(self, layer: LayerAttention) -> Tensor:
         out, rows = [], iter(self.q)
         for table, kv_len, query_len in zip(self.tables.long(), self.kv_lens, self.query_lens, strict=True):
             keys, values = (x[table].flatten(0, 1).repeat_interleave(2, 1) for x in (self.keys, self.values))

@@ -5,6 +5,7 @@ import torch
 
 from specgen.attention import Backend, LayerAttention
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
+from tests.marks import mostly_slow
 from tests.paged_pass import HEAD_DIM, PagedPass
 from tests.test_attention_windows import SHAPES
 
@@ -19,7 +20,7 @@ LAYERS = [
 
 
 @pytest.mark.parametrize("backend", [SdpaBackend, StaticSdpaBackend], ids=lambda backend: backend.name)
-@pytest.mark.parametrize("page_size", [4, 16])
+@pytest.mark.parametrize("page_size", mostly_slow([4, 16], 4))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_layers_of_a_pass_have_sinks_of_their_own(backend: type[Backend], page_size: int, shape: str) -> None:
     world, made = PagedPass.random(*SHAPES[shape], page_size), backend(CPU)

@@ -18,6 +18,7 @@ from specgen.attention.trtllm import TrtllmBackend
 from specgen.kv.layout import Layout
 from tests import fake_flashinfer
 from tests.fake_flashinfer import BatchPrefillWithPagedKVCacheWrapper
+from tests.marks import mostly_slow
 from tests.paged_pass import HEAD_DIM, PagedPass
 
 CPU = torch.device("cpu")
@@ -45,7 +46,7 @@ def check(
 
 
 @pytest.mark.parametrize("backend", [SdpaBackend, StaticSdpaBackend], ids=lambda backend: backend.name)
-@pytest.mark.parametrize("page_size", [4, 16, 64])
+@pytest.mark.parametrize("page_size", mostly_slow([4, 16, 64], 16))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_layers_of_a_pass_have_windows_of_their_own(
     backend: type[Backend], page_size: int, shape: str

@@ -106,6 +106,7 @@ def test_the_table_has_every_combination_in_order_and_grows() -> None:
     assert all(any(plot.points(tables[-1].rows).values()) for plot in tables[-1].plots)
 
 
+@pytest.mark.slow
 def test_fp8_pages_are_a_quarter_of_the_bytes_of_float32() -> None:
     heads = replace(HEADS, kv_dtype=torch.float8_e4m3fn)
     *_, table = measure(replace(JOB, heads=heads))
@@ -134,6 +135,7 @@ def test_a_wrong_result_is_not_in_the_table(monkeypatch) -> None:
     assert "results differ by" in table.notes[0]
 
 
+@pytest.mark.slow
 def test_two_backends_are_checked_and_compared_with_each_other(monkeypatch) -> None:
     monkeypatch.setitem(kernels._TIMED, "cpu", (SdpaBackend, kernels.StaticSdpaBackend))
     *_, table = measure(JOB)
@@ -228,6 +230,7 @@ def test_the_command_leaves_table_document_and_files(tmp_path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_latents_take_the_place_of_keys_and_values() -> None:
     command = [
         "bench",

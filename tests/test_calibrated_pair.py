@@ -95,7 +95,7 @@ def test_sampling_at_temperature_1_gives_the_known_text(load) -> None:
     assert outputs.texts == known_texts(calibrated.cycle, requests)
 
 
-@pytest.mark.parametrize("accept", [0.75, 0.5])
+@pytest.mark.parametrize("accept", mostly_slow([0.75, 0.5], 0.75))
 def test_every_draft_is_the_guess_after_the_previous_draft(load, accept: float) -> None:
     calibrated = load(accept)
     cycle, requests = calibrated.cycle, slices(calibrated.cycle)
@@ -108,7 +108,8 @@ def test_every_draft_is_the_guess_after_the_previous_draft(load, accept: float) 
             newest = cycle.after(newest, accepted + 1)[-1]
 
 
-@pytest.mark.parametrize("accept", [0.75, pytest.param(0.5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("accept", [0.75, 0.5])
 def test_acceptance_is_a_power_of_the_known_share(load, accept: float) -> None:
     calibrated = load(accept)
     steps = calibrated.generate(slices(calibrated.cycle, max_tokens=128)).accepted

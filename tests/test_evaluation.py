@@ -167,6 +167,7 @@ def test_scores_are_those_of_the_hf_model(lm: Any, hf: Any, tmp_path: Path) -> N
         assert {m: ours["results"][name][m] for m in numbers} == pytest.approx(numbers, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_texts_are_those_of_the_hf_model(lm: Any, hf: Any, tmp_path: Path) -> None:
     tasks = [
         written(tmp_path, "long", until=[], max_gen_toks=60),
@@ -180,6 +181,7 @@ def test_texts_are_those_of_the_hf_model(lm: Any, hf: Any, tmp_path: Path) -> No
     assert len(set(lengths.values())) > 3, "texts end for several reasons"
 
 
+@pytest.mark.slow
 def test_chats_are_those_of_the_hf_model(lm: Any, hf: Any, tmp_path: Path) -> None:
     shots = {"num_fewshot": 2, "fewshot_split": "test", "fewshot_config": {"sampler": "first_n"}}
     chat = written(tmp_path, "chat", until=["<|end|>"], max_gen_toks=20) | shots

@@ -24,8 +24,8 @@ from specgen.kv.pages import PageAllocator
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, nan_at, random_requests
 from tests.marks import mostly_slow
 
-GREEDY = SamplingParams(max_tokens=24)
-SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9)
+GREEDY = SamplingParams(max_tokens=16)
+SAMPLED = SamplingParams(max_tokens=16, temperature=0.8, top_p=0.9)
 BAD = 10  # a token that occurs in prompts and texts, and that the head cannot draft
 REQUESTS = random_requests(16, 128, GREEDY, lengths=(1, 12))
 

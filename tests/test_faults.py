@@ -263,9 +263,16 @@ def _name(value: Any) -> str | None:
     return f"{kind}-K{k}-{'cache' if prefix_cache else 'no-cache'}-{'lookahead' if ahead else 'sync'}"
 
 
-def in_settings(names: str, others: Iterable[Any], *quick: Any) -> pytest.MarkDecorator:
-    """A test in every setting, and for every one of the ``others`` of its parameters."""
-    cases = [(config, *each) for config, *each in product(CONFIGS, *others)]
+def in_settings(
+    names: str, others: Iterable[Any], *quick: Any, alternating: bool = False
+) -> pytest.MarkDecorator:
+    """A test in every setting, and for all of its other parameters; where they alternate, half of them in each."""
+    cases = [
+        (config, *each)
+        for at, config in enumerate(CONFIGS)
+        for number, each in enumerate(product(*others))
+        if not alternating or (at + number + number // 2) % 2 == 0
+    ]
     return pytest.mark.parametrize(
         ("setting", *names.split()), mostly_slow(cases, *quick), indirect=["setting"], ids=_name
     )
@@ -366,8 +373,9 @@ def require_no_change(setting: Setting, right: FaultFree, error: type[RuntimeErr
 @in_settings(
     "when error",
     [("before", "after"), ERRORS],
-    (GREEDY, "before", torch.OutOfMemoryError),
-    (SAMPLED, "after", RuntimeError),
+    (GREEDY, "after", torch.OutOfMemoryError),
+    (SAMPLED, "before", torch.OutOfMemoryError),
+    alternating=True,
 )
 def test_an_error_that_shows_when_results_are_read_changes_none(
     setting: Setting, right: FaultFree, when: str, error: type[RuntimeError]
@@ -381,7 +389,7 @@ def test_an_error_that_shows_when_results_are_read_changes_none(
     assert len(found[0].errors) <= 1
 
 
-@in_settings("error", [ERRORS], (GREEDY, RuntimeError))
+@in_settings("error", [ERRORS], (GREEDY, RuntimeError), alternating=True)
 def test_an_error_and_a_closed_iterator(
     setting: Setting, right: FaultFree, error: type[RuntimeError]
 ) -> None:

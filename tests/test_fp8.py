@@ -20,6 +20,7 @@ from specgen.ops import fp8
 from specgen.ops.weight import Weight
 from tests.dense import DenseAttend
 from tests.engines import bundled_requests, config_of, generate, load_pair
+from tests.marks import mostly_slow
 from tests.operations import Operations
 from tests.tiny_checkpoints import write_target
 from tests.tiny_fp8 import CONFIGS, E4M3, matrix, quantize, reference
@@ -195,14 +196,14 @@ def _alter(path: Path, name: str, change: Any) -> None:
     save_file({key: value for key, value in tensors.items() if value is not None}, path / "model.safetensors")
 
 
-@pytest.mark.parametrize("form", ["dynamic", "block"])
+@pytest.mark.parametrize("form", mostly_slow(["dynamic", "block"], "block"))
 def test_greedy_texts_with_a_drafter_are_those_of_plain_decoding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     """Identical but for the rounding of inputs, which ``verify`` bounds: it turns 1e-7 into the next value of e4m3."""
     shutil.copytree(data_directory() / "demo", tmp_path, dirs_exist_ok=True)
     quantize(tmp_path / "target", form)
-    requests = bundled_requests(6, SamplingParams(max_tokens=32))
+    requests = bundled_requests(4, SamplingParams(max_tokens=24))
     pair = load_pair(tmp_path)
     judge = replace(Judge.of(config_of(pair), pair.models), token_text=str)
     assert judge.fp8

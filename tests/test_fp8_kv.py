@@ -26,6 +26,7 @@ from specgen.models.fp8_config import kv_scheme
 from specgen.models.llama import Llama
 from tests.engines import Pair, bundled_requests, config_of, generate, load_pair, nan_at, random_requests
 from tests.fp8_numbers import MODELOPT, Fp8Attend, Scales, add_scales
+from tests.marks import mostly_slow
 from tests.tiny_checkpoints import write_head, write_target
 
 LAYERS = 6
@@ -125,7 +126,7 @@ def scales_of(
 GREEDY = SamplingParams(max_tokens=24)
 
 
-@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+@pytest.mark.parametrize("batch", mostly_slow(["padded", "non-padded"], "non-padded"))
 def test_speculation_changes_no_text(pair: Pair, batch: str) -> None:
     requests = random_requests(16, 128, GREEDY, lengths=(1, 30))
     plain = generate(pair, requests, num_spec_tokens=0).texts
@@ -133,6 +134,7 @@ def test_speculation_changes_no_text(pair: Pair, batch: str) -> None:
     assert generate(pair, requests, num_spec_tokens=0, kv_dtype="model").texts != plain
 
 
+@pytest.mark.slow
 def test_padded_and_non_padded_batches_draft_alike(demo_pair: Pair) -> None:
     requests = bundled_requests(8, SamplingParams(max_tokens=48))
     runs = {
@@ -156,6 +158,7 @@ def test_shared_pages_and_lost_ones_change_no_text(demo_pair: Pair) -> None:
     assert tight.texts == roomy.texts
 
 
+@pytest.mark.slow
 def test_nan_stays_with_its_request(pair: Pair) -> None:
     """An FP8 page can hold NaN: it is neither cut to the largest number nor left in a page that is used again."""
     requests = random_requests(16, 128, GREEDY, lengths=(1, 12))
@@ -317,6 +320,7 @@ def test_a_manifest_names_the_cache_only_where_it_is_fp8(pair: Pair) -> None:
     assert config_of(pair, kv_dtype="auto").to_json()["kv_dtype"] == "fp8"
 
 
+@pytest.mark.slow
 def test_another_cache_is_another_run(demo_path: Path, tmp_path: Path) -> None:
     out, own, target = tmp_path / "run", tmp_path / "own.jsonl", tmp_path / "target"
     own.write_text('{"id": "a", "prompt_token_ids": [5, 6, 7]}\n')

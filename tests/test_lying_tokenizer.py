@@ -175,6 +175,7 @@ def test_a_pattern_with_endless_backtracking_is_given_up(path: Path) -> None:
         _one_line(error)
 
 
+@pytest.mark.slow
 def test_ids_beyond_the_model_are_failures_of_requests(tmp_path: Path) -> None:
     pair = write_pair(tmp_path)
     shift = {token: 1000 + number for number, token in enumerate("abcdefghijklmnopqrstuvwxyzTH")}
