@@ -68,11 +68,16 @@ def check_bug(ended: Ended, words: str) -> None:
     assert "cannot be written" not in ended.err
 
 
-@pytest.mark.parametrize("place", [(EngineCore, "step"), (PromptSet, "__iter__"), (RunDirectory, "arrange")])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    mostly_slow(
+        [(EngineCore, "step"), (PromptSet, "__iter__"), (RunDirectory, "arrange")], (EngineCore, "step")
+    ),
+)
 def test_a_bug_shows_its_traceback_and_what_to_report(
-    path: Path, monkeypatch: pytest.MonkeyPatch, place: tuple[type, str]
+    path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ) -> None:
-    monkeypatch.setattr(*place, misfit)
+    monkeypatch.setattr(owner, name, misfit)
     check_bug(generate_with_pair(path), "ValueError: zip() argument 2 is shorter than argument 1")
 
 
@@ -96,6 +101,7 @@ def test_a_bug_in_asking_a_prompt_is_not_a_failed_request(
     assert not (path / "run" / "errors.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_a_bug_in_reading_a_row_is_not_a_rejected_row(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts.load, "_own_id", misfit)
     check_bug(generate_with_pair(path), "zip()")
@@ -111,17 +117,17 @@ def test_a_bug_in_describing_a_checkpoint_is_not_a_misfit(
 @pytest.mark.parametrize(
     "error",
     [
-        FileNotFoundError(errno.ENOENT, "No such file or directory", "ninja"),
         OSError(errno.ENOSPC, "No space left on device"),  # while a kernel is compiled
         *mostly_slow(
             [
+                FileNotFoundError(errno.ENOENT, "No such file or directory", "ninja"),
                 ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub"),
                 BrokenPipeError(errno.EPIPE, "Broken pipe"),
                 PermissionError(errno.EACCES, "Permission denied", "target/model.safetensors"),
             ]
         ),
     ],
-    ids=["ninja", "elsewhere", "hub", "pipe", "input"],
+    ids=["elsewhere", "ninja", "hub", "pipe", "input"],
 )
 def test_an_os_error_elsewhere_is_not_blamed_on_the_output(
     path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError

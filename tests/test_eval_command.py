@@ -120,6 +120,7 @@ def test_three_arms_answer_alike_and_leave_their_numbers(study: tuple[Path, str]
         assert load_results(files)["n-samples"]["word_problems"]["effective"] == 6
 
 
+@pytest.mark.slow
 def test_answers_without_the_template_are_called_empty() -> None:
     printed = " ".join(call("word_problems", "--limit", 2, "--arms", "padded").split())
     assert (
@@ -163,14 +164,6 @@ def test_an_arm_that_fails_leaves_its_files_closed(tmp_path: Path, monkeypatch: 
     assert '{"row":"capture"' in (tmp_path / "a" / "passes.jsonl").read_text()
 
 
-def test_gsm8k_runs_from_local_files(tmp_path: Path) -> None:
-    row = {"question": "Tom has 3 apples and buys 4. How many?", "answer": "3 + 4 = 7\n#### 7"}
-    for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text((json.dumps(row) + "\n") * 4)
-    arguments = ("--data-path", tmp_path, "--num-fewshot", 1, "--limit", 2, "--arms", "padded")
-    assert re.search(r"^gsm8k +3 +flexible-extract +1 +exact_match ", call("gsm8k", *arguments), re.MULTILINE)
-
-
 def test_several_tasks_run_one_after_the_other_with_figures_each(tmp_path: Path) -> None:
     row = {"question": "Tom has 3 apples and buys 4. How many?", "answer": "3 + 4 = 7\n#### 7"}
     for split in ("train", "test"):
@@ -179,6 +172,7 @@ def test_several_tasks_run_one_after_the_other_with_figures_each(tmp_path: Path)
     out = tmp_path / "out"
     printed = call("word_problems,gsm8k", "--apply-chat-template", *arguments, "--output", out)
     assert re.search(r"^gsm8k +padded +\d\.\d\d ", printed, re.MULTILINE)
+    assert re.search(r"^gsm8k +3 +flexible-extract +1 +exact_match ", printed, re.MULTILINE)
     padded, _ = (arm["tasks"] for arm in json.loads((out / "comparison.json").read_text())["arms"])
     categories = load(out / "padded")[0]["categories"]
     assert {task: each["num_requests"] for task, each in padded.items()} == {"word_problems": 3, "gsm8k": 3}
