@@ -216,6 +216,7 @@ def test_the_help_offers_no_draft_length_that_is_refused() -> None:
     assert "auto: at every step" not in " ".join(done.stdout.split())
 
 
+@pytest.mark.slow
 def test_a_batch_that_fails_is_a_note(tmp_path: Path, monkeypatch) -> None:
     explained = explain._explained
 
