@@ -290,7 +290,7 @@ def test_a_range_is_that_of_the_repeats() -> None:
 
 
 def test_batch_and_k(pair: Path) -> None:
-    workload = replace(SMALL, num_prompts=None, max_new_tokens=16)
+    workload = replace(SMALL, num_prompts=None)
     job = job_of(pair, "batch-and-k", "batch=1,3", "K=0,2,4", workload=workload, repeats=1)
     table = list(throughput(job))[-1]
     assert [(row["batch"], row["K"]) for row in table.rows] == [(b, k) for b in (1, 3) for k in (0, 2, 4)]
@@ -315,7 +315,7 @@ def test_batch_and_k(pair: Path) -> None:
 
 
 def test_modes_are_beside_their_bound_and_the_known_text(pair: Path) -> None:
-    workload = replace(SMALL, num_prompts=6, max_new_tokens=40)
+    workload = replace(SMALL, num_prompts=4, max_new_tokens=24)
     job = job_of(pair, "vllm-25196", "attention=sdpa", workload=workload, repeats=1)
     table = list(throughput(job))[-1]
     plain, padded, non_padded = table.rows
@@ -414,28 +414,10 @@ def test_an_arm_that_cannot_run_or_fails_is_a_note(pair: Path, monkeypatch) -> N
 
 
 def test_the_command_writes_its_files(pair: Path, tmp_path: Path) -> None:
-    arguments = [
-        "bench",
-        "throughput",
-        "--matrix",
-        "vllm-21477",
-        "--model",
-        str(pair / "target"),
-        "--device",
-        "cpu",
-    ]
-    arguments += ["--drafter", str(pair / "drafter"), "--dataset", "random", "--prompt-tokens", "5"]
-    arguments += [
-        "--num-prompts",
-        "3",
-        "--max-new-tokens",
-        "20",
-        "--repeats",
-        "1",
-        "--output",
-        str(tmp_path),
-        "--json",
-    ]
+    files = {"model": pair / "target", "drafter": pair / "drafter", "output": tmp_path}
+    arguments = [f"--{name}={path}" for name, path in files.items()]
+    arguments += ["--device=cpu", "--dataset=random", "--prompt-tokens=5", "--num-prompts=3", "--repeats=1"]
+    arguments = ["bench", "throughput", "--matrix=vllm-21477", *arguments, "--max-new-tokens=20", "--json"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     document = json.loads(done.stdout)
@@ -470,9 +452,9 @@ def test_the_bounds_of_a_bench_that_goes_on_are_of_one_bandwidth(
 
 def test_a_dry_run_lists_the_arms(pair: Path, monkeypatch) -> None:
     timed = install(monkeypatch, lambda config, number: 1.0)
-    arguments = ["bench", "throughput", "--matrix", "batch-and-k", "--axis", "batch=2", "--axis", "K=0,3"]
-    arguments += ["--model", str(pair / "target"), "--drafter", str(pair / "drafter"), "--device", "cpu"]
-    done = CliRunner().invoke(app, [*arguments, "--dataset", "random", "--dry-run"])
+    arguments = ["bench", "throughput", "--matrix=batch-and-k", "--axis=batch=2", "--axis=K=0,3"]
+    arguments += [f"--model={pair / 'target'}", f"--drafter={pair / 'drafter'}", "--device=cpu"]
+    done = CliRunner().invoke(app, [*arguments, "--dataset=random", "--dry-run"])
     assert done.exit_code == 0, done.output
     assert timed.built == []
     assert "batch 2, K 3" in done.stdout
@@ -494,18 +476,8 @@ def test_a_dry_run_of_a_bench_counts_what_is_kept(pair: Path, monkeypatch, tmp_p
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_graphs_change_speed_alone() -> None:
-    arguments = [
-        "bench",
-        "throughput",
-        "--matrix",
-        "vllm-21477",
-        "--dataset",
-        "bundled",
-        "--num-prompts",
-        "8",
-    ]
-    arguments += ["--device", "cuda", "--dtype", "float32", "--attention", "sdpa-static", "--repeats", "1"]
-    arguments += ["--json"]
+    arguments = ["bench", "throughput", "--matrix=vllm-21477", "--dataset=bundled", "--num-prompts=8"]
+    arguments += ["--device=cuda", "--dtype=float32", "--attention=sdpa-static", "--repeats=1", "--json"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)["rows"]

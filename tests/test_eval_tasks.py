@@ -17,6 +17,7 @@ from specgen.config.bundled import evaluation_directory
 from specgen.evaluation import study as tasks
 from specgen.evaluation.study import find_tasks, local_gsm8k, word_problems_task
 
+pytestmark = pytest.mark.xdist_group("eval_command")  # which imports as much
 SHARED = Path(os.environ.get("SPECGEN_DATASETS", Path(__file__).parents[2] / "shared" / "datasets"))
 OWN_GSM8K = Path(lm_eval.tasks.__file__).parent / "gsm8k" / "gsm8k.yaml"
 ROWS = {

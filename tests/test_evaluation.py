@@ -17,6 +17,8 @@ from tests.jobs import Silent
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import write_byte_level
 
+pytestmark = pytest.mark.xdist_group("eval_command")  # which imports as much
+
 SHORT = SamplingParams(max_tokens=12)
 QUESTIONS = [
     {"question": "Tom has 12 apples.", "choices": ["12 apples", "3 bags", "tea"], "answer": 0},

@@ -148,6 +148,7 @@ def test_a_good_file_with_some_bytes_changed(data, name, dataset):
     check(name, data.draw(mutated(FILES[name])), dataset)
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(values=st.lists(rows(), min_size=1, max_size=6), name=st.sampled_from(list(FILES)), dataset=known)
 def test_any_values_as_rows(values, name, dataset):

@@ -64,9 +64,12 @@ def test_a_request_source_that_fails_changes_nothing(random_pair: Pair) -> None:
 
 def test_what_others_froze_stays_frozen(random_pair: Pair) -> None:
     gc.freeze()
-    frozen = gc.get_freeze_count()
-    assert len(list(generating(random_pair))) == 6
-    assert 0 < gc.get_freeze_count() <= frozen
+    try:
+        frozen = gc.get_freeze_count()
+        assert len(list(generating(random_pair))) == 6
+        assert 0 < gc.get_freeze_count() <= frozen
+    finally:
+        gc.unfreeze()
 
 
 def test_what_others_set_meanwhile_stays_and_a_search_that_is_off_stays_off() -> None:

@@ -223,6 +223,7 @@ def test_the_line_at_the_start_and_a_resume(target: Path, tmp_path: Path) -> Non
     assert "--repetition-penalty 1.5 -> not given" in str(other.exception)
 
 
+@pytest.mark.slow
 def test_options_and_rows_win(target: Path, tmp_path: Path) -> None:
     plain = generate(DEMO / "target", tmp_path / "plain")
     assert generate(target, tmp_path / "none", "--generation-config", "none") == plain
@@ -258,6 +259,7 @@ def test_sampled_rows_are_filtered_as_the_file_says(target: Path) -> None:
     assert seen[1].sampling == SamplingParams(temperature=1.0, max_tokens=2)
 
 
+@pytest.mark.slow
 def test_verify_judges_with_the_same_settings(target: Path, tmp_path: Path) -> None:
     out = tmp_path / "audit.json"
     short = ("--num-prompts", 3, "--max-new-tokens", 8, "--batch-sizes", "1,3", "--output", out)

@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,8 @@ from specgen.jobs.run import TooManyFailuresError
 from specgen.prompts import open_prompts
 from specgen.record.interrupt import StoppedError
 from specgen.record.progress import Status, Tally
-from specgen.record.record_rows import EngineRow
 from specgen.record.results import LOCK, RunDirectory
-from tests.jobs import keep_in_memory
+from tests.jobs import Silent, keep_in_memory
 from tests.marks import mostly_slow
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import write_byte_level
@@ -37,22 +36,13 @@ from tests.tiny_tokenizers import write_byte_level
 NAMES = [f"p{n}" for n in range(8)]
 
 
-class Follower:
+class Follower(Silent):
     """Notes what it is told, and does ``act`` at every request that ends."""
 
     def __init__(self, act: Callable[[int], None] = lambda count: None) -> None:
         self.act = act
         self.count = 0
         self.started: list[tuple[str, int, int]] = []
-
-    def warn(self, sentence: str) -> None: ...
-    def note(self, sentence: str) -> None: ...
-    def read(self, num_rows: int) -> None: ...
-    def prepare(self, what: str) -> None: ...
-    def compiling(self, done: int, total: int, names: Iterable[str]) -> None: ...
-    def ready(self, what: str, seconds: Mapping[str, float]) -> None: ...
-    def see(self, event: EngineRow) -> None: ...
-    def finish(self) -> None: ...
 
     def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None:
         self.started.append((what, num_requests, num_done))

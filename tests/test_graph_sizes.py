@@ -14,6 +14,7 @@ from specgen.engine.build import build_engine
 from specgen.engine.engine import Engine
 from specgen.record.record_rows import PassRow
 from tests.engines import Pair, bundled_requests, config_of, random_requests
+from tests.marks import mostly_slow
 
 STEPS_EACH = 5
 
@@ -47,7 +48,7 @@ def test_a_size_that_stays_gets_its_own() -> None:
     assert sizes.choose(4, "plain") == 4
 
 
-@pytest.mark.parametrize("delay", [0, 1000])
+@pytest.mark.parametrize("delay", mostly_slow([0, 1000], 0))
 def test_texts_and_steps_do_not_depend_on_it(
     demo_pair: Pair, device_like: Callable[[], None], delay: int
 ) -> None:

@@ -199,18 +199,20 @@ app(["inspect", *pair], standalone_mode=False)
 """
 
 
+@pytest.mark.slow
 def test_all_but_the_kernels_of_gpus_works_without_their_packages():
     done = subprocess.run([sys.executable, "-c", WITHOUT_GPU_PACKAGES], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "EAGLE" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("said", "count"),
     [
         ({}, "1500"),
-        pytest.param({"OMP_WAIT_POLICY": "active"}, "30000000000", marks=pytest.mark.slow),
-        pytest.param({"GOMP_SPINCOUNT": "7"}, "7", marks=pytest.mark.slow),
+        ({"OMP_WAIT_POLICY": "active"}, "30000000000"),
+        ({"GOMP_SPINCOUNT": "7"}, "7"),
     ],
     ids=["nothing", "policy", "count"],
 )
