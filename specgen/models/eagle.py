@@ -19,9 +19,8 @@ from specgen.models.model_config import (
     layer_settings,
     layer_windows,
 )
-from specgen.models.protocols import MaskSlot, Target
-from specgen.models.rotary import rope_of
-from specgen.ops import Largest, Map, Norm, Ops, Pair, Rope
+from specgen.models.protocols import Head, MaskSlot, Target
+from specgen.ops import Map, Norm, Ops, Pair
 from specgen.ops.reference import joined
 
 NOT_EAGLE3 = (
@@ -224,7 +223,7 @@ def _ids(value: object) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Head:
+class Eagle3Head(Head):
     """An EAGLE3 head in any of its formats; its first layer reads the embedding beside the hidden state."""
 
     config: Eagle3Config
@@ -236,10 +235,6 @@ class Eagle3Head:
     layers: HeadLayers
     norm: Norm
     lm_head: Map  # [n, H] -> [n, Vd]
-    draft_to_target: Tensor  # [Vd] int64: the target's id of each draft id
-    largest: Largest  # of logits
-    rope: Rope
-    mask: MaskSlot | None = None  # of P-EAGLE
 
     @classmethod
     def build(
@@ -269,19 +264,13 @@ class Eagle3Head:
             layers=HeadLayers.build(config, prefixes, 2 * hidden, take, ops),
             norm=ops.rms_norm(vector(root + "norm.weight"), eps),
             lm_head=ops.linear(take.linear({"lm_head": config.draft_vocab_size}, hidden)),
-            draft_to_target=draft_to_target,
-            largest=ops.largest,
-            rope=rope_of(config.rope, config.rotary_dim, ops, draft_to_target.device),
+            **cls.common(config, draft_to_target, ops),
         )
         if config.mask_token_id is None:
             return head
         features = take.flat(root + "mask_hidden", config.num_features * config.target_hidden_size)
         mask = MaskSlot(token_id=config.mask_token_id, hidden=head.fuse(features[None]))
         return replace(head, mask=mask)
-
-    def of_pass(self, index: int) -> "Eagle3Head":
-        """Itself: every draft comes from the same layers."""
-        return self
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's features [rows, num_features * Ht] as hidden states for ``forward``, [rows, H]."""
@@ -291,19 +280,13 @@ class Eagle3Head:
         return features if self.fc is None else self.fc(features)
 
     def write_kv(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> None:
-        """Store the keys and values of accepted rows; see ``HeadLayers``."""
         self.layers.write_kv(*self._enter(token_ids, hidden), attend)
 
     def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """One pass over ``token_ids`` [rows] with ``hidden`` [rows, H], the states of the tokens before them.
-
-        Returns the hidden states that the next pass takes, and those that ``logits`` takes: normed. [rows, H] each.
-        """
         stream, normed = self.norm.add(*self.layers(*self._enter(token_ids, hidden), attend))
         return normed if self.config.norm_output else stream, normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits over the draft vocabulary, [n, Vd] in the model's dtype, of normed hidden states [n, H]."""
         return self.lm_head(hidden)
 
     def _enter(self, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -387,7 +370,7 @@ class Eagle1Config(HeadConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle1Head:
+class Eagle1Head(Head):
     """Layers of the target's kind over the embedding beside the hidden state; neither norm in front nor behind."""
 
     config: Eagle1Config
@@ -395,10 +378,6 @@ class Eagle1Head:
     fc: Map  # embedding and hidden state concatenated [rows, 2 * H] -> [rows, H]
     layers: HeadLayers
     target: Target  # for its output weights
-    draft_to_target: Tensor  # [V] int64: the ids themselves
-    largest: Largest  # of logits
-    rope: Rope
-    mask: MaskSlot | None = None
 
     @classmethod
     def build(
@@ -415,36 +394,20 @@ class Eagle1Head:
             fc=ops.linear(take.linear({"fc": hidden}, 2 * hidden, bias=config.fc_bias)),
             layers=HeadLayers.build(config, prefixes, hidden, take, ops),
             target=target,
-            draft_to_target=draft_to_target,
-            largest=ops.largest,
-            rope=rope_of(config.rope, config.rotary_dim, ops, draft_to_target.device),
+            **cls.common(config, draft_to_target, ops),
         )
 
-    def of_pass(self, index: int) -> "Eagle1Head":
-        """Itself: every draft comes from the same layers."""
-        return self
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """The target's last hidden states behind its final norm [rows, H], as they are."""
-        return features
-
     def write_kv(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> None:
-        """Store the keys and values of accepted rows; see ``HeadLayers``."""
         inputs = self._inputs(token_ids, hidden)
         self.layers.write_kv(inputs, inputs, attend)
 
     def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """One pass over ``token_ids`` [rows] with ``hidden`` [rows, H], the states of the tokens before them.
-
-        Returns the hidden states that the next pass takes, and those that ``logits`` takes; here the same.
-        """
         inputs = self._inputs(token_ids, hidden)
         stream, *parts = self.layers(inputs, inputs, attend)
         hidden = (stream + joined(parts).sum(0)).to(stream.dtype)
         return hidden, hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The target's logits [n, V] of hidden states [n, H]."""
         return self.target.logits(hidden)
 
     def _inputs(self, token_ids: Tensor, hidden: Tensor) -> Tensor:

@@ -13,9 +13,8 @@ from specgen.models.config_fields import Raw, count
 from specgen.models.layers import Block, LatentAttention, Take
 from specgen.models.mixture_targets import deepseek_mixture
 from specgen.models.model_config import HeadConfig, LatentConfig, TargetConfig, dtype_name, layer_settings
-from specgen.models.protocols import MaskSlot, Target
-from specgen.models.rotary import rope_of
-from specgen.ops import Largest, Map, Norm, Ops, Pair, Rope
+from specgen.models.protocols import Head, Target
+from specgen.ops import Map, Norm, Ops, Pair
 
 NOT_MTP = "no model.layers.N.eh_proj.weight alone: the checkpoint is no MTP layer either"
 
@@ -123,7 +122,7 @@ class MtpLayer:
         self.block.attention.write_kv(self.input_norm(self.project(self.inputs(token_ids, hidden))), attend)
 
     def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """See ``MtpHead.forward``. The normed state is fed back; some engines feed back the one before the norm."""
+        """See ``Head.forward``. The normed state is fed back; some engines feed back the one before the norm."""
         stream = self.project(self.inputs(token_ids, hidden))
         _, normed = self.norm.add(*self.block(stream, self.input_norm(stream), attend))
         return normed, normed
@@ -134,7 +133,7 @@ def _logits(target: Target) -> Map:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MtpHead:
+class MtpHead(Head):
     """One layer a pass; where there are several they take turns.
 
     Every layer takes in the accepted rows itself, from the target's hidden states, so it has its own keys and values of
@@ -143,10 +142,6 @@ class MtpHead:
 
     config: MtpConfig
     layers: tuple[MtpLayer, ...]  # the first one drafts
-    draft_to_target: Tensor  # [V] int64: the ids themselves
-    largest: Largest  # of logits
-    rope: Rope
-    mask: MaskSlot | None = None
 
     @classmethod
     def build(
@@ -158,36 +153,23 @@ class MtpHead:
             layers=tuple(
                 MtpLayer.build(config, index, take, target, ops) for index in range(config.num_layers)
             ),
-            draft_to_target=draft_to_target,
-            largest=ops.largest,
-            rope=rope_of(config.rope, config.rotary_dim, ops, draft_to_target.device),
+            **cls.common(config, draft_to_target, ops),
         )
 
     def of_pass(self, index: int) -> "MtpHead":
-        """What drafts in pass ``index`` of a step."""
         first = index % len(self.layers)
         return replace(self, layers=self.layers[first:] + self.layers[:first])
 
-    def fuse(self, features: Tensor) -> Tensor:
-        """The target's last hidden states behind its final norm [rows, H], as they are."""
-        return features
-
     def write_kv(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> None:
-        """Store what later rows read of accepted rows, in all layers."""
         for layer in self.layers:
             layer.write_kv(token_ids, hidden, attend)
 
     def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """One pass over ``token_ids`` [rows] with ``hidden`` [rows, H], the states of the tokens before them.
-
-        Returns the hidden states that the next pass takes, and those that ``logits`` takes; here the same.
-        """
         for later in self.layers[1:]:  # whose passes look back at these rows
             later.write_kv(token_ids, hidden, attend)
         return self.layers[0].forward(token_ids, hidden, attend)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [n, V] of hidden states [n, H]."""
         return self.layers[0].logits(hidden)
 
 

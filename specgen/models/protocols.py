@@ -1,7 +1,8 @@
 """The interface between the engine and a model of any family: a target verifies, a head drafts for it."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -10,7 +11,8 @@ from specgen.attention import Attend
 from specgen.models.layers import Chosen
 from specgen.models.llama import Vocabulary
 from specgen.models.model_config import HeadConfig, TargetConfig
-from specgen.ops import Largest, Rope
+from specgen.models.rotary import rope_of
+from specgen.ops import Largest, Ops, Rope
 
 
 class Target(Protocol):
@@ -42,25 +44,42 @@ class MaskSlot:
     hidden: Tensor  # [1, H]
 
 
-class Head(Protocol):
-    """A network that drafts from the target's features; see ``Eagle3Head``.
+@dataclass(frozen=True, kw_only=True)
+class Head(ABC):
+    """A network that drafts from the target's features; see ``Eagle3Head``."""
 
-    ``of_pass`` is what computes ``forward`` and ``logits`` of the pass that drafts token ``index`` of a step.
-    """
+    config: HeadConfig
+    draft_to_target: Tensor  # [Vd] int64: the target's id of each draft id
+    largest: Largest  # of logits
+    rope: Rope
+    mask: MaskSlot | None = None  # of one that drafts all tokens in one pass
 
-    @property
-    def mask(self) -> MaskSlot | None: ...
+    @staticmethod
+    def common(config: HeadConfig, draft_to_target: Tensor, ops: Ops) -> dict[str, Any]:
+        """The fields that every kind has, from its config."""
+        rope = rope_of(config.rope, config.rotary_dim, ops, draft_to_target.device)
+        return {"draft_to_target": draft_to_target, "largest": ops.largest, "rope": rope}
 
-    @property
-    def config(self) -> HeadConfig: ...
-    @property
-    def draft_to_target(self) -> Tensor: ...
-    @property
-    def rope(self) -> Rope: ...
-    @property
-    def largest(self) -> Largest: ...
-    def of_pass(self, index: int) -> "Head": ...
-    def fuse(self, features: Tensor) -> Tensor: ...
-    def write_kv(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> None: ...
-    def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]: ...
-    def logits(self, hidden: Tensor) -> Tensor: ...
+    def of_pass(self, index: int) -> Self:
+        """What computes ``forward`` and ``logits`` of the pass that drafts token ``index`` of a step."""
+        del index
+        return self
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's features as hidden states [rows, H]; its last ones behind the final norm as they are."""
+        return features
+
+    @abstractmethod
+    def write_kv(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> None:
+        """Store what later rows read of accepted rows."""
+
+    @abstractmethod
+    def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """One pass over ``token_ids`` [rows] with ``hidden`` [rows, H], the states of the tokens before them.
+
+        Returns the hidden states that the next pass takes, and those that ``logits`` takes, [rows, H] each.
+        """
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits over the draft vocabulary [n, Vd], in the model's dtype, of hidden states [n, H]."""
