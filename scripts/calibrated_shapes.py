@@ -12,6 +12,7 @@ class Shape:
     """A target's sizes and its head's vocabulary size; the layers of heads have the target's sizes."""
 
     architecture: str
+    model_type: str  # in ``transformers``
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -30,11 +31,6 @@ class Shape:
     qk_norm: bool = False
     passage_size: int = 0  # tokens of the text whose embeddings have a part in common; 0: no such part
     head_hidden_size: int = 0  # of the EAGLE3 head's stream, where that is not the target's
-
-    @property
-    def model_type(self) -> str:
-        """The target's ``model_type`` in ``transformers``."""
-        return "qwen3" if self.qk_norm else "llama"
 
     @property
     def q_size(self) -> int:
@@ -149,34 +145,20 @@ class Mixture(Shape):
 
     num_experts: int
     num_chosen: int  # experts of each row
+    moe_size: int = 0  # inner width of one expert where that is not ``intermediate_size``
 
     @property
     def expert_size(self) -> int:
         """Inner width of one expert."""
-        return self.intermediate_size
-
-    @property
-    def plain_config(self) -> dict[str, Any]:
-        """What the config has of any target."""
-        return super().target_config()
+        return self.moe_size or self.intermediate_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoeShape(Mixture):
     """Qwen3-MoE: softmax over all experts, whose tensors are stored one by one."""
 
-    moe_size: int
-
-    @property
-    def expert_size(self) -> int:
-        return self.moe_size
-
-    @property
-    def model_type(self) -> str:
-        return "qwen3_moe"
-
     def target_config(self) -> dict[str, Any]:
-        return self.plain_config | {
+        return super().target_config() | {
             "num_experts": self.num_experts,
             "num_experts_per_tok": self.num_chosen,
             "moe_intermediate_size": self.moe_size,
@@ -195,17 +177,13 @@ class GptOssShape(Mixture):
     sliding_window: int
     quantized: bool = True  # experts in MXFP4, otherwise bf16
 
-    @property
-    def model_type(self) -> str:
-        return "gpt_oss"
-
     def target_config(self) -> dict[str, Any]:
         """Published configs count the chosen experts under two names."""
         layer_types = [ATTENTION_BLOCK[index % 2] for index in range(self.num_layers)]
         plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
         quantization = {"quant_method": "mxfp4", "modules_to_not_convert": plain}
         return (
-            self.plain_config
+            super().target_config()
             | {
                 "num_local_experts": self.num_experts,
                 "num_experts_per_tok": self.num_chosen,
@@ -227,7 +205,6 @@ class LatentShape(Mixture):
     ``num_kv_heads`` and ``head_dim`` are those of the embedding's code alone (calibrated_codes.py).
     """
 
-    moe_size: int
     query_rank: int
     kv_rank: int
     nope_dim: int
@@ -236,16 +213,8 @@ class LatentShape(Mixture):
     num_dense: int = 1
     scale: float = 1.8
 
-    @property
-    def expert_size(self) -> int:
-        return self.moe_size
-
-    @property
-    def model_type(self) -> str:
-        return "glm4_moe_lite"
-
     def target_config(self) -> dict[str, Any]:
-        plain = {name: value for name, value in self.plain_config.items() if name != "head_dim"}
+        plain = {name: value for name, value in super().target_config().items() if name != "head_dim"}
         return plain | {
             "num_key_value_heads": self.num_heads,
             "moe_intermediate_size": self.moe_size,
