@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specgen.attention import Expansion, LatentLayer
+from specgen.attention import LatentLayer, expansion
 from specgen.attention.hopper import HopperBackend
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.checkpoints.checkpoint import load_target, open_checkpoint
 from specgen.config import SamplingParams, UserError
-from specgen.kv.layout import Layout
+from specgen.kv.layout import HostLens, Layout
 from specgen.models import layers
 from specgen.models.families import family_of
 from specgen.models.model_config import LatentConfig, SigmoidWeights, TargetConfig
@@ -85,16 +85,16 @@ def test_logits_equal_transformers_whole_and_in_pieces(
 def test_both_forms_agree_on_every_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = ids_of(write_latent(tmp_path))
     model = loaded(tmp_path)
-    chosen, found = Expansion.of, dict[bool, Tensor]()
+    found = dict[bool, Tensor]()
     for expand in (True, False):
 
-        def of(layout: Layout, expand: bool = expand) -> Expansion | None:
+        def of(layout: Layout, expand: bool = expand) -> tuple[Tensor, HostLens] | None:
             known = Layout.ragged(
                 layout.block_tables, layout.starts.tolist(), layout.query_lens.tolist(), layout.page_size
             )
-            return chosen(replace(known, num_rows=10_000)) if expand else None
+            return expansion(replace(known, num_rows=10_000)) if expand else None
 
-        monkeypatch.setattr(Expansion, "of", of)
+        monkeypatch.setattr("specgen.attention.expansion", of)
         found[expand] = paged_logits(model, ids, SdpaBackend, PIECES)
     torch.testing.assert_close(found[True], found[False], atol=1e-4, rtol=0)
 
@@ -113,11 +113,11 @@ def test_the_kernels_of_gpus_give_the_logits_of_torch(
 
 def test_a_prefill_is_expanded_unless_most_of_its_positions_were_computed_before() -> None:
     tables = torch.arange(12, dtype=torch.int32).view(2, 6).flip(0)
-    prefill = Expansion.of(Layout.ragged(tables, [0, 5], [7, 1], 4))
+    prefill = expansion(Layout.ragged(tables, [0, 5], [7, 1], 4))
     assert prefill is not None
-    assert prefill.slots.tolist() == [24, 25, 26, 27, 28, 29, 30, 0, 1, 2, 3, 4, 5]
-    assert Expansion.of(Layout.ragged(tables, [8, 5], [7, 1], 4)) is None
-    assert Expansion.of(Layout.uniform(tables, torch.tensor([0, 0]), 3, 4)) is None
+    assert prefill[0].tolist() == [24, 25, 26, 27, 28, 29, 30, 0, 1, 2, 3, 4, 5]
+    assert expansion(Layout.ragged(tables, [8, 5], [7, 1], 4)) is None
+    assert expansion(Layout.uniform(tables, torch.tensor([0, 0]), 3, 4)) is None
 
 
 def _latent(**changes: Callable[[LatentConfig], Any]) -> Callable[[pytest.MonkeyPatch], None]:

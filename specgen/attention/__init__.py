@@ -254,18 +254,6 @@ class Kernel(Protocol):
         ...
 
 
-class ExpandedKernel(Protocol):
-    """Latent attention of one layer in its expanded form, planned for sequences of some lengths."""
-
-    def __call__(self, layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """q ``[rows, num_heads, key_dim]`` over ``[n, num_heads, key_dim]`` and ``[n, num_heads, value_dim]``.
-
-        These are all positions of each sequence, one sequence behind the other; rows see as for ``Kernel``. Returns
-        ``[rows, num_heads * value_dim]``.
-        """
-        ...
-
-
 class RotatingKernel(Protocol):
     """``Attend.__call__`` in one kernel, planned for one layout: it rotates, stores and attends."""
 
@@ -278,34 +266,21 @@ class RotatingKernel(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Expansion:
-    """All positions of the sequences of a pass, one sequence behind the other."""
+def expansion(layout: Layout) -> tuple[Tensor, HostLens] | None:
+    """All positions of a pass, sequence by sequence: slots of the cache [n] int64, and the sequences' lengths.
 
-    slots: Tensor  # [n] int64 of the cache: page * page_size + offset
-    host: HostLens
-
-    @classmethod
-    def of(cls, layout: Layout) -> "Expansion | None":
-        """None where absorbed queries are better: in decode passes, and where most positions are not of this pass.
-
-        So no more positions are expanded than twice the rows of a prefill.
-        """
-        if layout.host is None or 2 * layout.num_rows < sum(layout.host.starts) + layout.num_rows:
-            return None
-        tables, counts = layout.block_tables, layout.kv_lens
-        total = sum(layout.host.kv_lens)
-        sequences, positions = spread(counts, total)
-        pages = tables[sequences, positions // layout.page_size].long()
-        return cls(slots=pages * layout.page_size + positions % layout.page_size, host=layout.host)
-
-    def keys_and_values(self, layer: LatentLayer, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """From pages of a layer's latents: [n, num_heads, key_dim] and [n, num_heads, value_dim]."""
-        return layer.expand(pages.flatten(0, 2).index_select(0, self.slots))
+    None where absorbed queries of latents are better than their expanded form: in decode passes, and where most
+    positions are not of this pass. So no more positions are expanded than twice the rows of a prefill.
+    """
+    if layout.host is None or 2 * layout.num_rows < sum(layout.host.starts) + layout.num_rows:
+        return None
+    sequences, positions = spread(layout.kv_lens, sum(layout.host.kv_lens))
+    pages = layout.block_tables[sequences, positions // layout.page_size].long()
+    return pages * layout.page_size + positions % layout.page_size, layout.host
 
 
 class SdpaExpanded:
-    """``ExpandedKernel`` with PyTorch's attention, one sequence after another."""
+    """``Backend.expanded`` with PyTorch's attention, one sequence after another."""
 
     def __init__(self, host: HostLens) -> None:
         self._host = host
@@ -355,8 +330,12 @@ class Backend(Protocol):
         """The same for layers with a ``value_dim``, for backends that attend to latents."""
         return self.plan(layout)
 
-    def expanded(self, host: HostLens) -> ExpandedKernel:
-        """For the same backends: of sequences of these lengths."""
+    def expanded(self, host: HostLens) -> Kernel:
+        """For the same backends, of latents in their expanded form in sequences of these lengths.
+
+        q ``[rows, num_heads, key_dim]`` is over keys and values ``[n, num_heads, key_dim or value_dim]`` and no pages:
+        all positions of each sequence, one sequence behind the other.
+        """
         return SdpaExpanded(host)
 
     def rotating(self, layout: Layout, rope: Rope) -> RotatingKernel | None:
@@ -408,8 +387,9 @@ class Attend:
         plain, turned = q.tensor_split((layer.nope_dim,), -1)
         if self._expanded is not None:
             self._store.latents(latent, key, pages, turned, turned)
-            expansion, kernel = self._expanded
-            return kernel(layer.expanded, q.contiguous(), *expansion.keys_and_values(layer, pages))
+            slots, kernel = self._expanded
+            keys, values = layer.expand(pages.flatten(0, 2).index_select(0, slots))
+            return kernel(layer.expanded, q.contiguous(), keys, values)
         rank = latent.shape[1]
         wide = q.new_empty(rows, heads, pages.shape[-1])
         layer.absorb(plain, wide[..., :rank])
@@ -424,10 +404,10 @@ class Attend:
         self._store.latents(latent, key, pages, none, none)
 
     @cached_property
-    def _expanded(self) -> tuple[Expansion, ExpandedKernel] | None:
-        """For latents, where that is less work."""
-        expansion = Expansion.of(self._layout)
-        return None if expansion is None else (expansion, self._backend.expanded(expansion.host))
+    def _expanded(self) -> tuple[Tensor, Kernel] | None:
+        """For latents, where that is less work: the slots of their positions, and what attends to them."""
+        found = expansion(self._layout)
+        return None if found is None else (found[0], self._backend.expanded(found[1]))
 
     @cached_property
     def _absorbed(self) -> Kernel:

@@ -11,7 +11,6 @@ from torch import Tensor
 from specgen.attention import (
     Backend,
     Capabilities,
-    ExpandedKernel,
     Gpu,
     Heads,
     Kernel,
@@ -89,7 +88,7 @@ class FlashInferBackend(Backend):
     def absorbed(self, layout: Layout) -> Kernel:
         return self._latents.plan(layout)
 
-    def expanded(self, host: HostLens) -> ExpandedKernel:
+    def expanded(self, host: HostLens) -> Kernel:
         return self._expanded.plan(host)
 
     def plan(self, layout: Layout) -> Kernel:

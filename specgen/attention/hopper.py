@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specgen.attention import Backend, ExpandedKernel, Gpu, Kernel, LayerAttention, RotatingKernel, Rows, Use
+from specgen.attention import Backend, Gpu, Kernel, LayerAttention, RotatingKernel, Rows, Use
 from specgen.attention.flashinfer_paged import latent_kernel, latent_modules, prefill_modules
 from specgen.attention.latent_decode import LatentDecode, LatentPrefill, list_module, refuse_latents
 from specgen.attention.trtllm import TrtllmBackend, xqa_module
@@ -94,7 +94,7 @@ class HopperBackend(Backend):
     def absorbed(self, layout: Layout) -> Kernel:
         return self._latents.plan(layout)
 
-    def expanded(self, host: HostLens) -> ExpandedKernel:
+    def expanded(self, host: HostLens) -> Kernel:
         return self._expanded.plan(host)
 
     def rotating(self, layout: Layout, rope: Rope) -> RotatingKernel | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specgen.attention import ExpandedKernel, Heads, Kernel, LatentDims, LayerAttention, refused
+from specgen.attention import Heads, Kernel, LatentDims, LayerAttention, refused
 from specgen.attention.planning import MIB, HostPlan
 from specgen.kv.layout import HostLens, Layout
 from specgen.ops.jit_modules import Module, compiled, current_stream, num_sms, pointers, source_spec
@@ -204,7 +204,7 @@ class LatentPrefill:
         self._inner: Any = None
         self._planned: HostPlan[tuple[object, ...]] = HostPlan()
 
-    def plan(self, host: HostLens) -> ExpandedKernel:
+    def plan(self, host: HostLens) -> Kernel:
         """For sequences of these lengths."""
         this = object()
         first_rows, first_keys = (
