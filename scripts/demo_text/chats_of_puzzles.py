@@ -9,8 +9,10 @@ from demo_text.phrases import (
     JOBS,
     LISTS,
     OPPOSITES,
+    ORDERS,
     PLACES,
     PROGRAMS,
+    TENSES,
     Chat,
     a,
     bulleted,
@@ -131,15 +133,7 @@ def _first(parts: list[str], pair: tuple[str, str]) -> int:
 def order(rng: Random) -> Chat:
     """Who is the tallest: two comparisons and a question."""
     crowd = [who.name for who in people(rng, 3)]
-    more, less, most, least = rng.choice(
-        (
-            ("taller", "shorter", "tallest", "shortest"),
-            ("older", "younger", "oldest", "youngest"),
-            ("faster", "slower", "fastest", "slowest"),
-            ("stronger", "weaker", "strongest", "weakest"),
-            ("richer", "poorer", "richest", "poorest"),
-        )
-    )
+    more, less, most, least = rng.choice(ORDERS)
     high, middle, low = crowd
     parts = [
         rng.choice((f"{x} is {more} than {y}.", f"{y} is {less} than {x}."))
@@ -280,19 +274,7 @@ def words(rng: Random) -> Chat:
 def rewriting(rng: Random) -> Chat:
     """One sentence put another way."""
     (who,), place = people(rng, 1), rng.choice(PLACES)
-    now, past, will = rng.choice(
-        (
-            (f"walks to the {place}", f"walked to the {place}", f"will walk to the {place}"),
-            ("eats an apple", "ate an apple", "will eat an apple"),
-            ("reads a book", "read a book", "will read a book"),
-            ("writes a letter", "wrote a letter", "will write a letter"),
-            (f"goes to the {place}", f"went to the {place}", f"will go to the {place}"),
-            ("drinks a cup of tea", "drank a cup of tea", "will drink a cup of tea"),
-            (f"sees a bird in the {place}", f"saw a bird in the {place}", f"will see a bird in the {place}"),
-            ("cooks some soup", "cooked some soup", "will cook some soup"),
-            ("plays the guitar", "played the guitar", "will play the guitar"),
-        )
-    )
+    now, past, will = (text.format(place=place) for text in rng.choice(TENSES))
     tense, text = rng.choice((("past", past), ("future", will)))
     chat = [
         phrase(rng, f"[Rewrite|Put|Write] this sentence in the {tense} tense: {who.name} {now}."),

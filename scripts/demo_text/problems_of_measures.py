@@ -6,6 +6,7 @@ from random import Random
 
 from demo_text.phrases import (
     GOODS,
+    HABITS,
     JOBS,
     MAKERS,
     PLACES,
@@ -284,16 +285,7 @@ def production(rng: Random) -> Problem:
 def routine(rng: Random) -> Problem:
     """Something done every day, over weeks or with two times a day."""
     (who,), each, weeks = people(rng, 1), rng.randint(2, 20), rng.randint(2, 8)
-    does, unit = rng.choice(
-        (
-            ("runs", "miles"),
-            ("walks", "miles"),
-            ("reads", "pages"),
-            ("drinks", "glasses of water"),
-            ("writes", "letters"),
-            ("practices", "minutes"),
-        )
-    )
+    does, unit = rng.choice(HABITS)
     week, first = work(each, "*", 7)
     if rng.random() < 0.35:
         question = f"{who.name} {does} {each} {unit} every day. How many {unit} is that in one week?"

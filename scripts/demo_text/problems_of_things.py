@@ -6,6 +6,8 @@ from random import Random
 
 from demo_text.phrases import (
     CONTAINERS,
+    GARDENS,
+    LEGS,
     THINGS,
     Person,
     one,
@@ -208,34 +210,12 @@ def comparison(rng: Random) -> Problem:
     return make_problem(". ".join([*story, ask]), *steps, answer=total, more=more)
 
 
-_LEGS = {
-    "cows": 4,
-    "horses": 4,
-    "dogs": 4,
-    "sheep": 4,
-    "goats": 4,
-    "chickens": 2,
-    "ducks": 2,
-    "geese": 2,
-    "spiders": 8,
-    "beetles": 6,
-    "cats": 4,
-    "lions": 4,
-    "ants": 6,
-    "hens": 2,
-    "owls": 2,
-    "parrots": 2,
-    "swans": 2,
-    "rabbits": 4,
-}
-
-
 def legs(rng: Random) -> Problem:
     """Legs of two kinds of animals."""
-    first, second = rng.sample(sorted(_LEGS), 2)
+    first, second = rng.sample(sorted(LEGS), 2)
     n, m = rng.randint(2, 15), rng.randint(2, 15)
-    a, one_sum = work(n, "*", _LEGS[first])
-    b, other_sum = work(m, "*", _LEGS[second])
+    a, one_sum = work(n, "*", LEGS[first])
+    b, other_sum = work(m, "*", LEGS[second])
     value, total = work(a, "+", b)
     who = people(rng, 1)[0].name
     question = f"[{who} has {n} {first} and {m} {second}|There are {n} {first} and {m} {second} [on a farm|in a field|in a garden]]. How many legs do [they|the animals] have [in all|altogether|in total]?"
@@ -309,15 +289,7 @@ def two_days(rng: Random) -> Problem:
 def garden(rng: Random) -> Problem:
     """Rows of plants, each with a yield."""
     (who,), rows, each, fruit = people(rng, 1), rng.randint(2, 10), rng.randint(2, 10), rng.randint(2, 8)
-    plant, crop = rng.choice(
-        (
-            ("tomato plants", "tomatoes"),
-            ("apple trees", "apples"),
-            ("rose bushes", "roses"),
-            ("orange trees", "oranges"),
-            ("pepper plants", "peppers"),
-        )
-    )
+    plant, crop = rng.choice(GARDENS)
     plants, first = work(rows, "*", each)
     start = f"{who.name} has {rows} rows of {plant} with {each} {plant} in each row. "
     if rng.random() < 0.4:
