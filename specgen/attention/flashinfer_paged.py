@@ -24,7 +24,7 @@ from specgen.attention.planning import MIB, HostPlan, PassLens, prefill_bytes
 from specgen.kv.layout import HostLens, Layout
 from specgen.ops.jit_modules import Module, num_sms
 
-Kernels = Literal["fa2", "fa3"]
+FlashAttention = Literal["fa2", "fa3"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class FlashInferBackend(Backend):
         latents=latent_decode.refuse_latents,
     )
 
-    def __init__(self, device: torch.device, kernels: Kernels = "fa2") -> None:
+    def __init__(self, device: torch.device, kernels: FlashAttention = "fa2") -> None:
         self._device = device
         self._kernels = kernels
         self._num_sms = num_sms(device)
@@ -194,12 +194,12 @@ class PlannedLatents:
         )
 
 
-def _fitting(kernels: Kernels, heads: "_PlanKey | Heads") -> Kernels:
+def _fitting(kernels: FlashAttention, heads: "_PlanKey | Heads") -> FlashAttention:
     """Those that run ``heads``: FA3 wants one dtype."""
     return kernels if heads.kv_dtype == heads.dtype else "fa2"
 
 
-def prefill_kernel(kernels: Kernels, heads: Heads) -> str:
+def prefill_kernel(kernels: FlashAttention, heads: Heads) -> str:
     """The name of what ``FlashInferBackend`` runs."""
     return f"FlashInfer {_fitting(kernels, heads).upper()}"
 
@@ -217,7 +217,7 @@ def latent_modules(use: Use) -> list[Module]:
     return [latent_decode.decode_module(dtype), *expanded]
 
 
-def prefill_modules(kernels: Kernels, use: Use) -> list[Module]:
+def prefill_modules(kernels: FlashAttention, use: Use) -> list[Module]:
     """The modules that ``_Wrapper`` gets from FlashInfer for ``use``."""
     heads = use.heads
     fitting = _fitting(kernels, heads)
@@ -233,7 +233,7 @@ def prefill_modules(kernels: Kernels, use: Use) -> list[Module]:
     ]
 
 
-def _spec(kernels: Kernels, heads: Heads, windowed: bool) -> Any:  # noqa: ANN401
+def _spec(kernels: FlashAttention, heads: Heads, windowed: bool) -> Any:  # noqa: ANN401
     from flashinfer.jit import attention
 
     if heads.sinks:
@@ -246,7 +246,7 @@ def _spec(kernels: Kernels, heads: Heads, windowed: bool) -> Any:  # noqa: ANN40
 
 
 def _sink_variant(
-    kernels: Kernels, heads: "_PlanKey | Heads", *, windowed: bool
+    kernels: FlashAttention, heads: "_PlanKey | Heads", *, windowed: bool
 ) -> tuple[str, list[Any], dict[str, Any]]:
     """The name and the arguments of FlashInfer's kernel with sinks: the ordinary one takes them and ignores them.
 
@@ -276,7 +276,10 @@ class _Wrapper:
     """
 
     def __init__(
-        self, workspace: Tensor, kernels: Kernels, sinks: tuple[str, list[Any], dict[str, Any]] | tuple[()]
+        self,
+        workspace: Tensor,
+        kernels: FlashAttention,
+        sinks: tuple[str, list[Any], dict[str, Any]] | tuple[()],
     ) -> None:
         from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from specgen.attention import Backend, Capabilities, Gpu, Heads, Kernel, LayerAttention, Rows, Use
-from specgen.attention.flashinfer_paged import FlashInferBackend, Kernels, prefill_kernel, prefill_modules
+from specgen.attention.flashinfer_paged import (
+    FlashAttention,
+    FlashInferBackend,
+    prefill_kernel,
+    prefill_modules,
+)
 from specgen.attention.planning import decode_workspace, offsets
 from specgen.config import require
 from specgen.kv.layout import Layout
@@ -213,7 +218,7 @@ class TrtllmBackend(Backend):
         assert not capturing, "run a pass of this shape before it is captured"
 
 
-def _prefill_kernels(major: int) -> Kernels:
+def _prefill_kernels(major: int) -> FlashAttention:
     return "fa3" if major == 9 else "fa2"
 
 

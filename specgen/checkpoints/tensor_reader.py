@@ -127,7 +127,7 @@ def uploading(device: torch.device) -> Iterator[Upload | None]:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorReader:
-    """The ``Take`` of a checkpoint; on the ``meta`` device it checks names and shapes and reads nothing."""
+    """The ``Loader`` of a checkpoint; on the ``meta`` device it checks names and shapes and reads nothing."""
 
     checkpoint: Checkpoint
     dtype: torch.dtype

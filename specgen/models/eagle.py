@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from specgen.attention import Attend
 from specgen.config import UserError, require, shown
 from specgen.models.config_fields import Raw, architectures, count, flag, section
-from specgen.models.layers import HeadLayers, Take
+from specgen.models.layers import HeadLayers, Loader
 from specgen.models.model_config import (
     HeadConfig,
     dtype_name,
@@ -238,37 +238,37 @@ class Eagle3Head(Head):
 
     @classmethod
     def build(
-        cls, config: Eagle3Config, take: Take, target: Target, draft_to_target: Tensor, ops: Ops
+        cls, config: Eagle3Config, load: Loader, target: Target, draft_to_target: Tensor, ops: Ops
     ) -> "Eagle3Head":
         """Load every tensor of the head; the embedding is the target's unless the head has its own."""
-        root, prefixes = tensor_prefixes(take, config.num_layers)
+        root, prefixes = tensor_prefixes(load, config.num_layers)
         hidden, eps, table = config.hidden_size, config.rms_norm_eps, target.embedding
         if config.own_embedding:
-            table = take(root + "embed_tokens.weight", (config.vocab_size, hidden))
+            table = load(root + "embed_tokens.weight", (config.vocab_size, hidden))
 
         def vector(name: str) -> Tensor:
-            return take(name, (hidden,))
+            return load(name, (hidden,))
 
         head = cls(
             config=config,
             embedding=table,
-            feature_norm=_feature_norm(config, root, take, ops),
+            feature_norm=_feature_norm(config, root, load, ops),
             num_feature_norms=config.num_features if config.fc_norm else 1,
-            fc=_fc(config, root, take, ops),
+            fc=_fc(config, root, load, ops),
             inputs=ops.embed_norm_concat(
                 table,
                 vector(prefixes[0] + "input_layernorm.weight"),
                 vector(prefixes[0] + "hidden_norm.weight"),
                 eps,
             ),
-            layers=HeadLayers.build(config, prefixes, 2 * hidden, take, ops),
+            layers=HeadLayers.build(config, prefixes, 2 * hidden, load, ops),
             norm=ops.rms_norm(vector(root + "norm.weight"), eps),
-            lm_head=ops.linear(take.linear({"lm_head": config.draft_vocab_size}, hidden)),
+            lm_head=ops.linear(load.linear({"lm_head": config.draft_vocab_size}, hidden)),
             **cls.common(config, draft_to_target, ops),
         )
         if config.mask_token_id is None:
             return head
-        features = take.flat(root + "mask_hidden", config.num_features * config.target_hidden_size)
+        features = load.flat(root + "mask_hidden", config.num_features * config.target_hidden_size)
         mask = MaskSlot(token_id=config.mask_token_id, hidden=head.fuse(features[None]))
         return replace(head, mask=mask)
 
@@ -295,22 +295,22 @@ class Eagle3Head(Head):
         return inputs[:, self.config.hidden_size :] if self.config.norm_before_residual else hidden, inputs
 
 
-def _feature_norm(config: Eagle3Config, root: str, take: Take, ops: Ops) -> Norm | None:
+def _feature_norm(config: Eagle3Config, root: str, load: Loader, ops: Ops) -> Norm | None:
     count, width = config.num_features, config.target_hidden_size
     if config.norm_before_fc:
-        return ops.rms_norm(take(root + "input_norm.weight", (count * width,)), config.rms_norm_eps)
+        return ops.rms_norm(load(root + "input_norm.weight", (count * width,)), config.rms_norm_eps)
     if config.fc_norm:
-        weights = [take(f"{root}fc_norm.{index}.weight", (width,)) for index in range(count)]
+        weights = [load(f"{root}fc_norm.{index}.weight", (width,)) for index in range(count)]
         return ops.rms_norm(torch.stack(weights), config.rms_norm_eps)
     return None
 
 
-def _fc(config: Eagle3Config, root: str, take: Take, ops: Ops) -> Map | None:
+def _fc(config: Eagle3Config, root: str, load: Loader, ops: Ops) -> Map | None:
     width = config.num_features * config.target_hidden_size
     if not config.reads_output:
-        return ops.linear(take.linear({root + "fc": config.hidden_size}, width))
-    if root + "fc.weight" in take:  # of no use then, and of another shape it would be of another kind of head
-        take.linear({root + "fc": config.hidden_size}, width)
+        return ops.linear(load.linear({root + "fc": config.hidden_size}, width))
+    if root + "fc.weight" in load:  # of no use then, and of another shape it would be of another kind of head
+        load.linear({root + "fc": config.hidden_size}, width)
     return None
 
 
@@ -381,18 +381,18 @@ class Eagle1Head(Head):
 
     @classmethod
     def build(
-        cls, config: Eagle1Config, take: Take, target: Target, draft_to_target: Tensor, ops: Ops
+        cls, config: Eagle1Config, load: Loader, target: Target, draft_to_target: Tensor, ops: Ops
     ) -> "Eagle1Head":
         """Load every tensor of the head; the embedding is the target's unless the head has its own."""
         hidden, table = config.hidden_size, target.embedding
         if config.own_embedding:
-            table = take("embed_tokens.weight", (config.vocab_size, hidden))
+            table = load("embed_tokens.weight", (config.vocab_size, hidden))
         prefixes = [f"layers.{index}." for index in range(config.num_layers)]
         return cls(
             config=config,
             embedding=table,
-            fc=ops.linear(take.linear({"fc": hidden}, 2 * hidden, bias=config.fc_bias)),
-            layers=HeadLayers.build(config, prefixes, hidden, take, ops),
+            fc=ops.linear(load.linear({"fc": hidden}, 2 * hidden, bias=config.fc_bias)),
+            layers=HeadLayers.build(config, prefixes, hidden, load, ops),
             target=target,
             **cls.common(config, draft_to_target, ops),
         )

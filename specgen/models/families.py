@@ -18,7 +18,7 @@ from specgen.models import (
 from specgen.models.config_fields import Raw, architectures
 from specgen.models.config_keys import HEADS, Keys, known_keys, unread_keys
 from specgen.models.eagle import Eagle1Config, Eagle1Head, Eagle3Config, Eagle3Head
-from specgen.models.layers import Take
+from specgen.models.layers import Loader
 from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.mtp import MtpConfig, MtpHead
 from specgen.models.protocols import Head, Target
@@ -31,7 +31,7 @@ class Family:
 
     keys: Keys  # of its config.json
     read: Callable[[Raw], TargetConfig]  # from those keys
-    build: Callable[[Any, Take, Ops], Target]  # from that config
+    build: Callable[[Any, Loader, Ops], Target]  # from that config
     ignored: Callable[
         [Any, Set[str]], Set[str]
     ]  # of the names in a checkpoint, tensors that no pass of it uses
@@ -48,7 +48,9 @@ class HeadFamily:
     recognize: Callable[[Raw, Set[str]], bool]  # by a config.json and the names of the tensors
     refusal: str  # for a checkpoint that no family recognizes
     config: Callable[[Raw, Set[str], int | None], HeadConfig]  # also from the target's number of layers
-    build: Callable[[Any, Take, Target, Tensor, Ops], Head]  # from that config; the tensor is draft_to_target
+    build: Callable[
+        [Any, Loader, Target, Tensor, Ops], Head
+    ]  # from that config; the tensor is draft_to_target
     ignored: Set[str]  # tensors in some checkpoints that no pass uses
     keys: Keys | None = HEADS  # of its config.json; None: those of its target's family
 

@@ -19,7 +19,7 @@ from specgen.ops.weight import Weight
 Arrange = Callable[[Tensor], Tensor]  # a tensor as a checkpoint has it -> as the model wants it
 
 
-class Take(Protocol):
+class Loader(Protocol):
     """Loads tensors of a checkpoint to their device; ``UserError`` if one is missing or of another shape.
 
     A call returns a tensor in the model's dtype, such as a vector or an embedding table; ``linear`` the weights of
@@ -54,10 +54,10 @@ class MLP:
     down: Map  # [rows, I] -> [parts, rows, H]
 
     @classmethod
-    def build(cls, hidden: int, inner: int, prefix: str, take: Take, ops: Ops, bias: bool = False) -> "MLP":
+    def build(cls, hidden: int, inner: int, prefix: str, load: Loader, ops: Ops, bias: bool = False) -> "MLP":
         """Load ``{prefix}*`` of a layer ``hidden`` wide; gate and up are ``inner`` wide."""
-        gate_up = take.linear({prefix + "gate_proj": inner, prefix + "up_proj": inner}, hidden, bias=bias)
-        down = take.linear({prefix + "down_proj": hidden}, inner, bias=bias)
+        gate_up = load.linear({prefix + "gate_proj": inner, prefix + "up_proj": inner}, hidden, bias=bias)
+        down = load.linear({prefix + "down_proj": hidden}, inner, bias=bias)
         return cls(
             gated=ops.gated_linear(gate_up, down.static_scale),
             input_scale=gate_up.static_scale,
@@ -79,13 +79,13 @@ class Mixture:
     shared: MLP | None = None  # beside them, for every row
 
     @classmethod
-    def build(cls, config: MixtureConfig, hidden: int, prefix: str, take: Take, ops: Ops) -> "Mixture":
+    def build(cls, config: MixtureConfig, hidden: int, prefix: str, load: Loader, ops: Ops) -> "Mixture":
         """Load ``{prefix}*`` of a layer ``hidden`` wide."""
-        router, choice = _router(config, hidden, prefix + config.router, take, ops)
+        router, choice = _router(config, hidden, prefix + config.router, load, ops)
         shared = None
         if config.shared_width:
-            shared = MLP.build(hidden, config.shared_width, f"{prefix}shared_experts.", take, ops)
-        experts = ops.experts(_experts(config, hidden, f"{prefix}experts.", take))
+            shared = MLP.build(hidden, config.shared_width, f"{prefix}shared_experts.", load, ops)
+        experts = ops.experts(_experts(config, hidden, f"{prefix}experts.", load))
         return cls(router=router, choice=choice, experts=experts, shared=shared)
 
     def __call__(self, x: Tensor, chosen: Chosen = None) -> tuple[Tensor, ...]:
@@ -97,14 +97,14 @@ class Mixture:
         return (parts,) if self.shared is None else (parts, *self.shared(x))
 
 
-def _router(config: MixtureConfig, hidden: int, name: str, take: Take, ops: Ops) -> tuple[Map, Choice]:
+def _router(config: MixtureConfig, hidden: int, name: str, load: Loader, ops: Ops) -> tuple[Map, Choice]:
     """Logits of the router ``name``, and what is made of them."""
-    weight = take.linear({name: config.num_experts}, hidden, bias=config.biases)
+    weight = load.linear({name: config.num_experts}, hidden, bias=config.biases)
     if not isinstance(config.weights, SigmoidWeights):
         return ops.linear_parts(weight), ops.choice(config.num_chosen, config.weights)
     routing = SigmoidRouting(
         num_chosen=config.num_chosen,
-        bias=take.float32(f"{name}.e_score_correction_bias", (config.num_experts,)),
+        bias=load.float32(f"{name}.e_score_correction_bias", (config.num_experts,)),
         num_groups=config.weights.num_groups,
         num_chosen_groups=config.weights.num_chosen_groups,
         normalized=config.weights.normalized,
@@ -114,29 +114,29 @@ def _router(config: MixtureConfig, hidden: int, name: str, take: Take, ops: Ops)
     return ops.linear_float32(weight), ops.sigmoid_choice(routing)
 
 
-def _experts(config: MixtureConfig, hidden: int, prefix: str, take: Take) -> Experts:
+def _experts(config: MixtureConfig, hidden: int, prefix: str, load: Loader) -> Experts:
     require(
         hidden % config.multiple == config.width % config.multiple == 0,
         f"hidden_size is {hidden} and an expert {config.width} wide: experts need multiples of {config.multiple}, "
         "use another checkpoint",
     )
     gating = Gating(alpha=config.alpha, shift=config.shift, limit=config.limit)
-    if f"{prefix}0.gate_proj.weight" in take:
-        gate_up, down = _one_by_one(config, hidden, prefix, take)
+    if f"{prefix}0.gate_proj.weight" in load:
+        gate_up, down = _one_by_one(config, hidden, prefix, load)
     else:
         gate_up = _stacked(
-            config, prefix + "gate_up_proj", 2 * config.width, hidden, take, config.interleaved
+            config, prefix + "gate_up_proj", 2 * config.width, hidden, load, config.interleaved
         )
-        down = _stacked(config, prefix + "down_proj", hidden, config.width, take, False)
+        down = _stacked(config, prefix + "down_proj", hidden, config.width, load, False)
     return Experts(gate_up=gate_up, down=down, gating=gating)
 
 
-def _one_by_one(config: MixtureConfig, hidden: int, prefix: str, take: Take) -> tuple[Weight, Weight]:
+def _one_by_one(config: MixtureConfig, hidden: int, prefix: str, load: Loader) -> tuple[Weight, Weight]:
     """From a tensor for each matrix of each expert."""
 
     def stacked(shape: tuple[int, int], *names: str) -> Weight:
         each = range(config.num_experts)
-        return take.stacked([[f"{prefix}{e}.{name}" for name in names] for e in each], shape)
+        return load.stacked([[f"{prefix}{e}.{name}" for name in names] for e in each], shape)
 
     return stacked((config.width, hidden), "gate_proj", "up_proj"), stacked(
         (hidden, config.width), "down_proj"
@@ -144,7 +144,7 @@ def _one_by_one(config: MixtureConfig, hidden: int, prefix: str, take: Take) -> 
 
 
 def _stacked(
-    config: MixtureConfig, name: str, num_out: int, num_in: int, take: Take, interleaved: bool
+    config: MixtureConfig, name: str, num_out: int, num_in: int, load: Loader, interleaved: bool
 ) -> Weight:
     """From tensors of all experts; where gate and up alternate (``interleaved``), all of gate goes before up."""
     count = config.num_experts
@@ -152,16 +152,16 @@ def _stacked(
     def ordered(rows: Tensor) -> Tensor:
         return torch.cat((rows[:, ::2], rows[:, 1::2]), 1) if interleaved else rows
 
-    bias = take(f"{name}_bias", (count, num_out), ordered) if config.biases else None
+    bias = load(f"{name}_bias", (count, num_out), ordered) if config.biases else None
     if config.mxfp4:
         blocks, rest = (count, num_out, num_in // MXFP4_BLOCK), MXFP4_BLOCK // 2
-        data = take.packed(f"{name}_blocks", (*blocks, rest), lambda stored: ordered(stored.flatten(2)))
+        data = load.packed(f"{name}_blocks", (*blocks, rest), lambda stored: ordered(stored.flatten(2)))
         return Weight(
-            data=data, scale=take.packed(f"{name}_scales", blocks, ordered), bias=bias, format="mxfp4"
+            data=data, scale=load.packed(f"{name}_scales", blocks, ordered), bias=bias, format="mxfp4"
         )
     if config.interleaved:
-        return Weight(data=take(name, (count, num_in, num_out), lambda stored: ordered(stored.mT)), bias=bias)
-    return Weight(data=take(name, (count, num_out, num_in)), bias=bias)
+        return Weight(data=load(name, (count, num_in, num_out), lambda stored: ordered(stored.mT)), bias=bias)
+    return Weight(data=load(name, (count, num_out, num_in)), bias=bias)
 
 
 # Of modelopt, of compressed-tensors now and earlier, and of older files with one scale for keys and values.
@@ -175,17 +175,17 @@ _NAMES = (
 )
 
 
-def kv_scale(which: Literal["k", "v"], prefix: str, take: Take) -> float:
+def kv_scale(which: Literal["k", "v"], prefix: str, load: Loader) -> float:
     """What a layer's stored keys or values are multiplied by; 1 where the checkpoint says nothing, or 0 or less.
 
     ``prefix`` is that of the layer's attention, ``model.layers.0.self_attn.``. ``UserError`` for a scale that is not
     finite.
     """
     names = (prefix + name.format(which) for name in _NAMES)
-    name = next((name for name in names if name in take), None)
+    name = next((name for name in names if name in load), None)
     if name is None:
         return 1.0
-    scale = take.scalar(name)
+    scale = load.scalar(name)
     if not math.isfinite(scale):
         raise UserError(f"{name} is {scale}: the checkpoint is damaged, download it again")
     return scale if scale > 0 else 1.0
@@ -203,16 +203,16 @@ class Projection:
 
     @classmethod
     def build(
-        cls, config: LayerConfig, heads: Mapping[str, int], width: int, prefix: str, take: Take, ops: Ops
+        cls, config: LayerConfig, heads: Mapping[str, int], width: int, prefix: str, load: Loader, ops: Ops
     ) -> "Projection":
         """Load ``{prefix}self_attn.*``; ``heads`` counts those of "q", "k" and "v", whose inputs are ``width`` wide."""
         prefix += "self_attn."
         rows = {f"{prefix}{name}_proj": count * config.head_dim for name, count in heads.items()}
         normed = {name: count for name, count in heads.items() if name != "v"}
-        weight, norm = take.linear(rows, width, bias=config.qkv_bias), None
+        weight, norm = load.linear(rows, width, bias=config.qkv_bias), None
         if config.qk_norm:
             weights = [
-                take(f"{prefix}{name}_norm.weight", (config.head_dim,)).repeat(count, 1)
+                load(f"{prefix}{name}_norm.weight", (config.head_dim,)).repeat(count, 1)
                 for name, count in normed.items()
             ]
             norm = ops.rms_norm(torch.cat(weights), config.rms_norm_eps)
@@ -242,22 +242,22 @@ class Attention:
 
     @classmethod
     def build(
-        cls, config: LayerConfig, index: int, width: int, prefix: str, take: Take, ops: Ops
+        cls, config: LayerConfig, index: int, width: int, prefix: str, load: Loader, ops: Ops
     ) -> "Attention":
         """Load ``{prefix}self_attn.*`` of layer ``index``, whose q, k and v have inputs ``width`` wide."""
         heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
         out, q_rows = f"{prefix}self_attn.o_proj", config.num_heads * config.head_dim
-        sinks = take(f"{prefix}self_attn.sinks", (config.num_heads,)).float() if config.sinks else None
+        sinks = load(f"{prefix}self_attn.sinks", (config.num_heads,)).float() if config.sinks else None
         return cls(
-            qkv=Projection.build(config, heads, width, prefix, take, ops),
-            out=ops.linear_parts(take.linear({out: config.hidden_size}, q_rows, bias=config.o_bias)),
+            qkv=Projection.build(config, heads, width, prefix, load, ops),
+            out=ops.linear_parts(load.linear({out: config.hidden_size}, q_rows, bias=config.o_bias)),
             layer=LayerAttention(
                 index=index,
                 scale=config.head_dim**-0.5,
                 window=config.window(index),
                 sinks=sinks,
-                k_scale=kv_scale("k", f"{prefix}self_attn.", take),
-                v_scale=kv_scale("v", f"{prefix}self_attn.", take),
+                k_scale=kv_scale("k", f"{prefix}self_attn.", load),
+                v_scale=kv_scale("v", f"{prefix}self_attn.", load),
             ),
         )
 
@@ -285,24 +285,24 @@ class LatentAttention:
 
     @classmethod
     def build(
-        cls, config: LayerConfig, index: int, width: int, prefix: str, take: Take, ops: Ops
+        cls, config: LayerConfig, index: int, width: int, prefix: str, load: Loader, ops: Ops
     ) -> "LatentAttention":
         """Load ``{prefix}self_attn.*`` of layer ``index``, whose inputs are ``width`` wide."""
         latent, heads, prefix = config.latent, config.num_heads, f"{prefix}self_attn."
         assert latent is not None
         rank, q_rank, q_rows = latent.rank, latent.query_rank, heads * latent.key_dim
         first = {f"{prefix}q_proj": q_rows} if q_rank is None else {f"{prefix}q_a_proj": q_rank}
-        enter = take.linear({**first, f"{prefix}kv_a_proj_with_mqa": latent.width}, width)
+        enter = load.linear({**first, f"{prefix}kv_a_proj_with_mqa": latent.width}, width)
         order = [*range(q_rank)] if q_rank is not None else [*_of_queries(latent, heads)]
         enter = enter.reordered([*order, *(len(order) + row for row in _halves(latent, latent.rank))])
 
-        kv_norm, queries = take(f"{prefix}kv_a_layernorm.weight", (rank,)), None
+        kv_norm, queries = load(f"{prefix}kv_a_layernorm.weight", (rank,)), None
         if q_rank is not None:
-            norm = ops.rms_norm(take(f"{prefix}q_a_layernorm.weight", (q_rank,)), config.rms_norm_eps)
-            weight = take.linear({f"{prefix}q_b_proj": q_rows}, q_rank)
+            norm = ops.rms_norm(load(f"{prefix}q_a_layernorm.weight", (q_rank,)), config.rms_norm_eps)
+            weight = load.linear({f"{prefix}q_b_proj": q_rows}, q_rank)
             queries = norm, ops.linear(weight.reordered([*_of_queries(latent, heads)]))
-        up = take.linear({f"{prefix}kv_b_proj": heads * (latent.nope_dim + latent.value_dim)}, rank)
-        out = take.linear({f"{prefix}o_proj": config.hidden_size}, heads * latent.value_dim)
+        up = load.linear({f"{prefix}kv_b_proj": heads * (latent.nope_dim + latent.value_dim)}, rank)
+        out = load.linear({f"{prefix}o_proj": config.hidden_size}, heads * latent.value_dim)
         return cls(
             enter=ops.linear(enter),
             input_scale=enter.static_scale,
@@ -364,12 +364,14 @@ class Block:
     mlp: MLP | Mixture
 
     @classmethod
-    def build(cls, config: LayerConfig, index: int, prefix: str, take: Take, ops: Ops, width: int) -> "Block":
+    def build(
+        cls, config: LayerConfig, index: int, prefix: str, load: Loader, ops: Ops, width: int
+    ) -> "Block":
         """Load ``{prefix}*`` as layer ``index``, whose attention has inputs ``width`` wide."""
-        weight = take(prefix + "post_attention_layernorm.weight", (config.hidden_size,))
+        weight = load(prefix + "post_attention_layernorm.weight", (config.hidden_size,))
         kind = Attention if config.latent is None else LatentAttention
-        attention = kind.build(config, index, width, prefix, take, ops)
-        mlp, scale = _mlp(config, index, prefix, take, ops)
+        attention = kind.build(config, index, width, prefix, load, ops)
+        mlp, scale = _mlp(config, index, prefix, load, ops)
         norm = ops.rms_norm(weight, config.rms_norm_eps, config.norm_casts_last, scale)
         return cls(attention=attention, post_norm=norm, mlp=mlp)
 
@@ -383,13 +385,13 @@ class Block:
 
 
 def _mlp(
-    config: LayerConfig, index: int, prefix: str, take: Take, ops: Ops
+    config: LayerConfig, index: int, prefix: str, load: Loader, ops: Ops
 ) -> tuple[MLP | Mixture, Tensor | None]:
     """The block behind the attention, and the scale of its inputs; a mixture's router reads them as well."""
     mixture = config.mixture_of(index)
     if mixture is not None:
-        return Mixture.build(mixture, config.hidden_size, f"{prefix}mlp.", take, ops), None
-    mlp = MLP.build(config.hidden_size, config.intermediate_size, f"{prefix}mlp.", take, ops, config.mlp_bias)
+        return Mixture.build(mixture, config.hidden_size, f"{prefix}mlp.", load, ops), None
+    mlp = MLP.build(config.hidden_size, config.intermediate_size, f"{prefix}mlp.", load, ops, config.mlp_bias)
     return mlp, mlp.input_scale
 
 
@@ -403,22 +405,22 @@ class HeadLayers:
 
     @classmethod
     def build(
-        cls, config: LayerConfig, prefixes: Sequence[str], width: int, take: Take, ops: Ops
+        cls, config: LayerConfig, prefixes: Sequence[str], width: int, load: Loader, ops: Ops
     ) -> "HeadLayers":
         """Load ``{prefix}*`` of each layer; the attention of the first has inputs ``width`` wide."""
         hidden, kv_heads = config.hidden_size, config.num_kv_heads
         widths = [width, *[hidden] * (len(prefixes) - 1)]
         return cls(
             blocks=tuple(
-                Block.build(config, index, prefix, take, ops, widths[index])
+                Block.build(config, index, prefix, load, ops, widths[index])
                 for index, prefix in enumerate(prefixes)
             ),
             norms=tuple(
-                ops.rms_norm(take(prefix + "input_layernorm.weight", (hidden,)), config.rms_norm_eps)
+                ops.rms_norm(load(prefix + "input_layernorm.weight", (hidden,)), config.rms_norm_eps)
                 for prefix in prefixes[1:]
             ),
             kv_proj=Projection.build(
-                config, {"k": kv_heads, "v": kv_heads}, widths[-1], prefixes[-1], take, ops
+                config, {"k": kv_heads, "v": kv_heads}, widths[-1], prefixes[-1], load, ops
             ),
         )
 

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from specgen.attention import Attend
 from specgen.config import require
 from specgen.device import Ranks
-from specgen.models.layers import Block, Chosen, Take
+from specgen.models.layers import Block, Chosen, Loader
 from specgen.models.model_config import TargetConfig
 from specgen.models.rotary import rope_of
 from specgen.ops import Largest, Map, Norm, Ops, Rope
@@ -47,14 +47,14 @@ class Vocabulary:
     ranks: Ranks
 
     @classmethod
-    def build(cls, config: TargetConfig, embedding: Tensor, take: Take, ops: Ops) -> "Vocabulary":
+    def build(cls, config: TargetConfig, embedding: Tensor, load: Loader, ops: Ops) -> "Vocabulary":
         """Load ``lm_head``; if it is tied, it is the rows of ``embedding`` [V, H]."""
         ranks = ops.ranks
         rows = rows_of(config.vocab_size, ranks)
         if config.tied_embeddings:
             weight = Weight(data=embedding[rows.start : rows.stop])
         else:
-            weight = take.linear({"lm_head": len(rows)}, config.hidden_size)
+            weight = load.linear({"lm_head": len(rows)}, config.hidden_size)
         return cls(
             lm_head=ops.linear(weight), largest=ops.largest, size=config.vocab_size, rows=rows, ranks=ranks
         )
@@ -99,12 +99,12 @@ class Llama:
     rope: Rope
 
     @classmethod
-    def build(cls, config: TargetConfig, take: Take, ops: Ops) -> "Llama":
+    def build(cls, config: TargetConfig, load: Loader, ops: Ops) -> "Llama":
         """Load every tensor of the model by its name in a Hugging Face checkpoint."""
         vocab_size, hidden_size = config.vocab_size, config.hidden_size
-        embedding = take("model.embed_tokens.weight", (vocab_size, hidden_size))
+        embedding = load("model.embed_tokens.weight", (vocab_size, hidden_size))
         blocks = tuple(
-            Block.build(config, index, f"model.layers.{index}.", take, ops, hidden_size)
+            Block.build(config, index, f"model.layers.{index}.", load, ops, hidden_size)
             for index in range(config.num_layers)
         )
         norms = {
@@ -116,10 +116,10 @@ class Llama:
             embedding=embedding,
             blocks=blocks,
             norms=tuple(
-                ops.rms_norm(take(name, (hidden_size,)), config.rms_norm_eps, config.norm_casts_last, scale)
+                ops.rms_norm(load(name, (hidden_size,)), config.rms_norm_eps, config.norm_casts_last, scale)
                 for name, scale in [*norms.items(), ("model.norm.weight", None)]
             ),
-            vocabulary=Vocabulary.build(config, embedding, take, ops),
+            vocabulary=Vocabulary.build(config, embedding, load, ops),
             rope=rope_of(config.rope, config.rotary_dim, ops, embedding.device),
         )
 

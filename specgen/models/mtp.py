@@ -10,7 +10,7 @@ from specgen.attention import Attend
 from specgen.config import require
 from specgen.models import llama
 from specgen.models.config_fields import Raw, count
-from specgen.models.layers import Block, LatentAttention, Take
+from specgen.models.layers import Block, LatentAttention, Loader
 from specgen.models.mixture_targets import deepseek_mixture
 from specgen.models.model_config import HeadConfig, LatentConfig, TargetConfig, dtype_name, layer_settings
 from specgen.models.protocols import Head, Target
@@ -96,24 +96,24 @@ class MtpLayer:
     logits: Map  # [n, H] -> [n, V]
 
     @classmethod
-    def build(cls, config: MtpConfig, index: int, take: Take, target: Target, ops: Ops) -> "MtpLayer":
+    def build(cls, config: MtpConfig, index: int, load: Loader, target: Target, ops: Ops) -> "MtpLayer":
         """Load layer ``index``; embedding and output weights are the target's unless it has its own."""
         prefix, hidden, eps = config.prefixes[index], config.hidden_size, config.rms_norm_eps
         table, head = f"{prefix}embed_tokens.weight", f"{prefix}shared_head.head"
 
         def vector(name: str) -> Tensor:
-            return take(f"{prefix}{name}.weight", (hidden,))
+            return load(f"{prefix}{name}.weight", (hidden,))
 
-        embedding = take(table, (config.vocab_size, hidden)) if table in take else target.embedding
-        block = Block.build(config, index, prefix, take, ops, hidden)
-        own = f"{head}.weight" in take
+        embedding = load(table, (config.vocab_size, hidden)) if table in load else target.embedding
+        block = Block.build(config, index, prefix, load, ops, hidden)
+        own = f"{head}.weight" in load
         return cls(
             inputs=ops.embed_norm_concat(embedding, vector("enorm"), vector("hnorm"), eps),
-            project=ops.linear(take.linear({f"{prefix}eh_proj": hidden}, 2 * hidden)),
+            project=ops.linear(load.linear({f"{prefix}eh_proj": hidden}, 2 * hidden)),
             input_norm=ops.rms_norm(vector("input_layernorm"), eps, False, block.attention.input_scale),
             block=block,
             norm=ops.rms_norm(vector("shared_head.norm"), eps),
-            logits=ops.linear(take.linear({head: config.vocab_size}, hidden)) if own else _logits(target),
+            logits=ops.linear(load.linear({head: config.vocab_size}, hidden)) if own else _logits(target),
         )
 
     def write_kv(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> None:
@@ -145,13 +145,13 @@ class MtpHead(Head):
 
     @classmethod
     def build(
-        cls, config: MtpConfig, take: Take, target: Target, draft_to_target: Tensor, ops: Ops
+        cls, config: MtpConfig, load: Loader, target: Target, draft_to_target: Tensor, ops: Ops
     ) -> "MtpHead":
         """Load every tensor of the layers."""
         return cls(
             config=config,
             layers=tuple(
-                MtpLayer.build(config, index, take, target, ops) for index in range(config.num_layers)
+                MtpLayer.build(config, index, load, target, ops) for index in range(config.num_layers)
             ),
             **cls.common(config, draft_to_target, ops),
         )
