@@ -1,0 +1,115 @@
+"""Shared fixtures: pairs and reference drafters."""
+
+import gc
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer.testing
+from torch.utils import collect_env
+
+from specgen.bench.bound import COPIED_BYTES
+from specgen.config.bundled import data_directory
+from specgen.core.graphs import Runner, bucket
+from specgen.engine import assembly, choices
+from tests.engines import Pair, load_pair
+from tests.reference_drafts import ReferenceDrafter
+from tests.tiny_checkpoints import write_head, write_target
+
+
+class Padded(Runner):
+    """Runs eagerly with the padding rows of a CUDA graph, and short prompts in blocks."""
+
+    captures = True
+
+    def num_rows(self, num_sequences: int) -> int:
+        return bucket(num_sequences) + 2
+
+
+@pytest.fixture
+def device_like(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """When called, engines run as on a GPU: with lookahead, padding rows and packed drafter rows."""
+
+    def switch() -> None:
+        engine = assembly.EngineCore
+
+        def ahead(**parts: Any) -> Any:
+            return engine(**parts | {"lookahead": 1})
+
+        monkeypatch.setattr(assembly, "EngineCore", ahead)
+        monkeypatch.setitem(choices.RUNNERS, "off", Padded)
+        monkeypatch.setattr(assembly, "NonPaddedBatch", assembly.PackedBatch)
+
+    return switch
+
+
+@pytest.fixture
+def flashinfer_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What backends support is asked as where FlashInfer is installed; on a Mac it is not."""
+    monkeypatch.setattr("specgen.attention.find_spec", lambda package: package)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _threads() -> None:
+    torch.set_num_threads(1)  # also where torch ignores the environment set in tests/__init__.py
+
+
+def pytest_collection_finish() -> None:
+    """What all test modules have imported is never garbage: an engine that closes need not search it."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported_later() -> Iterator[None]:
+    """Nor is what a module's tests have imported, which may be as much again."""
+    yield
+    if len(gc.get_objects()) > 50_000:
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _once_in_a_process() -> Iterator[None]:
+    """What every command would do again: parse all options, ask about the machine, and warm up and copy much."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("typer.testing._get_command", cache(typer.testing._get_command))
+        patch.setattr("torch.utils.collect_env.get_env_info", cache(collect_env.get_env_info))
+        patch.setattr("specgen.core.engine_core.WARM_UP_TOKENS", 2)
+        patch.setitem(COPIED_BYTES, "cpu", 1 << 20)
+        yield
+
+
+@pytest.fixture(scope="session")
+def random_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A tiny random pair: its drafts are almost never accepted."""
+    path = tmp_path_factory.mktemp("random_pair")
+    write_head(path / "drafter", write_target(path / "target"))
+    return load_pair(path)
+
+
+@pytest.fixture(scope="session")
+def demo_path() -> Path:
+    """The bundled pair."""
+    return data_directory() / "demo"
+
+
+@pytest.fixture(scope="session")
+def demo_pair(demo_path: Path) -> Pair:
+    """The bundled pair, loaded: its drafts are sometimes accepted, at every position."""
+    return load_pair(demo_path)
+
+
+@pytest.fixture(scope="session")
+def random_reference(random_pair: Pair) -> ReferenceDrafter:
+    """An independent reference of the random pair."""
+    return ReferenceDrafter(random_pair.path)
+
+
+@pytest.fixture(scope="session")
+def demo_reference(demo_path: Path) -> ReferenceDrafter:
+    """An independent reference of the bundled pair."""
+    return ReferenceDrafter(demo_path)
