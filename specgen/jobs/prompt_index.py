@@ -110,27 +110,19 @@ class PromptIndex:
         return (turns if any(turn not in done for turn in turns) else () for turns in self.rows)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Kept:
-    """The content of the file of an index."""
-
-    key: str
-    index: PromptIndex
-
-
 def kept_index(path: Path, key: str | None) -> PromptIndex | None:
     """The index that ``keep_index`` wrote to ``path`` under the same ``key``, if it did."""
     try:
-        kept = msgspec.json.decode(path.read_bytes(), type=_Kept)
+        kept_key, index = msgspec.json.decode(path.read_bytes(), type=tuple[str, PromptIndex])
     except (FileNotFoundError, msgspec.DecodeError, ValueError):  # none yet, or emptied by a power failure
         return None
-    return kept.index if kept.key == key else None
+    return index if kept_key == key else None
 
 
 def keep_index(path: Path, key: str, index: PromptIndex) -> None:
     """Write ``index`` for a resume, atomically; ``key`` is equal where the same input is read in the same way."""
     with replacement(path) as file:
-        file.write(msgspec.json.encode(_Kept(key=key, index=index)))
+        file.write(_encode((key, index)))
 
 
 def _unseen(num_rows: int) -> None:

@@ -1,6 +1,7 @@
 """The texts of a run for its page: where drafts fail, and the requests with the worst acceptance, token by token."""
 
-import heapq
+import math
+from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -30,6 +31,9 @@ _KEYS = {
 }
 
 
+_Kept = tuple[float, str, RequestRow]  # acceptance length, id
+
+
 class RunTexts:
     """Sees the requests of a run, whose ``rows`` are its completions by id, and keeps what its page shows.
 
@@ -41,7 +45,7 @@ class RunTexts:
         self._rejections = Rejections()
         self._stride = -(-len(rows) // _COUNTED) or 1
         self._num_counted = 0
-        self._worst: dict[tuple[str, str], list[_Kept]] = {}  # by label and value; heaps, the best on top
+        self._worst: dict[tuple[str, str], list[_Kept]] = {}  # by label and value, the worst first
 
     def watch(self, requests: Iterable[RequestRow]) -> Iterator[RequestRow]:
         """``requests`` unchanged; those whose steps were not kept are not shown."""
@@ -60,29 +64,27 @@ class RunTexts:
             if len(token_ids) == request.num_output_tokens:
                 self._num_counted += 1
                 self._rejections.add_tokens(request, token_ids)
-        kept = _Kept(request)
+        length = request.acceptance_length
+        kept = (math.inf if length is None else length, request.name, request)
         self._keep(("", ""), kept, _WORST)
         for label in _labels(request).items():
             if label in self._worst or len(self._worst) < _GROUPS:
                 self._keep(label, kept, _WORST_OF_EACH)
 
-    def _keep(self, group: tuple[str, str], kept: "_Kept", most: int) -> None:
-        heap = self._worst.setdefault(group, [])
-        if len(heap) < most:
-            heapq.heappush(heap, kept)
-        else:
-            heapq.heappushpop(heap, kept)
+    def _keep(self, group: tuple[str, str], kept: _Kept, most: int) -> None:
+        worst = self._worst.setdefault(group, [])
+        insort(worst, kept)
+        del worst[most:]
 
     def shown(self, tokenizer: Tokenizer | None) -> tuple[list[Table], TextList | None]:
         """The tables of rejections, and the texts; without a ``tokenizer`` these are in one colour."""
         if not self._worst:
             return [], None
-        worst = sorted(self._worst["", ""], reverse=True)
-        first = [kept for group, heap in self._worst.items() if group != ("", "") for kept in heap]
-        chosen = list({id(kept): kept for kept in (*first, *worst)}.values())
-        entries = within((self._entry(kept.request, tokenizer) for kept in chosen), _PAGE_BYTES)
-        order = sorted(range(len(entries)), key=lambda at: chosen[at], reverse=True)
-        return self._tables(tokenizer), self._listed([entries[at] for at in order], tokenizer)
+        first = [kept for group, each in self._worst.items() if group != ("", "") for kept in each]
+        chosen = list({kept[1]: kept for kept in (*first, *self._worst["", ""])}.values())
+        entries = within((self._entry(request, tokenizer) for _, _, request in chosen), _PAGE_BYTES)
+        ordered = sorted(zip(chosen, entries, strict=False), key=lambda each: each[0][:2])
+        return self._tables(tokenizer), self._listed([entry for _, entry in ordered], tokenizer)
 
     def _tables(self, tokenizer: Tokenizer | None) -> list[Table]:
         if not self._num_counted:
@@ -126,18 +128,6 @@ class RunTexts:
             question=prompt if len(prompt) <= _QUESTION else f"… {prompt[-_QUESTION:]}",
             texts=texts_of(row, sources(request), tokenizer),
         )
-
-
-class _Kept:
-    """A request in a heap of the worst: the least is the best, and of equal ones the later id."""
-
-    def __init__(self, request: RequestRow) -> None:
-        self.request = request
-        length = request.acceptance_length
-        self._key = (float("inf") if length is None else length, request.name)
-
-    def __lt__(self, other: "_Kept") -> bool:
-        return self._key > other._key
 
 
 def _labels(request: RequestRow) -> dict[str, str]:

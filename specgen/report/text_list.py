@@ -1,5 +1,6 @@
 """Texts on a page, request by request: coloured by where each token came from, filtered by label."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -127,10 +128,7 @@ def classes(filters: Mapping[str, Mapping[str, str]], entry: Entry) -> str:
 
 
 def _by_frequency(values: Iterable[str | None]) -> list[str]:
-    numbers: dict[str, int] = {}
-    for value in values:
-        if value is not None:
-            numbers[value] = numbers.get(value, 0) + 1
+    numbers = Counter(value for value in values if value is not None)
     return sorted(numbers, key=lambda value: (-numbers[value], value))
 
 

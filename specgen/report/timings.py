@@ -179,59 +179,38 @@ class WallSum:
         """The parts of a wall time of ``whole`` seconds; None without decode steps."""
         if not self._decode:
             return None
-        blocks = _priced(self._decode)
-        full = blocks[0].price
-        # by whether prompts waited
-        beyond = {
-            waiting: math.fsum((block.price - full) * block.sequences[waiting] for block in blocks)
-            for waiting in (True, False)
-        }
+        prices, sequences = _priced(self._decode)
+        full = prices[0]
+        filling, tail = (
+            math.fsum((price - full) * each[at] for price, each in zip(prices, sequences, strict=True))
+            for at in (0, 1)
+        )
         decode = sum(seconds for _, seconds in self._decode.values())
         found = WallTime(
-            **self._seconds,
-            full=decode - sum(beyond.values()),
-            filling=beyond[True],
-            tail=beyond[False],
-            rest=0.0,
+            **self._seconds, full=decode - (filling + tail), filling=filling, tail=tail, rest=0.0
         )
         return found.of_whole(whole)
 
 
-@dataclass(kw_only=True)
-class _Block:
-    """Decode steps of neighbouring batch sizes: their seconds, and sequences by whether prompts waited."""
-
-    seconds: float
-    sequences: Mapping[bool, int]
-
-    @property
-    def price(self) -> float:
-        """Seconds of a sequence."""
-        return self.seconds / sum(self.sequences.values())
-
-    def joined(self, other: "_Block") -> "_Block":
-        both = {waiting: self.sequences[waiting] + other.sequences[waiting] for waiting in (True, False)}
-        return _Block(seconds=self.seconds + other.seconds, sequences=both)
-
-
-def _priced(decode: Mapping[tuple[int, bool], tuple[int, float]]) -> list[_Block]:
-    """The steps in blocks of batch sizes, the largest first, whose prices do not fall from one to the next.
+def _priced(
+    decode: Mapping[tuple[int, bool], tuple[int, float]],
+) -> tuple[list[float], list[tuple[int, int]]]:
+    """By batch size, the largest first: seconds of a sequence, and sequences while prompts waited and while none did.
 
     A step costs a sequence more the fewer share it. Where measured times say otherwise, of noise or of kernels that
-    suit one size better, neighbours are one block, with one price (isotonic regression, by pooling adjacent violators):
-    so smaller batches never seem to give time back.
+    suit one size better, neighbours get one price (isotonic regression), so that smaller batches never seem to give
+    time back.
     """
-    blocks: list[_Block] = []
-    for size in sorted({size for size, _ in decode}, reverse=True):
-        steps = {waiting: decode.get((size, waiting), (0, 0.0)) for waiting in (True, False)}
-        block = _Block(
-            seconds=sum(seconds for _, seconds in steps.values()),
-            sequences={waiting: number * size for waiting, (number, _) in steps.items()},
-        )
-        while blocks and block.price < blocks[-1].price:
-            block = blocks.pop().joined(block)
-        blocks.append(block)
-    return blocks
+    from scipy.optimize import isotonic_regression  # takes 0.3 s
+
+    sizes = sorted({size for size, _ in decode}, reverse=True)
+    steps = [[decode.get((size, waiting), (0, 0.0)) for waiting in (True, False)] for size in sizes]
+    sequences = [
+        (waiting * size, alone * size) for size, ((waiting, _), (alone, _)) in zip(sizes, steps, strict=True)
+    ]
+    totals = [sum(each) for each in sequences]
+    measured = [(a + b) / total for ((_, a), (_, b)), total in zip(steps, totals, strict=True)]
+    return isotonic_regression(measured, weights=totals).x.tolist(), sequences
 
 
 # --- experts ------------------------------------------------------------------------------------
