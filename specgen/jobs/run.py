@@ -25,7 +25,7 @@ from specgen.engine.request_output import RequestOutput
 from specgen.jobs.job import Job, job_manifest, without_effect
 from specgen.jobs.prompt_index import REQUESTS, PromptIndex, index_prompts, keep_index, kept_index
 from specgen.jobs.ray_engine import RayEngine
-from specgen.jobs.run_output import MAIN_FILES, FinishedRun, RunResult, is_finished
+from specgen.jobs.run_output import MAIN_FILES, FinishedRun, RunResult, is_complete
 from specgen.prompts import Prompt, PromptSet, Rejected, failure, open_prompts
 from specgen.record.files import write_json_lines, write_text
 from specgen.record.interrupt import StoppedError
@@ -86,7 +86,7 @@ def run(
                 )
             take_over(path, asked, free=FREE_IN_A_RUN)
             require_same(path / "manifest.json", asked, free=FREE_IN_A_RUN, remedy=_REMEDY)
-            if is_finished(path, job, status.admit()):
+            if is_complete(path, job, status.admit()):
                 status.put_back()
                 run = FinishedRun(path)
                 if not (path / MAIN_FILES[job.format]).exists():

@@ -161,7 +161,7 @@ class Status:
 
     def finish(self, report: Mapping[str, Any]) -> None:
         """The run has finished; ``report`` is its ``report.json``."""
-        write_json(self._path, self._to_json("finished") | figures(report))
+        write_json(self._path, self._to_json("finished") | status_figures(report))
 
     def _to_json(self, state: State) -> dict[str, Any]:
         return {
@@ -188,7 +188,7 @@ class Status:
         return left * (time.monotonic() - self._begun) / ended if ended else None
 
 
-def figures(report: Mapping[str, Any]) -> dict[str, Any]:
+def status_figures(report: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a finished run's status that are its report's."""
     done, failed = report["num_requests"], report["num_errors"]
     return {

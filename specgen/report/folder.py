@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 from specgen.config import UserError, ngram_length, require
 from specgen.config.json_fields import load_json
+from specgen.record.record_rows import WHOLE
 from specgen.report.display import checkpoint_name, count, plain, printable, rate, ratio, several
 from specgen.report.page import Page
 from specgen.report.report import is_finished, load, status_of
@@ -20,7 +21,6 @@ from specgen.report.terminal import ALARMING, Part, heading
 INDEX = "index.html"
 GENERATOR = "specgen report"  # in the page, which says that it may be replaced
 _OF_RUNS = {"manifest.json", "report.json", "status.json"}  # one of them is there from the start of a run
-_WHOLE = "0/1"  # the shard of a run that is no part of another
 _STATES = ("finished", "not finished", "broken")  # what ``state`` begins with
 _SHARED = ("what", "model", "drafter", "k")  # said once where all rows have the same
 # What reading a file of another shape raises
@@ -216,10 +216,10 @@ def _settings(manifest: Mapping[str, Any]) -> Row:
     drafter = checkpoint_name(_text(engine["drafter"])) if k else "plain decoding"
     is_head = k and ngram_length(drafter) is None
     auto = engine.get("spec_length") == "auto"
-    shard = data.get("shard", _WHOLE)
+    shard = data.get("shard", WHOLE)
     source = Path(_text(data["dataset"])).name if "dataset" in data else ", ".join(data["tasks"])
     return {
-        "what": f"run on {source}{'' if shard == _WHOLE else f', shard {shard}'}",
+        "what": f"run on {source}{'' if shard == WHOLE else f', shard {shard}'}",
         "when": _when(manifest["created"]),
         "model": checkpoint_name(_text(manifest.get("served_model_name", engine["model"]))),
         "drafter": f"{drafter}, {engine['drafter_batch']}" if is_head else drafter,
