@@ -1,1 +1,1 @@
-"""What happened, as rows of two tables, counts of them, and the run directory that keeps them. May import config."""
+"""What happened, as rows of two tables, and the run directory that keeps them. May import ``config``."""
