@@ -10,6 +10,7 @@ import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any
@@ -82,6 +83,7 @@ def sample(num_mutants: int, seed: int) -> list[Mutant]:
     return [mutant for mutants in chosen.values() for mutant in mutants]
 
 
+@cache
 def _mutants(module: str) -> list[Mutant]:
     source = _path(module).read_text(encoding="utf-8")
     return [Mutant(module=module, mutation=change, source=source) for change in mutations(source)]

@@ -322,9 +322,9 @@ REFUSED: dict[str, tuple[Damage, str]] = {
 
 
 def quick_and_slow(damages: dict[str, tuple[Damage, str]]) -> list[Any]:
-    """All as parameters; one in eight is in the quick set."""
+    """All as parameters; one in sixteen is in the quick set."""
     return [
-        pytest.param(*each, id=name, marks=[pytest.mark.slow] if number % 8 else [])
+        pytest.param(*each, id=name, marks=[pytest.mark.slow] if number % 16 else [])
         for number, (name, each) in enumerate(damages.items())
     ]
 

@@ -45,7 +45,7 @@ PAIRS: dict[str, Callable[[Path], object]] = {
 }
 
 
-RARE = {"glm-own", "deepseek"}  # their parts are in other pairs and tests too
+RARE = {"glm", "glm-own", "deepseek"}  # their parts are in other pairs and tests too
 PARAMS = [
     pytest.param(
         name, marks=[pytest.mark.xdist_group(f"mtp-{name}"), *([pytest.mark.slow] if name in RARE else [])]
@@ -307,7 +307,8 @@ def test_the_bytes_of_a_drafting_pass_are_those_of_one_layer_and_the_experts_it_
     assert sizes.parts(3, 1, 0)["draft loop"].num_bytes == 3 * one
 
 
-@pytest.mark.parametrize("batch", mostly_slow(["padded", "non-padded"], "padded"))
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
 def test_an_engine_on_the_kernels_of_gpus_drafts_and_writes_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: str
 ) -> None:

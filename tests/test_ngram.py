@@ -128,7 +128,6 @@ SETTINGS: tuple[tuple[int, int, dict[str, Any]], ...] = (
     mostly_slow(
         [(*each, ahead) for each in SETTINGS for ahead in (False, True)],
         (*SETTINGS[0], False),
-        (*SETTINGS[2], False),
         (*SETTINGS[5], True),
     ),
 )
@@ -156,7 +155,7 @@ def test_drafts_equal_the_naive_search(
 
 def test_rows_are_searched_in_parts(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with long tables, where a whole batch at once would take too much memory."""
-    whole = generate(random_pair, copying(24), drafter="ngram")
+    whole = generate(random_pair, copying(12), drafter="ngram")
     sizes = set()
 
     def counted(texts: Tensor, *asked: Any) -> Tensor:
@@ -167,20 +166,20 @@ def test_rows_are_searched_in_parts(random_pair: Pair, monkeypatch: pytest.Monke
     for positions, most in ((1, 1), (900, 3)):
         sizes.clear()
         monkeypatch.setattr(ngram, "_AT_ONCE", positions)
-        assert generate(random_pair, copying(24), drafter="ngram").verified == whole.verified
+        assert generate(random_pair, copying(12), drafter="ngram").verified == whole.verified
         assert max(sizes) == most
 
 
 @pytest.mark.parametrize(
     ("k", "batch_size"),
-    mostly_slow([(4, 8), (1, 32), *product((2, 8), (1, 5, 32))], (4, 8)),
+    mostly_slow([(4, 8), (1, 12), *product((2, 8), (1, 5, 12))], (4, 8)),
 )
 def test_greedy_text_is_plain_decodings(demo_pair: Pair, k: int, batch_size: int) -> None:
     requests = [
         replace(r, prompt_token_ids=r.prompt_token_ids * 2)
-        for r in bundled_requests(32, SamplingParams(max_tokens=24))
+        for r in bundled_requests(12, SamplingParams(max_tokens=24))
     ]
-    plain = generate(demo_pair, requests, num_spec_tokens=0, max_batch_size=32)
+    plain = generate(demo_pair, requests, num_spec_tokens=0, max_batch_size=12)
     outputs = generate(demo_pair, requests, num_spec_tokens=k, max_batch_size=batch_size, drafter="ngram")
     assert outputs.texts == plain.texts
     accepted = {step[1] for steps in outputs.verified.values() for step in steps}
@@ -217,10 +216,10 @@ def test_nan_logits_fail_only_their_request(random_pair: Pair) -> None:
     assert {name: outputs.texts[name] for name in right.texts} == right.texts
 
 
-@pytest.mark.parametrize("error", mostly_slow(ERRORS, torch.OutOfMemoryError))
+@pytest.mark.slow
+@pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize(
-    ("kind", "prefix_cache", "ahead"),
-    mostly_slow(product(("greedy", "sampled"), (True, False), (False, True)), ("greedy", True, True)),
+    ("kind", "prefix_cache", "ahead"), list(product(("greedy", "sampled"), (True, False), (False, True)))
 )
 def test_an_error_at_any_launch_point_changes_no_result(
     demo_pair: Pair,

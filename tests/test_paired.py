@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from specgen.report.intervals import detectable_share, mcnemar, paired_scores, scores_interval, tango
+from tests.marks import mostly_slow
 
 CELLS = [(0, 0, 20), (0, 1, 44), (6, 0, 50), (9, 2, 30), (150, 86, 1_600), (3, 40, 43), (7, 7, 1_319)]
 
@@ -74,7 +75,10 @@ def test_the_interval_covers_the_truth(shares, num):
 
 @pytest.mark.parametrize(
     ("num", "discordance", "level"),
-    [(1_319, 0.1, 0.05), (1_319, 0.1, 0.01), (500, 0.02, 0.05), (200, 0.0, 0.05), (2_000, 0.4, 0.05)],
+    mostly_slow(
+        [(1_319, 0.1, 0.05), (1_319, 0.1, 0.01), (500, 0.02, 0.05), (200, 0.0, 0.05), (2_000, 0.4, 0.05)],
+        (500, 0.02, 0.05),
+    ),
 )
 def test_the_detectable_difference_is_detected_with_80_percent_power(num, discordance, level):
     difference = detectable_share(round(discordance * num), num, level)

@@ -82,7 +82,7 @@ Texts = dict[str, tuple[int, ...]]
 @pytest.fixture(scope="module")
 def random_asked() -> list[Request]:
     """Short prompts of a small vocabulary: texts that repeat themselves."""
-    return with_penalties(random_requests(20, 128, SamplingParams(), lengths=(1, 20)))
+    return with_penalties(random_requests(12, 128, SamplingParams(), lengths=(1, 20)))
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def random_texts(random_reference: ReferenceDrafter, random_asked: list[Request]
 
 @pytest.fixture(scope="module")
 def demo_asked() -> list[Request]:
-    return with_penalties(bundled_requests(15, SamplingParams()))
+    return with_penalties(bundled_requests(10, SamplingParams()))
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +101,13 @@ def demo_texts(demo_reference: ReferenceDrafter, demo_asked: list[Request]) -> T
 
 
 def test_the_penalties_of_these_tests_change_texts(
-    demo_reference: ReferenceDrafter, demo_asked: list[Request], demo_texts: Texts
+    demo_pair: Pair, demo_asked: list[Request], demo_texts: Texts
 ) -> None:
-    free = demo_reference.greedy(demo_asked)
-    changed = [r.sampling for r in demo_asked if demo_texts[r.id] != free[r.id]]
+    free = [replace(r, sampling=SamplingParams(max_tokens=r.sampling.max_tokens)) for r in demo_asked]
+    texts = generate(demo_pair, free, num_spec_tokens=0).texts
+    changed = [r.sampling for r in demo_asked if demo_texts[r.id] != texts[r.id]]
     assert all(each.penalised for each in changed)
-    assert len(changed) >= 6
+    assert len(changed) >= 4
 
 
 # --- greedy ----------------------------------------------------------------------------------------
@@ -147,10 +148,8 @@ OTHERS: dict[str, Callable[[Path, Any], None]] = {
     ("drafter", "batch"),
     mostly_slow(
         product(("eagle3", "ngram:2", *OTHERS), ("padded", "non-padded")),
-        ("eagle3", "padded"),
         ("ngram:2", "padded"),
         ("eagle-1", "non-padded"),
-        ("p-eagle", "padded"),
     ),
 )
 def test_greedy_text_with_every_kind_of_drafter(
@@ -170,7 +169,8 @@ def test_greedy_text_with_every_kind_of_drafter(
     assert outputs.texts == random_texts
 
 
-@pytest.mark.parametrize("batch", mostly_slow(["padded", "non-padded"], "padded"))
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
 def test_greedy_text_with_mtp(tmp_path: Path, batch: str) -> None:
     import transformers
 
@@ -183,7 +183,8 @@ def test_greedy_text_with_mtp(tmp_path: Path, batch: str) -> None:
     assert outputs.texts == {r.id: expected_text(model, r) for r in asked}
 
 
-@pytest.mark.parametrize("batch", mostly_slow(["padded", "non-padded"], "non-padded"))
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
 def test_preemption_and_chunks_change_no_text(
     demo_pair: Pair, demo_asked: list[Request], demo_texts: Texts, batch: str
 ) -> None:
@@ -199,9 +200,10 @@ def test_tokens_of_a_cached_prefix_count(
 ) -> None:
     """The second time, prompts are in the prefix cache, and no pass computes them."""
     engine = build_engine(config_of(demo_pair, max_batch_size=3), demo_pair.models, lambda event: None)
-    again = [replace(request, id=f"{request.id} again") for request in demo_asked]
-    found = {each.request.id: each.token_ids for each in engine.generate([*demo_asked, *again])}
-    assert found == demo_texts | {f"{name} again": text for name, text in demo_texts.items()}
+    some = demo_asked[:6]
+    again = [replace(request, id=f"{request.id} again") for request in some]
+    found = {each.request.id: each.token_ids for each in engine.generate([*some, *again])}
+    assert found == {r.id: demo_texts[r.id.removesuffix(" again")] for r in (*some, *again)}
 
 
 def test_a_step_without_memory_leaves_no_count(
@@ -226,30 +228,13 @@ def test_a_step_without_memory_leaves_no_count(
 # --- sampled ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("drafter", "draft_sampling"),
-    [
-        pytest.param("head", "greedy", marks=pytest.mark.slow),
-        ("head", "probabilistic"),
-        pytest.param("ngram", "greedy", marks=pytest.mark.slow),
-    ],
-)
-def test_every_position_has_the_penalised_distribution(
-    small_pair: Pair,  # noqa: F811
-    drafter: str,
-    draft_sampling: str,
-) -> None:
-    drafting = {"draft_sampling": draft_sampling} if drafter == "head" else {"drafter": drafter}
-    values, accepted = p_values(small_pair, FILTERS["penalised"], (7, 2, 0, 4), **drafting)
-    assert min(values) > 1e-4, values
-    assert accepted >= {(3, 0), (3, 1), (3, 2), (3, 3)}
-
-
 @pytest.mark.slow
 def test_penalties_behind_the_temperature_are_caught(
     small_pair: Pair,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """By the test of distributions of ``test_sampling.py``."""
+
     def behind(logits: Tensor, drafts: Tensor, batch: SamplingBatch) -> Tensor:
         temperature = batch.temperature[:, None, None]
         return penalised(logits / temperature, drafts, batch) * temperature
@@ -358,7 +343,7 @@ PLANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
-@pytest.mark.parametrize("plant", mostly_slow(PLANTS, "rejected drafts count", "counts of a row that moved"))
+@pytest.mark.parametrize("plant", mostly_slow(PLANTS, "rejected drafts count"))
 def test_planted_errors_are_caught(
     demo_pair: Pair,
     random_pair: Pair,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from specgen.decoding.sampling import SamplingForm, token_logprobs
 from specgen.engine.build import build_engine
 from specgen.text.tokenizer import load_tokenizer
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, random_requests
+from tests.marks import mostly_slow
 from tests.reference_drafts import ReferenceDrafter
 
 LENGTH = 20
@@ -72,10 +74,9 @@ def biased_texts(
     return {request.id: biased_greedy(random_reference, request) for request in biased_requests}
 
 
-@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("batch", ["padded", "non-padded"])
 @pytest.mark.parametrize(
-    "k", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 4]
+    ("k", "batch", "ahead"),
+    mostly_slow(product((0, 1, 4), ("padded", "non-padded"), (False, True)), (4, "padded", True)),
 )
 def test_biased_greedy_text_equals_biased_plain_decoding(
     random_pair: Pair,
@@ -94,7 +95,7 @@ def test_biased_greedy_text_equals_biased_plain_decoding(
 
 def test_logit_bias_with_mixed_acceptance(demo_pair: Pair, demo_reference: ReferenceDrafter) -> None:
     vocab_size = len(demo_pair.models.target.embedding)
-    requests = with_biases(bundled_requests(10, SamplingParams()), vocab_size)
+    requests = with_biases(bundled_requests(7, SamplingParams()), vocab_size)
     expected = {request.id: biased_greedy(demo_reference, request) for request in requests}
     for batch in ("padded", "non-padded"):
         outputs = generate(demo_pair, requests, num_spec_tokens=4, drafter_batch=batch, max_batch_size=4)
@@ -159,19 +160,20 @@ def asking(requests: Iterable[Request], sampling: SamplingParams) -> list[Reques
     ]
 
 
+KINDS = {
+    "greedy": SamplingParams(),
+    "sampled": SamplingParams(temperature=0.8, top_k=20),
+    "biased": SamplingParams(logit_bias=((40, 5.0), (41, -100.0))),
+}
+
+
 @pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(),
-        SamplingParams(temperature=0.8, top_k=20),
-        SamplingParams(logit_bias=((40, 5.0), (41, -100.0))),
-    ],
-    ids=["greedy", "sampled", "biased"],
-)
-@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("batch", ["padded", "non-padded"])
-@pytest.mark.parametrize(
-    "k", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 4]
+    ("k", "batch", "ahead", "kind"),
+    mostly_slow(
+        product((0, 1, 4), ("padded", "non-padded"), (False, True), KINDS),
+        (4, "padded", True, "sampled"),
+        (4, "non-padded", True, "greedy"),
+    ),
 )
 def test_logprobs_equal_the_reference(
     demo_pair: Pair,
@@ -180,18 +182,19 @@ def test_logprobs_equal_the_reference(
     k: int,
     batch: str,
     ahead: bool,
-    sampling: SamplingParams,
+    kind: str,
 ) -> None:
-    requests = asking(bundled_requests(12, SamplingParams()), sampling)
+    requests = asking(bundled_requests(12, SamplingParams()), KINDS[kind])
     if ahead:
         device_like()
     outputs = generate(demo_pair, requests, num_spec_tokens=k, drafter_batch=batch, max_batch_size=5)
     for completion in outputs.completions.values():
         check_logprobs(demo_reference, completion)
-    if k == 4 and not sampling.temperature:
+    if k == 4 and kind != "sampled":
         assert {step[1] for steps in outputs.verified.values() for step in steps} >= {1, 2, 3}
 
 
+@pytest.mark.slow
 def test_logprobs_after_preemption(demo_pair: Pair, demo_reference: ReferenceDrafter) -> None:
     page = 4 * (12 + 1) * 2 * 2 * 64 * 4  # positions, layers of target and head, k and v, heads, dim, bytes
     requests = bundled_requests(12, SamplingParams(max_tokens=48, logprobs=2))
@@ -257,13 +260,13 @@ def answers(outputs: Outputs) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("k", [0, 4])
+@pytest.mark.parametrize("k", mostly_slow([0, 4], 4))
 def test_each_request_gets_the_same_output_in_a_batch_as_alone(
     demo_pair: Pair, device_like: Callable[[], None], k: int
 ) -> None:
     tokenizer = load_tokenizer(str(demo_pair.models.checkpoints["model"].path))
     pair = replace(demo_pair, models=replace(demo_pair.models, tokenizer=tokenizer))
-    requests = all_different(bundled_requests(18, SamplingParams()))
+    requests = all_different(bundled_requests(12, SamplingParams()))
     alone: dict[str, Any] = {}
     for request in requests:
         alone |= answers(generate(pair, [request], num_spec_tokens=k, max_batch_size=1))
