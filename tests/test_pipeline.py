@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from specgen.engine.build import build_engine
 from specgen.kv.pages import PageAllocator
 from specgen.record.record_rows import OutOfMemory, PassRow
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, random_requests
+from tests.marks import mostly_slow
 
 GREEDY = SamplingParams(max_tokens=40)
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9)
@@ -25,7 +27,7 @@ STEP_BYTES = 4 * (12 + 1) * 2 * 2 * 64 * 4  # a page of the bundled pair
 
 def mixed_requests(sampling: SamplingParams) -> list[Request]:
     """Texts of 1 to 40 tokens, so that sequences leave and join at nearly every step."""
-    requests = bundled_requests(16, sampling)
+    requests = bundled_requests(12, sampling)
     return [
         Request(
             id=request.id,
@@ -148,7 +150,8 @@ def test_no_step_is_spent_on_a_text_that_its_first_token_ended(demo_pair: Pair) 
     assert decoded_sequences(outputs) == 0
 
 
-@pytest.mark.parametrize("batch", [pytest.param("padded", marks=pytest.mark.slow), "non-padded"])
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
 def test_preemption_with_lookahead(demo_pair: Pair, device_like: Callable[[], None], batch: str) -> None:
     requests = bundled_requests(12, SamplingParams(max_tokens=48))
     roomy = generate(demo_pair, requests, num_spec_tokens=4, drafter_batch=batch)
@@ -169,7 +172,7 @@ def test_no_page_leaks_and_page_0_holds_padding_rows(
         lambda *sizes, **flag: made.append(PageAllocator(*sizes, **flag)) or made[-1],
     )
     device_like()
-    requests = random_requests(40, 128, SamplingParams(max_tokens=30), lengths=(1, 40))
+    requests = random_requests(16, 128, SamplingParams(max_tokens=30), lengths=(1, 40))
     generate(random_pair, requests, max_batch_size=7, kv_memory=60_000 * 16)
     (allocator,) = made
     assert allocator.num_free == allocator.num_pages
@@ -193,8 +196,9 @@ def test_texts_reach_the_context_limit_with_lookahead(
     assert [len(text) for text in ahead.texts.values()] == [1, 2, 3, 9]
 
 
-@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("where", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("where", "ahead"), mostly_slow(product(("prefill", "decode"), (False, True)), ("decode", True))
+)
 def test_out_of_memory_lowers_the_limits_and_changes_no_text(
     demo_pair: Pair,
     device_like: Callable[[], None],

@@ -134,13 +134,13 @@ def test_the_prefix_cache_changes_no_text_draft_or_acceptance(
         "drafter_batch": drafter_batch,
         "max_prefill_tokens": max_prefill_tokens,
     }
-    requests = few_shot_requests(random_pair, 12, sampling)
+    requests = few_shot_requests(random_pair, 8, sampling)
     plain = generate(random_pair, requests, **settings, prefix_cache=False)
     shared = generate(random_pair, requests, **settings)
     assert shared.texts == plain.texts
     assert shared.verified == plain.verified
     assert num_cached(plain) == 0
-    assert num_cached(shared) >= 14 * 48
+    assert num_cached(shared) >= 10 * 48
     assert rows_of(plain) - rows_of(shared) == num_cached(shared)
 
 
@@ -155,6 +155,7 @@ def test_shared_pages_keep_the_acceptance_of_the_trained_pair(demo_pair: Pair) -
     assert shared.verified == plain.verified
 
 
+@pytest.mark.slow
 def test_pages_of_preempted_and_finished_texts_are_reused(random_pair: Pair) -> None:
     requests = few_shot_requests(random_pair, 30, GREEDY)
     plain = generate(random_pair, requests, prefix_cache=False)
@@ -235,6 +236,7 @@ def test_pages_of_a_failed_pass_are_not_shared(random_pair: Pair, monkeypatch: p
     assert generate(random_pair, requests, max_prefill_tokens=400).texts == plain.texts
 
 
+@pytest.mark.slow
 def test_digests_without_the_next_token_are_caught(
     random_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

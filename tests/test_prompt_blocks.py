@@ -17,6 +17,7 @@ from specgen.core.sequence import Request
 from specgen.engine import choices
 from specgen.kv.layout import Layout
 from tests.engines import Pair, generate
+from tests.marks import mostly_slow
 
 CPU = torch.device("cpu")
 
@@ -79,7 +80,7 @@ class Capturing(Runner):
 
 
 def texts(pair: Pair, **changes: Any) -> dict[str, tuple[int, ...]]:
-    lens, sampling = (1, 5, 15, 16, 17, 31, 40, 64, 70, 33), SamplingParams(max_tokens=12, ignore_eos=True)
+    lens, sampling = (1, 5, 15, 16, 17, 31, 40, 64, 70, 33), SamplingParams(max_tokens=6, ignore_eos=True)
     requests = [
         Request(id=str(length), prompt_token_ids=tuple(range(3, 3 + length)), sampling=sampling)
         for length in lens
@@ -88,7 +89,8 @@ def texts(pair: Pair, **changes: Any) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    "changed", [{}, {"max_prefill_tokens": 24}, {"num_spec_tokens": 0}, {"max_batch_size": 3}]
+    "changed",
+    mostly_slow([{}, {"max_prefill_tokens": 24}, {"num_spec_tokens": 0}, {"max_batch_size": 3}], {}),
 )
 def test_texts_are_those_of_ragged_prefills(
     random_pair: Pair, changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch

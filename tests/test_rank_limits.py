@@ -32,6 +32,7 @@ from specgen.engine.supervisor import Supervisor, WorkerProcess
 from specgen.engine.worker import Worker
 from specgen.engine.worker_group import exit_within
 from specgen.evaluation.divergence import prefill_logits
+from tests.marks import mostly_slow
 from tests.test_lost_ranks import processes, wait_until
 from tests.test_tensor_parallel import config
 
@@ -99,7 +100,7 @@ def test_rank_0_leaves_work_in_which_nobody_says_anything(watched: Any, capfd: A
     assert "rank 1 of 3 on cpu and rank 2 of 3 on cpu: no answer for 0 s" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("who", ["rank 0", "another"])
+@pytest.mark.parametrize("who", mostly_slow(["rank 0", "another"], "another"))
 def test_work_that_gets_on_has_no_limit(watched: Any, who: str) -> None:
     watching, codes = watched
     watching.begin()
@@ -231,7 +232,11 @@ def room_on(config: Any, models: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("number", "why"), [(signal.SIGKILL, "it was ended by SIGKILL"), (signal.SIGSTOP, "no answer for 1 s")]
+    ("number", "why"),
+    mostly_slow(
+        [(signal.SIGKILL, "it was ended by SIGKILL"), (signal.SIGSTOP, "no answer for 1 s")],
+        (signal.SIGKILL, "it was ended by SIGKILL"),
+    ),
 )
 def test_a_rank_that_is_lost_or_hangs_while_weights_are_read(
     monkeypatch: pytest.MonkeyPatch, number: int, why: str
@@ -316,11 +321,6 @@ def test_every_pass_waits_for_its_numbers_where_a_rank_may_hang(monkeypatch: pyt
     assert len(peers.waited) == 1
     prefill_logits(asked, models)([5, 6, 7])
     assert len(peers.waited) == 2
-
-
-def on_any_rank(config: Any, models: Any) -> int:
-    """What a rank has room for, less on a later one."""
-    return int(100 - 10 * models.peers.ranks.rank)
 
 
 def test_compiling_the_sum_over_gpus_is_said_once_before_it(

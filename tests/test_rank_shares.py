@@ -23,6 +23,7 @@ from specgen.ops import bind_ops, experts, fp8, reference
 from specgen.ops.reference import RmsNorm
 from specgen.ops.weight import Weight
 from tests.dense import DenseAttend
+from tests.marks import mostly_slow
 from tests.rank_threads import ThreadRanks, together
 from tests.tiny_checkpoints import write_target
 from tests.tiny_fp8 import quantize
@@ -168,18 +169,26 @@ def agrees(path: Path, size: int) -> bool:
     return bool(apart[-1] < 1e-4) and torch.equal(found[0][1], ids)
 
 
+QUICK = (
+    *("llama", "qwen2", "qwen3-moe", "gpt-oss in MXFP4", "latents", "blocks", "experts in blocks"),
+    *("a scale per channel", "output layer with a scale"),
+)
 # What four ranks cut otherwise than two do.
-QUICK_IN_FOUR = ("llama", "one KV head", "vocabulary that is not divided evenly", "output layer in blocks")
+QUICK_IN_FOUR = ("one KV head", "vocabulary that is not divided evenly", "output layer in blocks")
 
 
 @pytest.mark.parametrize(
     ("target", "size"),
-    [(target, 2) for target in TARGETS]
-    + [
-        pytest.param(target, 4, marks=() if target in QUICK_IN_FOUR else pytest.mark.slow)
-        for target in TARGETS
-        if "qwen3-moe" not in target  # its experts are 32 wide, of which four ranks would have 8: see below
-    ],
+    mostly_slow(
+        [
+            (target, size)
+            for size in (2, 4)
+            for target in TARGETS
+            if size == 2 or "qwen3-moe" not in target  # whose experts are 32 wide: four ranks would have 8
+        ],
+        *((target, 2) for target in QUICK),
+        *((target, 4) for target in QUICK_IN_FOUR),
+    ),
 )
 def test_shares_together_are_the_whole(tmp_path: Path, target: str, size: int) -> None:
     TARGETS[target](tmp_path)
@@ -389,7 +398,9 @@ MISREAD: dict[str, tuple[str, Any, str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("error", MISREAD)
+@pytest.mark.parametrize(
+    "error", mostly_slow(MISREAD, "keys of another rank", "packed scales of another rank", "sums left out")
+)
 def test_planted_errors_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str) -> None:
     target, owner, name, wrong = MISREAD[error]
     TARGETS[target](tmp_path)

@@ -157,7 +157,7 @@ class InProcess(RayEngine):
 def test_blocks_give_the_output_of_one_engine(pair: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Conversations too, also those that an earlier run has answered in part; passes come before their output."""
     monkeypatch.setattr(ray_engine, "_connected", lambda cluster: nullcontext())
-    chats = [[Message(role="user", content=f"Tom has {n} apples.")] for n in range(21)]
+    chats = [[Message(role="user", content=f"Tom has {n} apples.")] for n in range(9)]
     prompts: list[Prompt | Rejected] = [
         Prompt(id=str(n), messages=tuple(chat), follow_ups=("And now?",)) for n, chat in enumerate(chats)
     ]
@@ -170,7 +170,7 @@ def test_blocks_give_the_output_of_one_engine(pair: EngineConfig, monkeypatch: p
         passes.append(row)
 
     whole = {output.id: output for output in Engine(pair).generate(prompts, sampling)}
-    earlier = {name: whole[name].text for name in ("0", "1", "1/turn-2", "20")}
+    earlier = {name: whole[name].text for name in ("0", "1", "1/turn-2", "8")}
     blocks = InProcess(config=pair, cluster=Cluster(num_workers=2), record=record)
     outputs = blocks.generate(prompts, sampling, earlier=earlier, lost={}, until=lambda: False)
     seen = []

@@ -70,7 +70,7 @@ def reasoning_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Conversations of two turns without a full stop, which the renamed tokenizer lacks."""
     path = tmp_path_factory.mktemp("questions") / "question.jsonl"
-    turns = [[f"Tom has {n} apples and buys 3 more, how many?", "And then 2 more?"] for n in range(4, 9)]
+    turns = [[f"Tom has {n} apples and buys 3 more, how many?", "And then 2 more?"] for n in range(4, 7)]
     lines = [{"question_id": n, "category": "math", "turns": each} for n, each in enumerate(turns)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
@@ -144,7 +144,7 @@ def test_rows_have_reasoning_and_text_apart(reasoned: Path, questions: Path, tmp
     plain = tmp_path / "plain"
     assert generate(data_directory() / "demo", questions, plain).exit_code == 0
     found, first = rows(reasoned), {row["id"]: row for row in rows(plain) if row["turn"] == 1}
-    assert len(found) == 10
+    assert len(found) == 6
     for row in found:
         assert row["token_ids"].index(19) > 2
         assert row["num_reasoning_tokens"] == row["token_ids"].index(19) + 1
@@ -163,7 +163,7 @@ def test_rows_have_reasoning_and_text_apart(reasoned: Path, questions: Path, tmp
 
 def test_the_next_turn_has_the_answer_alone_in_its_context(reasoned: Path) -> None:
     found = {row["id"]: row for row in rows(reasoned)}
-    for n in range(5):
+    for n in range(3):
         first, second = found[str(n)], found[f"{n}/turn-2"]
         assert f"more, how many?<|end|><think>{first['text']}<|end|><|user|>And then" in second["prompt"]
         assert first["reasoning"] not in second["prompt"]
@@ -174,7 +174,7 @@ def test_acceptance_is_counted_by_part(reasoned: Path) -> None:
     parts = report(reasoned)["parts"]
     assert parts["reasoning"]["mean_acceptance_length"] > 1.5
     assert parts["reasoning"]["mean_acceptance_length"] != parts["answer"]["mean_acceptance_length"]
-    assert parts["reasoning"]["num_requests"] == parts["answer"]["num_requests"] == 10
+    assert parts["reasoning"]["num_requests"] == parts["answer"]["num_requests"] == 6
     assert report(reasoned)["ended_in_reasoning"] == {}
     assert "By part" in (reasoned / "report.html").read_text()
     printed = call("report", reasoned).stdout
@@ -343,7 +343,7 @@ def test_a_run_resumed_on_another_day_has_the_prompts_of_the_first(
         "strftime_now": "2026-03-07",
     }
     assert '"strftime_now": "2026-03-07"' in recorded["settings"]["template"]
-    assert report(out)["num_requests"] == report(whole)["num_requests"] == 10
+    assert report(out)["num_requests"] == report(whole)["num_requests"] == 6
     for other, field in (
         ('{"reasoning_effort": "low"}', r"chat_template_kwargs.reasoning_effort high -> low"),
         (
@@ -439,7 +439,7 @@ def test_an_audit_renders_with_the_same_kwargs(
 def test_an_evaluation_scores_the_answer_alone(reasoning_pair: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     models = ["--model", reasoning_pair / "target", "--drafter", reasoning_pair / "drafter"]
-    arguments = ("word_problems", *models, "--apply-chat-template", "--limit", 6, "--arms", "padded,baseline")
+    arguments = ("word_problems", *models, "--apply-chat-template", "--limit", 3, "--arms", "padded,baseline")
     result = call("eval", *arguments, "--num-spec-tokens", 3, "--log-samples", "--output", out)
     assert result.exit_code == 0, result.output
     found = rows(out / "padded")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from specgen.checkpoints.checkpoint import drafter_config, open_checkpoint, targ
 from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.models.model_config import TargetConfig
 from specgen.models.rotary import RopeConfig, YarnScaling
+from tests.marks import mostly_slow
 from tests.test_latents import of_transformers
 from tests.test_mixtures import ids_of, loaded, paged_logits
 from tests.tiny_checkpoints import write_head, write_target
@@ -81,13 +83,13 @@ def _beside(path: Path, target: Path, changes: dict[str, Any]) -> None:
     (path / "model.safetensors").hardlink_to(target / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", BESIDE)
 @pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(each, marks=[pytest.mark.slow] if each in ("qwen2", "qwen3", "glm") else [])
-        for each in FAMILIES
-    ],
+    ("family", "name"),
+    mostly_slow(
+        product(FAMILIES, BESIDE),
+        *(("deepseek", name) for name in BESIDE),
+        *product(("llama", "qwen3-moe", "gpt-oss"), ("yarn", "llama3")),
+    ),
 )
 def test_logits_equal_transformers(tmp_path: Path, written: dict[str, Path], family: str, name: str) -> None:
     _beside(tmp_path, written[family], BESIDE[name])

@@ -15,6 +15,7 @@ from tests.marks import mostly_slow
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import write_byte_level
 
+CONTEXT = 128
 TURNS = [
     {"question_id": 1, "category": "math", "turns": ["Tom has 12 apples.", "And now?"]},
     {"question_id": 2, "category": "writing", "turns": ["Please stop here.", "Why?"]},
@@ -25,7 +26,8 @@ TURNS = [
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pair")
-    write_head(path / "drafter", write_target(path / "target", vocab_size=352), draft_vocab_size=100)
+    target = write_target(path / "target", vocab_size=352, max_positions=CONTEXT)
+    write_head(path / "drafter", target, draft_vocab_size=100)
     write_byte_level(path / "target")
     return path
 
@@ -116,7 +118,7 @@ def test_a_text_that_fills_the_context_says_so(pair: Path, tmp_path: Path, kept:
     result = run(pair, "--dataset", own, *arguments, "--format", "openai")
     assert result.exit_code == 0, result.output
     filled, short = rows(out / "completions.jsonl")
-    assert filled["num_prompt_tokens"] + len(filled["token_ids"]) == 256
+    assert filled["num_prompt_tokens"] + len(filled["token_ids"]) == CONTEXT
     assert (filled["finish_reason"], filled["ended_by"]) == ("length", "context")
     assert (short["finish_reason"], "ended_by" in short) == ("length", False)
     report = json.loads((out / "report.json").read_text())
@@ -156,7 +158,7 @@ def test_a_bad_row_is_a_record_and_the_rest_runs(pair: Path, tmp_path: Path) -> 
     assert list(reasons) == ["b", "c", "d"]
     assert reasons["b"].startswith("line 2: no prompt")
     assert reasons["c"].startswith("line 3: token id 400")
-    assert "256" in reasons["d"]
+    assert str(CONTEXT) in reasons["d"]
 
 
 BATCH = (
@@ -335,7 +337,11 @@ def test_bad_input_is_one_line(pair: Path, tmp_path: Path, arguments: list[str],
     [
         (["--kv-memory", "900TiB"], "kv-memory is 921,600.0 GiB and cpu has "),
         (["--max-batch-size", 10**12, "--num-prompts", 2], ""),
-        (["--max-batch-size", 10**12, "--num-prompts", 2, "--num-spec-tokens", "auto"], ""),
+        pytest.param(
+            ["--max-batch-size", 10**12, "--num-prompts", 2, "--num-spec-tokens", "auto"],
+            "",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_memory_that_no_machine_has(

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +32,7 @@ from specgen.decoding.sampling import (
 from specgen.decoding.verify import accept_sampled
 from specgen.models.model_config import TargetConfig
 from tests.engines import Pair, generate, load_pair, random_requests
+from tests.marks import mostly_slow
 from tests.tiny_checkpoints import write_eagle1_head, write_head, write_target
 
 VOCAB, LENGTH, SAMPLES = 10, 4, 6000
@@ -128,9 +130,9 @@ def p_values(
     return result, {(len(step[0]), step[1]) for steps in outputs.verified.values() for step in steps}
 
 
-@pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
 @pytest.mark.parametrize(
-    "name", [name if name == "all" else pytest.param(name, marks=pytest.mark.slow) for name in FILTERS]
+    ("name", "draft_sampling"),
+    mostly_slow(product(FILTERS, ("greedy", "probabilistic")), ("all", "probabilistic")),
 )
 def test_every_position_has_the_distribution_of_plain_sampling(
     small_pair: Pair, name: str, draft_sampling: str
@@ -147,11 +149,9 @@ OTHER_HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
 }
 
 
-@pytest.mark.parametrize("draft_sampling", [pytest.param("greedy", marks=pytest.mark.slow), "probabilistic"])
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "p-eagle" else pytest.param(name, marks=pytest.mark.slow) for name in OTHER_HEADS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("name", OTHER_HEADS)
 def test_every_kind_of_head_leaves_the_distribution_of_plain_sampling(
     small_pair: Pair, tmp_path: Path, name: str, draft_sampling: str
 ) -> None:
@@ -162,10 +162,7 @@ def test_every_kind_of_head_leaves_the_distribution_of_plain_sampling(
     assert accepted == {(3, 0), (3, 1), (3, 2), (3, 3)}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "biased" else pytest.param(name, marks=pytest.mark.slow) for name in FILTERS],
-)
+@pytest.mark.parametrize("name", mostly_slow(FILTERS, "biased"))
 def test_ngram_drafts_leave_the_distribution_of_plain_sampling(small_pair: Pair, name: str) -> None:
     """Steps with drafts and steps without, where the bonus token is the first."""
     values, accepted = p_values(small_pair, FILTERS[name], (7, 2, 0, 4), drafter="ngram")  # likely tokens
@@ -193,7 +190,7 @@ def test_a_residual_without_draft_probabilities_is_caught(
 @pytest.mark.parametrize("draft_sampling", [pytest.param("greedy", marks=pytest.mark.slow), "probabilistic"])
 def test_a_seed_gives_the_same_text_in_any_batch(random_pair: Pair, draft_sampling: str) -> None:
     sampling = SamplingParams(max_tokens=16, temperature=0.8, top_p=0.95, seed=7)
-    requests = random_requests(9, 128, sampling)
+    requests = random_requests(6, 128, sampling)
     mixed = [
         replace(r, sampling=replace(sampling, temperature=0.0)) if i % 3 == 0 else r
         for i, r in enumerate(requests)

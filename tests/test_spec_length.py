@@ -1,12 +1,13 @@
 """The choice of K: near the best fixed K at every batch size and acceptance, and stable between equals."""
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
 
 from specgen.core.spec_length import CheapestLength, FixedLength, RunningAcceptance, StepCosts
+from tests.marks import mostly_slow
 
 MOST = 7
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
@@ -123,8 +124,12 @@ def test_one_large_step_does_not_erase_the_estimate():
 # --- the choice -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_sequences", [1, 8, 32, 128, 256])
-@pytest.mark.parametrize("rate", [0.02, 0.3, 0.6, 0.75, 0.9])
+@pytest.mark.parametrize(
+    ("rate", "num_sequences"),
+    mostly_slow(
+        product((0.02, 0.3, 0.6, 0.75, 0.9), (1, 8, 32, 128, 256)), (0.02, 1), (0.75, 32), (0.9, 128)
+    ),
+)
 def test_throughput_is_near_the_best_fixed_k_and_k_is_stable(rate, num_sequences):
     curve, decoding = flat(rate), Decoding(CheapestLength(COSTS))
     found = decoding.run(STEPS, num_sequences, curve)
@@ -133,24 +138,36 @@ def test_throughput_is_near_the_best_fixed_k_and_k_is_stable(rate, num_sequences
     assert decoding.num_changes <= 12
 
 
-@pytest.mark.parametrize("num_sequences", [1, 8, 32, 64, 128, 256])
-@pytest.mark.parametrize("curve", [(0.5, 0.6, 0.65, 0.7, 0.7, 0.7, 0.7), (0.8, 0.4, 0.2, 0.1, 0.1, 0.1, 0.1)])
+RISING, FALLING = (0.5, 0.6, 0.65, 0.7, 0.7, 0.7, 0.7), (0.8, 0.4, 0.2, 0.1, 0.1, 0.1, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("curve", "num_sequences"),
+    mostly_slow(product((RISING, FALLING), (1, 8, 32, 64, 128, 256)), (RISING, 64), (FALLING, 8)),
+)
 def test_acceptance_that_varies_by_position(curve, num_sequences):
     decoding = Decoding(CheapestLength(COSTS))
     assert decoding.run(STEPS, num_sequences, curve) >= 0.97 * best(num_sequences, curve)
     assert decoding.num_changes <= 30
 
 
-@pytest.mark.parametrize("num_sequences", [1, 8, 32, 128, 256])
-@pytest.mark.parametrize(("before", "after"), [(0.9, 0.3), (0.3, 0.9), (0.9, 0.02), (0.02, 0.9)])
-def test_k_follows_a_change_in_acceptance(before, after, num_sequences):
+@pytest.mark.parametrize(
+    ("rates", "num_sequences"),
+    mostly_slow(
+        product(((0.9, 0.3), (0.3, 0.9), (0.9, 0.02), (0.02, 0.9)), (1, 8, 32, 128, 256)),
+        ((0.9, 0.3), 32),
+        ((0.02, 0.9), 8),
+    ),
+)
+def test_k_follows_a_change_in_acceptance(rates, num_sequences):
+    before, after = rates
     decoding = Decoding(CheapestLength(COSTS))
     decoding.run(STEPS // 2, num_sequences, flat(before))
     decoding.run(STEPS // 4, num_sequences, flat(after))  # time to adapt
     assert decoding.run(STEPS // 4, num_sequences, flat(after)) >= 0.97 * best(num_sequences, flat(after))
 
 
-@pytest.mark.parametrize("rate", [0.3, 0.6, 0.75, 0.9])
+@pytest.mark.parametrize("rate", mostly_slow([0.3, 0.6, 0.75, 0.9], 0.75))
 def test_k_follows_a_shrinking_batch(rate):
     curve, decoding, ideal, taken = flat(rate), Decoding(CheapestLength(COSTS)), 0.0, 0.0
     for num_sequences in range(256, 0, -1):
@@ -161,7 +178,7 @@ def test_k_follows_a_shrinking_batch(rate):
     assert decoding.lengths[-1] > decoding.lengths[100]
 
 
-@pytest.mark.parametrize("num_sequences", [1, 32, 256])
+@pytest.mark.parametrize("num_sequences", mostly_slow([1, 32, 256], 32))
 def test_exploration_takes_less_than_half_a_percent_of_the_time(num_sequences):
     """With a drafter that is never accepted, each probe is a full loss."""
     decoding = Decoding(CheapestLength(COSTS))

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from tests.engines import (
     random_requests,
     resolved,
 )
+from tests.marks import mostly_slow
 from tests.test_pipeline import mixed_requests
 from tests.tiny_mixtures import write_qwen3_moe
 
@@ -58,8 +60,9 @@ def run(engine: EngineCore, requests: Iterable[Request]) -> dict[str, tuple[int,
     return {completion.request.id: completion.token_ids for completion in engine.generate(requests)}
 
 
-@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+@pytest.mark.parametrize(
+    ("batch", "ahead"), mostly_slow(product(("padded", "non-padded"), (False, True)), ("non-padded", True))
+)
 def test_k_may_change_at_every_step_without_changing_texts(
     demo_pair: Pair, device_like: Callable[[], None], batch: str, ahead: bool
 ) -> None:
@@ -132,7 +135,7 @@ def test_all_graphs_are_captured_before_a_run_that_is_timed(
     capture_all(engine, 11, range(3))
     before = set(keys)
     engine.spec_length = AnyLength(2)
-    run(engine, random_requests(40, 128, GREEDY))
+    run(engine, random_requests(16, 128, GREEDY))
     assert len(before) >= 3 * len(StepGraphs.sizes(runner, 11))  # type: ignore[arg-type]
     assert len(timed) == 3 * len({1, 2, 4, 8, 11}), "what is not timed waits until it is needed"
     assert keys == before
@@ -189,7 +192,7 @@ def test_auto_picks_the_k_with_the_highest_throughput(monkeypatch: pytest.Monkey
             device="cpu",
         )
     )
-    models, requests = loaded(config), bundled_requests(8, GREEDY)
+    models, requests = loaded(config), bundled_requests(5, GREEDY)
     texts = []
     for price, expected in ((0.0, 4), (10.0, 0)):
         costs = StepCosts(seconds={(n, k): 1 + price * k for n in (1, 4) for k in range(5)})

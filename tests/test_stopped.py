@@ -54,7 +54,7 @@ class Command:
     def __init__(self, prompts: Path, output: Path, *arguments: object, file_size: int | None = None) -> None:
         self.log = prompts.with_name(f"stderr {time.monotonic_ns()}")
         self.log.touch()
-        options = ["--device", "cpu", "--max-batch-size", 2, "--max-new-tokens", 24, "--ignore-eos"]
+        options = ["--device", "cpu", "--max-batch-size", 4, "--max-new-tokens", 24, "--ignore-eos"]
         given = ["generate", "--dataset", prompts, "--output", output, *options, *arguments]
         self.pid = os.fork()
         if self.pid == 0:

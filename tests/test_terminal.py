@@ -97,7 +97,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         for name in ("padded", "non-padded")
     ]
     for path, batch in zip(paths, ("padded", "non-padded"), strict=True):
-        small = ["--num-prompts", "6", "--max-new-tokens", "24", "--device", "cpu", "--num-spec-tokens", "7"]
+        small = ["--num-prompts", "3", "--max-new-tokens", "12", "--device", "cpu", "--num-spec-tokens", "7"]
         command = ["generate", *small, "--drafter-batch", batch, "--baseline", "--output", str(path)]
         assert CliRunner().invoke(app, command).exit_code == 0
     return [str(path) for path in paths]
@@ -122,7 +122,7 @@ def test_an_audit_fits(tmp_path: Path) -> None:
         "--num-prompts",
         "2",
         "--max-new-tokens",
-        "16",
+        "6",
         "--batch-sizes",
         "1,2",
         "--device",

