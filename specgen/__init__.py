@@ -4,12 +4,13 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from specgen.config import VERSION
 from specgen.config.errors import did_you_mean
 
 if TYPE_CHECKING:
     from specgen.config import EngineConfig, SamplingParams, UserError
+    from specgen.engine.conversations import RequestOutput
     from specgen.engine.engine import Engine
-    from specgen.engine.request_output import RequestOutput
     from specgen.prompts import Prompt
     from specgen.text.tokenizer import Message
 
@@ -19,14 +20,14 @@ if TYPE_CHECKING:
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1500")
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = ["Engine", "EngineConfig", "Message", "Prompt", "RequestOutput", "SamplingParams", "UserError"]
 _HOMES = {
     "Engine": "engine.engine",
     "EngineConfig": "config",
     "Message": "text.tokenizer",
     "Prompt": "prompts",
-    "RequestOutput": "engine.request_output",
+    "RequestOutput": "engine.conversations",
     "SamplingParams": "config",
     "UserError": "config",
 }

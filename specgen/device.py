@@ -188,9 +188,8 @@ class Ranks:
             return x[None]
         assert self.group is not None, "an outline computes nothing"
         found = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        with (
-            collective() if x.device.type == "cpu" else nullcontext()
-        ):  # on GPUs the host waits for nobody here
+        # on GPUs the host waits for nobody here
+        with collective() if x.device.type == "cpu" else nullcontext():
             _all_gather(found.view(-1), x.contiguous().view(-1), group=self.group)
         return found
 

@@ -14,7 +14,7 @@ from torch.utils import collect_env
 from specgen.bench.bound import COPIED_BYTES
 from specgen.config.bundled import data_directory
 from specgen.core.graphs import Runner, bucket
-from specgen.engine import assembly, choices
+from specgen.engine import build, choices
 from tests.engines import Pair, load_pair
 from tests.reference_drafts import ReferenceDrafter
 from tests.tiny_checkpoints import write_head, write_target
@@ -34,14 +34,14 @@ def device_like(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """When called, engines run as on a GPU: with lookahead, padding rows and packed drafter rows."""
 
     def switch() -> None:
-        engine = assembly.EngineCore
+        engine = build.EngineCore
 
         def ahead(**parts: Any) -> Any:
             return engine(**parts | {"lookahead": 1})
 
-        monkeypatch.setattr(assembly, "EngineCore", ahead)
+        monkeypatch.setattr(build, "EngineCore", ahead)
         monkeypatch.setitem(choices.RUNNERS, "off", Padded)
-        monkeypatch.setattr(assembly, "NonPaddedBatch", assembly.PackedBatch)
+        monkeypatch.setattr(build, "NonPaddedBatch", build.PackedBatch)
 
     return switch
 

@@ -10,8 +10,8 @@ from specgen.core.passes import Pass
 from specgen.core.scheduler import Scheduler
 from specgen.core.step import Found, Steps
 from specgen.device import Ranks
+from specgen.engine.build import _prefill
 from specgen.engine.loading import Models
-from specgen.evaluation.divergence import _prefill
 
 
 def together(models: Models, plant: Any, config: EngineConfig, *arguments: Any) -> None:

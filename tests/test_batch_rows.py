@@ -5,7 +5,7 @@ import json
 import pytest
 
 from specgen.prompts import Message, Prompt, Rejected, load_prompts
-from specgen.prompts.row_sampling import _READERS, SAMPLING_FIELDS
+from specgen.prompts.fields import _READERS, SAMPLING_FIELDS
 
 HI = [{"role": "user", "content": "Hi"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

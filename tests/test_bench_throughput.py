@@ -20,11 +20,11 @@ from specgen.bench.matrices import MATRICES, Axis, Matrix, Workload, find_matrix
 from specgen.bench.workload import KnownText, kv_bytes, make_prompts
 from specgen.cli.main import app
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
-from specgen.core import step, step_costs
+from specgen.core import step
 from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Completion, Request
 from specgen.decoding.verify import accept_greedy
-from specgen.engine import memory, warm_engine
+from specgen.engine import build, step_costs, warm_engine
 from specgen.engine.arms import Arm
 from specgen.engine.build import build_engine
 from specgen.engine.loading import Models
@@ -231,7 +231,7 @@ def test_arms_take_turns_within_a_repeat(pair: Path, monkeypatch) -> None:
     first, second = order[:2]
     assert order == [first, second, first, second, second, first], "warm-ups, then each begins a round"
     order.clear()
-    monkeypatch.setattr(memory, "_CPU_REST", 0)
+    monkeypatch.setattr(build, "_CPU_REST", 0)
     apart = list(throughput(job))
     assert apart[-1].conditions["arms that took turns"] == "1; 1"
     assert [len(set(order[:3])), len(set(order[3:]))] == [1, 1]

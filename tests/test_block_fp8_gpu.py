@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specgen.config import SamplingParams
-from specgen.evaluation.divergence import prefill_logits
+from specgen.engine.build import prefill_logits
 from specgen.ops import bind_ops, block_fp8
 from specgen.ops.fp8 import dequantised
 from specgen.ops.reference import silu_and_mul

@@ -15,10 +15,9 @@ from specgen.config import MAX_LOGPROBS, SamplingParams
 from specgen.core.running_batch import Columns, RunningBatch
 from specgen.core.sequence import Request
 from specgen.core.step import Steps
-from specgen.decoding.sampling import SamplingForm, most_demanding
+from specgen.decoding.sampling import SamplingForm
 from specgen.device import choose_device
-from specgen.engine.build import build_engine
-from specgen.engine.memory import _largest_pass, num_pages
+from specgen.engine.build import _largest_pass, build_engine, num_pages
 from specgen.jobs.prompt_index import WHOLE, index_prompts
 from specgen.prompts import Prompt
 from tests.engines import Pair, config_of
@@ -49,7 +48,7 @@ def test_a_batch_has_no_more_rows_than_the_cache_has_pages(
         rows.append(max_rows)
         return RunningBatch(max_rows=max_rows, **others)
 
-    monkeypatch.setattr("specgen.engine.assembly.RunningBatch", of)
+    monkeypatch.setattr("specgen.engine.build.RunningBatch", of)
     config = config_of(random_pair, max_batch_size=200_000, kv_memory=1 << 20)
     engine = build_engine(config, random_pair.models, lambda event: None)
     assert rows == [num_pages(config, random_pair.models)]

@@ -12,11 +12,11 @@ import pytest
 from specgen.checkpoints.cache_files import cache_directory
 from specgen.config import DraftLength, EngineConfig, TemplateKwargs
 from specgen.core.spec_length import CheapestLength, StepCosts
-from specgen.engine import build, cached_costs
+from specgen.engine import build, step_costs
 from specgen.engine.build import build_engine
-from specgen.engine.cached_costs import costs_for, forget, key_of
+from specgen.engine.choices import Checkpoints
 from specgen.engine.loading import open_checkpoints
-from specgen.engine.number_formats import Checkpoints
+from specgen.engine.step_costs import costs_for, forget, key_of
 from tests.engines import Pair, config_of
 from tests.tiny_checkpoints import write_head, write_target
 
@@ -45,12 +45,12 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     made = Machine()
-    monkeypatch.setattr(cached_costs, "machine_state", lambda uuid: made.state)
-    monkeypatch.setattr(cached_costs, "uuid", lambda name: "GPU-1")
-    monkeypatch.setattr(cached_costs, "device", lambda name: made.device)
-    monkeypatch.setattr(cached_costs, "versions", lambda: made.versions)
-    monkeypatch.setattr(cached_costs, "_source", lambda: made.source)
-    monkeypatch.setattr(cached_costs, "runs_on", lambda device: made.compiles)
+    monkeypatch.setattr(step_costs, "machine_state", lambda uuid: made.state)
+    monkeypatch.setattr(step_costs, "uuid", lambda name: "GPU-1")
+    monkeypatch.setattr(step_costs, "device", lambda name: made.device)
+    monkeypatch.setattr(step_costs, "versions", lambda: made.versions)
+    monkeypatch.setattr(step_costs, "_source", lambda: made.source)
+    monkeypatch.setattr(step_costs, "runs_on", lambda device: made.compiles)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return made
 
@@ -240,13 +240,13 @@ def test_nothing_is_kept_of_a_cpu_or_where_no_driver_is_known(
 def test_the_source_of_this_package_is_part_of_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cached_costs, "files", lambda package: tmp_path)
+    monkeypatch.setattr(step_costs, "files", lambda package: tmp_path)
     (tmp_path / "a").mkdir()
     seen = set()
     first = ("a/b.py", "1")
     for name, text in (first, *((f"a/{name}", "2") for name in ("b.py", "c.py", "e.cu", "f.toml", "d.txt"))):
         (tmp_path / name).write_text(text)
-        seen.add(cached_costs._source())
+        seen.add(step_costs._source())
     assert len(seen) == 5, "and nothing else is"
 
 
@@ -254,7 +254,7 @@ def test_an_engine_takes_what_is_kept(
     random_pair: Pair, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(random_pair, num_spec_tokens=DraftLength(most=2, auto=True), max_batch_size=3)
-    monkeypatch.setattr(cached_costs, "key_of", lambda config, checkpoints: {"all": "the same"})
+    monkeypatch.setattr(step_costs, "key_of", lambda config, checkpoints: {"all": "the same"})
     first = build_engine(config, random_pair.models, lambda event: None).spec_length
     monkeypatch.setattr(build.step_costs, "measure", lambda *asked: pytest.fail("measured again"))
     second = build_engine(config, random_pair.models, lambda event: None).spec_length

@@ -16,7 +16,7 @@ from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Request
 from specgen.core.step import Steps
 from specgen.device import HostCopy
-from specgen.engine import assembly
+from specgen.engine import build
 from specgen.engine.build import build_engine
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
@@ -116,7 +116,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[KVCache]:
         made.append(KVCache(**sizes))
         return made[-1]
 
-    monkeypatch.setattr(assembly, "KVCache", make)
+    monkeypatch.setattr(build, "KVCache", make)
     return made
 
 
@@ -139,9 +139,7 @@ def test_a_retried_request_gives_the_right_text(
     token = unused(demo_pair, requests, right.texts)
     if ahead:
         device_like()
-    monkeypatch.setattr(
-        assembly, "NonPaddedBatch", assembly.PackedBatch
-    )  # padding rows repeat the last sequence
+    monkeypatch.setattr(build, "NonPaddedBatch", build.PackedBatch)  # padding rows repeat the last sequence
     wrong_token_once(monkeypatch, number, token, place=0 if ahead else -1)
     outputs = generate(nan_at(demo_pair, token), requests, **settings)
     assert outputs.texts == right.texts
@@ -163,7 +161,7 @@ def test_pages_of_a_failed_sequence_are_not_shared(
     token = unused(random_pair, requests, right)
     made: list[PageAllocator] = []
     monkeypatch.setattr(
-        assembly,
+        build,
         "PageAllocator",
         lambda *sizes, **flag: made.append(PageAllocator(*sizes, **flag)) or made[-1],
     )

@@ -17,11 +17,10 @@ from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.cli.main import app
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.core.graphs import Runner
-from specgen.engine.assembly import assemble
+from specgen.engine.build import assemble, kv_page_bytes, prefill_logits
 from specgen.engine.choices import choose_attention, kv_note, resolve
-from specgen.engine.memory import kv_page_bytes
 from specgen.engine.memory_plan import memory_plans
-from specgen.evaluation.divergence import Judge, prefill_logits
+from specgen.evaluation.divergence import Judge
 from specgen.models.fp8_config import kv_scheme
 from specgen.models.llama import Llama
 from tests.engines import Pair, bundled_requests, config_of, generate, load_pair, nan_at, random_requests

@@ -16,8 +16,7 @@ from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Request
 from specgen.core.step import Steps
 from specgen.decoding.sampling import SamplingBatch, target_probs
-from specgen.engine.build import build_engine
-from specgen.engine.memory import _memory_for_kv
+from specgen.engine.build import _memory_for_kv, build_engine
 from specgen.record.record_rows import Captured, OutOfMemory
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, load_pair, nan_at
 from tests.test_faults import Setting, require_no_change, run_without_fault

@@ -22,9 +22,8 @@ from specgen.attention.trtllm import TrtllmBackend
 from specgen.bench.matrices import Workload
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
 from specgen.engine.arms import Arm
-from specgen.engine.choices import attention_note
+from specgen.engine.choices import attention_note, gemm_modules, modules_of, needed_modules
 from specgen.engine.loading import open_checkpoints
-from specgen.engine.needed_modules import modules_of, modules_of_products, needed_modules
 from specgen.experiments import plans
 from specgen.models.model_config import LatentConfig
 from specgen.ops import jit_modules
@@ -499,10 +498,10 @@ def test_products_on_hopper_are_compiled_for_the_weights(
     if scheme is not None:
         quantize(tmp_path / "target", scheme)
     config = EngineConfig(model=str(tmp_path / "target"), drafter=None, num_spec_tokens=0, dtype="bfloat16")
-    found = [each.what for each in modules_of_products(config, open_checkpoints(config))]
+    found = [each.what for each in gemm_modules(config, open_checkpoints(config))]
     sizes = {"bf16": (16, 32, 48, 64, 96, 128, 160, 192), "fp8": (96, 128, 160, 192)}
     assert found == [f"{kind} GEMMs of {rows} rows" for kind in kinds for rows in sizes[kind]]
-    assert modules_of_products(replace(config, dtype="float32"), open_checkpoints(config)) == []
+    assert gemm_modules(replace(config, dtype="float32"), open_checkpoints(config)) == []
 
 
 @pytest.mark.parametrize(
@@ -524,7 +523,7 @@ def test_products_of_block_fp8_are_compiled_by_shape_for_passes_of_many_rows(
     )
 
     def found(config: EngineConfig) -> list[str]:
-        modules = modules_of_products(config, open_checkpoints(config))
+        modules = gemm_modules(config, open_checkpoints(config))
         return [each.what.removeprefix("block FP8 GEMMs of ") for each in modules if "block" in each.what]
 
     assert found(config) == (["384 x 512", "1024 x 384", "1536 x 384", "384 x 768"] if compiled else [])

@@ -23,9 +23,9 @@ from specgen.config import SamplingParams, UserError
 from specgen.config.errors import DeviceLost
 from specgen.core.step import Steps
 from specgen.engine import loading, worker_group
-from specgen.engine.driver import ModelPeers
 from specgen.engine.engine import Engine
 from specgen.engine.loading import Models, load_models, open_checkpoints
+from specgen.engine.worker_group import ModelPeers
 from specgen.jobs.run import run
 from tests.jobs import Silent, conversations, untimed
 from tests.rank_plants import compare_every_pass, fail_in_decode, find_others, together

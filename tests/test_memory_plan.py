@@ -14,9 +14,8 @@ from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
 from specgen.checkpoints.weight_files import TensorInfo
 from specgen.cli import main as cli
 from specgen.config import EngineConfig, UserError
-from specgen.engine.assembly import new_cache
+from specgen.engine.build import new_cache, num_pages
 from specgen.engine.loading import load_models, open_checkpoints
-from specgen.engine.memory import num_pages
 from specgen.engine.memory_plan import MemoryPlan, memory_plans
 from specgen.kv.pages import PageAllocator
 from specgen.models.families import family_of

@@ -21,8 +21,7 @@ from specgen.decoding import ngram
 from specgen.decoding.ngram import lookup
 from specgen.decoding.outcome import NO_DRAFT
 from specgen.decoding.verify import accept_greedy, accept_sampled
-from specgen.engine.build import build_engine
-from specgen.engine.memory import kv_page_bytes
+from specgen.engine.build import build_engine, kv_page_bytes
 from specgen.jobs.ray_engine import _portable
 from specgen.jobs.run import run
 from specgen.record.record_rows import EngineRow, PassRow

@@ -10,7 +10,7 @@ import pytest
 
 from specgen.config import UserError
 from specgen.prompts import Message, Prompt, Rejected, load_prompts, open_prompts
-from specgen.prompts.row_reading import Reading
+from specgen.prompts.formats import Reading
 
 
 def load(path: Path, **how: Any) -> tuple[list[Prompt | Rejected], list[str]]:

@@ -18,8 +18,8 @@ from specgen.core.running_batch import RunningBatch
 from specgen.core.sequence import Request
 from specgen.core.step import Steps
 from specgen.decoding import sampling as sampling_module
-from specgen.decoding.sampling import SamplingBatch, SamplingForm, most_demanding, penalised, token_counts
-from specgen.engine.build import build_engine
+from specgen.decoding.sampling import SamplingBatch, SamplingForm, penalised, token_counts
+from specgen.engine.build import build_engine, most_demanding
 from tests.engines import Pair, bundled_requests, config_of, generate, load_pair, random_requests
 from tests.marks import mostly_slow
 from tests.reference_drafts import ReferenceDrafter

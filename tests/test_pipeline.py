@@ -13,7 +13,7 @@ from specgen.core.engine_core import EngineCore
 from specgen.core.graphs import bucket
 from specgen.core.sequence import Request, Sequence
 from specgen.core.step import Steps
-from specgen.engine import assembly
+from specgen.engine import build
 from specgen.engine.build import build_engine
 from specgen.kv.pages import PageAllocator
 from specgen.record.record_rows import OutOfMemory, PassRow
@@ -167,7 +167,7 @@ def test_no_page_leaks_and_page_0_holds_padding_rows(
 ) -> None:
     made: list[PageAllocator] = []
     monkeypatch.setattr(
-        assembly,
+        build,
         "PageAllocator",
         lambda *sizes, **flag: made.append(PageAllocator(*sizes, **flag)) or made[-1],
     )

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from specgen.cli import main as cli
 from specgen.cli import progress_bar
-from specgen.cli.crowding import advice, crowded, num_busy
+from specgen.cli.printing import advice, crowded, num_busy
 from specgen.cli.progress_bar import progress
 from specgen.config import Cluster, EngineConfig
 from specgen.jobs.ray_engine import _resources
@@ -114,18 +114,18 @@ def test_threads_on_busy_cores_are_said(threads, cores, busy, said):
 def test_other_programs_are_those_that_run_beside_this_one(tmp_path, monkeypatch):
     loadavg = tmp_path / "loadavg"
     loadavg.write_text("0.61 0.55 0.42 4/1017 123456\n")
-    monkeypatch.setattr("specgen.cli.crowding._LOADAVG", loadavg)
+    monkeypatch.setattr("specgen.cli.printing._LOADAVG", loadavg)
     monkeypatch.setattr("torch.get_num_threads", lambda: 10**6)
     assert "of which other programs use" in crowded("cpu")
     assert num_busy() == 3
-    monkeypatch.setattr("specgen.cli.crowding._LOADAVG", tmp_path / "none")
+    monkeypatch.setattr("specgen.cli.printing._LOADAVG", tmp_path / "none")
     assert crowded("cpu") == "", "not on Linux"
 
 
 def test_cores_are_those_that_this_process_may_use(tmp_path, monkeypatch):
     loadavg = tmp_path / "loadavg"
     loadavg.write_text("0.61 0.55 0.42 3/1017 123456\n")
-    monkeypatch.setattr("specgen.cli.crowding._LOADAVG", loadavg)
+    monkeypatch.setattr("specgen.cli.printing._LOADAVG", loadavg)
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {5, 9}, raising=False)

@@ -23,15 +23,12 @@ from specgen.config.errors import DeviceLost
 from specgen.core.peers import Peers
 from specgen.core.sequence import Request, ScoreRequest
 from specgen.device import HostCopy, Ranks, RankUnreachable
-from specgen.engine import supervisor, worker_group
-from specgen.engine.build import build_engine
+from specgen.engine import worker_group
+from specgen.engine.build import build_engine, prefill_logits, room_for_turns
 from specgen.engine.loading import load_models, open_checkpoints
-from specgen.engine.memory import room_for_turns
 from specgen.engine.rank_group import Alive, Failed, Place
-from specgen.engine.supervisor import Supervisor, WorkerProcess
 from specgen.engine.worker import Worker
-from specgen.engine.worker_group import exit_within
-from specgen.evaluation.divergence import prefill_logits
+from specgen.engine.worker_group import Supervisor, WorkerProcess, exit_within
 from tests.marks import mostly_slow
 from tests.test_lost_ranks import processes, wait_until
 from tests.test_tensor_parallel import config
@@ -75,9 +72,9 @@ def watched(
         codes.append(code)
         watching.closing = True
 
-    monkeypatch.setattr(supervisor.os, "_exit", leave)
-    monkeypatch.setattr(supervisor, "GRACE", 0.2)
-    monkeypatch.setattr(supervisor, "_TICK", 0.02)
+    monkeypatch.setattr(worker_group.os, "_exit", leave)
+    monkeypatch.setattr(worker_group, "GRACE", 0.2)
+    monkeypatch.setattr(worker_group, "_TICK", 0.02)
     watching = Supervisor(workers=workers, timeout=0.5)
     thread = threading.Thread(target=watching.watch, daemon=True)
     thread.start()
@@ -178,7 +175,7 @@ def test_a_rank_that_takes_nothing_in_is_lost(monkeypatch: pytest.MonkeyPatch, t
     script.write_text("#!/bin/sh\nexec sleep 60\n")
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
-    worker = supervisor.launch(place(1, timeout=0.2))
+    worker = worker_group.launch(place(1, timeout=0.2))
     known = Supervisor(workers=[worker], timeout=0.2)
     known.send("x" * (8 << 20))
     assert known.gone == [worker]
@@ -206,7 +203,7 @@ def test_on_gpus_a_lost_rank_limits_the_end_of_the_process(
     monkeypatch.setattr("atexit.register", lambda *given: registered.extend(given))
     team = worker_group.WorkerGroup(replace(place(0), device="cuda:0"), workers)
     assert team.diagnose(RuntimeError("CUDA error")) == "rank 0 of 3 on cuda:0: CUDA error"
-    assert registered == [exit_within, supervisor.GRACE]
+    assert registered == [exit_within, worker_group.GRACE]
     assert all(worker.process.poll() == -signal.SIGKILL for worker in workers)
 
 
@@ -260,7 +257,7 @@ def test_a_rank_that_is_lost_or_hangs_while_weights_are_read(
         team.ranks = replace(team.ranks, alive=lambda: (kill(team), alive())[1])
         return team
 
-    monkeypatch.setattr("specgen.engine.driver.start", started)
+    monkeypatch.setattr("specgen.engine.worker_group.start", started)
     with pytest.raises(DeviceLost, match=f"rank 1 of 2 on cpu: {why}"):
         load_models(config(2), open_checkpoints(config(2)))
     assert (num_read == 3) == (number == signal.SIGKILL)
@@ -274,7 +271,7 @@ def test_ranks_share_a_machine_and_leave_nothing_behind(monkeypatch: pytest.Monk
     hosts = [listening(process) for process in (os.getpid(), *processes(models))]
     assert all(hosts)
     assert set().union(*hosts) == {"0100007F"}  # 127.0.0.1
-    monkeypatch.setattr("specgen.engine.memory._rest", room_on)
+    monkeypatch.setattr("specgen.engine.build._rest", room_on)
     assert room_for_turns(asked, models) == 45  # half of what the fullest has
     del models
     assert dict(os.environ) == before

@@ -21,8 +21,8 @@ from specgen import config
 from specgen.cli import main as cli
 from specgen.config import Cluster, EngineConfig, SamplingParams, UserError
 from specgen.config.errors import DeviceLost
+from specgen.engine.conversations import RequestOutput
 from specgen.engine.engine import Engine
-from specgen.engine.request_output import RequestOutput
 from specgen.jobs import ray_engine
 from specgen.jobs.job import Job
 from specgen.jobs.ray_engine import RayEngine

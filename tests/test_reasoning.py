@@ -8,7 +8,7 @@ import pytest
 
 from specgen.config import SamplingParams
 from specgen.core.sequence import Request, Sequence
-from specgen.text.reasoning import Followers, PartFinder, Parts, new_reader, split
+from specgen.text.reasoning import PartFinder, Parts, new_reader, part_finder, split, stop_finder
 from specgen.text.tokenizer import Message, Tokenizer, load_tokenizer
 from tests.tiny_tokenizers import HARMONY, THINK, write_byte_level, write_harmony, write_think
 
@@ -111,7 +111,7 @@ def test_the_tokens_decide(tmp_path: Path, harmony: Tokenizer, think: Tokenizer)
     plain = load_tokenizer(str(write_byte_level(tmp_path)))
     ids = plain.encode_rendered("<think>3</think>It is 8.")
     assert new_reader(plain, []) is None
-    assert Followers(tokenizer=plain).part_finder([]) is None
+    assert part_finder(plain, []) is None
     assert split(plain, [], ids) == Parts(reasoning=None, num_reasoning_tokens=0, answer=tuple(ids))
     half = load_tokenizer(str(write_byte_level(tmp_path, special=HARMONY[:2], added=THINK[:1])))
     assert new_reader(half, []) is None
@@ -138,7 +138,7 @@ def test_every_token_has_a_part_and_changes_are_found_in_any_steps(
         reader = new_reader(tokenizer, prompt)
         assert reader is not None
         expected = [reader.read(token)[0] for token in ids]
-        finder, labels, at = Followers(tokenizer=tokenizer).part_finder(prompt), ["answer"], 0
+        finder, labels, at = part_finder(tokenizer, prompt), ["answer"], 0
         assert isinstance(finder, PartFinder)
         found: dict[int, str] = {}
         while at < len(ids):
@@ -158,7 +158,7 @@ def test_markers_belong_to_the_reasoning_and_an_end_token_to_its_message(harmony
     text = analysis("a") + NEXT + analysis("b", "final") + "<|return|>"
     ids = harmony.encode_rendered(text)
     prompt = harmony.encode_rendered(harmony.render_chat(USER))
-    finder = Followers(tokenizer=harmony).part_finder(prompt)
+    finder = part_finder(harmony, prompt)
     assert finder is not None
     num_answer = len(harmony.encode_rendered("b<|return|>"))
     assert finder.feed(ids) == [(0, "reasoning"), (len(ids) - num_answer - 1, "answer")], (
@@ -180,19 +180,19 @@ def test_stop_strings_are_those_of_the_answer(name: str, text: str, request: pyt
     ids = tokenizer.encode_rendered(text)
     end = len(tokenizer.encode_rendered(text[: text.rindex("STOP") + len("STOP")]))
     for stops in (["STOP"], ["here", "STOP"]):
-        assert Followers(tokenizer=tokenizer).stop_finder(stops, prompt).feed(ids) == end
-    assert Followers(tokenizer=tokenizer).stop_finder(["here"], prompt).feed(ids) is None
-    assert Followers(tokenizer=tokenizer).stop_finder(["\n\n"], prompt).feed(ids) is None, "before the answer"
+        assert stop_finder(tokenizer, stops, prompt).feed(ids) == end
+    assert stop_finder(tokenizer, ["here"], prompt).feed(ids) is None
+    assert stop_finder(tokenizer, ["\n\n"], prompt).feed(ids) is None, "before the answer"
 
 
 def test_a_stop_string_ends_any_text_without_parts(think: Tokenizer) -> None:
     ids = think.encode_rendered("It is 8. STOP")
-    assert Followers(tokenizer=think).stop_finder(["STOP"], []).feed(ids) == len(ids)
+    assert stop_finder(think, ["STOP"], []).feed(ids) == len(ids)
 
 
 def test_what_is_dropped_at_the_end_of_a_text_changes_no_part(think: Tokenizer) -> None:
     opens, closes = (think.encode_rendered(marker)[0] for marker in THINK)
-    parts = Followers(tokenizer=think).part_finder([])
+    parts = part_finder(think, [])
     request = Request(id="a", prompt_token_ids=(7,), sampling=SamplingParams())
     sequence = Sequence(
         request=request, tokens=[7], max_length=50, seed=0, eos_token_ids=frozenset([4]), parts=parts

@@ -358,7 +358,7 @@ def test_rows_that_no_machine_has_are_refused_before_any_weight(
     pair: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specgen.jobs.run.load_models", None)
-    monkeypatch.setattr("specgen.engine.memory.total_memory", lambda device: 20_000)
+    monkeypatch.setattr("specgen.engine.build.total_memory", lambda device: 20_000)
     result = run(pair, "--dataset", "mt-bench", "--data-path", data, "--max-batch-size", 3)
     assert "max-batch-size is 3, whose rows take" in str(result.exception)
 

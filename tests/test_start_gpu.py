@@ -40,7 +40,7 @@ from specgen.config import DraftLength, EngineConfig, SamplingParams
 from specgen.engine.choices import resolve
 from specgen.engine.engine import Engine
 from specgen.engine.loading import open_checkpoints
-from specgen.engine.needed_modules import needed_modules
+from specgen.engine.choices import needed_modules
 pair = [str(data_directory() / "demo" / name) for name in ("target", "drafter")]
 asked = EngineConfig(model=pair[0], drafter=pair[1], num_spec_tokens=DraftLength(most=2, auto=True), max_batch_size=64)
 checkpoints = open_checkpoints(asked)

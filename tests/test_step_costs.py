@@ -17,10 +17,10 @@ from specgen.core.engine_core import EngineCore
 from specgen.core.graphs import StepGraphs
 from specgen.core.sequence import Request
 from specgen.core.spec_length import CheapestLength, StepCosts
-from specgen.core.step_costs import capture_all, measure
 from specgen.engine.build import build_engine
 from specgen.engine.choices import resolve
 from specgen.engine.loading import Models, open_checkpoints
+from specgen.engine.step_costs import capture_all, measure
 from specgen.record.record_rows import EngineRow, PassRow
 from tests.engines import (
     NoTokenizer,
@@ -196,7 +196,7 @@ def test_auto_picks_the_k_with_the_highest_throughput(monkeypatch: pytest.Monkey
     texts = []
     for price, expected in ((0.0, 4), (10.0, 0)):
         costs = StepCosts(seconds={(n, k): 1 + price * k for n in (1, 4) for k in range(5)})
-        monkeypatch.setattr("specgen.core.step_costs.measure", lambda *asked, costs=costs: costs)
+        monkeypatch.setattr("specgen.engine.step_costs.measure", lambda *asked, costs=costs: costs)
         events: list[EngineRow] = []
         engine = build_engine(config, models, events.append)
         assert isinstance(engine.spec_length, CheapestLength)

@@ -11,12 +11,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 STUCK = """
 import os, sys, time
 from specgen.core.step import Steps
-from specgen.engine import supervisor
+from specgen.engine import worker_group
 from specgen.engine.engine import Engine
 from tests.test_tensor_parallel import config
 
 if __name__ == "__main__":
-    supervisor.GRACE = 1.0
+    worker_group.GRACE = 1.0
     engine = Engine(config(2))
     engine.models.peers._workers._supervisor.timeout = 2.0
     def stuck(self, columns, num_drafts):
@@ -42,12 +42,12 @@ def test_rank_0_ends_where_it_cannot_come_back_from_a_pass(number: int, why: str
 IDLE = """
 import os, signal, time
 from specgen.core.step import Steps
-from specgen.engine import supervisor
+from specgen.engine import worker_group
 from specgen.engine.engine import Engine
 from tests.test_tensor_parallel import config
 
 if __name__ == "__main__":
-    supervisor.GRACE = 1.0
+    worker_group.GRACE = 1.0
     engine = Engine(config(2))
     def stuck(self, *given):
         time.sleep(60)
@@ -66,12 +66,12 @@ def test_no_pass_begins_when_a_rank_was_lost_between_two() -> None:
 
 MEETING = """
 import os, signal
-from specgen.engine import supervisor, worker_group
+from specgen.engine import worker_group
 from specgen.engine.loading import load_models, open_checkpoints
 from tests.test_tensor_parallel import config
 
 if __name__ == "__main__":
-    supervisor.GRACE = 1.0
+    worker_group.GRACE = 1.0
     started, joined = worker_group.launch, worker_group.join
     members = []
     def launch(place):

@@ -18,13 +18,11 @@ from specgen.core.sequence import ScoreRequest
 from specgen.core.spec_length import StepCosts
 from specgen.device import require_devices
 from specgen.engine import build, worker_group
-from specgen.engine.build import build_engine
+from specgen.engine.build import build_engine, kv_page_bytes, prefill_logits
 from specgen.engine.choices import resolve
 from specgen.engine.engine import Engine
 from specgen.engine.loading import Models, OneTarget, load_models, open_checkpoints
-from specgen.engine.memory import kv_page_bytes
 from specgen.evaluation import divergence
-from specgen.evaluation.divergence import prefill_logits
 from specgen.prompts import Prompt
 from specgen.record.record_rows import EngineRow
 from specgen.text.tokenizer import Message

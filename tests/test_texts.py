@@ -16,9 +16,8 @@ from specgen.report.report import report_of
 from specgen.report.run_texts import RunTexts, texts_of
 from specgen.report.table import Column, Table
 from specgen.report.text_list import Source, sources_of
-from specgen.text.pieces import fitted, pieces, pieces_by_part
-from specgen.text.reasoning import split
-from specgen.text.tokenizer import StopStrings, load_tokenizer
+from specgen.text.reasoning import pieces_by_part, split
+from specgen.text.tokenizer import StopStrings, fitted, load_tokenizer, pieces
 from tests.streams import refusal, request
 from tests.tiny_tokenizers import TEXT, write_byte_fallback, write_byte_level, write_harmony, write_think
 

@@ -14,7 +14,7 @@ from scipy import stats
 from specgen.bench.matrices import Workload
 from specgen.bench.output import BenchTable
 from specgen.config import DraftLength, EngineConfig, UserError
-from specgen.engine import memory
+from specgen.engine import build
 from specgen.engine.arms import Arm
 from specgen.experiments import tune as tuning
 from specgen.experiments.ranking import Ranking
@@ -309,7 +309,7 @@ def test_arms_that_do_not_fit_together_meet_the_best_in_groups(pair: Path, monke
     install(monkeypatch, usual)
     job = job_of(pair, batches=(4,))
     need = max(plan.num_bytes for plan in tuning.prepared(job).plans)
-    monkeypatch.setattr(memory, "_CPU_REST", 2 * 3 * need)
+    monkeypatch.setattr(build, "_CPU_REST", 2 * 3 * need)
     timed = install(monkeypatch, usual)
     table = last(job)
     assert len(table.rows) == 5
@@ -324,7 +324,7 @@ def test_arms_that_do_not_fit_together_meet_the_best_in_groups(pair: Path, monke
     assert 0 < len(hurried.built) <= 3, "no group begins after the deadline"
     monkeypatch.undo()
     install(monkeypatch, usual)
-    monkeypatch.setattr(memory, "_CPU_REST", 0)
+    monkeypatch.setattr(build, "_CPU_REST", 0)
     apart = last(job)
     assert [row["x_plain"] for row in apart.rows] == pytest.approx(
         [r["x_plain"] for r in table.rows], rel=0.02

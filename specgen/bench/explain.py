@@ -23,9 +23,8 @@ from specgen.bench.timing import conditions, free_memory
 from specgen.bench.workload import kv_bytes, make_prompts
 from specgen.config import EngineConfig, require
 from specgen.config.errors import DeviceLost
-from specgen.engine.choices import attention_note, resolve
+from specgen.engine.choices import attention_note, resolve, target_kv_dtype
 from specgen.engine.loading import Models, load_models, open_checkpoints
-from specgen.engine.number_formats import target_kv_dtype
 from specgen.engine.warm_engine import WarmEngine
 from specgen.record.record_rows import EngineRow, PassRow, RequestRow
 from specgen.report import display

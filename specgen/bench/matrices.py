@@ -8,7 +8,7 @@ from typing import Literal, Self, get_args
 from specgen.config import DraftLength, EngineConfig, choices, require
 from specgen.config.errors import did_you_mean
 from specgen.engine.arms import DECODING, Arm
-from specgen.prompts.row_reading import AS_IT_IS, Reading
+from specgen.prompts.formats import AS_IT_IS, Reading
 
 Labels = Mapping[str, str | int]  # value by axis name
 RANDOM = "random"  # the data set of random tokens

@@ -23,7 +23,7 @@ from specgen.cli.measuring import (
 from specgen.cli.options import AS_JSON, DATA_PATH, Only, numbers, with_options
 from specgen.cli.progress_bar import QUIET
 from specgen.config import EngineConfig, option, require
-from specgen.prompts.row_reading import Reading
+from specgen.prompts.formats import Reading
 
 if TYPE_CHECKING:
     from specgen.bench.output import BenchTable
@@ -114,8 +114,7 @@ def kernels(
     from specgen.attention import Heads  # imports torch
     from specgen.bench.kernels import LATENT, KernelJob, measure
     from specgen.device import choose_device
-    from specgen.engine.choices import choose_dtype
-    from specgen.engine.number_formats import DTYPES, FP8
+    from specgen.engine.choices import DTYPES, FP8, choose_dtype
 
     require(
         not latents or num_kv_heads is None is head_dim,
@@ -171,8 +170,7 @@ def experts(
     """Time the experts of one layer of a mixture by number of rows, against the bytes of those that are touched."""
     from specgen.bench.expert_bench import ExpertJob, measure  # imports torch
     from specgen.device import choose_device
-    from specgen.engine.choices import choose_dtype
-    from specgen.engine.number_formats import DTYPES
+    from specgen.engine.choices import DTYPES, choose_dtype
 
     device = choose_device(engine.device)
     defaults = _EXPERTS[device.type]

@@ -86,7 +86,7 @@ def compare(
         from specgen.experiments.heads_job import HeadsJob  # imports torch
 
         drafters = _drafters(engine, drafter or [])
-        given = given_fields(ctx, SamplingParams)
+        given = given_fields(ctx)
         job = HeadsJob(engine, drafters, sampling, _sources(dataset), num_prompts, repeats, given)
         found = _run(job, output, repeating(ctx), quiet)
     print_comparison(found, export, as_json)

@@ -28,10 +28,8 @@ def settings_of(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
     )
     found: dict[str, Any] = {}
     for key, node in root.value:
-        where, name = (
-            f"config {str(path)!r}, line {key.start_mark.line + 1}",
-            str(key.value).replace("_", "-"),
-        )
+        where = f"config {str(path)!r}, line {key.start_mark.line + 1}"
+        name = str(key.value).replace("_", "-")
         require(name not in _NOT_SETTINGS, f"{where}: {name} is for the command line alone: remove it")
         require(
             name in known,
@@ -76,11 +74,16 @@ def _constructed(node: yaml.Node) -> Any:  # noqa: ANN401
     return yaml.SafeLoader("").construct_document(node)
 
 
-def named(parameters: list[Any]) -> dict[str, Any]:
-    """The parameters that a file may set, by long option or by the name of the argument."""
+def is_given(ctx: typer.Context, name: str) -> bool:
+    """Whether the command line or the file of --config sets the parameter ``name``."""
+    return getattr(ctx.get_parameter_source(name), "name", "DEFAULT") != "DEFAULT"
+
+
+def named(ctx: typer.Context) -> dict[str, Any]:
+    """The parameters of a command that a file may set, by long option or by the name of the argument."""
     return {
         max(each.opts, key=len).lstrip("-").replace("_", "-"): each
-        for each in parameters
+        for each in ctx.command.get_params(ctx)
         if each.name not in _NOT_SETTINGS
     }
 
@@ -89,9 +92,8 @@ def repeating(ctx: typer.Context) -> str:
     """The file that repeats the command of ``ctx``: what its command line and its own file have set."""
     given = {
         name: ctx.params[each.name]
-        for name, each in named(ctx.command.get_params(ctx)).items()
-        if each.name in ctx.params
-        and getattr(ctx.get_parameter_source(each.name), "name", "DEFAULT") != "DEFAULT"
+        for name, each in named(ctx).items()
+        if each.name in ctx.params and is_given(ctx, each.name)
     }
     plain = {name: _plain(value) for name, value in given.items()}
     text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=1000) if plain else ""

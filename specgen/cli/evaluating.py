@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specgen.cli.config_file import repeating
-from specgen.cli.crowding import crowded
 from specgen.cli.generating import KEPT_NOWHERE, RESUMES
 from specgen.cli.options import Only, with_options
 from specgen.cli.printing import print_files, print_hint, print_parts
@@ -94,8 +93,7 @@ def evaluate(
         seed=sampling.seed,
         max_new_tokens=max_new_tokens,
     )
-    if not quiet:
-        print_hint(crowded(engine.device))
+    print_hint(engine.device, quiet)
     _run_unless_interrupted(job, output, output if log_samples else None, repeating(ctx), quiet)
 
 

@@ -8,20 +8,11 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 
 from specgen.cli.config_file import repeating
-from specgen.cli.crowding import crowded
 from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, FORMAT, NUM_PROMPTS, given_fields, with_options
 from specgen.cli.printing import print_hint, print_notes_and_exit, print_result, print_samples
 from specgen.cli.progress_bar import QUIET, progress
-from specgen.config import (
-    Cluster,
-    EngineConfig,
-    ExecutorName,
-    FormatName,
-    SamplingParams,
-    option,
-    require,
-)
-from specgen.prompts.row_reading import Reading
+from specgen.config import Cluster, EngineConfig, ExecutorName, FormatName, SamplingParams, option, require
+from specgen.prompts.formats import Reading
 
 if TYPE_CHECKING:
     from specgen.config.errors import DeviceLost
@@ -110,7 +101,7 @@ def generate(
     job = Job(
         engine=engine,
         sampling=sampling,
-        given=given_fields(ctx, SamplingParams),
+        given=given_fields(ctx),
         dataset=dataset,
         data_path=data_path,
         num_prompts=num_prompts,
@@ -125,8 +116,7 @@ def generate(
         how=how,
         steps=not no_steps,
     )
-    if not quiet:
-        print_hint(crowded(engine.device))
+    print_hint(engine.device, quiet)
     _run_and_print(job, output, as_json, quiet)
 
 

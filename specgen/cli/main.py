@@ -9,7 +9,6 @@ from typing import Annotated, TextIO
 
 import typer
 
-from specgen import __version__
 from specgen.cli import bench
 from specgen.cli.comparing import compare
 from specgen.cli.evaluating import evaluate
@@ -19,7 +18,7 @@ from specgen.cli.preparing import prepare
 from specgen.cli.reading import inspect, merge, report
 from specgen.cli.tuning import tune
 from specgen.cli.verifying import verify
-from specgen.config import UserError
+from specgen.config import VERSION, UserError
 from specgen.config.errors import DeviceLost
 
 
@@ -63,7 +62,7 @@ app.add_typer(bench.app)
 
 def _print_version(asked: bool) -> None:
     if asked:
-        print(f"specgen {__version__}")
+        print(f"specgen {VERSION}")
         raise typer.Exit
 
 
@@ -84,7 +83,7 @@ for command in (tune, inspect, prepare):
     app.command(cls=Command)(command)
 
 _BUG = (
-    f"this is a bug in specgen {__version__}: report it with the traceback above, the command, "
+    f"this is a bug in specgen {VERSION}: report it with the traceback above, the command, "
     "and for a run directory its manifest.json"
 )
 

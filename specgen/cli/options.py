@@ -9,8 +9,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from specgen.cli.config_file import named, settings_of
-from specgen.config import DraftLength, EngineConfig, Group, option, require
+from specgen.cli.config_file import is_given, named, settings_of
+from specgen.config import DraftLength, EngineConfig, Group, SamplingParams, option, require
 from specgen.config.bundled import pair
 
 DATASET = option(
@@ -34,7 +34,7 @@ AS_JSON = option(False, "Results", "Print the report as one JSON document.", nam
 def _read_config(ctx: typer.Context, path: Path | None) -> None:
     """Make the settings of the file at ``path`` the defaults of the command, which its command line overrides."""
     if path is not None:
-        known = named(ctx.command.get_params(ctx))
+        known = named(ctx)
         ctx.default_map = {known[name].name: value for name, value in settings_of(path, known).items()}
 
 
@@ -156,14 +156,10 @@ def _configuration(config: type, given: dict[str, Any]) -> Any:  # noqa: ANN401
     return config(**given)
 
 
-def given_fields(ctx: typer.Context, config: type) -> frozenset[str]:
-    """The fields of ``config`` that the command line sets, or the file of --config."""
-    return frozenset(
-        each.name
-        for each in fields(config)
-        if getattr(ctx.get_parameter_source(each.metadata.get("name") or each.name), "name", "DEFAULT")
-        != "DEFAULT"
-    )
+def given_fields(ctx: typer.Context) -> frozenset[str]:
+    """The fields of ``SamplingParams`` that the command line sets, or the file of --config."""
+    options = {each.name: each.metadata.get("name") or each.name for each in fields(SamplingParams)}
+    return frozenset(name for name, option in options.items() if is_given(ctx, option))
 
 
 def numbers(name: str, text: str) -> tuple[int, ...]:

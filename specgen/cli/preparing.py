@@ -33,8 +33,7 @@ def prepare(
     Compiles the kernels that a run with the same options needs, all of them side by side, loads the weights and
     generates one token. Run a second time it shows what every later run waits for.
     """
-    from specgen.decoding.sampling import most_demanding  # imports torch
-    from specgen.engine import cached_costs
+    from specgen.engine import step_costs  # imports torch
     from specgen.engine.engine import Engine
     from specgen.engine.generation_config import generation_config
     from specgen.engine.loading import open_checkpoints
@@ -42,11 +41,11 @@ def prepare(
     from specgen.record.startup import phase, watched
 
     if forget:
-        cached_costs.forget()
+        step_costs.forget()
     with breakable(), watched(progress(quiet).compiling) as startup:
         said = generation_config(open_checkpoints(engine)["model"], engine.generation_config)
-        asked = said.over(sampling, given_fields(ctx, SamplingParams))
-        ready = Engine(engine, expected=most_demanding([asked]))
+        asked = said.over(sampling, given_fields(ctx))
+        ready = Engine(engine, expected=asked)
         with phase("first token"):
             (answer,) = ready.generate(["1, 2, 3,"], SamplingParams(max_tokens=1, ignore_eos=True))
         if graphs:

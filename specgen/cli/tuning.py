@@ -20,16 +20,13 @@ from specgen.cli.measuring import (
 from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, Only, numbers, with_options
 from specgen.cli.progress_bar import QUIET
 from specgen.config import MOST_DRAFTS, DrafterBatchName, DraftLength, EngineConfig, option, require
-from specgen.prompts.row_reading import Reading
+from specgen.prompts.formats import Reading
 
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 _NEW_TOKENS = {"fixed": 256, "data": 4096}  # by --output-lens
 _PER_SLOT = 4  # prompts; with fewer the batch is seldom full
 _NUM_PROMPTS = option(
-    None,
-    "Prompts",
-    "Prompts per run; repeated where the data set has fewer.",
-    shown="four per batch slot",
+    None, "Prompts", "Prompts per run; repeated where the data set has fewer.", shown="four per batch slot"
 )
 _MAX_NEW_TOKENS = option(
     None, "Sampling", "Longest answer in tokens.", shown="256; with --output-lens data 4096"

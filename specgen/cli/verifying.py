@@ -8,12 +8,11 @@ from typing import Annotated
 import typer
 
 from specgen.cli.config_file import repeating
-from specgen.cli.crowding import crowded
 from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, NUM_PROMPTS, Only, numbers, with_options
 from specgen.cli.printing import print_failures, print_hint, print_parts
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import EngineConfig, SamplingParams, option, require
-from specgen.prompts.row_reading import Reading
+from specgen.prompts.formats import Reading
 
 _FAILURES_SHOWN = 3
 
@@ -70,8 +69,7 @@ def verify(
         batch_sizes=sizes,
         how=how,
     )
-    if not quiet:
-        print_hint(crowded(engine.device))
+    print_hint(engine.device, quiet)
     found = audit(job, progress(quiet))
     if output is not None and config is not None:
         with writable(output):

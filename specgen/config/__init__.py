@@ -14,6 +14,8 @@ from specgen.config.errors import require as require
 from specgen.config.errors import shown as shown
 from specgen.config.field_types import check_types, number, strings, whole
 
+VERSION = "0.1.0"  # of specgen
+
 DrafterBatchName = Literal["padded", "non-padded"]
 DraftSamplingName = Literal["greedy", "probabilistic"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -46,22 +48,9 @@ MOST_DRAFTS = 16  # per sequence and step
 PINNED_DATE = "strftime_now"  # the argument of a chat template that is the date it sees
 _RENDERERS = {  # arguments of a chat template that are not the user's
     *("messages", "conversation", "conversations", "chat_template", "add_generation_prompt"),
-    *(
-        "continue_final_message",
-        "tools",
-        "documents",
-        "tokenize",
-        "tokenizer_kwargs",
-        "padding",
-        "truncation",
-    ),
-    *(
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "sanitize_control_tokens",
-    ),
+    *("continue_final_message", "tools", "documents", "tokenize", "tokenizer_kwargs", "padding"),
+    *("truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "sanitize_control_tokens"),
 }
 
 
@@ -422,9 +411,7 @@ class EngineConfig:
     )
     device: str = option("auto", "Running", "auto, cpu, cuda or cuda:N.")
     tensor_parallel: int = option(
-        1,
-        "Running",
-        "GPUs that share the model, from --device on, one process each; on a CPU, processes.",
+        1, "Running", "GPUs that share the model, from --device on, one process each; on a CPU, processes."
     )
     dtype: DtypeName = option("auto", "Running", "auto: float32 on a CPU, bfloat16 on a GPU.")
     kv_dtype: KVDtypeName = option(

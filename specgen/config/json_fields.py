@@ -17,9 +17,8 @@ OF_THE_MOMENT = ("created", "argv", "settings", "state", "files")
 def load_json(path: Path, remedy: str) -> dict[str, Any]:
     """The object in a JSON file; ``UserError`` with ``remedy`` for anything else."""
     try:
-        value = json.loads(
-            path.read_bytes()
-        )  # finds out whether it is UTF-8 or UTF-16, with or without a BOM
+        # bytes: json finds out whether they are UTF-8 or UTF-16, with or without a BOM
+        value = json.loads(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): {remedy}") from error
     except (ValueError, RecursionError) as error:

@@ -1,1 +1,1 @@
-"""The order of work: who runs, what a step is, what happens when one fails. May import decoding and all below it."""
+"""The order of work: who runs, what a step is, what happens when one fails. May import decoding, text and below."""

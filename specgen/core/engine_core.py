@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
@@ -16,7 +15,7 @@ from specgen.core.passes import Pass, Passes, PassKind, Waits
 from specgen.core.peers import Peers
 from specgen.core.running_batch import RunningBatch
 from specgen.core.scheduler import Scheduler
-from specgen.core.sequence import Completion, PartFinder, Request, Scored, ScoreRequest, Sequence, StopFinder
+from specgen.core.sequence import Completion, Request, Scored, ScoreRequest, Sequence
 from specgen.core.spec_length import SpecLength
 from specgen.core.step import Found, Steps, unpack
 from specgen.decoding.outcome import NO_DRAFT
@@ -25,24 +24,14 @@ from specgen.device import use
 from specgen.models.model_config import TargetConfig
 from specgen.record.record_rows import EngineRow, Step
 from specgen.record.startup import phase
+from specgen.text.reasoning import part_finder, stop_finder
+from specgen.text.tokenizer import Tokenizer
 
 WARM_UP_TOKENS = 16
 _NO_MEMORY = "no memory for a pass: lower --max-batch-size, --max-prefill-tokens or --gpu-memory-utilization"
 _NONE_ALONE = "the device has no memory for it even alone: lower --gpu-memory-utilization"
 _MAX_SHORTAGES = 3  # of a sequence that is alone: a shortage may be another program's, and pass
 _SCORING = SamplingParams(max_tokens=1)  # says nothing of a text that is scored
-
-
-class Followers(Protocol):
-    """Makes what follows the text of one request as it is generated."""
-
-    def stop_finder(self, stops: Items[str], prompt: Items[int]) -> StopFinder:
-        """The detector of the strings ``stops`` after ``prompt``."""
-        ...
-
-    def part_finder(self, prompt: Items[int]) -> PartFinder | None:
-        """The detector of the parts of the text after ``prompt``; None where texts have one part."""
-        ...
 
 
 def no_follow_up(completion: Completion) -> Request | None:
@@ -64,7 +53,7 @@ class EngineCore:
 
     ``lookahead`` is how many decode steps the host may launch before it reads what an earlier one found. With 1 the
     device never waits for the host, and a sequence that has ended is found one step late: what that step gave it is
-    dropped. ``spec_length`` chooses the number of drafts of every step; ``followers`` finds stop strings and
+    dropped. ``spec_length`` chooses the number of drafts of every step; ``tokenizer`` finds stop strings and
     the parts of texts; ``record`` takes a row for every pass, capture and shortage of memory. ``peers`` receive every
     call that changes the engine.
     """
@@ -79,7 +68,7 @@ class EngineCore:
         spec_length: SpecLength,
         lookahead: int,
         device: torch.device,
-        followers: Followers,
+        tokenizer: Tokenizer,
         record: Callable[[EngineRow], None],
         peers: Peers,
     ) -> None:
@@ -94,7 +83,7 @@ class EngineCore:
         self._spec_length = spec_length
         self._lookahead = lookahead
         self._device = device
-        self._followers = followers
+        self._tokenizer = tokenizer
         self._record = record
         self._began = time.perf_counter()
         self._num_passes = self._num_preempted = 0  # so far, and of those since the last pass
@@ -268,10 +257,8 @@ class EngineCore:
             seed=request_seed(sampling.seed, request.id),
             alone=request.alone,
             eos_token_ids=frozenset() if sampling.ignore_eos else self._eos_token_ids,
-            stop=self._followers.stop_finder(sampling.stop_strings, prompt)
-            if sampling.stop_strings
-            else None,
-            parts=self._followers.part_finder(prompt),
+            stop=stop_finder(self._tokenizer, sampling.stop_strings, prompt),
+            parts=part_finder(self._tokenizer, prompt),
         )
 
     def _refusal(self, sequence: Sequence) -> str | None:

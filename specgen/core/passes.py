@@ -71,9 +71,7 @@ class Pass:
 
     kind: PassKind
     sequences: list[tuple[Sequence, int | None]]  # who gets something, and the row of its tokens
-    scored: Items[
-        tuple[Sequence, int]
-    ]  # what each row of a score is of: a text, and the position of its token
+    scored: Items[tuple[Sequence, int]]  # of each row of a score: a text, and the position of its token
     num_sequences: int
     num_drafts: int  # per sequence
     num_waiting: int  # prompts that had not begun

@@ -32,7 +32,7 @@ class Peers:
         yield
 
     def of_engine(self, config: EngineConfig, expected: SamplingParams) -> "Peers":
-        """The peers of an engine that is now built everywhere; the arguments are those of ``memory.num_pages``."""
+        """The peers of an engine that is now built everywhere; the arguments are those of ``build.num_pages``."""
         return self
 
     def assemble(self, num_pages: Callable[[], int], runner: Runner) -> int:

@@ -41,12 +41,7 @@ class RunningBatch:
     """
 
     def __init__(
-        self,
-        *,
-        max_rows: int,
-        table_width: int,
-        state_columns: tuple[StateColumn, ...],
-        device: torch.device,
+        self, *, max_rows: int, table_width: int, state_columns: tuple[StateColumn, ...], device: torch.device
     ) -> None:
         def column(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(max_rows, *shape, dtype=dtype, device=device)

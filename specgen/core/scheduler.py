@@ -98,9 +98,7 @@ class Scheduler:
         self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []
         self.leaving: list[Sequence] = []  # out of the batch; passes in flight will end them
-        self._slots_wasted = (
-            0  # free batch slots, summed over the steps in which prompts waited for more prompts
-        )
+        self._slots_wasted = 0  # free batch slots, summed over steps in which prompts waited for more prompts
 
     @property
     def page_size(self) -> int:

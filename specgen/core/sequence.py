@@ -2,30 +2,16 @@
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from specgen.config import SamplingParams, require
 from specgen.record.record_rows import RequestRow, Step, StepCounts, count_parts
+from specgen.text.reasoning import PartFinder
+from specgen.text.tokenizer import StopStrings
 
 FinishReason = Literal["stop", "length", "error"]  # of vLLM and OpenAI
 EndReason = FinishReason | Literal["context"]  # a ``length`` that the model's context set
 NOT_FINITE = -1  # in place of a token that the model's logits could not decide
-
-
-class StopFinder(Protocol):
-    """Finds the end of a text in its tokens; ``tokenizer.StopStrings`` is one."""
-
-    def feed(self, token_ids: list[int]) -> int | None:
-        """How many of these new tokens the text keeps if a stop string is complete in them, else None."""
-        ...
-
-
-class PartFinder(Protocol):
-    """Finds where a text changes between reasoning and answer; ``reasoning.PartFinder`` is one."""
-
-    def feed(self, token_ids: list[int]) -> Items[tuple[int, str]]:
-        """Index among these new tokens, and part, of those that belong to another part than the token before."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +95,7 @@ class Sequence:
     ends_by: EndReason = "length"  # ... and what sets them
     seed: int
     eos_token_ids: frozenset[int]  # empty with ignore_eos
-    stop: StopFinder | None = None
+    stop: StopStrings | None = None
     parts: PartFinder | None = None  # None where a text has one part
     pages: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of its pages, see ``prefix_cache``

@@ -137,10 +137,7 @@ class Steps:
             )
         )
         return state, StepResult(
-            numbers=chosen.shown,
-            logprobs=chosen.logprobs,
-            target_rows=layout.num_rows,
-            fill_rows=fill_rows,
+            numbers=chosen.shown, logprobs=chosen.logprobs, target_rows=layout.num_rows, fill_rows=fill_rows
         )
 
     def decode(self, columns: Columns, num_drafts: int) -> StepResult:
@@ -223,9 +220,7 @@ class Steps:
 
     def _prompts(self, token_ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """``_forward``; captured, where the host would be slower than the device."""
-        latent = (
-            self._target.config.latent is not None
-        )  # whose prefill has another form than its decode passes
+        latent = self._target.config.latent is not None  # prefills have another form than decode passes
         blocks = PromptBlocks.of(layout) if self.runner.captures and not latent else None
         if blocks is None:
             return self._forward(token_ids, layout)
@@ -233,11 +228,8 @@ class Steps:
         def forward(ids: Tensor, starts: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
             return self._forward(ids, block_layout(starts, tables, self._cache.page_size))
 
-        key, inputs = (
-            ("prompts", *blocks.size, None),
-            (blocks.spread(token_ids), blocks.starts, blocks.tables),
-        )
-        hidden, features = self.runner.prompts(key, forward, *inputs)
+        inputs = blocks.spread(token_ids), blocks.starts, blocks.tables
+        hidden, features = self.runner.prompts(("prompts", *blocks.size, None), forward, *inputs)
         return hidden[blocks.rows], features[blocks.rows]
 
     def _forward(self, token_ids: Tensor, layout: Layout, chosen: Chosen = None) -> tuple[Tensor, Tensor]:

@@ -32,9 +32,8 @@ SamplingKind = Literal["greedy", "plain", "filtered"]
 # Few sizes, because a captured step is one for each.
 _BIAS_WIDTHS = (0, 16, 128, MAX_LOGIT_BIASES)
 _LOGPROB_WIDTHS = (0, MAX_LOGPROBS)
-_LEAST_TOP_P = (
-    1e-6  # the most likely token alone, of a million; less might be 0 in float32, which leaves none
-)
+# the most likely token alone, of a million; less might be 0 in float32, which leaves none
+_LEAST_TOP_P = 1e-6
 _HAS_FLASHINFER = find_spec("flashinfer") is not None
 
 
@@ -66,18 +65,6 @@ class SamplingForm:
             num_logprobs=None if logprobs is None else _fitting(_LOGPROB_WIDTHS, logprobs),
             penalised=any(p.penalised for p in params),
         )
-
-
-def most_demanding(params: Iterable[SamplingParams]) -> SamplingParams:
-    """Parameters that make a pass compute all that any of ``params`` asks for."""
-    form = SamplingForm.of(params)
-    return SamplingParams(
-        temperature=0.0 if form.kind == "greedy" else 1.0,
-        top_p=0.9 if form.kind == "filtered" else 1.0,
-        logit_bias=tuple((token, 0.0) for token in range(form.num_biases)),
-        logprobs=form.num_logprobs,
-        presence_penalty=1.0 if form.penalised else 0.0,
-    )
 
 
 def _biases(params: SamplingParams) -> tuple[tuple[int, float], ...]:

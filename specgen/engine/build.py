@@ -1,24 +1,44 @@
-"""The composition root: a resolved configuration and loaded models become an engine."""
+"""The composition root: a resolved configuration and loaded models become an engine, with a KV cache that fits."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from specgen.config import EngineConfig, SamplingParams, require
-from specgen.core import step_costs
+import torch
+from torch import Tensor
+
+from specgen.attention import Attend, Backend
+from specgen.config import NGRAM_BYTES, EngineConfig, SamplingParams, require
 from specgen.core.engine_core import EngineCore
 from specgen.core.graphs import Runner
-from specgen.core.spec_length import CheapestLength
-from specgen.device import use
-from specgen.engine.assembly import assemble
-from specgen.engine.cached_costs import costs_for
-from specgen.engine.choices import RUNNERS
+from specgen.core.packing import BLOCK
+from specgen.core.running_batch import ROW_BYTES, RunningBatch
+from specgen.core.scheduler import Limits, Scheduler
+from specgen.core.sequence import Request
+from specgen.core.spec_length import CheapestLength, FixedLength
+from specgen.core.step import Steps
+from specgen.decoding.drafting import Drafter, HeadDrafter, NoDrafter
+from specgen.decoding.ngram import NgramDrafter
+from specgen.decoding.outcome import NonPaddedBatch, PackedBatch, PaddedBatch
+from specgen.decoding.sampling import SamplingForm
+from specgen.device import HostCopy, total_memory, use
+from specgen.engine import step_costs
+from specgen.engine.choices import BACKENDS, DTYPES, RUNNERS, needed_modules, target_kv_dtype
 from specgen.engine.loading import Models
-from specgen.engine.memory import DRAWN, num_pages
-from specgen.engine.needed_modules import needed_modules
+from specgen.kv.kv_cache import KVCache
+from specgen.kv.layout import Layout
+from specgen.kv.pages import PageAllocator
+from specgen.models.expert_counts import ExpertSize
+from specgen.models.model_config import LayerConfig
 from specgen.ops.jit_modules import compile_missing
 from specgen.record.record_rows import EngineRow
 from specgen.record.startup import phase
+from specgen.report.display import devices
+
+DRAWN = SamplingParams(temperature=1.0)  # what an engine prepares for by default
+_GIB = 1 << 30
+_CPU_REST = 2 * _GIB  # for engines that take turns, and what they take beside their caches
 
 
 def build_engine(
@@ -31,7 +51,7 @@ def build_engine(
     """An engine of a resolved ``config`` over loaded ``models``; ``record`` takes the rows of its passes.
 
     ``around`` may wrap the runner that ``config`` names, to watch the pieces of a step.
-    ``expected`` asks for as much as any request will (see ``sampling.most_demanding``): that leaves the cache on a GPU
+    ``expected`` asks for as much as any request will (see ``most_demanding``): that leaves the cache on a GPU
     all the memory that passes do not need.
     """
     use(models.target.device)
@@ -52,6 +72,225 @@ def build_engine(
         most = min(config.max_batch_size, pages)
         measure = partial(step_costs.measure, engine, most, config.draft_length.most)
         with phase("step costs"):  # with a runner around it, steps take longer
-            costs = measure() if around else costs_for(config, models.checkpoints, measure)
+            costs = measure() if around else step_costs.costs_for(config, models.checkpoints, measure)
         engine.spec_length = CheapestLength(costs)
     return engine
+
+
+def assemble(
+    config: EngineConfig, models: Models, num_pages: int, runner: Runner, record: Callable[[EngineRow], None]
+) -> EngineCore:
+    """An engine of a resolved ``config`` whose cache has ``num_pages`` pages; see ``build.build_engine``."""
+    backend = BACKENDS[config.attention](models.target.device)
+    allocator = PageAllocator(num_pages, config.page_size, prefix_cache=config.prefix_cache)
+    target, step_rows = models.target, max(config.draft_length.most + 1, BLOCK if runner.captures else 0)
+    # the last steps of a text may run past its end, and past the pages it has
+    longest = min(target.config.max_positions, num_pages * config.page_size) + 3 * step_rows
+    num_sequences = min(config.max_batch_size, num_pages)  # each has a page or more
+    drafter = _drafter(config, models, backend, allocator)
+    return EngineCore(
+        config=target.config,
+        steps=Steps(
+            target=target,
+            cache=new_cache(target.config, allocator, target_kv_dtype(config), target.device),
+            backend=backend,
+            drafter=drafter,
+            runner=runner,
+            experts=ExpertSize.of(target.config, target.dtype.itemsize),
+        ),
+        batch=RunningBatch(
+            max_rows=runner.num_rows(num_sequences),
+            table_width=allocator.pages_for(longest),
+            state_columns=drafter.state_columns,
+            device=target.device,
+        ),
+        scheduler=Scheduler(
+            allocator=allocator,
+            limits=Limits(max_batch_size=num_sequences, max_prefill_tokens=config.max_prefill_tokens),
+            step_rows=step_rows,
+        ),
+        spec_length=FixedLength(config.draft_length.most),
+        lookahead=0 if backend.capabilities.needs_host_lens else 1,
+        device=target.device,
+        tokenizer=models.tokenizer,
+        record=record,
+        peers=models.peers,
+    )
+
+
+def new_cache(
+    model: LayerConfig, allocator: PageAllocator, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    """A cache of ``dtype`` for ``model`` with as many pages as ``allocator`` gives out."""
+    return KVCache(
+        spec=model.kv_spec,
+        num_pages=allocator.num_pages + 1,  # page 0 is for padding rows
+        page_size=allocator.page_size,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _drafter(config: EngineConfig, models: Models, backend: Backend, allocator: PageAllocator) -> Drafter:
+    if config.draft_length.most == 0:
+        return NoDrafter()
+    if config.ngram is not None:
+        return NgramDrafter(
+            longest=config.ngram,
+            num_pages=allocator.num_pages + 1,  # as in ``new_cache``
+            page_size=allocator.page_size,
+            device=models.target.device,
+        )
+    assert models.head is not None
+    non_padded = NonPaddedBatch() if backend.capabilities.needs_host_lens else PackedBatch()
+    return HeadDrafter(
+        head=models.head,
+        cache=new_cache(models.head.config, allocator, models.target.dtype, models.target.device),
+        backend=backend,
+        batch=PaddedBatch() if config.drafter_batch == "padded" else non_padded,
+        sampled_drafts=config.draft_sampling != "greedy",
+        target_vocab_size=models.target.config.vocab_size,
+        dtype=models.target.dtype,
+    )
+
+
+def most_demanding(params: Iterable[SamplingParams]) -> SamplingParams:
+    """Parameters that make a pass compute all that any of ``params`` asks for."""
+    form = SamplingForm.of(params)
+    return SamplingParams(
+        temperature=0.0 if form.kind == "greedy" else 1.0,
+        top_p=0.9 if form.kind == "filtered" else 1.0,
+        logit_bias=tuple((token, 0.0) for token in range(form.num_biases)),
+        logprobs=form.num_logprobs,
+        presence_penalty=1.0 if form.penalised else 0.0,
+    )
+
+
+def require_memory(config: EngineConfig) -> None:
+    """``UserError`` where the device of a resolved ``config`` can never hold its KV cache or its rows."""
+    total, where = total_memory(torch.device(config.device)), devices(config.device, 1)
+    require(
+        config.kv_memory is None or config.kv_memory <= total,
+        f"kv-memory is {_gib(config.kv_memory or 0)} and {where} has {_gib(total)}: ask for less",
+    )
+    rows = config.max_batch_size * ROW_BYTES
+    require(
+        rows <= total,
+        f"max-batch-size is {config.max_batch_size:,}, whose rows take {_gib(rows)}, and {where} has {_gib(total)}: "
+        "ask for fewer",
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:,.1f} GiB"
+
+
+def num_pages(config: EngineConfig, models: Models, expected: SamplingParams = DRAWN) -> int:
+    """Pages of the KV cache: what ``max_batch_size`` sequences of full length need, as far as the memory goes.
+
+    See ``build_engine`` for ``expected``.
+
+    ``UserError`` if ``kv_memory``, or what ``gpu_memory_utilization`` leaves, does not hold a single page.
+    """
+    each = kv_page_bytes(config, models)
+    memory = config.kv_memory if config.kv_memory is not None else _memory_for_kv(config, models, expected)
+    affordable = memory // each
+    require(
+        affordable >= 1,
+        f"{max(memory, 0)} bytes are left for the KV cache and one page of {config.page_size} positions takes "
+        f"{each}: raise --kv-memory or --gpu-memory-utilization, or lower --max-prefill-tokens",
+    )
+    longest = models.target.config.max_positions + config.draft_length.most + 1
+    return min(affordable, config.max_batch_size * -(-longest // config.page_size))
+
+
+def kv_page_bytes(config: EngineConfig, models: Models) -> int:
+    """Bytes of a page in the target's cache and in that of what drafts, a head or n-grams."""
+    return page_bytes(config, models.target.config, None if models.head is None else models.head.config)
+
+
+def page_bytes(config: EngineConfig, target: LayerConfig, head: LayerConfig | None) -> int:
+    """The same of models that are not loaded."""
+    total = target.kv_spec.bytes_per_token(target_kv_dtype(config).itemsize)
+    if config.head is not None and head is not None:
+        total += head.kv_spec.bytes_per_token(DTYPES[config.dtype].itemsize)
+    if config.ngram is not None:
+        total += NGRAM_BYTES
+    return config.page_size * total
+
+
+def _memory_for_kv(config: EngineConfig, models: Models, expected: SamplingParams) -> int:
+    """1 GiB on a CPU; on a GPU the share that the process may use, less what weights and passes take."""
+    if config.device == "cpu":
+        return _GIB
+    gc.collect()  # an engine that nothing refers to any more may still be there
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(config.device)
+    # what earlier engines gave back but the process still holds is as good as free
+    free += torch.cuda.memory_reserved(config.device) - torch.cuda.memory_allocated(config.device)
+    not_ours = int(total * (1 - config.gpu_memory_utilization))
+    # once for passes that the host launches, and once for those in graphs, which keep their memory
+    return free - not_ours - 2 * _largest_pass(config, models, expected)
+
+
+def room_for_turns(config: EngineConfig, models: Models) -> int:
+    """Bytes for engines over loaded ``models`` that take turns: half of what weights leave on the fullest device."""
+    return models.peers.least(_rest, config, models) // 2
+
+
+def _rest(config: EngineConfig, models: Models) -> int:
+    """Of the share of this rank's device that a process may use."""
+    if config.device == "cpu":
+        return _CPU_REST
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(config.device)
+    return free - int(total * (1 - config.gpu_memory_utilization))
+
+
+def _largest_pass(config: EngineConfig, models: Models, expected: SamplingParams) -> int:
+    """Bytes that the largest prefill and a decode step of the whole batch take beside weights and KV, by trial."""
+    count = min(config.max_batch_size, config.max_prefill_tokens)
+    length = min(config.max_prefill_tokens // count, models.target.config.max_positions - 2)
+    biases = expected.logit_bias[: models.target.config.vocab_size]
+    # a first and a decode step
+    sampling = replace(expected, max_tokens=2, ignore_eos=True, stop=(), logit_bias=biases)
+    requests = (
+        Request(id=f"trial {i}", prompt_token_ids=(0,) * length, sampling=sampling) for i in range(count)
+    )
+    pages = count * -(-(length + 2 * config.draft_length.most + 4) // config.page_size)
+    # the prompts are alike, and all rows are to be computed
+    uncached = replace(config, prefix_cache=False, max_batch_size=count)
+    engine = assemble(uncached, models, pages, Runner(), lambda event: None)
+    before = torch.cuda.memory_allocated(config.device)
+    torch.cuda.reset_peak_memory_stats(config.device)
+    for _ in engine.generate(requests):
+        pass
+    return torch.cuda.max_memory_allocated(config.device) - before
+
+
+def prefill_logits(config: EngineConfig, models: Models) -> Callable[[Sequence[int]], Tensor]:
+    """A function from token ids to the target's next-token logits after them, ``[V]`` float32 on the CPU.
+
+    Each call is one prefill through the attention of a resolved ``config``, with its own KV cache.
+    """
+
+    def logits(token_ids: Sequence[int]) -> Tensor:
+        with models.peers.together("function", config, _prefill, token_ids):
+            found = HostCopy(_prefill(config, models, token_ids))
+            models.peers.wait(found)
+            return found.tensor()
+
+    return logits
+
+
+@torch.inference_mode()
+def _prefill(config: EngineConfig, models: Models, token_ids: Sequence[int]) -> Tensor:
+    target, backend = models.target, BACKENDS[config.attention](models.target.device)
+    pages = PageAllocator(-(-len(token_ids) // config.page_size), config.page_size)
+    cache = new_cache(target.config, pages, target_kv_dtype(config), target.device)
+    table = torch.arange(1, pages.num_pages + 1, dtype=torch.int32, device=target.device)
+    layout = Layout.ragged(table[None], [0], [len(token_ids)], config.page_size)
+    rows = torch.tensor(token_ids, device=target.device)
+    hidden, _ = target.forward(rows, Attend(backend, cache, layout, target.rope))
+    return target.logits(hidden[-1:])[0].float()

@@ -1,5 +1,6 @@
-"""Where ``auto`` becomes what will run: device, number format, attention backend, CUDA graphs, page size."""
+"""What will run: ``auto`` becomes a device, number formats, a backend and graphs; the modules that they need."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -17,19 +18,26 @@ from specgen.config import (
     EngineConfig,
     GraphsName,
     KVDtypeName,
+    SamplingParams,
     UserError,
     require,
     shown,
 )
 from specgen.core.graphs import PassGraphs, Runner, StepGraphs, bucket
 from specgen.core.packing import BLOCK, MOST_BLOCKS
-from specgen.device import choose_device, require_devices
-from specgen.engine.number_formats import DTYPES, Checkpoints, target_kv_dtype
-from specgen.models.fp8_config import FP8, kv_scheme
+from specgen.decoding.sampling import sampling_modules
+from specgen.device import Ranks, choose_device, require_devices, use
+from specgen.models.fp8_config import FP8 as FP8_SCHEME
+from specgen.models.fp8_config import kv_scheme
 from specgen.models.model_config import LayerConfig
+from specgen.ops import block_fp8, hopper_linear
+from specgen.ops.jit_modules import Module, runs_on
 from specgen.report.display import several
 from specgen.text.chat_template import calls_for_date, today
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FP8 = torch.float8_e4m3fn
+Checkpoints = Mapping[str, Checkpoint]  # "model" and, where a head drafts, "drafter"
 BACKENDS: dict[AttentionName, type[Backend]] = {
     "hopper": HopperBackend,
     "trtllm": TrtllmBackend,
@@ -86,12 +94,21 @@ def choose_kv_dtype(name: KVDtypeName, target: Checkpoint) -> KVDtypeName:
     """What ``name`` stands for with this target; ``UserError`` where the scales of its KV cache are not for FP8."""
     scheme = kv_scheme(target.config)
     if name == "auto":
-        return "fp8" if scheme == FP8 else "model"
+        return "fp8" if scheme == FP8_SCHEME else "model"
     require(
-        name == "model" or scheme in (None, FP8),
+        name == "model" or scheme in (None, FP8_SCHEME),
         f"kv-dtype is {name!r} but {target.name} has scales for a KV cache of {shown(scheme)}: use --kv-dtype model",
     )
     return name
+
+
+def target_kv_dtype(config: EngineConfig) -> torch.dtype:
+    """Of the pages of the target in a resolved ``config``; those of a head are in the model's own format.
+
+    A head has few layers, and no checkpoint says what its keys and values are to be divided by.
+    """
+    assert config.kv_dtype != "auto", "kv_dtype is not resolved"
+    return FP8 if config.kv_dtype == "fp8" else DTYPES[config.dtype]
 
 
 def kv_note(config: EngineConfig, asked: EngineConfig) -> dict[str, str]:
@@ -137,15 +154,15 @@ def attention_note(config: EngineConfig, checkpoints: Checkpoints) -> str:
     def runs(kernel: str, what: str) -> None:
         passes.setdefault(kernel, {})[what] = None
 
-    for use in attention_uses(config, checkpoints):
-        for rows in sorted(set(use.query_lens)):
-            what = "short prefill" if use.chained else several(rows, "row")
-            alone, most = (backend.kernel(gpu, use, rows, count) for count in (1, use.num_sequences))
+    for each in attention_uses(config, checkpoints):
+        for rows in sorted(set(each.query_lens)):
+            what = "short prefill" if each.chained else several(rows, "row")
+            alone, most = (backend.kernel(gpu, each, rows, count) for count in (1, each.num_sequences))
             runs(alone, what)
             if most != alone:
                 runs(most, f"{what} of many sequences")
-        if use.prefills:
-            runs(backend.kernel(gpu, use, "prefill", 1), "prefill")
+        if each.prefills:
+            runs(backend.kernel(gpu, each, "prefill", 1), "prefill")
     kernels = "; ".join(f"{kernel}: {', '.join(found)}" for kernel, found in passes.items())
     return f"{config.attention} ({kernels})"
 
@@ -187,3 +204,65 @@ def _use(
         prefills=prefills,
         num_sequences=bucket(config.max_batch_size),
     )
+
+
+def needed_modules(config: EngineConfig, checkpoints: Checkpoints, expected: SamplingParams) -> list[Module]:
+    """Those of a resolved ``config`` on its GPU; none on a CPU. ``expected`` as for ``build_engine``."""
+    device = torch.device(config.device)
+    if device.type != "cuda":
+        return []
+    use(device)
+    found = modules_of(config, checkpoints, expected, Gpu.of(device))
+    if runs_on(device):
+        found += gemm_modules(config, checkpoints)
+    if config.tensor_parallel > 1:
+        from specgen.ops.fused_sum import can_fuse, fused_sum_module  # of GPUs alone
+
+        if can_fuse(Ranks(size=config.tensor_parallel), device, DTYPES[config.dtype]):
+            found.append(fused_sum_module())
+    return found
+
+
+def modules_of(
+    config: EngineConfig, checkpoints: Checkpoints, expected: SamplingParams, gpu: Gpu
+) -> list[Module]:
+    """The same of a rank alone, on any ``gpu``."""
+    backend = BACKENDS[config.attention]
+    attending = (backend.modules(gpu, each) for each in attention_uses(config, checkpoints))
+    return [*(module for modules in attending for module in modules), *sampling_modules(expected)]
+
+
+def gemm_modules(config: EngineConfig, checkpoints: Checkpoints) -> list[Module]:
+    """Those of ``hopper_linear``, where it runs, and of the GEMMs of block FP8 that a pass is long enough for."""
+    if config.dtype != "bfloat16":
+        return []
+    layers = target_config(checkpoints["model"]).shared(config.tensor_parallel)
+    in_fp8 = layers.fp8 is not None and layers.fp8.activations != "group"
+    found = [*hopper_linear.modules("bf16"), *(hopper_linear.modules("fp8") if in_fp8 else ())]
+    in_blocks = layers.fp8 is not None and layers.fp8.activations == "group"
+    rows = max(config.max_prefill_tokens, config.max_batch_size * (config.draft_length.most + 1))
+    if in_blocks and rows >= block_fp8.FEWEST_ROWS:
+        found += [block_fp8.module(*shape) for shape in _shapes(layers) if block_fp8.fits(*shape)]
+    return found
+
+
+def _shapes(layers: LayerConfig) -> list[tuple[int, int]]:
+    """[outputs, inputs] of the layers' weights, but of experts; of MTP layers all but one are the target's."""
+    shapes, hidden = _attention_shapes(layers), layers.hidden_size
+    mixtures = [layers.mixture_of(index) for index in range(layers.num_layers)]
+    inner = {layers.intermediate_size if each is None else each.shared_width for each in mixtures}
+    for width in sorted(inner - {0}):
+        shapes += [(2 * width, hidden), (hidden, width)]
+    return list(dict.fromkeys(shapes))
+
+
+def _attention_shapes(layers: LayerConfig) -> list[tuple[int, int]]:
+    hidden, latent = layers.hidden_size, layers.latent
+    if latent is None:
+        heads = layers.num_heads * layers.head_dim
+        qkv = heads + 2 * layers.num_kv_heads * layers.head_dim
+        return [(hidden, heads), *([] if layers.qkv_bias else [(qkv, hidden)])]
+    queries, out = layers.num_heads * latent.key_dim, (hidden, layers.num_heads * latent.value_dim)
+    if latent.query_rank is None:
+        return [(queries + latent.width, hidden), out]
+    return [(latent.query_rank + latent.width, hidden), (queries, latent.query_rank), out]

@@ -15,15 +15,12 @@ from specgen.config import EngineConfig, SamplingParams, UserError, require, sho
 from specgen.config.errors import DeviceLost
 from specgen.core.engine_core import EngineCore, never_stop
 from specgen.core.sequence import Completion
-from specgen.core.step_costs import capture_all
-from specgen.decoding.sampling import most_demanding
-from specgen.engine.build import build_engine
+from specgen.engine.build import DRAWN, build_engine, most_demanding, require_memory
 from specgen.engine.choices import resolve
-from specgen.engine.conversations import Conversations
+from specgen.engine.conversations import Conversations, RequestOutput
 from specgen.engine.generation_config import generation_config
 from specgen.engine.loading import Models, load_models, open_checkpoints
-from specgen.engine.memory import DRAWN, require_memory
-from specgen.engine.request_output import RequestOutput
+from specgen.engine.step_costs import capture_all
 from specgen.prompts import Prompt, Rejected
 from specgen.record.record_rows import EngineRow
 from specgen.record.startup import phase
@@ -34,9 +31,7 @@ _NONE: Mapping[str, str] = {}
 _ONE_OR_SEVERAL = (
     "use a string or Prompt(id=..., messages=..., text=... or token_ids=...), or an iterable of these"
 )
-_CAPTURE_DELAY = (
-    64  # steps: a capture takes about 0.1 s, and a step of up to twice its rows a millisecond more
-)
+_CAPTURE_DELAY = 64  # steps: a capture takes about 0.1 s, a step of up to twice its rows a millisecond more
 
 
 def _unrecorded(row: EngineRow) -> None:
@@ -73,7 +68,9 @@ class Engine:
         self.default_sampling = said.over(SamplingParams())
         expected = most_demanding([expected, self.default_sampling])
         models = (
-            load_models(self.config, checkpoints, expected) if models is None else _told(models, self.config)
+            load_models(self.config, checkpoints, expected)
+            if models is None
+            else _with_template(models, self.config)
         )
         self._running: Generator[Completion, None, None] | None = None
         try:
@@ -195,7 +192,7 @@ class Engine:
         return loaded
 
 
-def _told(models: Models, config: EngineConfig) -> Models:
+def _with_template(models: Models, config: EngineConfig) -> Models:
     """``models`` of another engine, whose chats are rendered as ``config`` says."""
     if models.tokenizer.template_kwargs == config.template_kwargs:
         return models

@@ -9,7 +9,7 @@ from typing import Any
 
 from specgen.checkpoints.tensor_reader import Checkpoint
 from specgen.config import GenerationConfigName, SamplingParams, UserError, require, shown
-from specgen.prompts.row_sampling import read_sampling
+from specgen.prompts.fields import read_sampling
 
 FILE = "generation_config.json"
 
@@ -66,23 +66,16 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
 # drafts, what it returns, settings of beams alone (``num_beams`` is refused), and what some models' own code reads.
 WITHOUT_EFFECT = {
     *("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id"),  # EOS ids: ``target_config``
+    *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory"),
+    *("prefill_chunk_size", "compile_config", "disable_compile", "continuous_batching_config"),
+    *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_early_exit"),
     *(
-        "use_cache",
-        "cache_implementation",
-        "cache_config",
-        "max_cache_len",
-        "low_memory",
-        "prefill_chunk_size",
-    ),
-    *("compile_config", "disable_compile", "continuous_batching_config"),
-    *(
-        "is_assistant",
-        "num_assistant_tokens",
-        "num_assistant_tokens_schedule",
         "assistant_confidence_threshold",
+        "assistant_lookbehind",
+        "assistant_ensemble_weight",
+        "target_lookbehind",
     ),
-    *("prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind"),
-    *("target_lookbehind", "assistant_ensemble_weight", "speculation_type", "use_mtp"),
+    *("prompt_lookup_num_tokens", "max_matching_ngram_size", "speculation_type", "use_mtp"),
     *(
         "output_attentions",
         "output_hidden_states",
@@ -93,13 +86,7 @@ WITHOUT_EFFECT = {
     *("early_stopping", "length_penalty", "diversity_penalty"),
     *("remove_invalid_values", "renormalize_logits"),  # a logit that is not finite ends a text here
     *("transformers_version", "_from_model_config", "_commit_hash", "_original_object_hash"),
-    *(
-        "chat_format",
-        "max_window_size",
-        "user_token_id",
-        "assistant_token_id",
-        "auto_map",
-    ),
+    *("chat_format", "max_window_size", "user_token_id", "assistant_token_id", "auto_map"),
 }
 
 
@@ -117,10 +104,7 @@ class GenerationConfig:
     def sentence(self, given: Container[str] = ()) -> str:
         """What holds and what is left, for one line behind ``FILE``; empty where the checkpoint says nothing."""
         parts: dict[str, list[str]] = {
-            "holds": [],
-            "holds in sampled texts": [],
-            "overridden": [],
-            "left": [],
+            each: [] for each in ("holds", "holds in sampled texts", "overridden", "left")
         }
         for theirs, ours in TAKEN.items():
             if ours in self.taken:

@@ -11,9 +11,8 @@ from specgen.checkpoints.tensor_reader import Checkpoint
 from specgen.config import MTP, EngineConfig, SamplingParams
 from specgen.core.peers import Peers
 from specgen.device import Ranks, use
-from specgen.engine.driver import peers_of
-from specgen.engine.needed_modules import needed_modules
-from specgen.engine.number_formats import DTYPES, Checkpoints
+from specgen.engine.choices import DTYPES, Checkpoints, needed_modules
+from specgen.engine.worker_group import peers_of
 from specgen.models.config_keys import listed
 from specgen.models.families import unread
 from specgen.models.protocols import Head, Target

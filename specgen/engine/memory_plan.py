@@ -15,10 +15,9 @@ from specgen.checkpoints.checkpoint import build_head, build_target, drafter_con
 from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
 from specgen.config import EngineConfig, KVDtypeName
 from specgen.device import Ranks
-from specgen.engine.choices import choose_kv_dtype
+from specgen.engine.build import page_bytes
+from specgen.engine.choices import DTYPES, choose_kv_dtype
 from specgen.engine.loading import open_checkpoints
-from specgen.engine.memory import page_bytes
-from specgen.engine.number_formats import DTYPES
 from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.protocols import Target
 from specgen.report.display import count
@@ -104,18 +103,9 @@ class MemoryPlan:
 
     def to_json(self) -> dict[str, Any]:
         """The numbers; the sizes in bytes."""
-        names = (
-            "weights",
-            "workspace",
-            "passes",
-            "kv_cache",
-            "kv_bytes_per_token",
-            "num_pages",
-            "num_sequences",
-        )
-        return {
-            "num_spec_tokens": self.config.draft_length.most,
-            **{name: getattr(self, name) for name in names},
+        names = [column.name for column in _COLUMNS[1:]]
+        return {"num_spec_tokens": self.config.draft_length.most} | {
+            each: getattr(self, each) for each in names
         }
 
 
@@ -179,11 +169,8 @@ def _target(checkpoint: Checkpoint, config: EngineConfig) -> tuple[TargetConfig,
 def _head(checkpoint: Checkpoint, config: EngineConfig, target: TargetConfig) -> tuple[HeadConfig, int]:
     """The same of a head, which may have the target's embedding for its own."""
     reader, nothing = _reader(checkpoint, config), torch.empty(0, device=_META)
-    known, stub = (
-        drafter_config(checkpoint, target.num_layers),
-        cast(Target, SimpleNamespace(embedding=nothing)),
-    )
-    build_head(known, reader, stub, nothing)
+    known = drafter_config(checkpoint, target.num_layers)
+    build_head(known, reader, cast(Target, SimpleNamespace(embedding=nothing)), nothing)
     return known, sum(reader.taken.values())
 
 

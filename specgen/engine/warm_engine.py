@@ -9,11 +9,10 @@ from specgen.config import EngineConfig, UserError
 from specgen.core.engine_core import never_stop, no_follow_up
 from specgen.core.graphs import Runner
 from specgen.core.sequence import Completion, Request
-from specgen.core.step_costs import capture_all
-from specgen.decoding.sampling import most_demanding
 from specgen.device import synchronize
-from specgen.engine.build import build_engine
+from specgen.engine.build import build_engine, most_demanding
 from specgen.engine.loading import Models
+from specgen.engine.step_costs import capture_all
 from specgen.record.record_rows import EngineRow, RequestRow
 from specgen.report.report import Report, report_of
 

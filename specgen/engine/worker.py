@@ -22,10 +22,9 @@ from specgen.config import EngineConfig, SamplingParams, UserError, first_line
 from specgen.core.engine_core import EngineCore
 from specgen.core.peers import Peers
 from specgen.device import Ranks, RankUnreachable
-from specgen.engine.assembly import assemble
+from specgen.engine.build import assemble, num_pages
 from specgen.engine.choices import RUNNERS
 from specgen.engine.loading import Models, OneTarget, load_share, open_checkpoints
-from specgen.engine.memory import num_pages
 from specgen.engine.rank_group import Alive, Checksum, Failed, Place, join
 from specgen.record.record_rows import EngineRow
 

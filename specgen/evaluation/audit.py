@@ -17,7 +17,7 @@ from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.evaluation.divergence import Judge
 from specgen.prompts import open_prompts
-from specgen.prompts.row_reading import AS_IT_IS, Reading
+from specgen.prompts.formats import AS_IT_IS, Reading
 from specgen.record.progress import Progress, Tally
 from specgen.record.provenance import manifest
 from specgen.record.record_rows import EngineRow

@@ -9,16 +9,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from specgen.attention import Attend
 from specgen.config import EngineConfig, SamplingParams
 from specgen.decoding.sampling import decisive_logits
-from specgen.device import HostCopy
-from specgen.engine.assembly import new_cache
-from specgen.engine.choices import BACKENDS
+from specgen.engine.build import prefill_logits
 from specgen.engine.loading import Models
-from specgen.engine.number_formats import target_kv_dtype
-from specgen.kv.layout import Layout
-from specgen.kv.pages import PageAllocator
 
 # How far rounding may move the difference of two logits. Over 1,650 positions of the bundled pair's texts, computed in
 # passes of 1 row, 5 rows and all rows, it moved by at most 4 steps of bfloat16 or float16 at the largest logit and, as
@@ -141,30 +135,3 @@ def _step(logits: Tensor, dtype: torch.dtype) -> float:
     """The spacing of ``dtype`` at the largest absolute logit."""
     _, exponent = math.frexp(float(logits.abs().max()))
     return math.ldexp(torch.finfo(dtype).eps, exponent - 1)
-
-
-def prefill_logits(config: EngineConfig, models: Models) -> Callable[[Sequence[int]], Tensor]:
-    """A function from token ids to the target's next-token logits after them, ``[V]`` float32 on the CPU.
-
-    Each call is one prefill through the attention of a resolved ``config``, with its own KV cache.
-    """
-
-    def logits(token_ids: Sequence[int]) -> Tensor:
-        with models.peers.together("function", config, _prefill, token_ids):
-            found = HostCopy(_prefill(config, models, token_ids))
-            models.peers.wait(found)
-            return found.tensor()
-
-    return logits
-
-
-@torch.inference_mode()
-def _prefill(config: EngineConfig, models: Models, token_ids: Sequence[int]) -> Tensor:
-    target, backend = models.target, BACKENDS[config.attention](models.target.device)
-    pages = PageAllocator(-(-len(token_ids) // config.page_size), config.page_size)
-    cache = new_cache(target.config, pages, target_kv_dtype(config), target.device)
-    table = torch.arange(1, pages.num_pages + 1, dtype=torch.int32, device=target.device)
-    layout = Layout.ragged(table[None], [0], [len(token_ids)], config.page_size)
-    rows = torch.tensor(token_ids, device=target.device)
-    hidden, _ = target.forward(rows, Attend(backend, cache, layout, target.rope))
-    return target.logits(hidden[-1:])[0].float()

@@ -18,8 +18,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from specgen.config import EngineConfig, SamplingParams, UserError, require
 from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Completion, Request, Scored, ScoreRequest
-from specgen.decoding.sampling import most_demanding
-from specgen.engine.build import build_engine
+from specgen.engine.build import build_engine, most_demanding
 from specgen.engine.loading import Models
 from specgen.evaluation.compare import Generated
 from specgen.record.progress import Progress, Tally

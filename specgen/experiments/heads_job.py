@@ -14,10 +14,10 @@ from specgen.config.json_fields import OF_THE_MOMENT, load_json
 from specgen.core.sequence import Request
 from specgen.device import choose_device
 from specgen.engine.arms import Arm
+from specgen.engine.build import room_for_turns
 from specgen.engine.choices import resolve
 from specgen.engine.generation_config import generation_config
 from specgen.engine.loading import Models, OneTarget, load_chat_tokenizer, open_checkpoints
-from specgen.engine.memory import room_for_turns
 from specgen.experiments.head_figures import PLAN, ROUNDS, HeadRuns, as_directory, read_runs, short_names
 from specgen.experiments.plans import Plan, all_together
 from specgen.experiments.rounds import LEAST_ROUNDS, PLAIN, Rounds, Speeds, rounds_under

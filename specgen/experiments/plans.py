@@ -20,13 +20,11 @@ from specgen.checkpoints.fingerprint import fingerprint
 from specgen.checkpoints.inspect_checkpoint import Weights
 from specgen.config import EngineConfig, SamplingParams, UserError, require
 from specgen.core.sequence import Request
-from specgen.decoding.sampling import most_demanding
 from specgen.engine.arms import Arm
-from specgen.engine.choices import resolve
+from specgen.engine.build import most_demanding
+from specgen.engine.choices import Checkpoints, needed_modules, resolve, target_kv_dtype
 from specgen.engine.generation_config import FILE, GenerationConfig, generation_config
 from specgen.engine.loading import Models, load_models, open_checkpoints, outline
-from specgen.engine.needed_modules import needed_modules
-from specgen.engine.number_formats import Checkpoints, target_kv_dtype
 from specgen.ops.jit_modules import compile_missing
 from specgen.record.provenance import manifest, with_recorded_date
 from specgen.report import display

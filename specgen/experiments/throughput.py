@@ -15,8 +15,8 @@ from specgen.bench.matrices import Matrix, Workload
 from specgen.bench.output import BenchTable, Plot, Value
 from specgen.bench.timing import conditions
 from specgen.config import EngineConfig, require
+from specgen.engine.build import room_for_turns
 from specgen.engine.choices import attention_note
-from specgen.engine.memory import room_for_turns
 from specgen.experiments.plans import Plan, Prepared, Yardstick, forecast, prepare, side_by_side, yardstick_of
 from specgen.experiments.rounds import (
     MedianRange,

@@ -16,8 +16,8 @@ from specgen.bench.output import BenchTable
 from specgen.bench.timing import conditions
 from specgen.config import DrafterBatchName, DraftLength, EngineConfig, require
 from specgen.engine.arms import Arm
+from specgen.engine.build import room_for_turns
 from specgen.engine.choices import attention_note
-from specgen.engine.memory import room_for_turns
 from specgen.experiments.plans import Plan, Prepared, Yardstick, fitted, forecast, prepare, yardstick_of
 from specgen.experiments.ranking import Search
 from specgen.experiments.rounds import Rounds, kept_rounds, record_of, seen_rounds

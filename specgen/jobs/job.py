@@ -7,13 +7,12 @@ from typing import Any
 
 from specgen.checkpoints.fingerprint import files_of, fingerprint, state_of
 from specgen.config import Cluster, EngineConfig, FormatName, SamplingParams, TemplateKwargs, require
-from specgen.engine.choices import attention_note, choose_attention, kv_note
+from specgen.engine.choices import Checkpoints, attention_note, choose_attention, kv_note
 from specgen.engine.generation_config import generation_config
 from specgen.engine.loading import described
-from specgen.engine.number_formats import Checkpoints
 from specgen.jobs.prompt_index import WHOLE, PromptIndex, Shard
+from specgen.prompts.formats import AS_IT_IS, Reading
 from specgen.prompts.load import STDIN
-from specgen.prompts.row_reading import AS_IT_IS, Reading
 from specgen.record.provenance import manifest
 from specgen.report.display import devices, from_here, several
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specgen.config import MTP, Cluster, EngineConfig, SamplingParams, UserError, require
-from specgen.engine.memory import DRAWN
-from specgen.engine.request_output import RequestOutput
+from specgen.engine.build import DRAWN
+from specgen.engine.conversations import RequestOutput
 from specgen.prompts import Prompt, Rejected
 from specgen.record.provenance import num_cpus
 from specgen.record.record_rows import EngineRow, PassRow, RequestRow, moved

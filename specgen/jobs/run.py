@@ -8,20 +8,17 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from specgen import __version__
-from specgen.config import EngineConfig, TemplateKwargs, require, shown
+from specgen.config import VERSION, EngineConfig, TemplateKwargs, require, shown
 from specgen.config.errors import DeviceLost
 from specgen.core.engine_core import never_stop
 from specgen.core.garbage import rarely_collected
 from specgen.core.graphs import bucket
-from specgen.decoding.sampling import most_demanding
-from specgen.engine.choices import resolve
+from specgen.engine.build import most_demanding, require_memory
+from specgen.engine.choices import Checkpoints, resolve
+from specgen.engine.conversations import RequestOutput
 from specgen.engine.engine import Engine
 from specgen.engine.generation_config import FILE, generation_config
 from specgen.engine.loading import Models, OneTarget, load_chat_tokenizer, load_models, open_checkpoints
-from specgen.engine.memory import require_memory
-from specgen.engine.number_formats import Checkpoints
-from specgen.engine.request_output import RequestOutput
 from specgen.jobs.job import Job, job_manifest, without_effect
 from specgen.jobs.prompt_index import REQUESTS, PromptIndex, index_prompts, keep_index, kept_index
 from specgen.jobs.ray_engine import RayEngine
@@ -132,7 +129,7 @@ def _prepared(
     with phase("rows"):
         prompts = open_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts, how=job.how)
         content = prompts.key()
-        key = None if content is None else f"{__version__}, {content}, {job.dataset}, {job.shard}"
+        key = None if content is None else f"{VERSION}, {content}, {job.dataset}, {job.shard}"
         index = kept_index(path / PROMPTS, key)
         unkept = key if index is None else None
         if index is None:

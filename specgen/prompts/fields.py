@@ -1,15 +1,21 @@
-"""Checks of the values of a row's fields; a ``UserError`` names a wrong one, in bounded length.
+"""Checks of the fields of a row, its sampling parameters among them; a ``UserError`` names a wrong one briefly.
 
 A million rows pass here: not ``require``, which would format its message for each of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import lru_cache
 from math import inf
+from operator import itemgetter
 from typing import Any
 
-from specgen.config import UserError, shown
+from specgen.config import SamplingParams, UserError, require, shown
 from specgen.text.tokenizer import Message
 
+SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
+_NAMES = frozenset(SAMPLING_FIELDS)
+_name_of = itemgetter(0)
 _LIMIT = 2**63  # of the magnitude of an integer
 # Of a row: that of the prompt.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -120,3 +126,78 @@ def _part(value: object) -> str:
     if not isinstance(value, dict) or kind != "text":
         raise UserError(f"a part of a message is of type {shown(kind)}: use text")
     return checked_text(value.get("text"), "the text of a part")
+
+
+def read_sampling(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of ``SamplingParams`` that ``row`` sets; the others are the run's.
+
+    Null is the same as no field. ``stop`` is a string or a list of strings, ``logit_bias`` an object from token id to
+    bias, ``suppress_tokens`` a list of token ids, ``top_k`` -1 the same as 0, as in vLLM. ``UserError`` for an invalid
+    value.
+    """
+    if _NAMES.isdisjoint(row):
+        return {}
+    given = tuple(
+        [(name, value, type(value)) for name, value in row.items() if name in _NAMES and value is not None]
+    )
+    if len(given) > 1:  # one object for rows that say the same in another order
+        given = tuple(sorted(given, key=_name_of))
+    try:
+        return _remembered(given)
+    except TypeError:  # a list or an object
+        return _checked(given)
+
+
+def _checked(given: tuple[tuple[str, object, type], ...]) -> dict[str, Any]:
+    sampling = {name: _READERS[name](value, name) for name, value, _ in given}
+    SamplingParams(**sampling)  # checks itself
+    return sampling
+
+
+# rows say the same again; with types, as 1 and True are equal
+_remembered = lru_cache(maxsize=1024)(_checked)
+
+
+def _top_k(value: object, what: str) -> int:
+    asked = whole(value, what)
+    return 0 if asked == -1 else asked
+
+
+def _stop(value: object, what: str) -> tuple[str, ...]:
+    strings = [value] if isinstance(value, str) else checked_list(value, what)
+    return tuple(character_string(item, what) for item in strings)
+
+
+def _logit_bias(value: object, what: str) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, dict):
+        raise UserError(f"{what} is {shown(value)}: use an object from token id to bias")
+    given = {key: bias for key, bias in value.items() if bias is not None}
+    return tuple(sorted((_token_id(key, what), number(bias, what)) for key, bias in given.items()))
+
+
+def _token_id(key: object, what: str) -> int:
+    valid = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 19
+    require(valid and str(int(str(key))) == key, f"{what} has the key {shown(key)}: use a token id")
+    return int(str(key))
+
+
+def _suppress_tokens(value: object, what: str) -> tuple[int, ...]:
+    return () if value == [] else token_ids(value, what)  # none of those that the run suppresses
+
+
+_READERS: dict[str, Callable[[object, str], Any]] = {
+    "max_tokens": whole,
+    "temperature": number,
+    "top_p": number,
+    "top_k": _top_k,
+    "min_p": number,
+    "repetition_penalty": number,
+    "presence_penalty": number,
+    "frequency_penalty": number,
+    "seed": whole,
+    "stop": _stop,
+    "ignore_eos": flag,
+    "logit_bias": _logit_bias,
+    "suppress_tokens": _suppress_tokens,
+    "logprobs": whole,
+}

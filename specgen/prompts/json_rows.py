@@ -112,16 +112,12 @@ def _skip_line(file: Source, part: bytes) -> None:
 
 
 def _read_array(file: Source) -> Iterator[Row]:
-    elements = _Elements(file)
-    for number in count(1):
-        try:
-            value = elements.take()
-        except StopIteration:
-            return
-        except UserError as error:
-            yield _broken(f"row {number}", f"not valid JSON ({error}); no row after it is read")
-            return
-        yield Row(where=f"row {number}", value=partial(_checked, value, elements.text))
+    number = 0
+    try:
+        for number, (value, text) in enumerate(_elements(file), start=1):
+            yield Row(where=f"row {number}", value=partial(_checked, value, text))
+    except UserError as error:
+        yield _broken(f"row {number + 1}", f"not valid JSON ({error}); no row after it is read")
 
 
 def _checked(value: object, text: str) -> object:
@@ -129,49 +125,40 @@ def _checked(value: object, text: str) -> object:
     return value if text.count('":') + text.count('" :') <= _num_keys(value) else _value_or_why(text)
 
 
-class _Elements:
-    """The elements of a JSON array, decoded from a window of text that grows to hold the next one."""
+def _elements(file: Source) -> Iterator[tuple[object, str]]:
+    """The elements of a JSON array and their texts, from a window of the file that grows to hold the next one.
 
-    def __init__(self, file: Source) -> None:
-        # An invalid byte becomes a lone surrogate, which invalidates only the row it is in.
-        self._file = TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape")
-        self._window = self._file.read(_CHUNK).lstrip().removeprefix("[")
-        self._start = 0
-        self.text = ""  # of the element that was taken last
+    ``UserError`` where invalid JSON begins.
+    """
+    # An invalid byte becomes a lone surrogate, which invalidates only the row it is in.
+    text = TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape")
+    window, start = text.read(_CHUNK).lstrip().removeprefix("["), 0
+    while True:
+        start = _BETWEEN_ROWS.match(window, start).end()  # type: ignore[union-attr]
+        if window.startswith("]", start):
+            return
+        value, end, problem = _decoded(window, start)
+        if end >= len(window):  # an element that ends with the window might continue after it
+            require(len(window) - start <= _LONGEST, f"longer than {_LONGEST:,} characters")
+            if more := text.read(max(_CHUNK, len(window) - start)):
+                window, start = window[start:] + more, 0
+                continue
+        if problem is not None:
+            raise UserError(problem)
+        yield value, window[start:end]
+        start = end
 
-    def take(self) -> object:
-        """The next element; ``StopIteration`` after the last, ``UserError`` for invalid JSON."""
-        while True:
-            self._start = _BETWEEN_ROWS.match(self._window, self._start).end()  # type: ignore[union-attr]
-            if self._window.startswith("]", self._start):
-                raise StopIteration
-            value, end, problem = self._decode()
-            # An element that ends with the window might continue after it.
-            if end < len(self._window) or not self._grow():
-                if problem is not None:
-                    raise UserError(problem)
-                self.text = self._window[self._start : end]
-                self._start = end  # may be after the last window
-                return value
 
-    def _decode(self) -> tuple[Any, int, str | None]:
-        """The element, its end (that of the window if it is cut off), and the error, if any."""
-        try:
-            value, end = _DECODER.raw_decode(self._window, self._start)
-            return value, end, None
-        except json.JSONDecodeError as error:
-            cut_off = error.msg.startswith("Unterminated string") or error.pos > len(self._window) - 16
-            return None, len(self._window) if cut_off else error.pos, error.msg
-        except (ValueError, RecursionError) as error:  # too many digits, or nested too deeply
-            return None, self._start, first_line(error)
-
-    def _grow(self) -> bool:
-        self._window, self._start = self._window[self._start :], 0
-        if len(self._window) > _LONGEST:
-            raise UserError(f"longer than {_LONGEST:,} characters")
-        more = self._file.read(max(_CHUNK, len(self._window)))
-        self._window += more
-        return bool(more)
+def _decoded(window: str, start: int) -> tuple[Any, int, str | None]:
+    """The element at ``start``, its end (that of the window if it is cut off), and the error, if any."""
+    try:
+        value, end = _DECODER.raw_decode(window, start)
+        return value, end, None
+    except json.JSONDecodeError as error:
+        cut_off = error.msg.startswith("Unterminated string") or error.pos > len(window) - 16
+        return None, len(window) if cut_off else error.pos, error.msg
+    except (ValueError, RecursionError) as error:  # too many digits, or nested too deeply
+        return None, start, first_line(error)
 
 
 def _first_character(file: Source) -> bytes:

@@ -5,11 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specgen.config import UserError, require, shown
-from specgen.prompts.fields import category, chat, checked_list, checked_text, label
-from specgen.prompts.openai_batch import is_batch, parse_batch
-from specgen.prompts.own import CONTENT_FIELDS, parse_own
+from specgen.prompts.fields import category, chat, checked_list, checked_text, label, read_sampling
+from specgen.prompts.own import CONTENT_FIELDS, is_batch, parse_batch, parse_own
 from specgen.prompts.prompt import Prompt, question
-from specgen.prompts.row_sampling import read_sampling
 from specgen.text.tokenizer import Message
 
 Row = Mapping[str, Any]

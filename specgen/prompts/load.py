@@ -13,15 +13,12 @@ from typing import Any
 
 from specgen.config import UserError, bundled, require, shown
 from specgen.config.errors import did_you_mean, nearest
-from specgen.prompts.fields import checked_text
-from specgen.prompts.formats import DATASETS, TURNS, USERS, Format
+from specgen.prompts.fields import SAMPLING_FIELDS, checked_text
+from specgen.prompts.formats import AS_IT_IS, DATASETS, TURNS, USERS, Format, Reading
 from specgen.prompts.json_rows import Row
 from specgen.prompts.kinds import kind_of, num_turns
-from specgen.prompts.openai_batch import is_batch
-from specgen.prompts.own import CONTENT_FIELDS
+from specgen.prompts.own import CONTENT_FIELDS, is_batch
 from specgen.prompts.prompt import Prompt, Rejected, turn_ids
-from specgen.prompts.row_reading import AS_IT_IS, Reading
-from specgen.prompts.row_sampling import SAMPLING_FIELDS
 from specgen.prompts.rows import HubSource, Source, read_hub, read_path, read_stream
 
 STDIN = "-"

@@ -41,9 +41,8 @@ class Prompt:
     text: str | None = None  # raw text, tokenized as it is
     token_ids: tuple[int, ...] = ()  # already tokenized
     follow_ups: tuple[str, ...] = ()  # later user turns, each with the previous answers in context
-    recorded: tuple[
-        Message, ...
-    ] = ()  # what followed ``messages`` in the data: an answer, a question, an answer ...
+    # what followed ``messages`` in the data: an answer, a question, an answer ...
+    recorded: tuple[Message, ...] = ()
     category: str | None = None
     endpoint: str | None = None  # ``url`` of an OpenAI batch row
     sampling: Mapping[str, Any] = field(default_factory=dict)  # its own fields of SamplingParams

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from specgen.config import UserError, first_line, require, shown
+from specgen.prompts.fields import SAMPLING_FIELDS
 from specgen.prompts.json_rows import OtherFormatError, Row, parsed, read_rows
 from specgen.prompts.json_rows import Source as JsonSource
-from specgen.prompts.row_sampling import SAMPLING_FIELDS
 
 _PARQUET_BATCH = 1024  # rows per read
 _LONGEST_CELL = 64 * 2**20  # characters

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
-Compiling = Callable[
-    [int, int, Sequence[str]], None
-]  # modules done, of how many, and those that are not done
+# modules done, of how many, and those that are not done
+Compiling = Callable[[int, int, Sequence[str]], None]
 
 
 class Startup:

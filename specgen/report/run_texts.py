@@ -11,9 +11,8 @@ from specgen.record.record_rows import RequestRow
 from specgen.report.display import count, percent, plain
 from specgen.report.table import Column, Row, Table
 from specgen.report.text_list import Entry, ShownText, Source, Span, TextList, sources, span_style, within
-from specgen.text.pieces import fitted, pieces_by_part
-from specgen.text.reasoning import Part
-from specgen.text.tokenizer import Tokenizer
+from specgen.text.reasoning import Part, pieces_by_part
+from specgen.text.tokenizer import Tokenizer, fitted
 
 _WORST = 2_000  # requests kept, and of every category, turn and reason to end ...
 _WORST_OF_EACH = 5  # ... so that each filter of a page finds some

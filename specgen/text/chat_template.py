@@ -104,14 +104,6 @@ class _Generation(Extension):
 _ENVIRONMENT = ImmutableSandboxedEnvironment(extensions=[_Generation, loopcontrols])
 # What transformers hands to every template, and what it defines.
 _OURS = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"} | {
-    *(
-        "raise_exception",
-        "strftime_now",
-        "dict",
-        "namespace",
-        "bos_token",
-        "eos_token",
-        "pad_token",
-        "unk_token",
-    )
+    *("raise_exception", "strftime_now", "dict", "namespace"),
+    *("bos_token", "eos_token", "pad_token", "unk_token"),
 }

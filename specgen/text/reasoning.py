@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from specgen.text.tokenizer import StopStrings, Tokenizer
+from specgen.text.tokenizer import StopStrings, Tokenizer, pieces
 
 Part = Literal["reasoning", "answer"]
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
@@ -141,23 +141,20 @@ class PartFinder:
         return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Followers:
-    """Follows the texts of requests as they are generated: where a stop string ends them, where their part changes."""
+def stop_finder(tokenizer: Tokenizer, stops: Sequence[str], prompt: Sequence[int]) -> StopStrings | None:
+    """A detector of ``stops`` in the answer to ``prompt`` alone, as reasoning may contain them; None without any."""
+    if not stops:
+        return None
+    reader = new_reader(tokenizer, prompt)
+    if reader is None:
+        return StopStrings(tokenizer, stops)
+    return StopStrings(tokenizer, stops, lambda token_id: reader.read(token_id) == ("answer", True))
 
-    tokenizer: Tokenizer
 
-    def stop_finder(self, stops: Sequence[str], prompt: Sequence[int]) -> StopStrings:
-        """A detector of ``stops`` in the answer alone: reasoning may contain them."""
-        reader = new_reader(self.tokenizer, prompt)
-        if reader is None:
-            return StopStrings(self.tokenizer, stops)
-        return StopStrings(self.tokenizer, stops, lambda token_id: reader.read(token_id) == ("answer", True))
-
-    def part_finder(self, prompt: Sequence[int]) -> PartFinder | None:
-        """A detector of the parts; None where the tokenizer has no tokens that mark reasoning."""
-        reader = new_reader(self.tokenizer, prompt)
-        return None if reader is None else PartFinder(reader)
+def part_finder(tokenizer: Tokenizer, prompt: Sequence[int]) -> PartFinder | None:
+    """A detector of the parts of what follows ``prompt``; None where no tokens mark reasoning."""
+    reader = new_reader(tokenizer, prompt)
+    return None if reader is None else PartFinder(reader)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,3 +187,42 @@ def split(tokenizer: Tokenizer, prompt: Sequence[int], token_ids: Sequence[int])
         num_reasoning_tokens=num_reasoning,
         answer=tuple(answer),
     )
+
+
+def pieces_by_part(
+    tokenizer: Tokenizer, prompt: str, token_ids: Sequence[int]
+) -> dict[Part, list[tuple[int, str]]]:
+    """Index and piece of every token after the rendered ``prompt``, in the reasoning and in the answer.
+
+    Blocks of reasoning are joined by a line break, as in ``split``.
+    """
+    reader = new_reader(tokenizer, ())
+    if reader is not None:  # only then is the prompt worth encoding
+        reader = new_reader(tokenizer, tokenizer.encode_rendered(prompt))
+    if reader is None:
+        return {"answer": list(enumerate(pieces(tokenizer, token_ids)))}
+    read = [reader.read(token_id) for token_id in token_ids]
+    found: dict[Part, list[tuple[int, str]]] = {"reasoning": [], "answer": []}
+    for part, listed in found.items():
+        own = [index for index, (of, _) in enumerate(read) if of == part]
+        shown = [index for index in own if read[index][1]]
+        texts: dict[int, str] = {}
+        for block in _blocks(shown, own) if part == "reasoning" else [shown]:
+            block_pieces = pieces(tokenizer, [token_ids[index] for index in block])
+            if texts and block_pieces:
+                block_pieces[0] = "\n" + block_pieces[0]
+            texts |= zip(block, block_pieces, strict=True)
+        listed += [(index, texts.get(index, "")) for index in own]
+    return {part: listed for part, listed in found.items() if listed}
+
+
+def _blocks(shown: Sequence[int], own: Sequence[int]) -> list[list[int]]:
+    """``shown`` in runs that no marker, one of ``own`` alone, interrupts."""
+    visible = set(shown)
+    blocks: list[list[int]] = [[]]
+    for index in own:
+        if index in visible:
+            blocks[-1].append(index)
+        elif blocks[-1]:
+            blocks.append([])
+    return [block for block in blocks if block]

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint, its chat template, and stop strings."""
+"""The tokenizer of a checkpoint, its chat template, stop strings, and the text of every single token."""
 
 import codecs
 import copy
@@ -52,9 +52,8 @@ def load_tokenizer(path_or_hub_id: str) -> "Tokenizer":
     with _in_library(failure, _GIVE):
         own = directory / "tokenizer.json"
         if not own.is_file() and not any(directory.glob("*.model")):
-            raise FileNotFoundError(
-                "there is no file tokenizer.json"
-            )  # the library's own words are ten lines
+            # the library's own words are ten lines
+            raise FileNotFoundError("there is no file tokenizer.json")
         # Set explicitly, because tokenizer_config.json could name a file elsewhere.
         file = {"tokenizer_file": str(own)} if own.is_file() else {}
         tokenizer = Tokenizer(PreTrainedTokenizerFast.from_pretrained(directory, **file))
@@ -325,3 +324,52 @@ class StopStrings:
             if not text.startswith(_UNFINISHED):
                 return False
         return False
+
+
+def pieces(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
+    """What each token adds to ``tokenizer.decode(token_ids)``; special tokens add nothing.
+
+    A character of several tokens is a piece of the last of them. Each token is decoded behind the few before it,
+    because a decoder may drop the leading space of a text.
+    """
+    token_ids = _decodable(tokenizer, token_ids)
+    found: list[str] = []
+    begin, known = 0, 0  # tokens: where decoding begins, and those before which all characters are complete
+    for end in range(1, len(token_ids) + 1):
+        before = tokenizer.decode(token_ids[begin:known])
+        text = tokenizer.decode(token_ids[begin:end])
+        complete = len(text) > len(before) and not text.endswith(_UNFINISHED)
+        found.append(text[len(before) :] if complete else "")
+        if complete:
+            begin, known = known, end
+    whole, so_far = tokenizer.decode(token_ids), "".join(found)
+    if found and whole.startswith(so_far):  # a text may end within a character
+        found[-1] += whole[len(so_far) :]
+    return found
+
+
+def _decodable(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:
+    """As ``ByteRuns`` has them; tokens without text stay."""
+    shown: list[int] = []
+    runs = ByteRuns(tokenizer, shown)
+    texts = [tokenizer.has_text(token_id) for token_id in token_ids]
+    for token_id, has_text in zip(token_ids, texts, strict=True):
+        if has_text:
+            runs.append(token_id)
+    runs.end()
+    found = iter(shown)
+    return [
+        next(found) if has_text else token_id for token_id, has_text in zip(token_ids, texts, strict=True)
+    ]
+
+
+def fitted(parts: Sequence[str], text: str) -> list[str] | None:
+    """``parts`` cut so that together they are exactly ``text``, a part of theirs; None where it is not."""
+    begin = "".join(parts).find(text)
+    if begin < 0:
+        return None
+    found, at = [], 0
+    for part in parts:
+        found.append(part[max(0, begin - at) : max(0, begin + len(text) - at)])
+        at += len(part)
+    return found

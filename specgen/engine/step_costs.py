@@ -1,41 +1,108 @@
-"""Costs of steps, for K auto, that are kept between runs: a file for everything that they depend on.
+"""What a decode step costs, for K auto: timed on the engine that will run it, and kept between runs.
 
-A file is used only where all of that is the same, down to the source of this package; anything else is measured anew.
+A file with costs is used only where all that they depend on is the same, down to the source of this package; anything
+else is measured anew.
 """
 
 import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 from specgen.checkpoints.cache_files import cache_directory, read_cached, write_cached
 from specgen.checkpoints.tensor_reader import Checkpoint
-from specgen.config import EngineConfig
-from specgen.core.spec_length import StepCosts
-from specgen.core.step_costs import timed_sizes
-from specgen.engine.number_formats import Checkpoints
+from specgen.config import EngineConfig, SamplingParams, require
+from specgen.core.engine_core import EngineCore
+from specgen.core.sequence import Request
+from specgen.core.spec_length import FixedLength, StepCosts
+from specgen.engine.choices import Checkpoints
 from specgen.ops.jit_modules import runs_on
 from specgen.record.provenance import device, machine_state, uuid, versions
+from specgen.record.record_rows import EngineRow, PassRow
 
+_UNTIMED = 3  # steps: the first compiles and captures, and the host is a step ahead
+_TIMED = 6
+_PROMPT = 16  # tokens: what a longer context adds is much the same for any number of drafts
 _KIND, _WHAT = "step-costs", "costs of steps"
-_SET = (
-    "CUDA_",
-    "NCCL_",
-    "TORCH",
-    "PYTORCH",
-    "TRITON_",
-    "FLASHINFER_",
-    "TRTLLM_",
-    "TLLM_",
-)  # may change kernels
+# variables that may change kernels
+_SET = ("CUDA_", "NCCL_", "TORCH", "PYTORCH", "TRITON_", "FLASHINFER_", "TRTLLM_", "TLLM_")
 _STATE = ("driver", "max_clock_mhz", "power_limit_watts")  # of a GPU, that last
+
+
+def measure(engine: EngineCore, max_batch_size: int, most: int) -> StepCosts:
+    """The costs of steps with 0 to ``most`` drafts, for ``timed_sizes``.
+
+    Leaves the engine idle. Sizes for which the cache has no room are left out; ``UserError`` where not even one
+    sequence has.
+    """
+    seconds: dict[tuple[int, int], float] = {}
+    for size in timed_sizes(max_batch_size):
+        times = _step_times(engine, size, range(most + 1), _UNTIMED + _TIMED)
+        seconds |= {(size, k): median(found[_UNTIMED:]) for k, found in times.items()}
+    require(
+        bool(seconds),
+        f"num-spec-tokens is auto, and the model's context or its cache is too short to time {most} drafts: "
+        "name a number",
+    )
+    return StepCosts(seconds=seconds)
+
+
+def timed_sizes(max_batch_size: int) -> list[int]:
+    """Numbers of sequences: powers of two and the largest."""
+    return sorted({1 << power for power in range(max_batch_size.bit_length())} | {max_batch_size})
+
+
+def capture_all(engine: EngineCore, max_batch_size: int, lengths: Sequence[int]) -> None:
+    """One step of every size and each number of drafts in ``lengths``: no later greedy step captures a CUDA graph."""
+    for size in engine.sizes(max_batch_size):
+        _step_times(engine, size, lengths, 1)
+
+
+def positions(most: int) -> int:
+    """How long a sequence may become while steps with 0 to ``most`` drafts are timed."""
+    return _PROMPT + _new_tokens(range(most + 1), _UNTIMED + _TIMED)
+
+
+def _new_tokens(lengths: Sequence[int], enough: int) -> int:
+    """What ``enough`` steps of each number of drafts may give, and as many as may be in flight."""
+    return (enough + 2) * sum(k + 1 for k in lengths)
+
+
+def _step_times(engine: EngineCore, size: int, lengths: Sequence[int], enough: int) -> dict[int, list[float]]:
+    """Seconds of ``enough`` steps of ``size`` sequences by the number of drafts; none where so many have no room."""
+    times: dict[int, list[float]] = {k: [] for k in lengths}
+
+    def record(row: EngineRow) -> None:
+        if isinstance(row, PassRow) and row.kind == "decode" and row.num_sequences == size:
+            # with what the device waits for the host, where that is slower
+            times[row.num_spec_tokens].append(row.seconds + row.idle)
+
+    sampling = SamplingParams(max_tokens=_new_tokens(lengths, enough), ignore_eos=True)
+    draw = random.Random(0)  # distinct tokens: equal sequences would share the experts that each touches
+    prompts = [
+        Request(
+            id=f"timed {i}",
+            prompt_token_ids=tuple(draw.randrange(engine.vocab_size) for _ in range(_PROMPT)),
+            sampling=sampling,
+        )
+        for i in range(size)
+    ]
+    with engine.rehearsal(record):
+        finished = [refused for request in prompts if (refused := engine.submit(request)) is not None]
+        for k, found in times.items():
+            engine.spec_length = FixedLength(k)
+            while len(found) < enough and not finished:
+                finished = engine.step()
+    return {} if finished else times
 
 
 def forget() -> None:
