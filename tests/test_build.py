@@ -17,7 +17,7 @@ from specgen.core.sequence import Request
 from specgen.core.step import Steps
 from specgen.decoding.sampling import SamplingForm
 from specgen.device import choose_device
-from specgen.engine.build import _largest_pass, build_engine, num_pages
+from specgen.engine.build import _largest_pass, build_engine, most_demanding, num_pages
 from specgen.jobs.prompt_index import WHOLE, index_prompts
 from specgen.prompts import Prompt
 from tests.engines import Pair, config_of

@@ -22,7 +22,6 @@ from specgen.engine.build import build_engine, kv_page_bytes, prefill_logits
 from specgen.engine.choices import resolve
 from specgen.engine.engine import Engine
 from specgen.engine.loading import Models, OneTarget, load_models, open_checkpoints
-from specgen.evaluation import divergence
 from specgen.prompts import Prompt
 from specgen.record.record_rows import EngineRow
 from specgen.text.tokenizer import Message
@@ -178,7 +177,7 @@ def test_scores_are_those_of_one_process(shared: Models, alone: Models) -> None:
 def test_logits_for_a_verdict_are_computed_by_all_ranks(
     shared: Models, alone: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(divergence, "_prefill", prefill_and_compare)
+    monkeypatch.setattr(build, "_prefill", prefill_and_compare)
     logits = [
         prefill_logits(config(models.peers.ranks.size), models)([5, 6, 7]) for models in (shared, alone)
     ]
