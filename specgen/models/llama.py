@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.functional import pad
 
 from specgen.attention import Attend
 from specgen.config import require
@@ -68,7 +67,7 @@ class Vocabulary:
         if self.ranks.size == 1:
             return share
         most = most_rows(self.size, self.ranks.size)
-        parts = self.ranks.gather(pad(share, (0, most - share.shape[-1])))
+        parts = self.ranks.gather(F.pad(share, (0, most - share.shape[-1])))
         return parts.movedim(0, -2).flatten(-2)[..., : self.size].contiguous()
 
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
