@@ -315,7 +315,9 @@ def install(monkeypatch: pytest.MonkeyPatch, *, major: int, num_sms: int) -> Non
     module.BatchMLAPagedAttentionWrapper = BatchMLAPagedAttentionWrapper  # type: ignore[attr-defined]
     module.attention_sink_decl = {"fa2": "fa2", "fa3": "fa3"}  # type: ignore[attr-defined]
     monkeypatch.setattr(latent_decode, "_attention", lambda dtype: of_flashinfer)
-    monkeypatch.setattr(latent_decode, "_plan", lambda: on_cpu(latent_decode._SOURCE).latent_plan_run)
+    monkeypatch.setattr(
+        latent_decode, "compiled", lambda _, symbol: getattr(on_cpu(latent_decode._SOURCE), symbol)
+    )
     monkeypatch.setattr(latent_decode, "current_stream", lambda device: None)
     for user in ("hopper", "flashinfer_paged", "latent_decode", "planning"):
         monkeypatch.setattr(f"specgen.attention.{user}.num_sms", lambda device: num_sms)

@@ -1,9 +1,8 @@
 """On compute capability 9.0 the kernel measured fastest for each kind of pass, one of specgen's own first."""
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -281,7 +280,9 @@ class HopperDecode:
             *(num_heads, num_kv_heads, group, layer.window or 0),
             *(cluster_size(clusters, sms), sms),
         )
-        error = _function(head_dim, _row_tile(query_len, num_heads // num_kv_heads))(
+        error = compiled(
+            _spec, "hopper_decode_run", head_dim, _row_tile(query_len, num_heads // num_kv_heads)
+        )(
             *pointers((qkv, self.rope.frequencies, keys, values, starts, tables, layer.sinks, out)),
             *(ctypes.c_int64(each) for each in strides),
             *numbers,
@@ -297,11 +298,6 @@ def _row_tile(query_len: int, heads_per_kv: int) -> int:
     heads = cluster_heads(query_len, heads_per_kv)
     assert heads is not None, (query_len, heads_per_kv)
     return -(-query_len * heads // 16) * 16
-
-
-@cache
-def _function(head_dim: int, rows: int) -> Callable[..., int]:
-    return compiled(_spec(head_dim, rows), "hopper_decode_run")
 
 
 def _spec(head_dim: int, rows: int) -> Any:  # noqa: ANN401

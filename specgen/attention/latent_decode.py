@@ -140,7 +140,7 @@ class LatentDecode:
             (layout.starts, None, None) if uniform else (layout.starts, layout.query_lens, layout.first_rows)
         )
         assert {each.dtype for each in lens if each is not None} == {torch.int64}
-        error = _plan()(
+        error = compiled(_plan_spec, "latent_plan_run")(
             *pointers((*lens, work)),
             *(count, layout.max_query_len, shape.groups, shape.group_rows, num_heads),
             *(tables.stride(0), tables.shape[1] * layout.page_size, shape.cluster, shape.num_clusters),
@@ -177,11 +177,6 @@ def _attention_spec(dtype: torch.dtype) -> Any:  # noqa: ANN401
     from flashinfer.jit.attention import gen_batch_mla_module
 
     return gen_batch_mla_module("fa3", dtype, dtype, dtype, torch.int32, RANK, ROPE_DIM, False)
-
-
-@cache
-def _plan() -> Callable[..., int]:
-    return compiled(_plan_spec(), "latent_plan_run")
 
 
 def _plan_spec() -> Any:  # noqa: ANN401

@@ -10,7 +10,6 @@ scales; inputs in order, whatever the tile, so a row's result depends on no othe
 
 import ctypes
 import logging
-from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -63,7 +62,7 @@ def block_fp8_linear(x: Tensor, x_scale: Tensor, weight: Tensor, w_scale: Tensor
         return y
     num_blocks = num_sms(x.device)
     block_out, pair = tile(num_rows, num_out, num_blocks)
-    error = _function(num_out, width)(
+    error = compiled(_spec, "block_fp8", num_out, width)(
         *pointers((x, x_scale, weight, w_scale, y)),
         ctypes.c_int64(num_rows),
         *(block_out, pair, num_blocks),
@@ -99,11 +98,6 @@ def _headers() -> Path | None:
     text = "GEMMs of block FP8 of many rows take a slower kernel: this FlashInfer has no DeepGEMM in %s"
     logging.getLogger("specgen").warning(text, folder)
     return None
-
-
-@cache
-def _function(num_out: int, width: int) -> Callable[..., int]:
-    return compiled(_spec(num_out, width), "block_fp8")
 
 
 def _spec(num_out: int, width: int) -> Any:  # noqa: ANN401

@@ -6,8 +6,7 @@ other GEMMs of bfloat16, of few outputs, are no faster than cuBLAS's.
 """
 
 import ctypes
-from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -100,7 +99,7 @@ def _call(tensors: tuple[Tensor | None, ...], parts: int, *, static: bool, gated
         return
     kind: Kind = "bf16" if x.dtype == torch.bfloat16 else "fp8"
     sizes = [ctypes.c_int64(each) for each in (len(x), y.shape[-1], x.shape[1])]
-    error = _function(kind, _tile(len(x)))(
+    error = compiled(_spec, "hopper_linear", kind, _tile(len(x)))(
         *pointers(tensors),
         *sizes,
         *(num_sms(x.device), parts, int(static), int(gated), int(sums)),
@@ -113,11 +112,6 @@ def _tile(num_rows: int) -> int:
     """Rows of a tile that waste least of the last one."""
     tiles = -(-num_rows // _TILES[-1])
     return next(rows for rows in _TILES if rows * tiles >= num_rows)
-
-
-@cache
-def _function(kind: Kind, rows: int) -> Callable[..., int]:
-    return compiled(_spec(kind, rows), "hopper_linear")
 
 
 def _spec(kind: Kind, rows: int) -> Any:  # noqa: ANN401

@@ -11,7 +11,7 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
@@ -214,7 +214,10 @@ _FLAGS = ("-gencode=arch=compute_90a,code=sm_90a",)
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether they are built for ``device``, compute capability 9.0, and can be compiled; a line says where not."""
+    """Whether this package's CUDA sources are for ``device``, of compute capability 9.0, and can be compiled.
+
+    Where they cannot a line says why.
+    """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and _compiles()
 
 
@@ -269,8 +272,13 @@ def source_spec(
     return gen_jit_spec(name, [source], extra_cuda_cflags=flags, extra_include_paths=[folder, *folders])
 
 
-def compiled(spec: Any, symbol: str) -> Callable[..., int]:  # noqa: ANN401
-    """Its function ``symbol``, which returns an error of CUDA's or 0; compiled now where that was not done before."""
+@cache
+def compiled(make_spec: Callable[..., Any], symbol: str, *sizes: Hashable) -> Callable[..., int]:
+    """The function ``symbol`` of what ``make_spec`` makes for ``sizes``; it returns an error of CUDA's or 0.
+
+    Compiled now where that was not done before.
+    """
+    spec = make_spec(*sizes)
     spec.build(need_lock=True)
     function = getattr(ctypes.CDLL(str(spec.get_library_path())), symbol)
     function.restype = ctypes.c_int
