@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from specgen.bench.timing import num_layers, time_layers
+from specgen.experiments.timing import num_layers, time_layers
 from specgen.ops import measured_choices
 from specgen.ops.fp8 import dequantised, rounded
 from specgen.ops.measured_choices import Fp8Tile, Tile

@@ -11,10 +11,10 @@ import torch
 import typer.testing
 from torch.utils import collect_env
 
-from specgen.bench.bound import COPIED_BYTES
 from specgen.config.bundled import data_directory
 from specgen.core.graphs import Runner, bucket
 from specgen.engine import build, choices
+from specgen.experiments.bound import COPIED_BYTES
 from tests.engines import Pair, load_pair
 from tests.reference_drafts import ReferenceDrafter
 from tests.tiny_checkpoints import write_head, write_target

@@ -17,9 +17,9 @@ from specgen.core import scheduler, step
 from specgen.core.sequence import Request
 from specgen.decoding.verify import accept_greedy
 from specgen.engine.build import prefill_logits
-from specgen.evaluation.audit import distinct
-from specgen.evaluation.divergence import Divergence, first_difference, gap, rounding
-from specgen.evaluation.evaluation_tables import _places, of_audit, verdict
+from specgen.experiments.audit import distinct
+from specgen.experiments.divergence import Divergence, first_difference, gap, rounding
+from specgen.experiments.study_tables import _places, of_audit, verdict
 from specgen.report.terminal import render as in_terminal
 from tests.engines import Pair, config_of
 from tests.reference_drafts import ReferenceDrafter

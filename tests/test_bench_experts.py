@@ -7,10 +7,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from specgen.bench import expert_bench
-from specgen.bench.expert_bench import SHAPES, ExpertJob, _matrix, exact, expert_bytes, measure, touched
 from specgen.cli.main import app
 from specgen.config import UserError
+from specgen.experiments import expert_bench
+from specgen.experiments.expert_bench import SHAPES, ExpertJob, _matrix, exact, expert_bytes, measure, touched
 from specgen.ops.experts import grouped_experts
 
 CPU, F32 = torch.device("cpu"), torch.float32

@@ -10,12 +10,12 @@ from typer.testing import CliRunner
 
 from specgen.attention import Heads
 from specgen.attention.sdpa import SdpaBackend
-from specgen.bench import kernels, timing
-from specgen.bench.kernels import Cell, KernelJob, measure, queries, relative_error
-from specgen.bench.timing import COLD_BYTES, MOST_LAYERS, num_layers, time_layers
 from specgen.cli.main import app
 from specgen.config import UserError
 from specgen.device import choose_device
+from specgen.experiments import kernels, timing
+from specgen.experiments.kernels import Cell, KernelJob, measure, queries, relative_error
+from specgen.experiments.timing import COLD_BYTES, MOST_LAYERS, num_layers, time_layers
 from specgen.kv.layout import Layout
 from specgen.report.terminal import render
 

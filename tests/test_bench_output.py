@@ -11,9 +11,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from specgen.bench.output import BenchTable, Plot
 from specgen.cli.bench import publish
 from specgen.config import UserError
+from specgen.experiments.output import BenchTable, Plot
 from specgen.record import provenance
 from specgen.report import display
 from specgen.report.charts import STYLES, Lines, Point, quarters, svg

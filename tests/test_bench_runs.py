@@ -10,7 +10,7 @@ from calibrated_shapes import MIXTURES, SHAPES
 from calibrated_weights import Source
 from make_calibrated_pair import write_pair
 
-from specgen.bench.bound import (
+from specgen.experiments.bound import (
     DeviceSpeed,
     KVBytes,
     StepBytes,
@@ -19,8 +19,8 @@ from specgen.bench.bound import (
     matrix_flops,
     mean_step_bytes,
 )
-from specgen.bench.explain import step_seconds
-from specgen.bench.marks import Window
+from specgen.experiments.explain import step_seconds
+from specgen.experiments.marks import Window
 from specgen.experiments.turns import inter_token_seconds
 from specgen.models import mixture_targets
 from specgen.record.record_rows import EngineRow, OutOfMemory, PassRow

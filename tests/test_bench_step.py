@@ -10,16 +10,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from specgen.bench import explain, marks
-from specgen.bench.bound import DeviceSpeed, Work
-from specgen.bench.explain import StepJob, context_at, step_rows, step_table
-from specgen.bench.marks import PARTS, HostMarker, Marked, Span, StepTime, split
 from specgen.cli.main import app
 from specgen.config import EngineConfig, UserError
 from specgen.core import step as step_module
 from specgen.core.graphs import Runner
 from specgen.core.running_batch import Columns
 from specgen.decoding.drafting import HeadDrafter
+from specgen.experiments import explain, marks
+from specgen.experiments.bound import DeviceSpeed, Work
+from specgen.experiments.explain import StepJob, context_at, step_rows, step_table
+from specgen.experiments.marks import PARTS, HostMarker, Marked, Span, StepTime, split
 from specgen.models.llama import Llama
 from specgen.report.terminal import render
 from tests.streams import pass_row, request

@@ -15,9 +15,6 @@ from calibrated_weights import Source
 from make_calibrated_pair import write_pair
 from typer.testing import CliRunner
 
-from specgen.bench import workload as workloads
-from specgen.bench.matrices import MATRICES, Axis, Matrix, Workload, find_matrix
-from specgen.bench.workload import KnownText, kv_bytes, make_prompts
 from specgen.cli.main import app
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
 from specgen.core import step
@@ -31,9 +28,12 @@ from specgen.engine.loading import Models
 from specgen.engine.warm_engine import WarmEngine
 from specgen.experiments import plans
 from specgen.experiments import throughput as bench
+from specgen.experiments import workload as workloads
+from specgen.experiments.matrices import MATRICES, Axis, Matrix, Workload, find_matrix
 from specgen.experiments.plans import Plan, side_by_side
 from specgen.experiments.rounds import MedianRange
 from specgen.experiments.throughput import ThroughputJob, best_lengths, throughput
+from specgen.experiments.workload import KnownText, kv_bytes, make_prompts
 from specgen.report.terminal import render
 from tests.engines import Pair, loaded, resolved
 from tests.streams import RECORD

@@ -14,13 +14,13 @@ from calibrated_shapes import SHAPES
 from calibrated_weights import Source
 from make_calibrated_pair import HeadKind, main, write_pair
 
-from specgen.bench.bound import StepBytes
-from specgen.bench.matrices import RANDOM, Workload
-from specgen.bench.workload import KnownText, make_prompts
 from specgen.config import EngineConfig, SamplingParams
 from specgen.core.sequence import Request
 from specgen.engine.choices import resolve
 from specgen.engine.loading import load_models, open_checkpoints, outline
+from specgen.experiments.bound import StepBytes
+from specgen.experiments.matrices import RANDOM, Workload
+from specgen.experiments.workload import KnownText, make_prompts
 from specgen.report.intervals import wilson
 from tests.calibrated_reference import DenseHead, DenseTarget
 from tests.engines import Outputs, Pair, generate, load_pair

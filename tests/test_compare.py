@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from specgen.config import SamplingParams, UserError
-from specgen.evaluation import compare as comparing
-from specgen.evaluation.compare import Answer, ArmRun, Generated
-from specgen.evaluation.divergence import Judge
-from specgen.evaluation.evaluation_tables import of_comparison, page
+from specgen.experiments import study_comparison as comparing
+from specgen.experiments.divergence import Judge
+from specgen.experiments.study_comparison import Answer, ArmRun, Generated
+from specgen.experiments.study_tables import of_comparison, page
 from specgen.report.charts import STYLES, Bars, Point, quarters
 from specgen.report.display import p_value, plain
 from specgen.report.intervals import mcnemar, tango

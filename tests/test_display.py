@@ -2,7 +2,7 @@
 
 import pytest
 
-from specgen.evaluation.evaluation_tables import _ACCURACY
+from specgen.experiments.study_tables import _ACCURACY
 from specgen.report import display
 
 

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from specgen import __version__, prompts
-from specgen.bench.output import BenchTable
 from specgen.config import EngineConfig, UserError
 from specgen.config.errors import DeviceLost
 from specgen.config.json_fields import load_json
 from specgen.core.engine_core import EngineCore
 from specgen.engine.conversations import Conversations
 from specgen.engine.engine import Engine
-from specgen.evaluation import evaluation_tables
+from specgen.experiments import study_tables
+from specgen.experiments.output import BenchTable
 from specgen.prompts import Prompt
 from specgen.prompts.load import PromptSet
 from specgen.record.files import naming, open_output, sync, writable, write_text
@@ -231,8 +231,8 @@ def test_a_run_without_output_needs_disk_space_too() -> None:
 
 def test_an_audit_that_cannot_be_written_is_one_line(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"num_unexplained": 0, "failures": []}
-    monkeypatch.setattr("specgen.evaluation.audit.audit", lambda job, progress: found)
-    monkeypatch.setattr(evaluation_tables, "of_audit", lambda found: [])
+    monkeypatch.setattr("specgen.experiments.audit.audit", lambda job, progress: found)
+    monkeypatch.setattr(study_tables, "of_audit", lambda found: [])
     (path / "file").touch()
     ended = run_cli(["verify", "--output", "file/audit.json"], path, seconds=30, more_mib=4096)
     assert ended.code == 2, ended

@@ -18,7 +18,7 @@ from specgen.config.bundled import data_directory
 from specgen.core import step
 from specgen.decoding.verify import accept_greedy
 from specgen.engine.arms import Arm
-from specgen.evaluation.studies import Study
+from specgen.experiments.studies import Study
 from specgen.record.files import RowFile
 from specgen.record.record_rows import Captured, RequestRow
 from specgen.record.results import RunDirectory
@@ -40,7 +40,7 @@ def call(*arguments: object) -> str:
 
 
 def study_job(*arms: Arm, tasks: tuple[str, ...] = ("word_problems",), limit: int = 4) -> Any:
-    from specgen.evaluation.study import StudyJob
+    from specgen.experiments.study import StudyJob
 
     demo = data_directory() / "demo"
     return StudyJob(
@@ -130,7 +130,7 @@ def test_answers_without_the_template_are_called_empty() -> None:
 
 
 def test_the_reports_name_what_ran_as_seen_from_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from specgen.evaluation.study import StudyRun
+    from specgen.experiments.study import StudyRun
 
     monkeypatch.chdir(data_directory())
     run = StudyRun(
@@ -151,7 +151,7 @@ def test_the_reports_name_what_ran_as_seen_from_here(monkeypatch: pytest.MonkeyP
 
 
 def test_an_arm_that_fails_leaves_its_files_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from specgen.evaluation import study
+    from specgen.experiments import study
 
     def fails(model: Any, tasks: Any, **options: Any) -> None:
         model._files.see(Captured(time=0.0, what="step", num_sequences=1, seconds=0.5, fits=True))
@@ -202,8 +202,8 @@ def test_an_arm_may_sample_and_a_study_file_names_it(tmp_path: Path) -> None:
 def test_choices_are_compared_by_the_likeliest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lm_eval.tasks import TaskManager
 
-    from specgen.evaluation import study
-    from specgen.evaluation.study import Tasks
+    from specgen.experiments import study
+    from specgen.experiments.study import Tasks
     from tests.test_evaluation import choices, pages
 
     tasks = Tasks(

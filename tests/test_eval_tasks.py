@@ -14,8 +14,8 @@ import yaml
 
 from specgen.config import UserError
 from specgen.config.bundled import evaluation_directory
-from specgen.evaluation import study as tasks
-from specgen.evaluation.study import find_tasks, local_gsm8k, word_problems_task
+from specgen.experiments import study as tasks
+from specgen.experiments.study import find_tasks, local_gsm8k, word_problems_task
 
 pytestmark = pytest.mark.xdist_group("eval_command")  # which imports as much
 SHARED = Path(os.environ.get("SPECGEN_DATASETS", Path(__file__).parents[2] / "shared" / "datasets"))

@@ -57,7 +57,7 @@ def models(config: EngineConfig) -> Models:
 
 def new_lm(config: EngineConfig, models: Models, path: Path) -> Any:
     """The language model with its answers in ``path``."""
-    from specgen.evaluation.language_model import SpecgenLM
+    from specgen.experiments.language_model import SpecgenLM
 
     files = RunDirectory(path)
     return SpecgenLM(config=config, models=models, sampling=SHORT, files=files, progress=Silent())

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from specgen.bench.matrices import Workload
 from specgen.config import DraftLength, EngineConfig, SamplingParams
 from specgen.config.bundled import data_directory, heads
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.experiments import turns
 from specgen.experiments.heads_job import DataSource, HeadsJob, HeadsRun
+from specgen.experiments.matrices import Workload
 from specgen.experiments.rounds import PLAIN
 from specgen.experiments.tune import TuneJob, tune
 from tests.jobs import Silent

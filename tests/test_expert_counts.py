@@ -19,14 +19,14 @@ from calibrated_weights import Source, target_tensors
 from make_calibrated_pair import write_pair
 from torch import Tensor
 
-from specgen.bench.bound import KVBytes, StepBytes, mean_step_bytes, mean_touched, touched_note
-from specgen.bench.matrices import find_matrix
-from specgen.bench.output import BenchTable
 from specgen.config import SamplingParams
 from specgen.core.graphs import Runner, bucket
 from specgen.core.sequence import Request
 from specgen.engine.build import build_engine
 from specgen.engine.warm_engine import Run
+from specgen.experiments.bound import KVBytes, StepBytes, mean_step_bytes, mean_touched, touched_note
+from specgen.experiments.matrices import find_matrix
+from specgen.experiments.output import BenchTable
 from specgen.experiments.plans import Yardstick
 from specgen.experiments.rounds import Repeats
 from specgen.experiments.throughput import table

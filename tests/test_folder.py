@@ -11,9 +11,9 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from specgen.bench.output import BenchTable
 from specgen.cli.main import app
 from specgen.config import UserError
+from specgen.experiments.output import BenchTable
 from specgen.report.display import checkpoint_name, printable
 from specgen.report.folder import listed, may_replace
 from tests.test_report_html import Page, a_run

@@ -14,7 +14,7 @@ from specgen.checkpoints.checkpoint import load_target, open_checkpoint
 from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.config import SamplingParams, UserError
 from specgen.config.bundled import data_directory
-from specgen.evaluation.divergence import Judge
+from specgen.experiments.divergence import Judge
 from specgen.models.llama import Llama
 from specgen.ops import fp8
 from specgen.ops.weight import Weight

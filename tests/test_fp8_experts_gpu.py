@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specgen.config import SamplingParams
 from specgen.engine.build import prefill_logits
-from specgen.evaluation.divergence import Judge
+from specgen.experiments.divergence import Judge
 from tests.engines import Pair, config_of, generate, load_pair, random_requests
 from tests.test_fp8_experts import write
 from tests.test_gpu import EXACT

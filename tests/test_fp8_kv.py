@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from specgen.bench.bound import StepBytes
 from specgen.checkpoints.checkpoint import load_target, open_checkpoint
 from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.cli.main import app
@@ -20,7 +19,8 @@ from specgen.core.graphs import Runner
 from specgen.engine.build import assemble, kv_page_bytes, prefill_logits
 from specgen.engine.choices import choose_attention, kv_note, resolve
 from specgen.engine.memory_plan import memory_plans
-from specgen.evaluation.divergence import Judge
+from specgen.experiments.bound import StepBytes
+from specgen.experiments.divergence import Judge
 from specgen.models.fp8_config import kv_scheme
 from specgen.models.llama import Llama
 from tests.engines import Pair, bundled_requests, config_of, generate, load_pair, nan_at, random_requests

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from specgen.bench.matrices import Workload
 from specgen.checkpoints.checkpoint import open_checkpoint
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.config.bundled import data_directory
@@ -26,11 +25,12 @@ from specgen.engine.generation_config import (
     GenerationConfig,
     generation_config,
 )
-from specgen.evaluation.divergence import Judge
-from specgen.evaluation.studies import Study, named_arms
-from specgen.evaluation.study import StudyJob, StudyRun
+from specgen.experiments.divergence import Judge
 from specgen.experiments.heads_job import DataSource, HeadsJob, HeadsRun
+from specgen.experiments.matrices import Workload
 from specgen.experiments.plans import prepare
+from specgen.experiments.studies import Study, named_arms
+from specgen.experiments.study import StudyJob, StudyRun
 from specgen.prompts import Prompt
 from tests.jobs import Silent
 from tests.test_penalties import expected_text

@@ -13,7 +13,7 @@ import specgen
 ROOT = Path(specgen.__file__).parent
 Imports = dict[str, set[str]]  # package, or module directly in specgen/: the others that it imports
 
-# A package imports those before it and never one behind it; the two siblings never import each other.
+# A package imports those before it and never one behind it.
 ORDER = (
     "config",
     "record",
@@ -30,13 +30,10 @@ ORDER = (
     "report",
     "engine",
     "jobs",
-    "bench",
     "experiments",
-    "evaluation",
     "cli",
 )
 DOORS = {"__init__", "__main__"}  # of specgen: they import what is behind them
-SIBLINGS = {"jobs", "bench"}
 MODULES = {"device"}  # directly in specgen/
 # Beyond the order: what decodes computes no rate, and what reads and shows knows no tensors.
 ONLY: Imports = {
@@ -56,8 +53,8 @@ LIGHT = (
     "text.tokenizer",
     "core.scheduler",
     "core.spec_length",
-    "evaluation.evaluation_tables",
-    "bench.output",
+    "experiments.study_tables",
+    "experiments.output",
     "experiments.heads_tables",
 )  # a package stands for all its modules
 
@@ -96,9 +93,7 @@ def wrong_arrows(imports: Imports) -> list[str]:
     """Every arrow that the list above does not allow."""
     wrong = []
     for owner, found in imports.items():
-        allowed = ONLY.get(
-            owner, set(ORDER[: ORDER.index(owner)]) - (SIBLINGS if owner in SIBLINGS else set())
-        )
+        allowed = ONLY.get(owner, set(ORDER[: ORDER.index(owner)]))
         wrong += [f"{owner} -> {name}" for name in found - allowed]
     return sorted(wrong)
 
@@ -150,7 +145,7 @@ def test_a_file_name_has_one_meaning():
         ("decoding/verify.py", "from specgen.core.engine_core import EngineCore", "decoding -> core"),
         ("report/report.py", "from specgen.engine.engine import Engine", "report -> engine"),
         ("device.py", "from specgen.kv import layout", "device -> kv"),
-        ("bench/explain.py", "if TYPE_CHECKING:\n    import specgen.jobs.run", "bench -> jobs"),
+        ("jobs/run.py", "if TYPE_CHECKING:\n    import specgen.experiments.turns", "jobs -> experiments"),
         ("jobs/run.py", "from specgen.cli.main import main", "jobs -> cli"),
     ],
 )

@@ -19,12 +19,12 @@ from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.hopper import HopperBackend
 from specgen.attention.sdpa import SdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
-from specgen.bench.matrices import Workload
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
 from specgen.engine.arms import Arm
 from specgen.engine.choices import attention_note, gemm_modules, modules_of, needed_modules
 from specgen.engine.loading import open_checkpoints
 from specgen.experiments import plans
+from specgen.experiments.matrices import Workload
 from specgen.models.model_config import LatentConfig
 from specgen.ops import jit_modules
 from specgen.ops.block_fp8 import FEWEST_ROWS

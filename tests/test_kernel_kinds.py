@@ -2,13 +2,13 @@
 
 import pytest
 
-from specgen.bench.bound import DeviceSpeed, Work
-from specgen.bench.explain import (
+from specgen.experiments.bound import DeviceSpeed, Work
+from specgen.experiments.explain import (
     kind_of,
     kind_rows,
     step_table,
 )
-from specgen.bench.marks import PARTS, KernelTime, StepTime
+from specgen.experiments.marks import PARTS, KernelTime, StepTime
 
 DEVICE = DeviceSpeed(bytes_per_second=1e12, flops_per_second=1e14)
 WORKS = {

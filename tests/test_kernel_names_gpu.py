@@ -10,7 +10,7 @@ from specgen.attention import Attend, Backend, Gpu, Heads, LayerAttention, Rows,
 from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.hopper import OWN, UNSPLIT, HopperBackend
 from specgen.attention.trtllm import TrtllmBackend
-from specgen.bench.kernels import Cell, Query
+from specgen.experiments.kernels import Cell, Query
 from specgen.kv.layout import Layout
 
 pytestmark = [

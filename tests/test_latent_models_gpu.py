@@ -15,7 +15,7 @@ from specgen.config import EngineConfig, SamplingParams
 from specgen.engine.build import prefill_logits
 from specgen.engine.choices import resolve
 from specgen.engine.loading import Models
-from specgen.evaluation.divergence import Judge
+from specgen.experiments.divergence import Judge
 from specgen.ops.jit_modules import runs_on
 from tests.engines import Outputs, random_requests
 from tests.test_mtp import generate, load

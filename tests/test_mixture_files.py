@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specgen.attention.sdpa import SdpaBackend
-from specgen.bench.bound import StepBytes
 from specgen.checkpoints.checkpoint import build_target, load_target, open_checkpoint
 from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.config import EngineConfig, UserError
 from specgen.engine import choices
+from specgen.experiments.bound import StepBytes
 from specgen.models.expert_counts import ExpertSize
 from specgen.models.llama import Llama
 from specgen.ops.experts import Experts, from_mxfp4

@@ -15,13 +15,13 @@ from torch import Tensor
 from specgen.attention import Attend
 from specgen.attention.hopper import HopperBackend
 from specgen.attention.sdpa import SdpaBackend
-from specgen.bench.bound import StepBytes
 from specgen.checkpoints.checkpoint import load_drafter, load_target, open_checkpoint
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.core.sequence import Request
 from specgen.engine.build import build_engine
 from specgen.engine.choices import BACKENDS, resolve
 from specgen.engine.loading import Models, open_checkpoints
+from specgen.experiments.bound import StepBytes
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
 from specgen.models.mtp import MtpHead, MtpLayer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specgen.bench.output import BenchTable
+from specgen.experiments.output import BenchTable
 from specgen.record.provenance import FREE_IN_A_RUN, cpu_name, differences, machine_state, now
 from specgen.report.origin import origin
 from specgen.report.page import Page

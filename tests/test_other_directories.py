@@ -6,8 +6,8 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from specgen.bench.output import BenchTable
 from specgen.cli.main import app
+from specgen.experiments.output import BenchTable
 from specgen.report.table import Column
 from tests.test_paired_requests import row
 from tests.test_tables import a_run

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from specgen.bench.output import BenchTable
-from specgen.evaluation.evaluation_tables import page as eval_page
 from specgen.experiments.head_figures import compare_runs, read_runs
 from specgen.experiments.heads_page import page as compare_page
+from specgen.experiments.output import BenchTable
 from specgen.experiments.rounds import PLAIN
+from specgen.experiments.study_tables import page as eval_page
 from specgen.experiments.tune_table import COLUMNS, _plots
 from specgen.report.charts import svg
 from specgen.report.folder import listed

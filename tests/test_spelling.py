@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from specgen.bench.matrices import find_matrix
 from specgen.config import UserError
 from specgen.config.errors import did_you_mean, nearest
+from specgen.experiments.matrices import find_matrix
 from specgen.prompts import load_prompts
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from specgen.config import DraftLength, EngineConfig, UserError
 from specgen.engine.arms import Arm
-from specgen.evaluation.studies import load_study
+from specgen.experiments.studies import load_study
 
 ENGINE = EngineConfig(
     model="target", drafter="head", num_spec_tokens=3, drafter_batch="non-padded", dtype="float32"
@@ -152,7 +152,7 @@ def test_a_study_needs_no_source(tmp_path):
 
 
 def test_arms_that_run_alike_are_known():
-    from specgen.evaluation.study import _alike
+    from specgen.experiments.study import _alike
 
     arms = [
         Arm(name="padded", changes={"drafter_batch": "padded"}),

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from specgen.bench.matrices import Workload
-from specgen.bench.workload import make_prompts
 from specgen.config import SamplingParams, UserError
 from specgen.engine.loading import Models
+from specgen.experiments.matrices import Workload
+from specgen.experiments.workload import make_prompts
 from specgen.text.tokenizer import load_tokenizer
 from tests.engines import Pair
 

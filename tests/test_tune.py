@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from specgen.bench.matrices import Workload
-from specgen.bench.output import BenchTable
 from specgen.config import DraftLength, EngineConfig, UserError
 from specgen.engine import build
 from specgen.engine.arms import Arm
 from specgen.experiments import tune as tuning
+from specgen.experiments.matrices import Workload
+from specgen.experiments.output import BenchTable
 from specgen.experiments.ranking import Ranking
 from specgen.experiments.tune import TuneJob, tune
 from specgen.experiments.tune_table import sentence

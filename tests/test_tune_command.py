@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from specgen.bench import workload as workloads
-from specgen.bench.matrices import Workload
 from specgen.cli.main import app
 from specgen.cli.tuning import draft_lengths, seconds
 from specgen.config import DraftLength, EngineConfig, UserError
 from specgen.engine.arms import Arm
 from specgen.experiments import plans
+from specgen.experiments import workload as workloads
+from specgen.experiments.matrices import Workload
 from specgen.experiments.tune_table import command
 from specgen.report.display import duration
 from tests.timed_engines import install, job_of, usual, write_tiny

@@ -59,7 +59,7 @@ def test_the_data_are_found_from_any_directory(wheel, tmp_path):
     elsewhere.mkdir()
     code = (
         "from specgen.config.bundled import data_directory\n"
-        "from specgen.evaluation.study import word_problems_task\n"
+        "from specgen.experiments.study import word_problems_task\n"
         "from specgen.prompts import load_prompts\n"
         "print(data_directory(), len(load_prompts('bundled', data_path=None, num_prompts=3)[0]))\n"
         "print(word_problems_task()['dataset_kwargs']['data_files']['test'])\n"

@@ -9,11 +9,11 @@ from calibrated_shapes import SHAPES
 from calibrated_weights import Source
 from make_calibrated_pair import write_pair
 
-from specgen.bench.matrices import Workload
 from specgen.config import DraftLength, EngineConfig
 from specgen.core.sequence import Completion, Request
 from specgen.engine.warm_engine import Run
 from specgen.experiments import plans, turns
+from specgen.experiments.matrices import Workload
 from specgen.experiments.rounds import Repeat, Rounds
 from specgen.experiments.tune import TuneJob
 from tests.streams import RECORD

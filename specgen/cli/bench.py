@@ -26,7 +26,7 @@ from specgen.config import EngineConfig, option, require
 from specgen.prompts.formats import Reading
 
 if TYPE_CHECKING:
-    from specgen.bench.output import BenchTable
+    from specgen.experiments.output import BenchTable
 
 app = typer.Typer(
     cls=Commands,
@@ -112,9 +112,9 @@ def kernels(
     Without options on a GPU: the table of vLLM's PR 19825 for the heads of an 8B model, and for K = 4.
     """
     from specgen.attention import Heads  # imports torch
-    from specgen.bench.kernels import LATENT, KernelJob, measure
     from specgen.device import choose_device
     from specgen.engine.choices import DTYPES, FP8, choose_dtype
+    from specgen.experiments.kernels import LATENT, KernelJob, measure
 
     require(
         not latents or num_kv_heads is None is head_dim,
@@ -168,9 +168,9 @@ def experts(
     quiet: bool = QUIET,
 ) -> None:
     """Time the experts of one layer of a mixture by number of rows, against the bytes of those that are touched."""
-    from specgen.bench.expert_bench import ExpertJob, measure  # imports torch
     from specgen.device import choose_device
     from specgen.engine.choices import DTYPES, choose_dtype
+    from specgen.experiments.expert_bench import ExpertJob, measure  # imports torch
 
     device = choose_device(engine.device)
     defaults = _EXPERTS[device.type]
@@ -219,7 +219,7 @@ def throughput(
     quiet: bool = QUIET,
 ) -> None:
     """Output tokens per second, ratios and latencies: the tables of vLLM's pull requests, and batch against K."""
-    from specgen.bench.matrices import find_matrix
+    from specgen.experiments.matrices import find_matrix
 
     chosen = find_matrix(matrix).with_values(axis or ())
     given = {
@@ -268,7 +268,7 @@ def step(
 ) -> None:
     """Explain a decode step: milliseconds by part (draft loop, verify, accept, drafter KV fill, idle) and kernel, and
     lower bounds."""
-    from specgen.bench.explain import StepJob, explain  # imports torch
+    from specgen.experiments.explain import StepJob, explain  # imports torch
 
     job = StepJob(
         engine=replace(engine, prefix_cache=False, num_spec_tokens=num_spec_tokens),

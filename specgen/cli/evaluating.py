@@ -16,8 +16,8 @@ from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import EngineConfig, SamplingParams, option, require
 
 if TYPE_CHECKING:
-    from specgen.evaluation.studies import Study
-    from specgen.evaluation.study import StudyJob
+    from specgen.experiments.studies import Study
+    from specgen.experiments.study import StudyJob
 
 _TASKS = typer.Argument(
     help="Tasks of lm-eval, comma-separated; word_problems is bundled.", show_default="those of --study"
@@ -83,7 +83,7 @@ def evaluate(
     chosen = replace(_study(tasks, study, arms), **given)
     require(output is not None or not log_samples, "log-samples needs a directory: name one with --output")
     os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's own bars; read when tqdm is imported
-    from specgen.evaluation.study import StudyJob  # imports torch and lm-eval
+    from specgen.experiments.study import StudyJob  # imports torch and lm-eval
 
     job = StudyJob(
         study=chosen,
@@ -113,7 +113,7 @@ def _run_unless_interrupted(
 
 def _study(tasks: str | None, study: str | None, arms: str | None) -> "Study":
     """The study of a file, whose tasks and arms options replace, or the named arms on ``tasks``."""
-    from specgen.evaluation.studies import ALL_NAMED, Study, load_study, named_arms
+    from specgen.experiments.studies import ALL_NAMED, Study, load_study, named_arms
 
     require(tasks is not None or study is not None, "no task is given: try word_problems, or use --study")
     names = None if tasks is None else tuple(name.strip() for name in tasks.split(","))
@@ -128,8 +128,8 @@ def _study(tasks: str | None, study: str | None, arms: str | None) -> "Study":
 
 def _run(job: "StudyJob", output: Path | None, samples: Path | None, config: str, quiet: bool) -> None:
     """Run the arms, print the result of each as it finishes, then their comparison."""
-    from specgen.evaluation import study
-    from specgen.evaluation.evaluation_tables import of_comparison
+    from specgen.experiments import study
+    from specgen.experiments.study_tables import of_comparison
     from specgen.record.files import write_text
     from specgen.record.results import directory
 

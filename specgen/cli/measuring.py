@@ -16,7 +16,7 @@ from specgen.record.interrupt import breakable
 from specgen.report import display
 
 if TYPE_CHECKING:
-    from specgen.bench.output import BenchTable
+    from specgen.experiments.output import BenchTable
     from specgen.experiments.turns import Turn, Watch
     from specgen.report.terminal import Part
 

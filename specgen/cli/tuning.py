@@ -150,7 +150,7 @@ def tune(
     Arms run in interleaved rounds until their speed-ups over plain decoding are known well enough; those that cannot
     win are dropped early. Ends with a recommendation and the command to run.
     """
-    from specgen.bench.matrices import Workload
+    from specgen.experiments.matrices import Workload
 
     lens: Any = output_lens  # ``Workload`` checks it
     largest = max(arms.batches)

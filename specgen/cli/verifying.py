@@ -56,8 +56,8 @@ def verify(
             file is None or not file.exists(),
             f"output {str(file)!r} exists: name a new file, or remove it first",
         )
-    from specgen.evaluation.audit import AuditJob, audit  # imports torch
-    from specgen.evaluation.evaluation_tables import of_audit
+    from specgen.experiments.audit import AuditJob, audit  # imports torch
+    from specgen.experiments.study_tables import of_audit
     from specgen.record.files import naming, writable, write_json, write_text
 
     job = AuditJob(

@@ -1,1 +1,4 @@
-"""Arms that take turns on the same prompts: throughput, tune, compare. May import jobs, bench and all below them."""
+"""Arms on the same prompts: speeds in turns, lm-eval's tasks, judged texts; kernels and steps with what bounds them.
+
+May import jobs and all below it.
+"""

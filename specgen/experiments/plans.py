@@ -12,10 +12,6 @@ from typing import Any, Self
 
 import torch
 
-from specgen.bench.bound import StepBytes, copy_bandwidth, matrix_flops
-from specgen.bench.matrices import Workload
-from specgen.bench.timing import free_memory
-from specgen.bench.workload import KnownText, Prompts, kv_bytes, make_prompts
 from specgen.checkpoints.fingerprint import fingerprint
 from specgen.checkpoints.inspect_checkpoint import Weights
 from specgen.config import EngineConfig, SamplingParams, UserError, require
@@ -25,6 +21,10 @@ from specgen.engine.build import most_demanding
 from specgen.engine.choices import Checkpoints, needed_modules, resolve, target_kv_dtype
 from specgen.engine.generation_config import FILE, GenerationConfig, generation_config
 from specgen.engine.loading import Models, load_models, open_checkpoints, outline
+from specgen.experiments.bound import StepBytes, copy_bandwidth, matrix_flops
+from specgen.experiments.matrices import Workload
+from specgen.experiments.timing import free_memory
+from specgen.experiments.workload import KnownText, Prompts, kv_bytes, make_prompts
 from specgen.ops.jit_modules import compile_missing
 from specgen.record.provenance import manifest, with_recorded_date
 from specgen.report import display

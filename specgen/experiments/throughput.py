@@ -11,12 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from specgen.bench.matrices import Matrix, Workload
-from specgen.bench.output import BenchTable, Plot, Value
-from specgen.bench.timing import conditions
 from specgen.config import EngineConfig, require
 from specgen.engine.build import room_for_turns
 from specgen.engine.choices import attention_note
+from specgen.experiments.matrices import Matrix, Workload
+from specgen.experiments.output import BenchTable, Plot, Value
 from specgen.experiments.plans import Plan, Prepared, Yardstick, forecast, prepare, side_by_side, yardstick_of
 from specgen.experiments.rounds import (
     MedianRange,
@@ -27,6 +26,7 @@ from specgen.experiments.rounds import (
     record_of,
     seen_rounds,
 )
+from specgen.experiments.timing import conditions
 from specgen.experiments.turns import Turns, Watch, nobody
 from specgen.report import display
 from specgen.report.charts import DRAFT_LENGTHS

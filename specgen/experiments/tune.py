@@ -11,16 +11,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specgen.bench.matrices import Workload
-from specgen.bench.output import BenchTable
-from specgen.bench.timing import conditions
 from specgen.config import DrafterBatchName, DraftLength, EngineConfig, require
 from specgen.engine.arms import Arm
 from specgen.engine.build import room_for_turns
 from specgen.engine.choices import attention_note
+from specgen.experiments.matrices import Workload
+from specgen.experiments.output import BenchTable
 from specgen.experiments.plans import Plan, Prepared, Yardstick, fitted, forecast, prepare, yardstick_of
 from specgen.experiments.ranking import Search
 from specgen.experiments.rounds import Rounds, kept_rounds, record_of, seen_rounds
+from specgen.experiments.timing import conditions
 from specgen.experiments.tune_table import command, dropped, label, tune_table
 from specgen.experiments.turns import Turn, Turns, Watch, nobody
 from specgen.report import display

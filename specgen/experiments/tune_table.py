@@ -6,10 +6,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from specgen.bench.matrices import Workload
-from specgen.bench.output import BenchTable, Plot, Value
 from specgen.config import DraftLength, EngineConfig, TemplateKwargs, bundled
 from specgen.engine.arms import Arm
+from specgen.experiments.matrices import Workload
+from specgen.experiments.output import BenchTable, Plot, Value
 from specgen.experiments.ranking import DROPPING, Ranking
 from specgen.experiments.rounds import Repeats, Speedup
 from specgen.experiments.throughput import milliseconds

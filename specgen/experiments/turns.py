@@ -15,14 +15,14 @@ from itertools import pairwise
 from statistics import fmean
 from typing import TypeVar
 
-from specgen.bench.bound import mean_step_bytes, mean_touched
-from specgen.bench.timing import free_memory
 from specgen.config.errors import DeviceLost
 from specgen.core.engine_core import never_stop
 from specgen.engine.loading import Models
 from specgen.engine.warm_engine import Run, WarmEngine
+from specgen.experiments.bound import mean_step_bytes, mean_touched
 from specgen.experiments.plans import Plan, Yardstick
 from specgen.experiments.rounds import Repeat, Rounds
+from specgen.experiments.timing import free_memory
 from specgen.record.interrupt import StoppedError
 from specgen.record.record_rows import Captured, EngineRow, OutOfMemory, PassRow, RequestRow
 from specgen.report.timings import latency_stats

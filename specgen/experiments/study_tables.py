@@ -7,7 +7,7 @@ from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 from specgen.config import DraftLength
-from specgen.evaluation.compare import CHANGES, SampleTexts, SharedAnswer
+from specgen.experiments.study_comparison import CHANGES, SampleTexts, SharedAnswer
 from specgen.report.charts import quarters
 from specgen.report.display import (
     DASH,
@@ -31,7 +31,7 @@ from specgen.report.terminal import ALARMING, Part, definitions, heading
 from specgen.report.text_list import Entry, ShownText, Span, TextList, within
 
 if TYPE_CHECKING:  # which imports torch
-    from specgen.evaluation.compare import Accuracy, ArmComparison, StudyComparison
+    from specgen.experiments.study_comparison import Accuracy, ArmComparison, StudyComparison
 
 _POSITIONS = 6  # shown of an acceptance curve; the JSON has all
 _WORST = 3  # divergences shown per arm; the page has more

@@ -15,7 +15,7 @@ from specgen.engine.conversations import first_turns
 from specgen.engine.generation_config import FILE, generation_config
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.warm_engine import Run, WarmEngine
-from specgen.evaluation.divergence import Judge
+from specgen.experiments.divergence import Judge
 from specgen.prompts import open_prompts
 from specgen.prompts.formats import AS_IT_IS, Reading
 from specgen.record.progress import Progress, Tally

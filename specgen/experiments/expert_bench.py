@@ -7,11 +7,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from specgen.bench.bound import DeviceSpeed, copy_bandwidth, matrix_flops
-from specgen.bench.kernels import relative_error
-from specgen.bench.output import BenchTable, Plot
-from specgen.bench.timing import COLD_BYTES, Timing, environment, free_memory, num_layers, time_layers
 from specgen.config import require
+from specgen.experiments.bound import DeviceSpeed, copy_bandwidth, matrix_flops
+from specgen.experiments.kernels import relative_error
+from specgen.experiments.output import BenchTable, Plot
+from specgen.experiments.timing import COLD_BYTES, Timing, environment, free_memory, num_layers, time_layers
 from specgen.ops import bind_ops
 from specgen.ops.experts import Experts, ExpertsMap, Gating, from_mxfp4, grouped_experts
 from specgen.ops.fp8 import dequantised, rounded

@@ -26,11 +26,11 @@ from specgen.engine.arms import Arm
 from specgen.engine.choices import attention_note, resolve
 from specgen.engine.generation_config import FILE, generation_config
 from specgen.engine.loading import Models, described, load_chat_tokenizer, load_models, open_checkpoints
-from specgen.evaluation import evaluation_tables
-from specgen.evaluation.compare import ArmRun, StudyComparison, answers, compare, reference_of
-from specgen.evaluation.divergence import Judge
-from specgen.evaluation.language_model import SpecgenLM
-from specgen.evaluation.studies import Study
+from specgen.experiments import study_tables
+from specgen.experiments.divergence import Judge
+from specgen.experiments.language_model import SpecgenLM
+from specgen.experiments.studies import Study
+from specgen.experiments.study_comparison import ArmRun, StudyComparison, answers, compare, reference_of
 from specgen.record.files import write_json, write_text
 from specgen.record.progress import Progress
 from specgen.record.provenance import MACHINE, manifest, now, with_recorded_date
@@ -265,7 +265,7 @@ class StudyRun:
             template_unused=not self._job.apply_chat_template and bool(models.tokenizer.chat_template),
         )
         write_json(self._path / "comparison.json", comparison.to_json())
-        page = evaluation_tables.page(comparison, self.settings(), self._title(), origin(self._began))
+        page = study_tables.page(comparison, self.settings(), self._title(), origin(self._began))
         write_text(self._path / "report.html", page)
         return comparison
 

@@ -7,7 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 
-from specgen.bench.bound import (
+from specgen.config import EngineConfig, require
+from specgen.config.errors import DeviceLost
+from specgen.engine.choices import attention_note, resolve, target_kv_dtype
+from specgen.engine.loading import Models, load_models, open_checkpoints
+from specgen.engine.warm_engine import WarmEngine
+from specgen.experiments.bound import (
     DeviceSpeed,
     StepBytes,
     Work,
@@ -16,16 +21,11 @@ from specgen.bench.bound import (
     mean_touched,
     touched_note,
 )
-from specgen.bench.marks import PARTS, DeviceMarker, HostMarker, Marked, Marker, StepTime, Window, split
-from specgen.bench.matrices import RANDOM, Workload
-from specgen.bench.output import BenchTable, Plot
-from specgen.bench.timing import conditions, free_memory
-from specgen.bench.workload import kv_bytes, make_prompts
-from specgen.config import EngineConfig, require
-from specgen.config.errors import DeviceLost
-from specgen.engine.choices import attention_note, resolve, target_kv_dtype
-from specgen.engine.loading import Models, load_models, open_checkpoints
-from specgen.engine.warm_engine import WarmEngine
+from specgen.experiments.marks import PARTS, DeviceMarker, HostMarker, Marked, Marker, StepTime, Window, split
+from specgen.experiments.matrices import RANDOM, Workload
+from specgen.experiments.output import BenchTable, Plot
+from specgen.experiments.timing import conditions, free_memory
+from specgen.experiments.workload import kv_bytes, make_prompts
 from specgen.record.record_rows import EngineRow, PassRow, RequestRow
 from specgen.report import display
 from specgen.report.table import Column, Row, Table

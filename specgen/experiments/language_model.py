@@ -20,7 +20,7 @@ from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Completion, Request, Scored, ScoreRequest
 from specgen.engine.build import build_engine, most_demanding
 from specgen.engine.loading import Models
-from specgen.evaluation.compare import Generated
+from specgen.experiments.study_comparison import Generated
 from specgen.record.progress import Progress, Tally
 from specgen.record.record_rows import EngineRow
 from specgen.record.results import RunDirectory

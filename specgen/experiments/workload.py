@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
-from specgen.bench.matrices import RANDOM, Workload
 from specgen.config import EngineConfig, SamplingParams, UserError, require
 from specgen.config.json_fields import load_json
 from specgen.core.sequence import Completion, Request
@@ -16,6 +15,7 @@ from specgen.engine.build import kv_page_bytes
 from specgen.engine.conversations import first_turns
 from specgen.engine.generation_config import GenerationConfig
 from specgen.engine.loading import Models
+from specgen.experiments.matrices import RANDOM, Workload
 from specgen.prompts import Message, Prompt, Rejected, failure, open_prompts, prompt_ids
 from specgen.record.record_rows import turn_id
 from specgen.text.tokenizer import Tokenizer

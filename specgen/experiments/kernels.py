@@ -21,9 +21,11 @@ from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.hopper import HopperBackend
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
-from specgen.bench.bound import copy_bandwidth
-from specgen.bench.output import BenchTable, Plot, Value
-from specgen.bench.timing import (
+from specgen.config import require
+from specgen.device import on_device
+from specgen.experiments.bound import copy_bandwidth
+from specgen.experiments.output import BenchTable, Plot, Value
+from specgen.experiments.timing import (
     COLD_BYTES,
     MOST_LAYERS,
     Call,
@@ -33,8 +35,6 @@ from specgen.bench.timing import (
     num_layers,
     time_layers,
 )
-from specgen.config import require
-from specgen.device import on_device
 from specgen.kv.kv_cache import KVCache, KVSpec
 from specgen.kv.layout import Layout
 from specgen.ops import Rope, bind_ops
