@@ -19,8 +19,7 @@ from specgen.experiments.bound import (
     matrix_flops,
     mean_step_bytes,
 )
-from specgen.experiments.explain import step_seconds
-from specgen.experiments.marks import Window
+from specgen.experiments.explain import Window, step_seconds
 from specgen.experiments.turns import inter_token_seconds
 from specgen.models import mixture_targets
 from specgen.record.record_rows import EngineRow, OutOfMemory, PassRow

@@ -16,10 +16,20 @@ from specgen.core import step as step_module
 from specgen.core.graphs import Runner
 from specgen.core.running_batch import Columns
 from specgen.decoding.drafting import HeadDrafter
-from specgen.experiments import explain, marks
+from specgen.experiments import explain
 from specgen.experiments.bound import DeviceSpeed, Work
-from specgen.experiments.explain import StepJob, context_at, step_rows, step_table
-from specgen.experiments.marks import PARTS, HostMarker, Marked, Span, StepTime, split
+from specgen.experiments.explain import (
+    PARTS,
+    HostMarker,
+    Marked,
+    Span,
+    StepJob,
+    StepTime,
+    context_at,
+    split,
+    step_rows,
+    step_table,
+)
 from specgen.models.llama import Llama
 from specgen.report.terminal import render
 from tests.streams import pass_row, request
@@ -101,7 +111,7 @@ def test_a_profile_with_a_missing_mark_is_refused() -> None:
 
 def test_the_hosts_clock_leaves_nothing_idle(monkeypatch) -> None:
     moments = iter([1.0, 1.5, 2.0, 4.0, 4.25, 5.0, 6.0, 8.0])
-    monkeypatch.setattr(marks.time, "perf_counter", lambda: next(moments))
+    monkeypatch.setattr(explain.time, "perf_counter", lambda: next(moments))
     marker = HostMarker()
     runner = Marked(Runner(), marker)
 

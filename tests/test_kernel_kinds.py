@@ -4,11 +4,13 @@ import pytest
 
 from specgen.experiments.bound import DeviceSpeed, Work
 from specgen.experiments.explain import (
+    PARTS,
+    KernelTime,
+    StepTime,
     kind_of,
     kind_rows,
     step_table,
 )
-from specgen.experiments.marks import PARTS, KernelTime, StepTime
 
 DEVICE = DeviceSpeed(bytes_per_second=1e12, flops_per_second=1e14)
 WORKS = {

@@ -10,7 +10,7 @@ from scipy import stats
 from specgen.experiments.ranking import Ranking
 from specgen.experiments.rounds import Repeat, Repeats
 from specgen.experiments.throughput import wall_tables
-from specgen.experiments.tune_table import best_line
+from specgen.experiments.tune import best_line
 from specgen.experiments.turns import digest
 from specgen.record.record_rows import Touched
 from specgen.report.timings import LatencyStats, WallTime

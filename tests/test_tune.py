@@ -18,8 +18,7 @@ from specgen.experiments import tune as tuning
 from specgen.experiments.matrices import Workload
 from specgen.experiments.output import BenchTable
 from specgen.experiments.ranking import Ranking
-from specgen.experiments.tune import TuneJob, tune
-from specgen.experiments.tune_table import sentence
+from specgen.experiments.tune import TuneJob, sentence, tune
 from tests.timed_engines import RUN, Timed, install, job_of, rounds_of, usual, write_tiny
 
 

@@ -17,7 +17,7 @@ from specgen.engine.arms import Arm
 from specgen.experiments import plans
 from specgen.experiments import workload as workloads
 from specgen.experiments.matrices import Workload
-from specgen.experiments.tune_table import command
+from specgen.experiments.tune import command
 from specgen.report.display import duration
 from tests.timed_engines import install, job_of, usual, write_tiny
 
