@@ -204,7 +204,7 @@ def test_turns_of_a_conversation_are_one_unit(tmp_path: Path) -> None:
         assert same is not None
         assert (ours.value, ours.interval) == (pytest.approx(same.value), pytest.approx(same.interval))
         (reported, other) = (
-            found.runs.of("mine", head).report["mean_acceptance_length_ci95"] for found in (twice, alone)
+            found.run("mine", head).report["mean_acceptance_length_ci95"] for found in (twice, alone)
         )
         assert reported == pytest.approx(other)
         assert reported == pytest.approx(ours.interval)
@@ -367,7 +367,7 @@ def test_a_sentence_says_who_leads_or_that_there_is_no_significant_difference(tm
     (sentence,) = verdicts(found)
     number = r"\d\.\d\d \[0\.\d\d, \d\.\d\d\] \(p < 0\.001\)"
     assert re.fullmatch(rf"mine: b leads a by {number} and c by {number}\.", sentence), sentence
-    pair = found.of("mine", "a", "c")
+    pair = found.pair("mine", "a", "c")
     assert pair is not None
     assert pair.length is not None
     (sentence,) = verdicts(compare_runs(read_runs([tmp_path / "a", tmp_path / "c"]), {}))
@@ -709,7 +709,7 @@ def test_all_heads_see_the_date_of_the_first(
     monkeypatch.setattr(run_module, "resolve", resolve_later)
     job = a_job(compared[0].parent / "test.jsonl", repeats=0)
     at_work(job, tmp_path, Stop(1 << 30))
-    runs = read_comparison([tmp_path]).runs.runs
+    runs = read_comparison([tmp_path]).runs
     first, second = (run.manifest["engine"]["chat_template_kwargs"]["strftime_now"] for run in runs)
     assert first == second
 
@@ -720,7 +720,7 @@ def test_heads_can_be_added(compared: tuple[Path, list[str], str], tmp_path: Pat
     before = (tmp_path / "gsm8k" / "drafter" / "report.json").stat().st_mtime_ns
     at_work(a_job(data, (one, "ngram"), repeats=0), tmp_path, Stop(1 << 30))
     assert (tmp_path / "gsm8k" / "drafter" / "report.json").stat().st_mtime_ns == before
-    assert read_comparison([tmp_path]).runs.heads == ("drafter", "ngram:3")
+    assert read_comparison([tmp_path]).heads == ("drafter", "ngram:3")
 
 
 def test_other_settings_do_not_go_into_the_same_runs(
@@ -790,7 +790,7 @@ def test_latex_is_balanced(tmp_path: Path) -> None:
     assert "model target" in caption
     assert "p \\textless{} 0.05" in caption
     assert [line for line in text.splitlines() if line.startswith("%")] == ["% needs the package booktabs"]
-    best = found.runs.of("mine", "b")
+    best = found.run("mine", "b")
     assert best is not None
     assert rf"b & \textbf{{{best.report['mean_acceptance_length']:.2f}}} {{\scriptsize [" in text
     assert text.count("textbf") == 1
@@ -811,12 +811,12 @@ def test_nothing_is_bold_that_the_data_cannot_tell(tmp_path: Path) -> None:
 def test_no_name_of_a_head_is_that_of_a_column(tmp_path: Path) -> None:
     heads = ("x", "x ends", "requests", "p of x", "data", "difference")
     found = comparison(tmp_path, **{name: simulated(0.3 + 0.05 * n, n) for n, name in enumerate(heads)})
-    assert found.runs.heads == heads
+    assert found.heads == heads
     for table in tables(found):
         keys = [key for column in table.columns for key in (column.name, column.interval) if key]
         assert len(set(keys)) == len(keys), table.title
     shown = next(
-        line for line in call(*(run.directory for run in found.runs.runs)).splitlines() if "mine  " in line
+        line for line in call(*(run.directory for run in found.runs)).splitlines() if "mine  " in line
     )
     lengths = [found.length("mine", head) for head in heads]
     assert re.findall(r"(\d\.\d\d)  \[", shown)[:2] == [f"{each.value:.2f}" for each in lengths if each][:2]

@@ -83,7 +83,7 @@ class HeadRuns:
         """The data sets in the order of the runs."""
         return tuple(dict.fromkeys(run.data for run in self.runs))
 
-    def of(self, data: str, head: str) -> HeadRun | None:
+    def run(self, data: str, head: str) -> HeadRun | None:
         """The run of ``head`` on ``data``, if there is one."""
         return next((run for run in self.runs if (run.data, run.head) == (data, head)), None)
 
@@ -326,13 +326,12 @@ class HeadPair:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Comparison(HeadRuns):
     """Heads on data sets; ``pairs`` has every two heads of every data set.
 
     ``lengths`` are by data set and head, then by category, where there are several; that of all is under None.
     """
 
-    runs: HeadRuns
     lengths: Mapping[tuple[str, str], Mapping[str | None, Length | None]]
     pairs: tuple[HeadPair, ...]
     speeds: Speeds
@@ -345,7 +344,7 @@ class Comparison:
         """The rounds of speeds on ``data``; none of runs that were made one by one."""
         return self.speeds.get(data, Rounds())
 
-    def of(self, data: str, head: str, other: str) -> HeadPair | None:
+    def pair(self, data: str, head: str, other: str) -> HeadPair | None:
         """The pair of ``head`` and ``other`` in either order, if both have run on ``data``."""
         both = {head, other}
         return next(
@@ -355,9 +354,9 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """The content of ``comparison.json``."""
         return {
-            "heads": {run.head: run.drafter for run in self.runs.runs},
-            "unlike_settings": {name: list(values) for name, values in self.runs.unlike.items()},
-            "runs": [_run(run, self.length(run.data, run.head)) for run in self.runs.runs],
+            "heads": {run.head: run.drafter for run in self.runs},
+            "unlike_settings": {name: list(values) for name, values in self.unlike.items()},
+            "runs": [_run(run, self.length(run.data, run.head)) for run in self.runs],
             "pairs": [pair.to_json() for pair in self.pairs],
             "speeds": {data: rounds.speeds() for data, rounds in self.speeds.items() if len(rounds)},
         }
@@ -386,7 +385,8 @@ def compare_runs(runs: HeadRuns, speeds: Speeds) -> Comparison:
     figures = corrected_by_kind([requests for *_, requests in found])
     categories = corrected([list(_categories(requests)) for *_, requests in found])
     return Comparison(
-        runs=runs,
+        runs=runs.runs,
+        unlike=runs.unlike,
         lengths={(run.data, run.head): _lengths(run, answers[run.data, run.head]) for run in runs.runs},
         pairs=tuple(
             HeadPair(

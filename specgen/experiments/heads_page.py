@@ -45,7 +45,7 @@ _PAGE_BYTES = 2_000_000  # of texts
 def write_comparison(found: Comparison, path: Path) -> None:
     """Write the page and the figures of ``found`` into the comparison's directory ``path``."""
     record = load_json(path / PLAN, "compare again")
-    texts = moved_texts(found, _tokenizer(found.runs.runs[0].manifest["engine"]["model"]))
+    texts = moved_texts(found, _tokenizer(found.runs[0].manifest["engine"]["model"]))
     write_text(path / "compare.html", page(found, record, texts))
     write_json(path / "comparison.json", found.to_json())
 
@@ -74,15 +74,15 @@ def page(found: Comparison, record: dict[str, Any], texts: TextList | None = Non
 
 def _title(found: Comparison) -> str:
     """``org/target: head and other on bundled and gsm8k``; of many their number."""
-    heads, data = found.runs.heads, found.runs.data
+    heads, data = found.heads, found.data
     compared = " and ".join(heads) if len(heads) <= _NAMED else several(len(heads), "drafter")
     sets = " and ".join(data) if len(data) <= _NAMED else several(len(data), "data set")
-    return f"{checkpoint_name(found.runs.runs[0].manifest['engine']['model'])}: {compared} on {sets}"
+    return f"{checkpoint_name(found.runs[0].manifest['engine']['model'])}: {compared} on {sets}"
 
 
 def _tables(found: Comparison) -> Iterator[Table]:
     yield replace(lengths_table(found), lines=_lengths_chart(found))
-    for data in found.runs.data:
+    for data in found.data:
         yield _of_data(positions_table(found), data, _curves(found, data))
         if found.pairs:
             yield _of_data(pairs_table(found), data)
@@ -104,17 +104,17 @@ def _of_data(table: Table, data: str, lines: Lines | None = None) -> Table:
 
 
 def _runs(found: Comparison, data: str) -> Iterator[HeadRun]:
-    return (run for run in found.runs.runs if run.data == data)
+    return (run for run in found.runs if run.data == data)
 
 
 def _ticks(found: Comparison) -> Any:  # noqa: ANN401
-    return lengths(max(run.report["num_spec_tokens"] for run in found.runs.runs))
+    return lengths(max(run.report["num_spec_tokens"] for run in found.runs))
 
 
 def _lengths_chart(found: Comparison) -> Lines:
     """A column for each data set, and in it a point for each head."""
-    points: dict[str, list[Point]] = {head: [] for head in found.runs.heads}
-    for run in chain.from_iterable(_runs(found, data) for data in found.runs.data):
+    points: dict[str, list[Point]] = {head: [] for head in found.heads}
+    for run in chain.from_iterable(_runs(found, data) for data in found.data):
         points[run.head].append(_point(run.data, found.length(run.data, run.head)))
     return Lines(
         title="Mean acceptance length by data set",
@@ -135,7 +135,7 @@ def _point(name: str, length: Length | None) -> Point:
 def _curves(found: Comparison, data: str) -> Lines:
     """Joint acceptance over draft position, a line for each head."""
     by_head = {run.head: curve(run.report["acceptance"], "rate", "ci95") for run in _runs(found, data)}
-    lines = {head: by_head.get(head, []) for head in found.runs.heads}  # one style for one head everywhere
+    lines = {head: by_head.get(head, []) for head in found.heads}  # one style for one head everywhere
     return curves(f"Acceptance by draft position on {data}", lines)
 
 
@@ -151,7 +151,7 @@ def _categories(found: Comparison, data: str) -> Iterator[Table]:
 
 
 def _categories_chart(found: Comparison, data: str, names: Sequence[str]) -> Lines:
-    points: dict[str, list[Point]] = {head: [] for head in found.runs.heads}
+    points: dict[str, list[Point]] = {head: [] for head in found.heads}
     for run in _runs(found, data):
         for name in names:
             if name in run.report["categories"]:
@@ -170,7 +170,7 @@ def _runs_table(found: Comparison) -> Table:
     """Where each run is, with its own report."""
     rows = tuple(
         {"data": run.data, "head": run.head, "drafter": run.drafter, "directory": str(run.directory)}
-        for run in found.runs.runs
+        for run in found.runs
     )
     return Table(
         title="Runs",
@@ -208,12 +208,12 @@ def moved_texts(found: Comparison, tokenizer: Tokenizer | None) -> TextList | No
 
     Without ``tokenizer`` texts have one colour. None where no request has moved.
     """
-    pairs = [pair for pair in found.pairs if pair.first == found.runs.heads[0]]
+    pairs = [pair for pair in found.pairs if pair.first == found.heads[0]]
     shown = [(pair, each) for pair in pairs for each in moved(pair)]
     if not shown:
         return None
     shown.sort(key=lambda each: -abs(gain(each[1])))
-    rows = {(run.data, run.head): Rows(run.directory / "completions.jsonl") for run in found.runs.runs}
+    rows = {(run.data, run.head): Rows(run.directory / "completions.jsonl") for run in found.runs}
     entries = within((_entry(pair, each, rows, tokenizer) for pair, each in shown), _PAGE_BYTES)
     return TextList(
         title="The requests that moved most",

@@ -56,7 +56,7 @@ def of_heads(found: Comparison) -> Iterator[Part]:
 def settings(found: Comparison) -> dict[str, str]:
     """What all runs share, by label."""
     own = {"drafter", "drafter batch", "data"}
-    first, *others = (run.manifest.get("settings", {}) for run in found.runs.runs)
+    first, *others = (run.manifest.get("settings", {}) for run in found.runs)
     return {
         name: text
         for name, text in first.items()
@@ -66,10 +66,10 @@ def settings(found: Comparison) -> dict[str, str]:
 
 def notes(found: Comparison) -> Iterator[str]:
     """What a reader has to know of the runs beyond their numbers."""
-    for name, values in found.runs.unlike.items():
+    for name, values in found.unlike.items():
         each = dict.fromkeys(map(str, values))
         yield f"The runs also differ in {name}: {', '.join(each)}."
-    for run in found.runs.runs:
+    for run in found.runs:
         if without := run.report["num_steps_without_drafts"]:
             steps = f"{count(without)} of {count(without + run.report['num_drafts'])} steps"
             yield f"{run.head} on {run.data}: {steps} had no drafts and gave one token each."
@@ -98,8 +98,8 @@ def tables(found: Comparison) -> Iterator[Table]:
 
 def lengths_table(found: Comparison) -> Table:
     """Mean acceptance length: a row for each data set, a column for each head."""
-    heads = found.runs.heads
-    lengths = {data: {head: found.length(data, head) for head in heads} for data in found.runs.data}
+    heads = found.heads
+    lengths = {data: {head: found.length(data, head) for head in heads} for data in found.data}
     rows = [
         {"data": data, "requests": _requests(found, data), **_lengths(each)} for data, each in lengths.items()
     ]
@@ -128,26 +128,26 @@ def _lengths(lengths: Mapping[str, Length | None]) -> Row:
 
 
 def _reports(found: Comparison, data: str) -> dict[str, Mapping[str, Any]]:
-    runs = ((head, found.runs.of(data, head)) for head in found.runs.heads)
+    runs = ((head, found.run(data, head)) for head in found.heads)
     return {head: {} if run is None else run.report for head, run in runs}
 
 
 def mean_length(found: Comparison, head: str) -> Length | None:
     """The mean of ``head``'s lengths over data sets; None unless it has run on all of them."""
-    return Length.mean([found.length(data, head) for data in found.runs.data])
+    return Length.mean([found.length(data, head) for data in found.data])
 
 
 def _requests(found: Comparison, data: str) -> str:
     """The number of requests, of every head if they differ."""
-    numbers = dict.fromkeys(count(run.report["num_requests"]) for run in found.runs.runs if run.data == data)
+    numbers = dict.fromkeys(count(run.report["num_requests"]) for run in found.runs if run.data == data)
     return " or ".join(numbers)
 
 
 def positions_table(found: Comparison) -> Table:
     """Joint acceptance: a row for each data set and head, a column for each draft position."""
-    num = max(len(run.report["acceptance"]) for run in found.runs.runs)
+    num = max(len(run.report["acceptance"]) for run in found.runs)
     rows = []
-    for data in found.runs.data:
+    for data in found.data:
         for head, report in _reports(found, data).items():
             cells: dict[str, Any] = {}
             for i, position in enumerate(report.get("acceptance", ())):
@@ -204,16 +204,16 @@ def _pair(pair: HeadPair, num_positions: int) -> Row:
 
 def categories_table(found: Comparison) -> Table:
     """Lengths by category, and how each head differs from the first."""
-    first, *others = found.runs.heads
+    first, *others = found.heads
     rows = [
         {"data": data, "category": category, **_category(found, data, category, first, others)}
-        for data in found.runs.data
+        for data in found.data
         for category in dict.fromkeys(
             name for report in _reports(found, data).values() for name in report.get("categories", {})
         )
     ]
     columns = [Column(name="data", title="category"), Column(name="category", title="", wraps=True)]
-    columns += [Column(name=f"length of {head}", title=head, show=plain) for head in found.runs.heads]
+    columns += [Column(name=f"length of {head}", title=head, show=plain) for head in found.heads]
     for head in others:
         columns += [
             Column(
@@ -229,18 +229,18 @@ def categories_table(found: Comparison) -> Table:
         note="mean acceptance length, and the paired difference from the first head",
         columns=tuple(columns),
         rows=tuple(rows),
-        num_keys=2 + len(found.runs.heads),
+        num_keys=2 + len(found.heads),
         group=2,
     )
 
 
 def _category(found: Comparison, data: str, category: str, first: str, others: Sequence[str]) -> Row:
     row: dict[str, Any] = {}
-    for head in found.runs.heads:
+    for head in found.heads:
         length = found.length(data, head, category)
         row[f"length of {head}"] = length and length.value
     for head in others:
-        pair = found.of(data, head, first)
+        pair = found.pair(data, head, first)
         figure = pair.categories.get(category) if pair else None
         row |= {
             f"difference of {head}": figure.paired.difference if figure else None,
@@ -252,9 +252,9 @@ def _category(found: Comparison, data: str, category: str, first: str, others: S
 
 def speeds_table(found: Comparison) -> Table:
     """Output tokens per second, and ratios within a round: to plain decoding and to the first head."""
-    first, rows = found.runs.heads[0], []
-    for data in found.runs.data:
-        for arm in (PLAIN, *found.runs.heads):
+    first, rows = found.heads[0], []
+    for data in found.data:
+        for arm in (PLAIN, *found.heads):
             if (speed := found.rounds(data).speed(arm)) is None:
                 continue
             row: dict[str, Any] = {"data": data, "arm": arm, **_spread("speed", speed, rate)}
@@ -263,7 +263,7 @@ def speeds_table(found: Comparison) -> Table:
                 row |= _spread(name, times, ratio)
             rows.append(row)
     columns = [("speed", "tokens/s"), ("plain", "x plain")]
-    if len(found.runs.heads) > 1:
+    if len(found.heads) > 1:
         columns.append(("first", f"x {first}"))
     return Table(
         title="Speed",
@@ -291,7 +291,7 @@ def _spread(name: str, spread: MedianRange | None, show: Show) -> Row:
 
 def _paths(found: Comparison) -> dict[str, str]:
     paths: dict[str, str] = {}
-    for run in found.runs.runs:
+    for run in found.runs:
         paths.setdefault(run.head, run.drafter)
     return paths
 
@@ -310,7 +310,7 @@ def leads(found: Comparison, data: str) -> bool:
 def _margins(found: Comparison, data: str) -> dict[str, tuple[PairedFigure | None, int]]:
     """The length of the ``leader`` against that of every other head; times 1 or -1 differences are the leader's."""
     first = leader(found, data)
-    pairs = {head: found.of(data, first, head) for head in _heads(found, data) if head != first}
+    pairs = {head: found.pair(data, first, head) for head in _heads(found, data) if head != first}
     return {
         head: (pair.length, 1 if pair.ours == first else -1)
         for head, pair in pairs.items()
@@ -324,7 +324,7 @@ def _is_ahead(figure: PairedFigure | None, sign: int) -> bool:
 
 def verdicts(found: Comparison) -> Iterator[str]:
     """A sentence on all data sets where there are several, then one for each; none for a single head."""
-    compared = [data for data in found.runs.data if len(_heads(found, data)) > 1]
+    compared = [data for data in found.data if len(_heads(found, data)) > 1]
     if len(compared) > 1:
         yield _overall(found, compared)
     for data in compared:
@@ -374,7 +374,7 @@ def _difference(figure: PairedFigure | None, sign: int) -> str:
 
 
 def _heads(found: Comparison, data: str) -> list[str]:
-    return [run.head for run in found.runs.runs if run.data == data]
+    return [run.head for run in found.runs if run.data == data]
 
 
 def _length(found: Comparison, data: str, head: str) -> float:
@@ -408,7 +408,7 @@ def exported(found: Comparison, name: ExportName) -> str:
 
 
 def _with_speed(found: Comparison) -> bool:
-    return any(found.rounds(data).times(head, PLAIN) for data in found.runs.data for head in found.runs.heads)
+    return any(found.rounds(data).times(head, PLAIN) for data in found.data for head in found.heads)
 
 
 def _note(found: Comparison) -> str:
@@ -420,7 +420,7 @@ def _note(found: Comparison) -> str:
     shared = "; ".join(f"{name} {text}" for name, text in settings(found).items())
     return (
         "Mean acceptance length over all steps, with 95 % intervals over conversations; "
-        f"{'mean: of the data sets, each with the same weight; ' if len(found.runs.data) > 1 else ''}{speed}"
+        f"{'mean: of the data sets, each with the same weight; ' if len(found.data) > 1 else ''}{speed}"
         "bold: leads every other head, paired by request, p < 0.05 after Holm. "
         f"{' '.join((f'{shared}.', *notes(found)))}"
     )
@@ -431,12 +431,12 @@ def _table(
 ) -> tuple[list[tuple[str | None, str]], dict[str, list[str]]]:
     """Columns (data set, or None for their mean, and figure), and the cells of each head."""
     kinds = ("length", "speed") if _with_speed(found) else ("length",)
-    several = len(found.runs.data) > 1
-    names: list[tuple[str | None, str]] = [(data, kind) for data in found.runs.data for kind in kinds]
+    several = len(found.data) > 1
+    names: list[tuple[str | None, str]] = [(data, kind) for data in found.data for kind in kinds]
     names += [(None, "length")] * several
 
     def cells(head: str) -> Iterator[str]:
-        for data in found.runs.data:
+        for data in found.data:
             best = leads(found, data) and leader(found, data) == head
             yield _cell(found.length(data, head), bold if best else str, small)
             if "speed" in kinds:
@@ -445,7 +445,7 @@ def _table(
         if several:
             yield _cell(mean_length(found, head), str, small)
 
-    return names, {head: list(cells(head)) for head in found.runs.heads}
+    return names, {head: list(cells(head)) for head in found.heads}
 
 
 def _cell(length: Length | None, mark: Callable[[str], str], small: Callable[[str], str]) -> str:
@@ -501,9 +501,9 @@ def _csv(found: Comparison) -> str:
 
 def _rows(found: Comparison) -> Iterator[dict[str, Any]]:
     """A row for each run, and for each of its categories; unknown values are empty."""
-    first = found.runs.heads[0]
-    for run in found.runs.runs:
-        pair = found.of(run.data, run.head, first) if run.head != first else None
+    first = found.heads[0]
+    for run in found.runs:
+        pair = found.pair(run.data, run.head, first) if run.head != first else None
         groups = {None: run.report, **run.report["categories"]}
         for category, group in groups.items():
             figure = (
