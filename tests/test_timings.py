@@ -1,27 +1,15 @@
 """Latencies over requests, and wall times of resumed and sharded runs."""
 
-from random import Random
-
-import numpy as np
 import pytest
 
-from specgen.report.timings import LatencyStats, WallClock, latency_stats, quantile
-
-
-@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.9, 0.99, 1.0])
-@pytest.mark.parametrize("num", [1, 2, 3, 10, 101])
-def test_a_quantile_is_that_of_numpy(num, share):
-    random = Random(num)
-    times = sorted(random.expovariate(1.0) for _ in range(num))
-    assert quantile(times, share) == pytest.approx(np.quantile(times, share))
+from specgen.report.timings import LatencyStats, WallClock, latency_stats
 
 
 def test_latency_stats_do_not_depend_on_order():
     assert latency_stats([]) is None
     times = [5.0, 1.0, 2.0, 3.0, 100.0]
-    assert latency_stats(times) == LatencyStats(
-        mean=22.2, median=3.0, p99=pytest.approx(np.quantile(times, 0.99))
-    )
+    assert latency_stats(times) == LatencyStats(mean=22.2, median=3.0, p99=pytest.approx(96.2))
+    assert latency_stats([2.0]) == LatencyStats(mean=2.0, median=2.0, p99=2.0)
 
 
 def clock(*times, session="0/1-0", seconds=None):

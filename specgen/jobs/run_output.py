@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from specgen.config import FormatName, UserError
 from specgen.config.json_fields import load_json
@@ -15,6 +15,7 @@ from specgen.prompts import Prompt, failure
 from specgen.record.files import Rows, replacement, write_json, write_json_lines, write_text
 from specgen.record.record_rows import RequestRow, read_passes
 from specgen.report import tables
+from specgen.report.acceptance import RequestMetrics
 from specgen.report.origin import origin, run_title
 from specgen.report.report import Report, report_of
 from specgen.report.run_texts import RunTexts
@@ -306,17 +307,8 @@ def _schema() -> "pyarrow.Schema":
 
     text, whole_number, number = pa.string(), pa.int64(), pa.float64()
     likely = pa.struct({"token_id": whole_number, "logprob": number})
-    metrics = {
-        "mean_acceptance_length": number,
-        "draft_acceptance_rate": number,
-        "acceptance_histogram": pa.list_(whole_number),
-        "num_spec_steps": whole_number,
-        "num_accepted_draft_tokens": whole_number,
-        "num_draft_tokens": whole_number,
-        "num_spec_tokens": whole_number,
-        "per_step_accepted": pa.list_(whole_number),
-        "num_steps_without_drafts": whole_number,
-    }
+    types = {float | None: number, int: whole_number, tuple[int, ...]: pa.list_(whole_number)}
+    metrics = {name: types[found] for name, found in get_type_hints(RequestMetrics).items()}
     columns = {
         "id": text,
         "prompt": text,
