@@ -19,6 +19,7 @@ def row(name, accepted, *, k=3, prompt="", tokens=(1, 2), drafted=None):
     metrics = {
         "acceptance_histogram": [accepted.count(j) for j in range(k + 1)],
         "num_draft_tokens": k * len(accepted) if drafted is None else drafted,
+        "num_steps_without_drafts": 0,
     }
     return {"id": name, "prompt": prompt or f"prompt {name}", "token_ids": list(tokens), "metrics": metrics}
 

@@ -193,7 +193,9 @@ def test_plain_decoding_beside_plain_groups_draws_no_chart():
 
 def test_a_baseline_has_its_tile():
     run = fold(request("a", [(3, 3)] * 2), num_spec_tokens=3)
-    report = run.with_baseline(fold(request("a", [(0, 0)] * 8), num_spec_tokens=0), 0.75, 4).to_json()
+    report = run.with_baseline(
+        fold(request("a", [(0, 0)] * 8), num_spec_tokens=0), [True, True, True, False]
+    ).to_json()
     words = Page(render(report, {}, "A run")).text
     assert "3.00x" in words
     assert any(word.endswith("3 of 4 texts identical") for word in words)

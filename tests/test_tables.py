@@ -159,7 +159,10 @@ def test_odd_runs_can_be_shown(events):
 def test_a_baseline_is_shown():
     run = fold(request("a", [(3, 3)] * 2), num_spec_tokens=3)
     text = render(
-        run.with_baseline(fold(request("a", [(0, 0)] * 8), num_spec_tokens=0), 0.75, 4).to_json(), {}
+        run.with_baseline(
+            fold(request("a", [(0, 0)] * 8), num_spec_tokens=0), [True, True, True, False]
+        ).to_json(),
+        {},
     )
     line = "3.00x plain decoding (1.0 tokens/s), 3 of 4 texts identical"
     assert cells(text, "against plain decoding") == line.split()
