@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from demo_corpus import BOS, END, PAD, pack
-from demo_optimizer import Optimizer
-from demo_target import Recipe
+from demo_target import Optimizer, Recipe
 from dense_heads import Eagle1, Eagle3, Head, HeadConfig, document_mask, head_loss
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer

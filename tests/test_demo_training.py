@@ -6,7 +6,7 @@ import pytest
 import torch
 from demo_corpus import pack
 from demo_heads import count_rows, count_steps, pool
-from demo_optimizer import Optimizer
+from demo_target import Optimizer
 from dense_heads import Eagle1, Eagle3, Head, HeadConfig, document_mask
 from torch import nn
 
