@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 
 from specgen.cli import main as cli
 from specgen.cli import progress_bar
-from specgen.cli.printing import advice, crowded, num_busy
 from specgen.cli.progress_bar import progress
 from specgen.config import Cluster, EngineConfig
 from specgen.jobs.ray_engine import _resources
@@ -96,40 +95,9 @@ def test_rows_on_stdout_are_not_shown_again_beside_them():
     assert re.search(r"speculative decoding: \d+ of \d+ requests in 0:00", result.stderr)
 
 
-@pytest.mark.parametrize(
-    ("threads", "cores", "busy", "said"),
-    [
-        (8, 2, 2, "8 threads on 2 cores, of which other programs use 2: OMP_NUM_THREADS=1 may be faster"),
-        (2, 2, 1, "2 threads on 2 cores, of which other programs use 1: OMP_NUM_THREADS=1 may be faster"),
-        (2, 2, 9, "2 threads on 2 cores, of which other programs use 2: OMP_NUM_THREADS=1 may be faster"),
-        (2, 2, 0, ""),
-        (2, 4, 2, ""),
-        (1, 2, 2, ""),
-    ],
-)
-def test_threads_on_busy_cores_are_said(threads, cores, busy, said):
-    assert advice(threads, cores, busy) == said
-
-
-def test_other_programs_are_those_that_run_beside_this_one(tmp_path, monkeypatch):
-    loadavg = tmp_path / "loadavg"
-    loadavg.write_text("0.61 0.55 0.42 4/1017 123456\n")
-    monkeypatch.setattr("specgen.cli.printing._LOADAVG", loadavg)
-    monkeypatch.setattr("torch.get_num_threads", lambda: 10**6)
-    assert "of which other programs use" in crowded("cpu")
-    assert num_busy() == 3
-    monkeypatch.setattr("specgen.cli.printing._LOADAVG", tmp_path / "none")
-    assert crowded("cpu") == "", "not on Linux"
-
-
-def test_cores_are_those_that_this_process_may_use(tmp_path, monkeypatch):
-    loadavg = tmp_path / "loadavg"
-    loadavg.write_text("0.61 0.55 0.42 3/1017 123456\n")
-    monkeypatch.setattr("specgen.cli.printing._LOADAVG", loadavg)
-    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+def test_cores_are_those_that_this_process_may_use(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {5, 9}, raising=False)
-    assert crowded("cpu").startswith("2 threads on 2 cores, of which other programs use 2")
     monkeypatch.setattr("specgen.config.find_spec", lambda name: True)
     config = EngineConfig(model="m", drafter=None, num_spec_tokens=0, device="cpu")
     assert _resources(Cluster(num_workers=2), config) == {"num_cpus": 1}

@@ -11,7 +11,7 @@ import typer
 from specgen.cli.config_file import repeating
 from specgen.cli.generating import KEPT_NOWHERE, RESUMES
 from specgen.cli.options import Only, with_options
-from specgen.cli.printing import print_files, print_hint, print_parts
+from specgen.cli.printing import print_files, print_parts
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import EngineConfig, SamplingParams, option, require
 
@@ -93,7 +93,6 @@ def evaluate(
         seed=sampling.seed,
         max_new_tokens=max_new_tokens,
     )
-    print_hint(engine.device, quiet)
     _run_unless_interrupted(job, output, output if log_samples else None, repeating(ctx), quiet)
 
 

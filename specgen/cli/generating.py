@@ -9,7 +9,7 @@ import typer
 
 from specgen.cli.config_file import repeating
 from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, FORMAT, NUM_PROMPTS, given_fields, with_options
-from specgen.cli.printing import print_hint, print_notes_and_exit, print_result, print_samples
+from specgen.cli.printing import print_notes_and_exit, print_result, print_samples
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import Cluster, EngineConfig, ExecutorName, FormatName, SamplingParams, option, require
 from specgen.prompts.formats import Reading
@@ -116,7 +116,6 @@ def generate(
         how=how,
         steps=not no_steps,
     )
-    print_hint(engine.device, quiet)
     _run_and_print(job, output, as_json, quiet)
 
 

@@ -2,15 +2,11 @@
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
-
-from specgen.record.provenance import num_cpus
 
 if TYPE_CHECKING:
     from specgen.jobs.run_output import RunResult
@@ -19,8 +15,6 @@ if TYPE_CHECKING:
     Parts = Callable[[Mapping[str, Any], Mapping[str, str]], Iterable[Part]]
 
 _FAILURES_SHOWN = 3  # where a file has them all
-_LOADAVG = Path("/proc/loadavg")
-_SAMPLES, _BETWEEN = 5, 0.01  # seconds
 
 
 def print_parts(parts: "Iterable[Part]", file: TextIO) -> None:
@@ -59,45 +53,6 @@ def print_notes_and_exit(result: "RunResult", output: Path | None, quiet: bool =
         print_failures(result.failures, result.report["num_errors"], where)
     if result.report["num_errors"]:
         raise typer.Exit(3)
-
-
-def print_hint(device: str, quiet: bool) -> None:
-    """On stderr what to try where other programs use the CPU that ``device`` is; nothing elsewhere."""
-    if not quiet and (sentence := crowded(device)):
-        print(f"specgen: hint: {sentence}", file=sys.stderr)
-
-
-def crowded(device: str) -> str:
-    """What to try where other programs keep cores busy that the threads of ``device`` need; empty elsewhere.
-
-    One thread that waits for a core delays the whole pass.
-    """
-    import torch
-
-    from specgen.device import choose_device
-
-    if choose_device(device).type != "cpu" or not _LOADAVG.exists():
-        return ""
-    return advice(torch.get_num_threads(), num_cpus(), num_busy())
-
-
-def advice(num_threads: int, num_cores: int, num_busy: int) -> str:
-    """The hint for so many threads on so many cores, of which others use ``num_busy``."""
-    if num_threads == 1 or num_threads + num_busy <= num_cores:
-        return ""
-    return (
-        f"{num_threads} threads on {num_cores} cores, of which other programs use {min(num_busy, num_cores)}: "
-        "OMP_NUM_THREADS=1 may be faster"
-    )
-
-
-def num_busy() -> int:
-    """Threads of other programs that run or wait for a core now, as Linux counts them."""
-    running = []
-    for _ in range(_SAMPLES):
-        running.append(int(_LOADAVG.read_text().split()[3].partition("/")[0]) - 1)  # without this one
-        time.sleep(_BETWEEN)
-    return int(median(running))
 
 
 def print_files(output: Path, page: str) -> None:

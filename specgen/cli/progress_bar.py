@@ -14,7 +14,7 @@ from specgen.report.display import clock, count
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-QUIET = option(False, "Results", "No progress, sample answers or hints: results, warnings and errors alone.")
+QUIET = option(False, "Results", "No progress or sample answers: results, warnings and errors alone.")
 _BETWEEN = 10.0  # seconds between two lines
 
 

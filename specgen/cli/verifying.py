@@ -9,7 +9,7 @@ import typer
 
 from specgen.cli.config_file import repeating
 from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, NUM_PROMPTS, Only, numbers, with_options
-from specgen.cli.printing import print_failures, print_hint, print_parts
+from specgen.cli.printing import print_failures, print_parts
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import EngineConfig, SamplingParams, option, require
 from specgen.prompts.formats import Reading
@@ -69,7 +69,6 @@ def verify(
         batch_sizes=sizes,
         how=how,
     )
-    print_hint(engine.device, quiet)
     found = audit(job, progress(quiet))
     if output is not None and config is not None:
         with writable(output):
