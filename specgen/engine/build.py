@@ -80,7 +80,7 @@ def build_engine(
 def assemble(
     config: EngineConfig, models: Models, num_pages: int, runner: Runner, record: Callable[[EngineRow], None]
 ) -> EngineCore:
-    """An engine of a resolved ``config`` whose cache has ``num_pages`` pages; see ``build.build_engine``."""
+    """An engine of a resolved ``config`` whose cache has ``num_pages`` pages; see ``build_engine``."""
     backend = BACKENDS[config.attention](models.target.device)
     allocator = PageAllocator(num_pages, config.page_size, prefix_cache=config.prefix_cache)
     target, step_rows = models.target, max(config.draft_length.most + 1, BLOCK if runner.captures else 0)

@@ -12,6 +12,8 @@ from specgen.report.acceptance import RequestMetrics
 from specgen.text.reasoning import split
 from specgen.text.tokenizer import StopStrings, Tokenizer
 
+_NONE: Mapping[str, str] = {}
+
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOutput:
@@ -65,9 +67,6 @@ class RequestOutput:
             **({} if self.logprobs is None else {"logprobs": [asdict(each) for each in self.logprobs]}),
             "metrics": self.metrics.to_json(),
         }
-
-
-_NONE: Mapping[str, str] = {}
 
 
 @dataclass(kw_only=True, eq=False)
