@@ -48,9 +48,10 @@ def requests() -> list[Request]:
     return alone + shared
 
 
-QUICK = ("mxfp4-nested", "qwen3-moe-eagle-1")
 PARAMS = [
-    pytest.param(name, marks=[pytest.mark.xdist_group(name), *([] if name in QUICK else [pytest.mark.slow])])
+    pytest.param(
+        name, marks=[pytest.mark.xdist_group(name), *([] if name == "mxfp4-nested" else [pytest.mark.slow])]
+    )
     for name in PAIRS
 ]
 

@@ -1,8 +1,9 @@
-"""Targets against ``transformers``, heads against the dense reference below, kernels bit for bit."""
+"""Targets against ``transformers``, heads against dense references, kernels bit for bit."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -14,7 +15,6 @@ from torch.nn import functional as F
 
 from specgen.checkpoints.checkpoint import load_drafter, load_target, open_checkpoint
 from specgen.checkpoints.inspect_checkpoint import describe
-from specgen.checkpoints.tensor_reader import Checkpoint
 from specgen.models.llama import Llama
 from specgen.models.model_config import TargetConfig
 from specgen.models.rotary import Llama3Scaling, RopeConfig, inverse_frequencies
@@ -22,6 +22,7 @@ from specgen.ops.cpu import cpu_float32_ops
 from specgen.ops.reference import rotate, silu_and_mul, torch_ops
 from specgen.ops.weight import Weight
 from tests.dense import DenseAttend
+from tests.reference_heads import ReferenceEagle3
 from tests.tiny_checkpoints import LLAMA3_SCALING, write_head, write_target
 from tests.tiny_fp8 import quantize
 
@@ -300,23 +301,25 @@ HEADS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("settings", HEADS.values(), ids=HEADS)
 def test_heads_equal_the_dense_reference(tmp_path: Path, written: Written, settings: dict[str, Any]) -> None:
     write_head(tmp_path, written.config, **settings)
-    checkpoint = open_checkpoint(str(tmp_path))
-    head = load_drafter(checkpoint, written.model)
-    reference = _DenseHead(checkpoint, written.model.embedding)
-    rows = 12
+    head = load_drafter(open_checkpoint(str(tmp_path)), written.model)
+    target: Any = SimpleNamespace(embedding=written.model.embedding, num_layers=written.config.num_layers)
+    reference, rows = ReferenceEagle3(tmp_path, target), 12
     torch.manual_seed(5)
     features = torch.randn(rows, head.config.num_features * written.config.hidden_size) * 4
     token_ids = torch.randint(0, written.config.vocab_size, (rows,))
 
-    hidden, expected = head.fuse(features), reference.fuse(features)
+    expected = reference.fuse(list(features.chunk(head.config.num_features, -1)))
+    hidden = head.fuse(features)
     torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
     for _ in range(3):  # each pass takes the output of the previous one
         hidden, normed = head.forward(token_ids, hidden, DenseAttend(head))
-        expected, logits = reference.forward(token_ids, expected)
+        out = reference.run(token_ids, expected, torch.arange(rows))
+        expected, logits = reference.recycled(out), reference.logits(out)
         torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(head.logits(normed), logits, atol=1e-4, rtol=1e-4)
         token_ids = head.draft_to_target[logits.argmax(-1)]
-    assert torch.equal(head.draft_to_target, reference.draft_to_target)
+    ids = torch.arange(logits.shape[-1])
+    assert torch.equal(head.draft_to_target, ids if reference.ids is None else ids + reference.ids)
 
 
 @torch.inference_mode()
@@ -351,63 +354,3 @@ def test_tensor_names_with_model_prefix_are_the_same_head(tmp_path: Path, writte
     features = torch.randn(4, 3 * written.config.hidden_size)
     assert torch.equal(heads[0].fuse(features), heads[1].fuse(features))
     assert torch.equal(heads[0].embedding, heads[1].embedding)
-
-
-class _DenseHead:
-    """An EAGLE3 head of one sequence from position 0, from raw tensors and flags, as in the papers."""
-
-    def __init__(self, checkpoint: Checkpoint, target_embedding: Tensor) -> None:
-        self.t = {
-            name.replace("layers.0.", "midlayer."): checkpoint.read(name) for name in checkpoint.tensors
-        }
-        self.config = dict(checkpoint.config)
-        self.layer = self.config.get("transformer_layer_config", self.config)
-        self.embedding = self.t.get("embed_tokens.weight", target_embedding)
-        self.draft_to_target = torch.arange(len(self.t["lm_head.weight"])) + self.t.get("d2t", 0)
-
-    def fuse(self, features: Tensor) -> Tensor:
-        if self.config.get("norm_before_fc"):
-            features = self.norm(features, "input_norm")
-        if self.config.get("fc_norm"):
-            count = sum(name.startswith("fc_norm") for name in self.t)
-            chunks = features.chunk(count, -1)
-            features = torch.cat([self.norm(chunk, f"fc_norm.{i}") for i, chunk in enumerate(chunks)], -1)
-        return features @ self.t["fc.weight"].T
-
-    def forward(self, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        embedded = self.norm(self.embedding[token_ids], "midlayer.input_layernorm")
-        normed = self.norm(hidden, "midlayer.hidden_norm")
-        residual = normed if self.config.get("norm_before_residual") else hidden
-        residual = residual + self.attention(torch.cat([embedded, normed], -1))
-        inner = self.norm(residual, "midlayer.post_attention_layernorm")
-        gate, up = (inner @ self.t[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        out = residual + (F.silu(gate) * up) @ self.t["midlayer.mlp.down_proj.weight"].T
-        normed_out = self.norm(out, "norm")
-        fed_back = normed_out if self.config.get("norm_output") else out
-        return fed_back, normed_out @ self.t["lm_head.weight"].T
-
-    def attention(self, x: Tensor) -> Tensor:
-        heads, kv_heads = self.layer["num_attention_heads"], self.layer["num_key_value_heads"]
-        q, k, v = (x @ self.t[f"midlayer.self_attn.{name}_proj.weight"].T for name in "qkv")
-        q, k, v = q.view(len(x), heads, -1), k.view(len(x), kv_heads, -1), v.view(len(x), kv_heads, -1)
-        if "midlayer.self_attn.q_norm.weight" in self.t:
-            q, k = self.norm(q, "midlayer.self_attn.q_norm"), self.norm(k, "midlayer.self_attn.k_norm")
-        q, k = self.rotate(q), self.rotate(k)
-        mixed = torch.empty_like(q)
-        for head in range(heads):
-            kv_head = head * kv_heads // heads
-            for row in range(len(x)):
-                scores = k[: row + 1, kv_head] @ q[row, head] / q.shape[-1] ** 0.5
-                mixed[row, head] = scores.softmax(0) @ v[: row + 1, kv_head]
-        return mixed.flatten(1) @ self.t["midlayer.self_attn.o_proj.weight"].T
-
-    def rotate(self, x: Tensor) -> Tensor:
-        half = x.shape[-1] // 2
-        angles = torch.arange(len(x))[:, None] / self.layer["rope_theta"] ** (torch.arange(half) / half)
-        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-        a, b = x[..., :half], x[..., half:]
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        eps = self.layer["rms_norm_eps"]
-        return F.rms_norm(x, x.shape[-1:], self.t[f"{name}.weight"], eps)

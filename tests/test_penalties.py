@@ -27,6 +27,7 @@ from tests.test_mtp import generate as generate_with_mtp
 from tests.test_mtp import glm
 from tests.test_mtp import load as load_mtp
 from tests.test_sampling import FILTERS, p_values, small_pair  # noqa: F401
+from tests.test_sampling import penalised as naive
 from tests.tiny_checkpoints import write_eagle1_head, write_head
 
 CPU = torch.device("cpu")
@@ -371,17 +372,6 @@ def test_planted_errors_are_caught(
 # --- a row -----------------------------------------------------------------------------------------
 
 
-def naive(logits: Tensor, prompt: list[int], output: list[int], sampling: SamplingParams) -> Tensor:
-    """One row ``[V]``, a token at a time."""
-    found = logits.float().clone()
-    for token in {*prompt, *output}:
-        by = sampling.repetition_penalty
-        found[token] = found[token] / by if found[token] > 0 else found[token] * by
-        found[token] -= sampling.frequency_penalty * output.count(token)
-        found[token] -= sampling.presence_penalty * (token in output)
-    return found
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_row_counts_the_drafts_before_it(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -395,7 +385,8 @@ def test_each_row_counts_the_drafts_before_it(dtype: torch.dtype) -> None:
         if b == 4 and i > 1:
             continue  # behind a missing draft nothing is chosen
         prompt, output = texts[b]
-        expected = naive(logits[b, i], prompt, output + drafts[b, :i].tolist(), params[b])
+        text = [*prompt, *output, *drafts[b, :i].tolist()]
+        expected = naive(logits[b, i].float(), text, params[b], len(prompt))
         assert torch.allclose(found[b, i], expected, atol=1e-6), (b, i)
     assert torch.equal(found[0], logits[0].float())
 
@@ -469,11 +460,3 @@ def test_suppressed_tokens_are_never_chosen(
                 suppress_tokens=list(never),
             )
             assert outputs.texts[request.id] == tuple(found[0, ids.shape[1] :].tolist())
-
-
-def test_a_suppressed_token_outside_the_vocabulary_refuses_the_request(random_pair: Pair) -> None:
-    engine = build_engine(config_of(random_pair), random_pair.models, lambda event: None)
-    sampling = SamplingParams(suppress_tokens=(5, 128))
-    refused = engine.submit(Request(id="a", prompt_token_ids=(5,), sampling=sampling))
-    assert refused is not None
-    assert refused.error == "suppress-tokens names 128, which is not in the vocabulary of 128"

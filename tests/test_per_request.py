@@ -95,7 +95,7 @@ def test_biased_greedy_text_equals_biased_plain_decoding(
 
 def test_logit_bias_with_mixed_acceptance(demo_pair: Pair, demo_reference: ReferenceDrafter) -> None:
     vocab_size = len(demo_pair.models.target.embedding)
-    requests = with_biases(bundled_requests(7, SamplingParams()), vocab_size)
+    requests = with_biases(bundled_requests(5, SamplingParams()), vocab_size)
     expected = {request.id: biased_greedy(demo_reference, request) for request in requests}
     for batch in ("padded", "non-padded"):
         outputs = generate(demo_pair, requests, num_spec_tokens=4, drafter_batch=batch, max_batch_size=4)
@@ -306,18 +306,15 @@ def test_invalid_parameters_are_refused(wrong: dict[str, Any], message: str) -> 
         SamplingParams(**wrong)
 
 
-@pytest.mark.parametrize("token", [-1, 128])
-def test_a_prompt_outside_the_vocabulary_is_refused(random_pair: Pair, token: int) -> None:
+def test_tokens_outside_the_vocabulary_refuse_their_request(random_pair: Pair) -> None:
     engine = build_engine(config_of(random_pair), random_pair.models, lambda event: None)
-    refused = engine.submit(Request(id="a", prompt_token_ids=(5, token), sampling=SamplingParams()))
-    assert refused is not None
-    assert refused.error == f"token id {token} is not in the vocabulary of 128"
-
-
-@pytest.mark.parametrize("token", [-1, 128])
-def test_a_bias_outside_the_vocabulary_refuses_the_request(random_pair: Pair, token: int) -> None:
-    engine = build_engine(config_of(random_pair), random_pair.models, lambda event: None)
-    sampling = SamplingParams(logit_bias=((5, 1.0), (token, 1.0)))
-    refused = engine.submit(Request(id="a", prompt_token_ids=(5,), sampling=sampling))
-    assert refused is not None
-    assert refused.error == f"logit-bias names token {token}, which is not in the vocabulary of 128"
+    wrong: list[tuple[tuple[int, ...], SamplingParams, str]] = []
+    for token in (-1, 128):
+        biased = SamplingParams(logit_bias=((5, 1.0), (token, 1.0)))
+        wrong.append(((5, token), SamplingParams(), f"token id {token} is not"))
+        wrong.append(((5,), biased, f"logit-bias names token {token}, which is not"))
+    wrong.append(((5,), SamplingParams(suppress_tokens=(5, 128)), "suppress-tokens names 128, which is not"))
+    for prompt, sampling, words in wrong:
+        refused = engine.submit(Request(id="a", prompt_token_ids=prompt, sampling=sampling))
+        assert refused is not None
+        assert refused.error == f"{words} in the vocabulary of 128"

@@ -61,33 +61,33 @@ def test_a_page_digest_covers_all_tokens_up_to_the_one_after_the_page() -> None:
     assert grown == whole
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_page_sharing_and_eviction_equal_a_simple_model(seed: int) -> None:
+def test_page_sharing_and_eviction_equal_a_simple_model() -> None:
     """Against a model that tracks every page's content; a page in use is never reassigned."""
-    draw, cache = random.Random(seed), PageAllocator(12, 4, prefix_cache=True)
-    content: dict[int, bytes] = {}
-    held: list[tuple[list[int], list[bytes]]] = []
-    for _ in range(400):
-        if draw.random() < 0.05:
-            cache.forget()
-            assert cache.num_known(digests(range(13))) == 0
-        if held and draw.random() < 0.5:
-            pages, _ = held.pop(draw.randrange(len(held)))
-            cache.release(pages)
-            continue
-        names = digests([draw.randrange(2) for _ in range(draw.randrange(1, 30))])
-        pages: list[int] = []
-        reused = cache.reuse(pages, names)
-        assert [content[page] for page in pages] == names[:reused]
-        in_use = {page for other, _ in held for page in other} | set(pages)
-        if not cache.grow(pages, 4 * (len(names) + 1)):
-            cache.release(pages)
-            continue
-        assert not in_use & set(pages[reused:])
-        content.update(zip(pages[reused:], [*names[reused:], b""], strict=True))
-        cache.keep(pages, names)
-        held.append((pages, names))
-        assert cache.num_free == 12 - len({page for other, _ in held for page in other})
+    for seed in range(20):
+        draw, cache = random.Random(seed), PageAllocator(12, 4, prefix_cache=True)
+        content: dict[int, bytes] = {}
+        held: list[tuple[list[int], list[bytes]]] = []
+        for _ in range(400):
+            if draw.random() < 0.05:
+                cache.forget()
+                assert cache.num_known(digests(range(13))) == 0
+            if held and draw.random() < 0.5:
+                pages, _ = held.pop(draw.randrange(len(held)))
+                cache.release(pages)
+                continue
+            names = digests([draw.randrange(2) for _ in range(draw.randrange(1, 30))])
+            pages: list[int] = []
+            reused = cache.reuse(pages, names)
+            assert [content[page] for page in pages] == names[:reused]
+            in_use = {page for other, _ in held for page in other} | set(pages)
+            if not cache.grow(pages, 4 * (len(names) + 1)):
+                cache.release(pages)
+                continue
+            assert not in_use & set(pages[reused:])
+            content.update(zip(pages[reused:], [*names[reused:], b""], strict=True))
+            cache.keep(pages, names)
+            held.append((pages, names))
+            assert cache.num_free == 12 - len({page for other, _ in held for page in other})
 
 
 def test_eviction_is_lru_and_from_the_end_of_a_text() -> None:

@@ -263,6 +263,7 @@ def test_a_rank_that_is_lost_or_hangs_while_weights_are_read(
     assert (num_read == 3) == (number == signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_ranks_share_a_machine_and_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     before, num_threads = dict(os.environ), torch.get_num_threads()
     asked = config(2)

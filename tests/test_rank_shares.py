@@ -258,6 +258,7 @@ def test_nothing_but_the_share_is_read_from_the_file(tmp_path: Path, monkeypatch
     assert not [name for name in read if name.endswith("_proj.weight") or name == "lm_head.weight"]
 
 
+@pytest.mark.slow
 def test_pickles_are_read_in_shares(tmp_path: Path) -> None:
     write_target(tmp_path)
     file = tmp_path / "model.safetensors"

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +87,24 @@ def reasoned(reasoning_pair: Path, questions: Path, tmp_path_factory: pytest.Tem
     return out
 
 
+def models_of(pair: Path, *more: object) -> list[object]:
+    return ["--model", pair / "target", "--drafter", pair / "drafter", *more]
+
+
+def refuses(result: Result, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        raise result.exception or AssertionError(result.output)
+
+
+def random_pair(path: Path, write_tokenizer: Callable[[Path], object]) -> Path:
+    """A random pair in ``path`` with a tokenizer that has markers."""
+    write_head(path / "drafter", write_target(path / "target", vocab_size=352), draft_vocab_size=100)
+    write_tokenizer(path / "target")
+    return path
+
+
 def generate(pair: Path, questions: Path, out: Path, *arguments: object) -> Result:
-    models = ["--model", pair / "target", "--drafter", pair / "drafter", "--num-spec-tokens", 3]
+    models = models_of(pair, "--num-spec-tokens", 3)
     data = ["--dataset", "mt-bench", "--data-path", questions, "--max-new-tokens", 60]
     return call("generate", *models, *data, "--output", out, *arguments)
 
@@ -232,10 +248,7 @@ def test_shards_merge_to_the_same_parts(
 
 @pytest.fixture(scope="module")
 def think_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("think")
-    write_head(path / "drafter", write_target(path / "target", vocab_size=352), draft_vocab_size=100)
-    write_think(path / "target")
-    return path
+    return random_pair(tmp_path_factory.mktemp("think"), write_think)
 
 
 @pytest.mark.parametrize("spec", mostly_slow([0, 2], 2))
@@ -258,14 +271,7 @@ def test_sampled_texts_with_markers_anywhere_have_exact_parts(
         for n in range(40)
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in asked))
-    models = [
-        "--model",
-        think_pair / "target",
-        "--drafter",
-        think_pair / "drafter",
-        "--num-spec-tokens",
-        spec,
-    ]
+    models = models_of(think_pair, "--num-spec-tokens", spec)
     options = ["--chat-template-kwargs", '{"opens": true}', "--max-new-tokens", 12, "--output", out]
     result = call("generate", *models, "--dataset", data, *options)
     assert result.exit_code == 0, result.output
@@ -299,10 +305,7 @@ SHORT = ("--max-new-tokens", 6)  # for texts that no test reads
 
 @pytest.fixture(scope="module")
 def harmony_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("harmony")
-    write_head(path / "drafter", write_target(path / "target", vocab_size=352), draft_vocab_size=100)
-    write_harmony(path / "target")
-    return path
+    return random_pair(tmp_path_factory.mktemp("harmony"), write_harmony)
 
 
 def on(day: str, patch: pytest.MonkeyPatch) -> None:
@@ -353,8 +356,7 @@ def test_a_run_resumed_on_another_day_has_the_prompts_of_the_first(
         ("{}", r"reasoning_effort high -> not given"),
     ):
         refused = generate(harmony_pair, questions, out, *SHORT, "--chat-template-kwargs", other)
-        with pytest.raises(UserError, match=field):
-            raise refused.exception or AssertionError(refused.output)
+        refuses(refused, field)
 
 
 def test_the_date_is_the_users_or_that_of_a_new_run(
@@ -375,14 +377,7 @@ def test_without_chats_or_a_dated_template_no_date_is_recorded(
 ) -> None:
     own = tmp_path / "rows.jsonl"
     own.write_text('{"id": "a", "prompt": "Tom has"}\n')
-    models = [
-        "--model",
-        harmony_pair / "target",
-        "--drafter",
-        harmony_pair / "drafter",
-        "--max-new-tokens",
-        4,
-    ]
+    models = models_of(harmony_pair, "--max-new-tokens", 4)
     assert call("generate", *models, "--dataset", own, "--output", tmp_path / "raw").exit_code == 0
     assert generate(think_pair, questions, tmp_path / "chats", *SHORT).exit_code == 0
     for name in ("raw", "chats"):
@@ -395,7 +390,7 @@ def test_wrong_kwargs_leave_no_directory_that_refuses_the_right_ones(
     think_pair: Path, questions: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    models = ["--model", think_pair / "target", "--drafter", think_pair / "drafter", "--max-new-tokens", 4]
+    models = models_of(think_pair, "--max-new-tokens", 4)
     wrong = ("--chat-template-kwargs", '{"enable_thinkin": false}')
     evaluation = ("eval", "word_problems", *models, "--apply-chat-template", "--limit", 2, "--num-fewshot", 0)
     own = tmp_path / "rows.jsonl"
@@ -407,8 +402,7 @@ def test_wrong_kwargs_leave_no_directory_that_refuses_the_right_ones(
         (("generate", *models, "--dataset", own, *right), "no row of .* is a chat: remove it"),
     ):
         refused = call(*arguments, "--output", out)
-        with pytest.raises(UserError, match=reason):
-            raise refused.exception or AssertionError(refused.output)
+        refuses(refused, reason)
         assert not (out / "manifest.json").exists()
         assert not (out / "study.json").exists()
     assert generate(think_pair, questions, out, *right).exit_code == 0
@@ -418,14 +412,7 @@ def test_an_audit_renders_with_the_same_kwargs(
     harmony_pair: Path, questions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on("2026-03-07", monkeypatch)
-    models = [
-        "--model",
-        harmony_pair / "target",
-        "--drafter",
-        harmony_pair / "drafter",
-        "--max-new-tokens",
-        4,
-    ]
+    models = models_of(harmony_pair, "--max-new-tokens", 4)
     data = ["--dataset", "mt-bench", "--data-path", questions, "--batch-sizes", 2, "--json"]
     found = call("verify", *models, *data, "--chat-template-kwargs", '{"reasoning_effort": "low"}')
     assert found.exit_code == 0, found.output
@@ -438,7 +425,7 @@ def test_an_audit_renders_with_the_same_kwargs(
 
 def test_an_evaluation_scores_the_answer_alone(reasoning_pair: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    models = ["--model", reasoning_pair / "target", "--drafter", reasoning_pair / "drafter"]
+    models = models_of(reasoning_pair)
     arguments = ("word_problems", *models, "--apply-chat-template", "--limit", 3, "--arms", "padded,baseline")
     result = call("eval", *arguments, "--num-spec-tokens", 3, "--log-samples", "--output", out)
     assert result.exit_code == 0, result.output
@@ -467,15 +454,14 @@ def test_an_evaluation_refuses_a_limit_that_would_cut_its_prompts(tmp_path: Path
     message = (
         r"max-new-tokens is 2040 and a prompt of word_problems has \d+ tokens, in a context of 2048: lower it"
     )
-    with pytest.raises(UserError, match=message):
-        raise refused.exception or AssertionError(refused.output)
+    refuses(refused, message)
 
 
 @pytest.mark.slow
 def test_an_evaluation_counts_answers_that_ended_while_reasoning(
     reasoning_pair: Path, tmp_path: Path
 ) -> None:
-    models = ["--model", reasoning_pair / "target", "--drafter", reasoning_pair / "drafter"]
+    models = models_of(reasoning_pair)
     arguments = ("word_problems", *models, "--apply-chat-template", "--limit", 4, "--arms", "padded,baseline")
     out = tmp_path / "out"
     result = call("eval", *arguments, "--max-new-tokens", 3, "--output", out)
@@ -484,20 +470,18 @@ def test_an_evaluation_counts_answers_that_ended_while_reasoning(
     sentence = " ".join(result.stdout.split())
     assert "ended while reasoning: 4 of padded, 4 of baseline; raise --max-new-tokens." in sentence
     other = call("eval", *arguments, "--max-new-tokens", 4, "--output", out)
-    with pytest.raises(UserError, match=r"max_new_tokens 3 -> 4"):
-        raise other.exception or AssertionError(other.output)
+    refuses(other, r"max_new_tokens 3 -> 4")
 
 
 @pytest.mark.slow
 def test_an_evaluation_keeps_its_date_and_raw_text_takes_no_kwargs(
     harmony_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models = ["--model", harmony_pair / "target", "--drafter", harmony_pair / "drafter", "--limit", 2]
+    models = models_of(harmony_pair, "--limit", 2)
     arguments = ["eval", "word_problems", *models, "--max-new-tokens", 4, "--num-spec-tokens", 2]
     given = ("--chat-template-kwargs", '{"reasoning_effort": "low"}')
     refused = call(*arguments, *given)
-    with pytest.raises(UserError, match="prompts are raw text: add --apply-chat-template"):
-        raise refused.exception or AssertionError(refused.output)
+    refuses(refused, "prompts are raw text: add --apply-chat-template")
     arguments += ["--apply-chat-template", "--num-fewshot", 0, "--output", tmp_path / "out", *given]
     on("2026-03-07", monkeypatch)
     first = call(*arguments, "--arms", "padded,baseline", "--log-samples")
@@ -518,8 +502,7 @@ def test_an_evaluation_keeps_its_date_and_raw_text_takes_no_kwargs(
 
 def test_a_text_ends_at_any_of_the_end_tokens_of_the_generation_config(tmp_path: Path) -> None:
     ends = [7, 21, 30]
-    write_head(tmp_path / "drafter", write_target(tmp_path / "target", vocab_size=352), draft_vocab_size=100)
-    write_harmony(tmp_path / "target")
+    random_pair(tmp_path, write_harmony)
     (tmp_path / "target" / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     data, out = tmp_path / "rows.jsonl", tmp_path / "out"
     bias = dict.fromkeys(map(str, ends), 4)
@@ -527,7 +510,7 @@ def test_a_text_ends_at_any_of_the_end_tokens_of_the_generation_config(tmp_path:
         {"id": f"r{n}", "prompt": "Tom", "temperature": 1.0, "logit_bias": bias, "seed": n} for n in range(30)
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in asked))
-    models = ["--model", tmp_path / "target", "--drafter", tmp_path / "drafter", "--num-spec-tokens", 2]
+    models = models_of(tmp_path, "--num-spec-tokens", 2)
     result = call("generate", *models, "--dataset", data, "--max-new-tokens", 20, "--output", out)
     assert result.exit_code == 0, result.output
     found = rows(out)

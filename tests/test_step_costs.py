@@ -124,20 +124,20 @@ def test_all_graphs_are_captured_before_a_run_that_is_timed(
     random_pair: Pair, device_like: Callable[[], None]
 ) -> None:
     device_like()
-    config = config_of(random_pair, num_spec_tokens=2, max_batch_size=11)
+    config = config_of(random_pair, num_spec_tokens=2, max_batch_size=6)
     engine = build_engine(config, random_pair.models, lambda event: None)
     keys: set[tuple[Any, ...]] = set()
     runner = engine._runner
     runner.sizes = StepGraphs.sizes.__get__(runner)  # type: ignore[method-assign]
     runner.step = lambda key, function: (keys.add(key), function())[1]  # type: ignore[method-assign]
-    measure(engine, 11, 2)
+    measure(engine, 6, 2)
     timed = set(keys)
-    capture_all(engine, 11, range(3))
+    capture_all(engine, 6, range(3))
     before = set(keys)
     engine.spec_length = AnyLength(2)
     run(engine, random_requests(16, 128, GREEDY))
-    assert len(before) >= 3 * len(StepGraphs.sizes(runner, 11))  # type: ignore[arg-type]
-    assert len(timed) == 3 * len({1, 2, 4, 8, 11}), "what is not timed waits until it is needed"
+    assert len(before) >= 3 * len(StepGraphs.sizes(runner, 6))  # type: ignore[arg-type]
+    assert len(timed) == 3 * len({1, 2, 4, 6}), "what is not timed waits until it is needed"
     assert keys == before
 
 

@@ -1,7 +1,6 @@
 """The terminal's tables show the report, aligned, and no line is wider than the terminal."""
 
 import itertools
-import json
 
 import pytest
 
@@ -9,11 +8,9 @@ from specgen.report.paired_requests import SharedRequests
 from specgen.report.side_by_side import of_runs
 from specgen.report.tables import of_run
 from specgen.report.terminal import render as in_terminal
-from tests.streams import decode_steps, fold, refusal, request
-
-
-def as_json(events, num_spec_tokens=3):
-    return json.loads(json.dumps(fold(events, num_spec_tokens=num_spec_tokens).to_json()))
+from tests.streams import fold, refusal, request
+from tests.test_report import as_json
+from tests.test_report_html import of_several_lengths
 
 
 def a_run(num_spec_tokens=3):
@@ -107,11 +104,6 @@ def test_plain_decoding_shows_no_acceptance():
     assert "token 0" not in text
     assert "acceptance length" not in text
     assert cells(text, "output tokens/s")[0] == "1.0"
-
-
-def of_several_lengths(*lengths):
-    """A run of up to 7 drafts per step."""
-    return as_json([*request("a", [(k, min(k, 2)) for k in lengths]), *decode_steps(*lengths)], 7)
 
 
 def test_the_draft_lengths_that_ran_are_shown():

@@ -26,6 +26,7 @@ from specgen.prompts import Prompt
 from specgen.record.record_rows import EngineRow
 from specgen.text.tokenizer import Message
 from tests.engines import Outputs, bundled_requests
+from tests.marks import mostly_slow
 from tests.rank_plants import compare_every_pass, prefill_and_compare, together
 
 pytestmark = pytest.mark.xdist_group("ranks")  # processes that all of them use
@@ -94,12 +95,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK = ("padded", "ngram")
-
-
-@pytest.mark.parametrize(
-    "way", [way if way in QUICK else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
-)
+@pytest.mark.parametrize("way", mostly_slow(WAYS, "padded"))
 def test_texts_drafts_and_passes_are_those_of_one_process(shared: Models, alone: Models, way: str) -> None:
     several, one = run(shared, GREEDY, **WAYS[way]), run(alone, GREEDY, **WAYS[way])
     assert several.texts == one.texts

@@ -208,7 +208,7 @@ def test_random_tokens_stop_where_brute_force_stops(request, name, data, stops, 
     assert kept_in_steps(StopStrings(tokenizer, stops), token_ids, steps) == expected
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     parts=st.lists(st.sampled_from([*"a .é€日🙂", "t", "\x80", "\xe2", "\xf0\x9f", "<|end|>"]), max_size=14),
     stops=STOPS | ANY_STOPS,
