@@ -561,20 +561,20 @@ def test_ratios_are_within_a_round_and_one_round_has_none() -> None:
 def test_rounds_of_other_conditions_and_torn_lines_do_not_count(tmp_path: Path) -> None:
     path = tmp_path / "compare.rounds.jsonl"
 
-    def speeds(under: str, *added: float) -> list[dict[str, float]]:
+    def speeds(under: str, *added: int) -> list[dict[str, float]]:
         file = RowFile(path)
         (found,) = rounds_under(file.values(), {"mine": under}, file).values()
         for speed in added:
             found.add({"a": Repeat(seconds=1.0, num_tokens=speed)})
         return found.speeds()
 
-    assert speeds("before", 1.0) == [{"a": 1.0}]
+    assert speeds("before", 1) == [{"a": 1.0}]
     assert speeds("now") == []
-    speeds("now", 2.0)
+    speeds("now", 2)
     with path.open("a") as torn:
         torn.write('{"id": "mine now round 2", "under": "mine now", "ar')
     assert speeds("now") == [{"a": 2.0}]
-    assert speeds("now", 3.0) == [{"a": 2.0}, {"a": 3.0}]
+    assert speeds("now", 3) == [{"a": 2.0}, {"a": 3.0}]
     assert speeds("before") == [{"a": 1.0}]
 
 

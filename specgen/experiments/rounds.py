@@ -10,6 +10,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from specgen.config import require
 from specgen.record.files import RowFile, id_of, writable
 from specgen.record.provenance import FREE_IN_A_RUN
@@ -54,10 +56,7 @@ class Repeat:
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> "Repeat":
         """The repeat that ``to_json`` was of."""
-        kinds = dict.fromkeys(("ttft", "tpot", "itl"), LatencyStats) | {"touched": Touched, "wall": WallTime}
-        parts = {name: row.get(name) and kind(**row[name]) for name, kind in kinds.items()}
-        lists = {name: tuple(row[name]) for name in ("acceptance", "disturbances")}
-        return cls(**{**row, **parts, **lists})
+        return msgspec.convert(row, cls)
 
 
 @dataclass(frozen=True, kw_only=True)
