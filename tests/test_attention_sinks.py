@@ -6,8 +6,8 @@ import torch
 from specgen.attention import Backend, LayerAttention
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from tests.marks import mostly_slow
-from tests.paged_pass import HEAD_DIM, PagedPass
-from tests.test_attention_windows import SHAPES
+from tests.paged_pass import HEAD_DIM
+from tests.test_attention_windows import SHAPES, random_pass
 
 CPU = torch.device("cpu")
 SINKS = torch.tensor([-3.0, 0.5, 2.0, 9.0])  # of the four heads: from hardly any share to nearly all
@@ -23,7 +23,7 @@ LAYERS = [
 @pytest.mark.parametrize("page_size", mostly_slow([4, 16], 4))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_layers_of_a_pass_have_sinks_of_their_own(backend: type[Backend], page_size: int, shape: str) -> None:
-    world, made = PagedPass.random(*SHAPES[shape], page_size), backend(CPU)
+    world, made = random_pass(shape, page_size), backend(CPU)
     layouts = [world.known(), world.packed(num_padding=3 if backend is StaticSdpaBackend else 0)]
     for layout in layouts:
         for layer, out in zip(LAYERS, world.attend(made, layout, LAYERS), strict=True):
@@ -33,7 +33,7 @@ def test_layers_of_a_pass_have_sinks_of_their_own(backend: type[Backend], page_s
 
 
 def test_the_sinks_of_this_test_matter() -> None:
-    world = PagedPass.random(*SHAPES["verify"], 16)
+    world = random_pass("verify")
     with_sinks, without = world.expected(LAYERS[0]), world.expected(LAYERS[2])
     shares = (with_sinks / without).view(-1, 4, HEAD_DIM).median(-1).values.mean(0)
     assert shares[0] > 0.95

@@ -5,6 +5,7 @@ What calls FlashInfer is tested here against a stand-in for it, and on a GPU in 
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import pytest
@@ -32,6 +33,12 @@ SHAPES = {  # positions and rows of each sequence
 }
 
 
+@cache
+def random_pass(shape: str, page_size: int = 16) -> PagedPass:
+    """One for all tests: what is expected of it is computed once."""
+    return PagedPass.random(*SHAPES[shape], page_size)
+
+
 def check(
     backend: Backend, world: PagedPass, layout: Layout, layers: Sequence[LayerAttention] = LAYERS
 ) -> None:
@@ -51,7 +58,7 @@ def check(
 def test_layers_of_a_pass_have_windows_of_their_own(
     backend: type[Backend], page_size: int, shape: str
 ) -> None:
-    world = PagedPass.random(*SHAPES[shape], page_size)
+    world = random_pass(shape, page_size)
     made = backend(CPU)
     check(made, world, world.known())
     check(made, world, world.packed())
@@ -67,7 +74,7 @@ def test_padding_rows_behind_the_table_stay_finite(page_size: int) -> None:
 
 
 def test_a_mask_is_made_once_for_each_window_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = PagedPass.random(*SHAPES["verify"], 16)
+    world = random_pass("verify")
     made, zeros = [], torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, **kind: made.append(shape) or zeros(*shape, **kind))
     for layers, masks in ((LAYERS, len(set(WINDOWS))), (LAYERS[:1] * 3, 1)):
@@ -95,7 +102,7 @@ CALLS = {  # compute capability, SMs, shape, kind of layout
 def test_every_call_of_trtllm_is_given_the_window(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     major, num_sms, shape, kind = CALLS[call]
     fake_flashinfer.install(monkeypatch, major=major, num_sms=num_sms)
-    world, made = PagedPass.random(*SHAPES[shape], 16), TrtllmBackend(CPU)
+    world, made = random_pass(shape), TrtllmBackend(CPU)
     layout = world.packed(num_padding=3) if kind == "packed" else getattr(world, kind)()
     for _ in range(2):  # what the first pass has planned serves the second
         check(made, world, layout)
@@ -105,7 +112,7 @@ def test_every_call_of_trtllm_is_given_the_window(monkeypatch: pytest.MonkeyPatc
 def test_every_call_of_trtllm_is_given_the_sinks(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     major, num_sms, shape, kind = CALLS[call]
     fake_flashinfer.install(monkeypatch, major=major, num_sms=num_sms)
-    world, made = PagedPass.random(*SHAPES[shape], 16), TrtllmBackend(CPU)
+    world, made = random_pass(shape), TrtllmBackend(CPU)
     layout = world.packed(num_padding=3) if kind == "packed" else getattr(world, kind)()
     for layers in (SINKS, [*SINKS[:2], *LAYERS[:2], *SINKS[2:4]], LAYERS):
         check(made, world, layout, layers)
@@ -114,7 +121,7 @@ def test_every_call_of_trtllm_is_given_the_sinks(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_paged_wrapper_is_given_the_sinks(monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
     fake_flashinfer.install(monkeypatch, major=9, num_sms=132)
-    world, made = PagedPass.random(*SHAPES[shape], 16), FlashInferBackend(CPU)
+    world, made = random_pass(shape), FlashInferBackend(CPU)
     for layers in (SINKS, [*SINKS[:2], *LAYERS[:2], *SINKS[2:4]], LAYERS):
         check(made, world, world.packed(num_padding=3), layers)
         check(made, world, world.known(), layers)
@@ -122,7 +129,7 @@ def test_the_paged_wrapper_is_given_the_sinks(monkeypatch: pytest.MonkeyPatch, s
 
 def test_layers_with_sinks_share_the_plan_of_their_window(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_flashinfer.install(monkeypatch, major=9, num_sms=132)
-    world, made = PagedPass.random(*SHAPES["prefill"], 16), FlashInferBackend(CPU)
+    world, made = random_pass("prefill"), FlashInferBackend(CPU)
     before = BatchPrefillWithPagedKVCacheWrapper.plans
     world.attend(made, world.known(), [*SINKS, *SINKS])
     assert BatchPrefillWithPagedKVCacheWrapper.plans - before == len(set(WINDOWS))
@@ -156,7 +163,7 @@ def test_every_kernel_with_sinks_has_a_name_of_its_own(monkeypatch: pytest.Monke
 
 def test_a_kernel_without_sinks_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_flashinfer.install(monkeypatch, major=9, num_sms=1)
-    world = PagedPass.random(*SHAPES["verify"], 16)
+    world = random_pass("verify")
     with pytest.raises(AssertionError, match="leave them out"):
         world.attend(UnsplitDecode(CPU), world.uniform(), SINKS)
 
@@ -164,7 +171,7 @@ def test_a_kernel_without_sinks_refuses_them(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_paged_wrapper_is_given_the_window(monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
     fake_flashinfer.install(monkeypatch, major=9, num_sms=132)
-    world, made = PagedPass.random(*SHAPES[shape], 16), FlashInferBackend(CPU)
+    world, made = random_pass(shape), FlashInferBackend(CPU)
     other = PagedPass.random([40, 7], [3, 7], 16)
     check(made, world, world.packed(num_padding=3))
     check(made, other, other.known())
@@ -174,7 +181,7 @@ def test_the_paged_wrapper_is_given_the_window(monkeypatch: pytest.MonkeyPatch, 
 def test_the_paged_wrapper_plans_once_for_each_window_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planning waits for the device: layers that take turns must not make each other plan again."""
     fake_flashinfer.install(monkeypatch, major=9, num_sms=132)
-    world, made = PagedPass.random(*SHAPES["prefill"], 16), FlashInferBackend(CPU)
+    world, made = random_pass("prefill"), FlashInferBackend(CPU)
     before = BatchPrefillWithPagedKVCacheWrapper.plans
     for passes in (1, 2):
         world.attend(made, world.known(), LAYERS)

@@ -431,6 +431,7 @@ def test_the_command_writes_its_files(pair: Path, tmp_path: Path) -> None:
     assert len((tmp_path / "throughput-vllm-21477.csv").read_text().splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_the_bounds_of_a_bench_that_goes_on_are_of_one_bandwidth(
     pair: Path, monkeypatch, tmp_path: Path
 ) -> None:

@@ -69,7 +69,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str],
             "--num-prompts",
             "5",
             "--max-new-tokens",
-            "16",
+            "10",
         ),
         *("--num-spec-tokens", str(K), "--repeats", "2", "--output", str(root / "out")),
     ]
@@ -728,8 +728,8 @@ def test_other_settings_do_not_go_into_the_same_runs(
 ) -> None:
     shutil.copytree(compared[0], tmp_path / "out")
     command = [*compared[1][:-1], str(tmp_path / "out")]
-    command[command.index("16")] = "17"
-    with pytest.raises(UserError, match=r"differs in --max-new-tokens 16 -> 17"):
+    command[command.index("10")] = "11"
+    with pytest.raises(UserError, match=r"differs in --max-new-tokens 10 -> 11"):
         call(*command)
 
 

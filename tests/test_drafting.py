@@ -16,6 +16,7 @@ from specgen.models.eagle import Eagle3Head
 from specgen.ops import Store
 from specgen.record.record_rows import PassRow
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, random_requests
+from tests.marks import mostly_slow
 from tests.reference_drafts import ReferenceDrafter
 
 K = 3
@@ -88,7 +89,7 @@ def test_k_0_runs_no_head_pass(random_pair: Pair, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", BUGS)
-@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+@pytest.mark.parametrize("batch", mostly_slow(["padded", "non-padded"], "padded"))
 def test_planted_bugs_are_caught(
     random_pair: Pair,
     random_reference: ReferenceDrafter,

@@ -129,6 +129,7 @@ def test_answers_without_the_template_are_called_empty() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_reports_name_what_ran_as_seen_from_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from specgen.experiments.study import StudyRun
 
@@ -164,6 +165,7 @@ def test_an_arm_that_fails_leaves_its_files_closed(tmp_path: Path, monkeypatch: 
     assert '{"row":"capture"' in (tmp_path / "a" / "passes.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_several_tasks_run_one_after_the_other_with_figures_each(tmp_path: Path) -> None:
     row = {"question": "Tom has 3 apples and buys 4. How many?", "answer": "3 + 4 = 7\n#### 7"}
     for split in ("train", "test"):

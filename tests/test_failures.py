@@ -52,7 +52,6 @@ def batch_sizes_of(outputs: Outputs, name: str) -> set[int]:
             for how in product(("padded", "non-padded"), (False, True))
         ),
         (4, GREEDY, "padded", True),
-        (4, SAMPLED, "non-padded", True),
     ),
     ids={GREEDY: "greedy", SAMPLED: "sampled"}.get,
 )
@@ -298,7 +297,8 @@ def test_a_lost_device_ends_the_run_and_names_the_requests_in_flight(
     engine.abandon()
 
 
-@pytest.mark.parametrize("ahead", mostly_slow([False, True], True))
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [False, True])
 def test_a_request_retried_alone_is_the_only_one_in_flight(
     random_pair: Pair, device_like: Callable[[], None], monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import pytest
@@ -20,7 +21,7 @@ from specgen.ops.reference import torch_ops
 from tests import fake_flashinfer
 from tests.fp8_numbers import NUMBERS, rounded, stored
 from tests.paged_pass import HEAD_DIM, PagedPass
-from tests.test_attention_windows import CALLS, SHAPES
+from tests.test_attention_windows import CALLS, SHAPES, random_pass
 
 CPU, FP8 = torch.device("cpu"), torch.float8_e4m3fn
 SCALES = ((0.7, 1.9), (1.3, 0.4), (1.0, 1.0), (0.011, 3.1))
@@ -35,17 +36,22 @@ LAYERS = [
 PLAIN = [layer for layer in LAYERS if layer.sinks is None]
 
 
+@cache
 def fp8_pass(shape: str) -> PagedPass:
-    world = PagedPass.random(*SHAPES[shape], 16)
+    world = random_pass(shape)
     return replace(world, keys=world.keys.to(FP8), values=world.values.to(FP8))
+
+
+@cache
+def multiplied(world: PagedPass, layer: LayerAttention) -> PagedPass:
+    return replace(
+        world, keys=world.keys.float() * layer.k_scale, values=world.values.float() * layer.v_scale
+    )
 
 
 def check(backend: Backend, world: PagedPass, layout: Layout, layers: list[LayerAttention]) -> None:
     for layer, out in zip(layers, world.attend(backend, layout, layers), strict=True):
-        multiplied = replace(
-            world, keys=world.keys.float() * layer.k_scale, values=world.values.float() * layer.v_scale
-        )
-        want = multiplied.expected(layer)
+        want = multiplied(world, layer).expected(layer)
         torch.testing.assert_close(out[: len(want)], want, atol=1e-5, rtol=1e-5)
         assert out.isfinite().all()
 

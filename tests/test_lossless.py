@@ -37,8 +37,6 @@ def demo_texts(demo_reference: ReferenceDrafter) -> Texts:
     mostly_slow(
         product((0, 1, 2, 4, 8), (1, 5, 32), ("padded", "non-padded")),
         (0, 5, "padded"),
-        (1, 1, "padded"),
-        (4, 5, "padded"),
         (8, 5, "non-padded"),
     ),
 )
