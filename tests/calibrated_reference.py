@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 from transformers import AutoModelForCausalLM
 
-FEATURES = 3
-
 
 @dataclass(frozen=True)
 class DenseTarget:

@@ -158,8 +158,7 @@ class Run:
             mine = self.completions[name]
             if theirs.error is None and (
                 mine.token_ids != theirs.token_ids
-                or [step[1:] for step in mine.record.steps or ()]
-                != [step[1:] for step in theirs.record.steps or ()]
+                or _steps(mine) != _steps(theirs)
                 or not _same_logprobs(mine, theirs)
             ):
                 found.append(name)
