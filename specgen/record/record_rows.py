@@ -40,29 +40,24 @@ class StepCounts:
     @classmethod
     def of(cls, steps: Iterable[Step], num_spec_tokens: int) -> Self:
         """The counts of ``steps``; ``UserError`` for one that cannot belong to a run with this K."""
-        counts = cls(num_spec_tokens)
+        counts, most = cls(num_spec_tokens), num_spec_tokens
         for (drafted, accepted), number in Counter(
-            (len(step.drafts), step.accepted) for step in steps
+            (len(each.drafts), each.accepted) for each in steps
         ).items():
-            counts.add(drafted, accepted, number)
+            require(drafted <= most, f"a step has {drafted} drafts but K is {most}: give the run's K")
+            require(
+                0 <= accepted <= drafted,
+                f"a step accepted {accepted} of {drafted} drafts: the rows are corrupt, run again",
+            )
+            if drafted == 0:
+                counts.without_drafts += number
+                continue
+            for position in range(drafted):
+                counts.drafted[position] += number
+                counts.reached[position] += number * (accepted >= position)
+                counts.accepted[position] += number * (accepted > position)
+            counts.histogram[accepted] += number
         return counts
-
-    def add(self, drafted: int, accepted: int, number: int = 1) -> None:
-        """Count ``number`` equal steps; ``UserError`` for what cannot belong to this run."""
-        most = len(self.drafted)
-        require(drafted <= most, f"a step has {drafted} drafts but K is {most}: give the run's K")
-        require(
-            0 <= accepted <= drafted,
-            f"a step accepted {accepted} of {drafted} drafts: the rows are corrupt, run again",
-        )
-        if drafted == 0:
-            self.without_drafts += number
-            return
-        for position in range(drafted):
-            self.drafted[position] += number
-            self.reached[position] += number * (accepted >= position)
-            self.accepted[position] += number * (accepted > position)
-        self.histogram[accepted] += number
 
     def __add__(self, other: "StepCounts") -> "StepCounts":
         """The counts of both, as of one run."""
