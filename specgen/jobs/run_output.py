@@ -32,6 +32,9 @@ MAIN_FILES: Mapping[FormatName, str] = {
 }
 _FAILURES_KEPT = 100  # for printing
 _REASONING_SHOWN = 200  # characters
+_CHAT = "/v1/chat/completions"  # the default, for rows that are not of a batch
+_MIN_LOGPROB = -9999.0  # minus infinity, which JSON cannot write, as in vLLM
+_ROW_GROUP = 512  # rows in memory at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,10 +160,6 @@ def _served(path: Path) -> "Served":
 # --- other formats ------------------------------------------------------------------------------
 
 
-_CHAT = "/v1/chat/completions"  # the default, for rows that are not of a batch
-_MIN_LOGPROB = -9999.0  # minus infinity, which JSON cannot write, as in vLLM
-
-
 @dataclass(frozen=True, kw_only=True)
 class Served:
     """What all responses of a run share."""
@@ -268,9 +267,6 @@ def _text_choice(row: Mapping[str, Any], token_text: Callable[[int], str]) -> di
     reasoning = {"reasoning_content": row["reasoning"]} if "reasoning" in row else {}
     end = {"logprobs": logprobs, "finish_reason": row["finish_reason"]}
     return {"index": 0, "text": row["text"], **reasoning, **end}
-
-
-_ROW_GROUP = 512  # rows in memory at a time
 
 
 def export_parquet(rows: Iterable[Mapping[str, Any]], path: Path) -> None:

@@ -19,6 +19,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+_ID = re.compile(rb'\{"id": ("(?:[^"\\]|\\.)*")')  # the start of a row as ``add`` writes it
+
 
 @contextmanager
 def naming(path: object) -> Iterator[None]:
@@ -106,8 +108,6 @@ def _partial(path: Path) -> Path:
 
 
 # --- rows ---------------------------------------------------------------------------------------
-
-_ID = re.compile(rb'\{"id": ("(?:[^"\\]|\\.)*")')  # the start of a row as ``add`` writes it
 
 
 class Rows(Mapping[str, dict[str, Any]]):

@@ -14,6 +14,9 @@ from specgen.record.files import as_json, swapped, write_json
 from specgen.record.interrupt import StoppedError
 from specgen.record.record_rows import EngineRow, PassRow
 
+State = Literal["reading", "preparing", "running", "finished", "interrupted", "failed"]
+_INTERVAL = 1.0  # seconds between two writes
+
 
 class Tally:
     """Counts of the passes of one engine."""
@@ -77,9 +80,6 @@ class Progress(Protocol):
 
 
 # --- status.json --------------------------------------------------------------------------------
-
-State = Literal["reading", "preparing", "running", "finished", "interrupted", "failed"]
-_INTERVAL = 1.0  # seconds between two writes
 
 
 class Status:

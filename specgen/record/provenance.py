@@ -35,6 +35,14 @@ FREE_IN_A_RUN = (  # no effect on texts; checkpoints are compared by fingerprint
     "versions.lm-eval",
 )
 _PACKAGES = ("specgen", "torch", "flashinfer-python", "transformers", "tokenizers", "datasets", "lm-eval")
+_ASKED = {  # of nvidia-smi, by field
+    "driver": "driver_version",
+    "clock_mhz": "clocks.sm",
+    "max_clock_mhz": "clocks.max.sm",
+    "power_limit_watts": "power.limit",
+    "gpu_use_percent": "utilization.gpu",
+}
+_TIMEOUT = 10.0  # seconds: a sick driver must not stop a run
 
 
 def manifest(
@@ -227,15 +235,6 @@ def _state(file: Mapping[str, Any]) -> str:
 
 
 # --- the state of the machine -------------------------------------------------------------------
-
-_ASKED = {  # of nvidia-smi, by field
-    "driver": "driver_version",
-    "clock_mhz": "clocks.sm",
-    "max_clock_mhz": "clocks.max.sm",
-    "power_limit_watts": "power.limit",
-    "gpu_use_percent": "utilization.gpu",
-}
-_TIMEOUT = 10.0  # seconds: a sick driver must not stop a run
 
 
 def machine_state(uuid: str | None = None) -> dict[str, Any]:

@@ -25,6 +25,8 @@ _STATES = ("finished", "not finished", "broken")  # what ``state`` begins with
 _SHARED = ("what", "model", "drafter", "k")  # said once where all rows have the same
 # What reading a file of another shape raises
 _MISSHAPEN = (LookupError, TypeError, ValueError, AttributeError)
+COMPARISON, STUDY = "compare.json", "study.json"  # in the directory of a comparison, of an evaluation
+_BENCH = {"title", "head", "columns", "rows", "notes"}  # keys of a bench's file
 
 
 def _share(part: int, of: int) -> str:
@@ -350,9 +352,6 @@ def _ranks(values: Sequence[Any]) -> tuple[int, ...]:
 
 
 # --- evaluations and benches --------------------------------------------------------------------
-
-COMPARISON, STUDY = "compare.json", "study.json"  # in the directory of a comparison, of an evaluation
-_BENCH = {"title", "head", "columns", "rows", "notes"}  # keys of a bench's file
 
 
 def arms(directory: Path) -> list[Path]:

@@ -43,6 +43,7 @@ DEFINITIONS = (
     ("conditional at token i", "the same among the steps that accepted all drafts before i"),
     ("[low, high]", "95 % interval, computed over conversations, not steps"),
 )
+_FINISHED = "finished"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,8 +268,6 @@ def load(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 # --- runs that are not finished -----------------------------------------------------------------
-
-_FINISHED = "finished"
 
 
 def load_so_far(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -31,6 +31,25 @@ _KEYS = {
 
 
 _Kept = tuple[float, str, RequestRow]  # acceptance length, id
+_TOKENS, _CATEGORIES = 12, 20  # shown
+_OTHERS = 3  # drafts shown per token
+_BY_TOKEN = (
+    Column(name="token", title="the target's token"),
+    Column(name="rejected", title="missed"),
+    Column(name="share", title="of occurrences", show=percent),
+    Column(name="others", title="rejected drafts in its place", wraps=True),
+)
+_BY_DRAFT = (
+    Column(name="token", title="draft"),
+    Column(name="rejected"),
+    Column(name="share", title="of occurrences", show=percent),
+)
+_BY_CATEGORY = (
+    Column(name="category"),
+    Column(name="rejections"),
+    Column(name="share", title="of all", show=percent),
+    Column(name="per_step", title="of its steps", show=percent),
+)
 
 
 class RunTexts:
@@ -167,26 +186,6 @@ def _span(text: str, source: Source, tokenizer: Tokenizer) -> Span:
 
 
 # --- rejections ---------------------------------------------------------------------------------
-
-_TOKENS, _CATEGORIES = 12, 20  # shown
-_OTHERS = 3  # drafts shown per token
-_BY_TOKEN = (
-    Column(name="token", title="the target's token"),
-    Column(name="rejected", title="missed"),
-    Column(name="share", title="of occurrences", show=percent),
-    Column(name="others", title="rejected drafts in its place", wraps=True),
-)
-_BY_DRAFT = (
-    Column(name="token", title="draft"),
-    Column(name="rejected"),
-    Column(name="share", title="of occurrences", show=percent),
-)
-_BY_CATEGORY = (
-    Column(name="category"),
-    Column(name="rejections"),
-    Column(name="share", title="of all", show=percent),
-    Column(name="per_step", title="of its steps", show=percent),
-)
 
 
 class Rejections:
