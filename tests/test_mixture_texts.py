@@ -91,6 +91,7 @@ def test_greedy_text_equals_transformers(pair: Pair, texts: dict[str, tuple[int,
     assert accepted >= {0, 1, 2}, "drafts must be right and wrong"
 
 
+@pytest.mark.slow
 def test_no_setting_changes_a_text(pair: Pair, texts: dict[str, tuple[int, ...]]) -> None:
     plain = generate(pair, requests(), num_spec_tokens=0)
     assert plain.texts == texts

@@ -28,7 +28,6 @@ from specgen.models.mtp import MtpHead, MtpLayer
 from specgen.record.record_rows import EngineRow
 from tests import fake_flashinfer
 from tests.engines import NoTokenizer, Outputs
-from tests.marks import mostly_slow
 from tests.reference_heads import DenseTarget
 from tests.reference_mtp import ReferenceMtp
 from tests.test_heads import VOCAB, requests, wrong_drafts
@@ -129,7 +128,8 @@ def test_rows_as_on_a_device_and_preemption_change_no_draft(
         assert tight.verified == {r.id: case.outputs.verified[r.id] for r in some}
 
 
-@pytest.mark.parametrize("attention", mostly_slow(["sdpa", "sdpa-static"], "sdpa-static"))
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["sdpa", "sdpa-static"])
 def test_every_number_of_drafts_gives_the_reference_s(case: Case, attention: str) -> None:
     """K of 1 to 7 with batches that change as texts end, longer than there are layers."""
     reference = ReferenceMtp(case.path, case.target, DEEPEST)
@@ -251,6 +251,7 @@ def test_the_other_rule_of_what_is_fed_back_drafts_otherwise(
     assert right.verified != other.verified
 
 
+@pytest.mark.slow
 def test_sampled_drafts_and_texts_do_not_depend_on_the_drafter_batch(case: Case) -> None:
     drawn = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.8)
     asked = [replace(r, sampling=drawn) for r in requests()[:3]]

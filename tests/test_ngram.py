@@ -126,8 +126,7 @@ SETTINGS: tuple[tuple[int, int, dict[str, Any]], ...] = (
     ("longest", "k", "changes", "ahead"),
     mostly_slow(
         [(*each, ahead) for each in SETTINGS for ahead in (False, True)],
-        (*SETTINGS[0], False),
-        (*SETTINGS[5], True),
+        (*SETTINGS[0], True),
     ),
 )
 def test_drafts_equal_the_naive_search(
@@ -152,6 +151,7 @@ def test_drafts_equal_the_naive_search(
     assert (outputs.num_preempted > 0) == ("kv_memory" in changes)
 
 
+@pytest.mark.slow
 def test_rows_are_searched_in_parts(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with long tables, where a whole batch at once would take too much memory."""
     whole = generate(random_pair, copying(12), drafter="ngram")
@@ -199,6 +199,7 @@ def test_a_seed_gives_the_same_text_in_any_batch(random_pair: Pair) -> None:
         )
 
 
+@pytest.mark.slow
 def test_nan_logits_fail_only_their_request(random_pair: Pair) -> None:
     """The rows of missing drafts hold a token that the sequence has, so they bring in no NaN of another."""
     requests = copying(9)
@@ -271,6 +272,7 @@ def test_rows_and_reports_count_the_drafts_that_there_were(random_pair: Pair) ->
     assert "drafter rows" not in text
 
 
+@pytest.mark.slow
 def test_auto_falls_to_no_drafts_where_nothing_is_found(
     random_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

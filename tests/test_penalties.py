@@ -191,7 +191,7 @@ def test_preemption_and_chunks_change_no_text(
 ) -> None:
     page = 4 * (12 + 1) * 2 * 2 * 64 * 4  # positions, layers of target and head, k and v, heads, dim, bytes
     tight = generate(demo_pair, demo_asked, num_spec_tokens=4, drafter_batch=batch, kv_memory=30 * page)
-    assert tight.num_preempted > 3
+    assert tight.num_preempted > 2
     chunks = generate(demo_pair, demo_asked, num_spec_tokens=4, drafter_batch=batch, max_prefill_tokens=7)
     assert tight.texts == chunks.texts == demo_texts
 
@@ -344,7 +344,8 @@ PLANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
-@pytest.mark.parametrize("plant", mostly_slow(PLANTS, "rejected drafts count"))
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", PLANTS)
 def test_planted_errors_are_caught(
     demo_pair: Pair,
     random_pair: Pair,
@@ -437,7 +438,7 @@ def test_invalid_penalties_are_refused(wrong: dict[str, Any], message: str) -> N
 # --- suppressed tokens -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", mostly_slow([0.0, 1.0], 0.0))
 def test_suppressed_tokens_are_never_chosen(
     random_pair: Pair, random_reference: ReferenceDrafter, temperature: float
 ) -> None:

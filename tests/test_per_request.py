@@ -74,10 +74,10 @@ def biased_texts(
     return {request.id: biased_greedy(random_reference, request) for request in biased_requests}
 
 
-@pytest.mark.parametrize(
-    ("k", "batch", "ahead"),
-    mostly_slow(product((0, 1, 4), ("padded", "non-padded"), (False, True)), (4, "padded", True)),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+@pytest.mark.parametrize("k", [0, 1, 4])
 def test_biased_greedy_text_equals_biased_plain_decoding(
     random_pair: Pair,
     device_like: Callable[[], None],
@@ -103,7 +103,7 @@ def test_logit_bias_with_mixed_acceptance(demo_pair: Pair, demo_reference: Refer
         assert {step[1] for steps in outputs.verified.values() for step in steps} >= {0, 1, 2}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", mostly_slow([0.0, 1.0], 1.0))
 def test_the_largest_bias_forces_a_token_and_the_smallest_bans_it(
     random_pair: Pair, temperature: float
 ) -> None:

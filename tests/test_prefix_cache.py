@@ -144,6 +144,7 @@ def test_the_prefix_cache_changes_no_text_draft_or_acceptance(
     assert rows_of(plain) - rows_of(shared) == num_cached(shared)
 
 
+@pytest.mark.slow
 def test_shared_pages_keep_the_acceptance_of_the_trained_pair(demo_pair: Pair) -> None:
     """Acceptance would fall if the head's KV at the page boundary were not that of the text."""
     some = bundled_requests(8, GREEDY)
@@ -187,6 +188,7 @@ def test_the_next_turn_reuses_the_pages_of_the_answer(random_pair: Pair) -> None
     assert num_cached(outputs) >= (30 + len(shared[first.id]) - 1) // 4 * 4
 
 
+@pytest.mark.slow
 def test_scoring_shares_context_pages_and_changes_no_text(random_pair: Pair) -> None:
     """Pages computed by scoring hold no KV of the head, so generation must not share them."""
     requests = few_shot_requests(random_pair, 8, GREEDY)
@@ -221,6 +223,7 @@ def test_scoring_shares_context_pages_and_changes_no_text(random_pair: Pair) -> 
     assert cached == num_cached(generate(random_pair, requests))
 
 
+@pytest.mark.slow
 def test_pages_of_a_failed_pass_are_not_shared(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = few_shot_requests(random_pair, 12, GREEDY)
     plain = generate(random_pair, requests, prefix_cache=False)

@@ -169,12 +169,9 @@ def agrees(path: Path, size: int) -> bool:
     return bool(apart[-1] < 1e-4) and torch.equal(found[0][1], ids)
 
 
-QUICK = (
-    *("llama", "qwen2", "qwen3-moe", "gpt-oss in MXFP4", "latents", "blocks", "experts in blocks"),
-    *("a scale per channel", "output layer with a scale"),
-)
+QUICK = ("llama", "qwen3-moe", "gpt-oss in MXFP4", "latents", "a scale per channel", "blocks")
 # What four ranks cut otherwise than two do.
-QUICK_IN_FOUR = ("one KV head", "vocabulary that is not divided evenly", "output layer in blocks")
+QUICK_IN_FOUR = ("one KV head", "vocabulary that is not divided evenly")
 
 
 @pytest.mark.parametrize(
@@ -399,9 +396,7 @@ MISREAD: dict[str, tuple[str, Any, str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "error", mostly_slow(MISREAD, "keys of another rank", "packed scales of another rank", "sums left out")
-)
+@pytest.mark.parametrize("error", mostly_slow(MISREAD, "keys of another rank", "sums left out"))
 def test_planted_errors_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str) -> None:
     target, owner, name, wrong = MISREAD[error]
     TARGETS[target](tmp_path)

@@ -359,6 +359,7 @@ def test_a_run_resumed_on_another_day_has_the_prompts_of_the_first(
         refuses(refused, field)
 
 
+@pytest.mark.slow
 def test_the_date_is_the_users_or_that_of_a_new_run(
     harmony_pair: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -408,6 +409,7 @@ def test_wrong_kwargs_leave_no_directory_that_refuses_the_right_ones(
     assert generate(think_pair, questions, out, *right).exit_code == 0
 
 
+@pytest.mark.slow
 def test_an_audit_renders_with_the_same_kwargs(
     harmony_pair: Path, questions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

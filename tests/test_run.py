@@ -494,6 +494,7 @@ def test_a_head_as_target_is_called_one(pair: Path) -> None:
     assert "drafter is a draft head and no target: name it with --drafter" in str(result.exception)
 
 
+@pytest.mark.slow
 def test_reasons_that_no_file_keeps_are_all_shown(pair: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.jsonl"
     own.write_text('{"prompt": "Tom has"}\n' + "".join(f'{{"id": "b{i}"}}\n' for i in range(5)))

@@ -162,7 +162,8 @@ def test_every_kind_of_head_leaves_the_distribution_of_plain_sampling(
     assert accepted == {(3, 0), (3, 1), (3, 2), (3, 3)}
 
 
-@pytest.mark.parametrize("name", mostly_slow(FILTERS, "biased"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILTERS)
 def test_ngram_drafts_leave_the_distribution_of_plain_sampling(small_pair: Pair, name: str) -> None:
     """Steps with drafts and steps without, where the bonus token is the first."""
     values, accepted = p_values(small_pair, FILTERS[name], (7, 2, 0, 4), drafter="ngram")  # likely tokens

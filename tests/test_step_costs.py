@@ -120,6 +120,7 @@ def test_timing_steps_leaves_no_state(random_pair: Pair) -> None:
     assert run(engine, requests) == fresh.texts
 
 
+@pytest.mark.slow
 def test_all_graphs_are_captured_before_a_run_that_is_timed(
     random_pair: Pair, device_like: Callable[[], None]
 ) -> None:
@@ -169,6 +170,7 @@ def test_sequences_that_are_timed_touch_experts_of_their_own(
     assert min(plain) > 4, "one sequence touches 2"
 
 
+@pytest.mark.slow
 def test_batches_that_do_not_fit_are_not_timed(random_pair: Pair) -> None:
     config = config_of(random_pair, num_spec_tokens=2, max_batch_size=8, kv_memory=480_000)
     engine = build_engine(config, random_pair.models, lambda event: None)

@@ -103,7 +103,8 @@ def test_texts_drafts_and_passes_are_those_of_one_process(shared: Models, alone:
     assert way != "preemption" or several.num_preempted
 
 
-@pytest.mark.parametrize("draft_sampling", ["probabilistic", pytest.param("greedy", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("draft_sampling", ["probabilistic", "greedy"])
 def test_sampled_texts_are_those_of_one_process(shared: Models, alone: Models, draft_sampling: str) -> None:
     sampling = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.95, seed=3, logprobs=2, stop=(" the",))
     sampling = replace(sampling, repetition_penalty=1.1, presence_penalty=0.2)
@@ -129,6 +130,7 @@ def test_k_auto_is_decided_by_rank_0(shared: Models, monkeypatch: pytest.MonkeyP
     assert len({len(drafts) for steps in outputs.verified.values() for drafts, *_ in steps}) > 1
 
 
+@pytest.mark.slow
 def test_conversations_and_a_run_that_ends_early(shared: Models, alone: Models) -> None:
     prompts = [
         Prompt(
@@ -148,6 +150,7 @@ def test_conversations_and_a_run_that_ends_early(shared: Models, alone: Models) 
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_one_process(shared: Models, alone: Models) -> None:
     requests = [
         ScoreRequest(id=each.id, token_ids=each.prompt_token_ids, num_context=3)
@@ -170,6 +173,7 @@ def test_scores_are_those_of_one_process(shared: Models, alone: Models) -> None:
         assert scored.greedy == found[1][name].greedy
 
 
+@pytest.mark.slow
 def test_logits_for_a_verdict_are_computed_by_all_ranks(
     shared: Models, alone: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +184,7 @@ def test_logits_for_a_verdict_are_computed_by_all_ranks(
     torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_request_that_is_refused_and_one_that_fails(shared: Models, alone: Models) -> None:
     found = []
     for models in (shared, alone):

@@ -116,6 +116,7 @@ def test_reports_fit(runs: list[str], against: tuple[str, ...], width: int) -> N
         assert "…" not in printed.stdout
 
 
+@pytest.mark.slow
 def test_an_audit_fits(tmp_path: Path) -> None:
     command = [
         "verify",

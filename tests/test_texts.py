@@ -288,6 +288,7 @@ def test_stop_strings_are_not_shown(byte_level):
     assert ["".join(text for _, text in each) for each in spans_of(in_page(listed))] == ["Tom "]
 
 
+@pytest.mark.slow
 def test_a_page_of_many_requests_stays_small(byte_level):
     requests, rows = a_run(byte_level, 600)
     long, more = a_run(byte_level, 220, seed=1, num_steps=500, accepted=(0, 0, 1))
@@ -313,6 +314,7 @@ def test_a_browser_filters_by_label(byte_level, tmp_path: Path):
         assert found_in(page, seen, width, tmp_path) == f"{number} seen, 0 too wide"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
 def test_on_a_phone_wide_tables_scroll_and_names_stay_whole(tmp_path: Path):
     names = ["drafter-two-layers", "a question of several words that the model saw " * 3]
