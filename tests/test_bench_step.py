@@ -163,7 +163,7 @@ def test_the_context_is_that_after_so_many_whole_steps() -> None:
 
 def slowed(function: Callable[..., Any]) -> Callable[..., Any]:
     def slow(*arguments: Any) -> Any:
-        time.sleep(0.03)
+        time.sleep(0.1)  # longer than any other part takes, on a busy machine too
         return function(*arguments)
 
     return slow
@@ -193,7 +193,7 @@ def test_a_slow_part_is_found(demo_path: Path, monkeypatch, part: str, owner: ob
     rows = {str(row["part"]): row for row in table.rows}
     slowest = max(PARTS, key=lambda each: rows[each]["time"])
     assert slowest == part
-    assert rows[part]["time"] > 30
+    assert rows[part]["time"] > 100
     assert rows["idle"]["time"] == pytest.approx(0, abs=1e-6)
 
 
