@@ -11,6 +11,7 @@ from typing import Any
 
 from specgen.checkpoints.cache_files import cache_directory, read_cached, write_cached
 from specgen.checkpoints.tensor_reader import Checkpoint
+from specgen.checkpoints.weight_files import file_state
 from specgen.config import UserError
 
 BESIDES = (
@@ -22,8 +23,6 @@ BESIDES = (
 _LARGE = 64 << 20  # bytes of a file whose digest is kept: a core reads about 1.5 GB/s
 _SETTLED = 60.0  # seconds since a file was changed, after which its times would tell of another change
 _READERS = 8
-
-_State = tuple[int, ...]
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
@@ -57,15 +56,13 @@ def state_of(file: Path) -> dict[str, Any]:
 
 def _digest_of(file: Path) -> str:
     try:
-        found = file.stat()
-        state = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-        return _digest(file.absolute(), state)
+        return _digest(file.absolute(), file_state(file))
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror}): give it read permission") from error
 
 
 @lru_cache(maxsize=4096)
-def _digest(file: Path, state: _State) -> str:
+def _digest(file: Path, state: tuple[int, ...]) -> str:
     """SHA-256 of ``file``, read once as long as its ``state`` is the same: a comparison asks for every run."""
     _, _, size, *times = state
     is_settled = max(times) < (time.time() - _SETTLED) * 1e9

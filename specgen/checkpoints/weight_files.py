@@ -97,7 +97,7 @@ def read_tensors(infos: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Tensor]
 
 def are_equal(one: tuple[str, TensorInfo], other: tuple[str, TensorInfo]) -> bool:
     """Whether two tensors, each its name and header, are equal byte for byte; asked again, only of changed files."""
-    return _are_equal(one, other, (_state(one[1].file), _state(other[1].file)))
+    return _are_equal(one, other, (file_state(one[1].file), file_state(other[1].file)))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -111,7 +111,8 @@ def _are_equal(one: tuple[str, TensorInfo], other: tuple[str, TensorInfo], state
     return all(torch.equal(*pieces) for pieces in zip(ours, theirs, strict=True))
 
 
-def _state(file: Path) -> tuple[int, ...]:
+def file_state(file: Path) -> tuple[int, ...]:
+    """By what a changed file is told: device, inode, size and times."""
     found = file.stat()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
