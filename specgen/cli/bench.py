@@ -22,7 +22,7 @@ from specgen.cli.measuring import (
 )
 from specgen.cli.options import AS_JSON, DATA_PATH, Only, numbers, with_options
 from specgen.cli.progress_bar import QUIET
-from specgen.config import EngineConfig, option, require
+from specgen.config import EngineConfig, option
 from specgen.prompts.formats import Reading
 
 if TYPE_CHECKING:
@@ -111,26 +111,19 @@ def kernels(
 
     Without options on a GPU: the table of vLLM's PR 19825 for the heads of an 8B model, and for K = 4.
     """
-    from specgen.attention import Heads  # imports torch
-    from specgen.device import choose_device
-    from specgen.engine.choices import DTYPES, FP8, choose_dtype
-    from specgen.experiments.kernels import LATENT, KernelJob, measure
+    from specgen.engine.choices import FP8, device_and_dtype  # imports torch
+    from specgen.experiments.kernels import KernelJob, measure, timed_heads
 
-    require(
-        not latents or num_kv_heads is None is head_dim,
-        "latents are for all heads: leave --num-kv-heads and --head-dim out",
-    )
-    device = choose_device(engine.device)
-    number_format = DTYPES[choose_dtype(engine.dtype, device)]
+    device, dtype = device_and_dtype(engine)
     defaults = _SIZES[device.type]
     job = KernelJob(
-        heads=Heads(
-            num_heads=num_heads or (20 if latents else 32),
-            num_kv_heads=1 if latents else num_kv_heads or 8,
-            head_dim=LATENT.width if latents else head_dim or 128,
-            latent=LATENT if latents else None,
-            dtype=number_format,
-            kv_dtype=FP8 if engine.kv_dtype == "fp8" else number_format,
+        heads=timed_heads(
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            latents=latents,
+            dtype=dtype,
+            kv_dtype=FP8 if engine.kv_dtype == "fp8" else dtype,
             page_size=page_size,
             max_query_len=num_spec_tokens + 1,
         ),
@@ -168,17 +161,16 @@ def experts(
     quiet: bool = QUIET,
 ) -> None:
     """Time the experts of one layer of a mixture by number of rows, against the bytes of those that are touched."""
-    from specgen.device import choose_device
-    from specgen.engine.choices import DTYPES, choose_dtype
-    from specgen.experiments.expert_bench import ExpertJob, measure  # imports torch
+    from specgen.engine.choices import device_and_dtype  # imports torch
+    from specgen.experiments.expert_bench import ExpertJob, measure
 
-    device = choose_device(engine.device)
+    device, dtype = device_and_dtype(engine)
     defaults = _EXPERTS[device.type]
     job = ExpertJob(
         shapes=tuple(name.strip() for name in (shapes or defaults[0]).split(",")),
         rows=numbers("rows", rows or defaults[1]),
         repeats=repeats,
-        dtype=DTYPES[choose_dtype(engine.dtype, device)],
+        dtype=dtype,
         device=device,
     )
     publish("experts", measure(job), output, as_json, repeating(ctx), quiet)

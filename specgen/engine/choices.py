@@ -83,6 +83,12 @@ def resolve(config: EngineConfig, checkpoints: Checkpoints) -> EngineConfig:
     )
 
 
+def device_and_dtype(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
+    """Of a ``config`` that is not resolved; ``UserError`` for a device that is not here."""
+    device = choose_device(config.device)
+    return device, DTYPES[choose_dtype(config.dtype, device)]
+
+
 def choose_dtype(name: DtypeName, device: torch.device) -> DtypeName:
     """The number format ``name`` stands for on ``device``."""
     if name == "auto":

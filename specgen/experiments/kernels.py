@@ -179,6 +179,34 @@ _CPU_BYTES = 256 << 20
 _GIB = 1 << 30
 
 
+def timed_heads(
+    num_heads: int | None,
+    num_kv_heads: int | None,
+    head_dim: int | None,
+    *,
+    latents: bool,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    page_size: int,
+    max_query_len: int,
+) -> Heads:
+    """Where a number is not given that of an 8B model, or with ``latents`` of GLM-4.7-Flash."""
+    require(
+        not latents or num_kv_heads is None is head_dim,
+        "latents are for all heads: leave --num-kv-heads and --head-dim out",
+    )
+    return Heads(
+        num_heads=num_heads or (20 if latents else 32),
+        num_kv_heads=1 if latents else num_kv_heads or 8,
+        head_dim=LATENT.width if latents else head_dim or 128,
+        latent=LATENT if latents else None,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        page_size=page_size,
+        max_query_len=max_query_len,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelJob:
     """One run of ``specgen bench kernels``; ``UserError`` for invalid values."""
