@@ -10,9 +10,8 @@ import yaml
 from typer.testing import CliRunner
 
 from specgen.cli import main as cli
-from specgen.cli.config_file import repeating
 from specgen.cli.help import Command
-from specgen.cli.options import with_options
+from specgen.cli.options import repeating, with_options
 from specgen.config import EngineConfig, SamplingParams, UserError, option
 from tests.jobs import untimed
 

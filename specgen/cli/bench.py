@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specgen.cli.config_file import repeating
 from specgen.cli.help import Command, Commands
 from specgen.cli.measuring import (
     DRY_RUN,
@@ -20,7 +19,7 @@ from specgen.cli.measuring import (
     turns,
     write_table,
 )
-from specgen.cli.options import AS_JSON, DATA_PATH, Only, numbers, with_options
+from specgen.cli.options import AS_JSON, DATA_PATH, Only, numbers, repeating, with_options
 from specgen.cli.progress_bar import QUIET
 from specgen.config import EngineConfig, option
 from specgen.prompts.formats import Reading

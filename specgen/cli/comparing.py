@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specgen.cli.config_file import repeating
 from specgen.cli.generating import KEPT_NOWHERE, RESUMES
 from specgen.cli.measuring import turns
-from specgen.cli.options import NUM_PROMPTS, Only, given_fields, with_options
+from specgen.cli.options import NUM_PROMPTS, Only, given_fields, repeating, with_options
 from specgen.cli.printing import print_files, print_parts
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import EngineConfig, ExportName, SamplingParams, option, require

@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from specgen.cli.config_file import repeating
-from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, FORMAT, NUM_PROMPTS, given_fields, with_options
+from specgen.cli.options import (
+    AS_JSON,
+    DATA_PATH,
+    DATASET,
+    FORMAT,
+    NUM_PROMPTS,
+    given_fields,
+    repeating,
+    with_options,
+)
 from specgen.cli.printing import print_notes_and_exit, print_result, print_samples
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import Cluster, EngineConfig, ExecutorName, FormatName, SamplingParams, option, require

@@ -7,7 +7,6 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from specgen.cli.config_file import repeating
 from specgen.cli.measuring import (
     DRY_RUN,
     OUTPUT_LENS,
@@ -17,7 +16,7 @@ from specgen.cli.measuring import (
     turns,
     write_table,
 )
-from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, Only, numbers, with_options
+from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, Only, numbers, repeating, with_options
 from specgen.cli.progress_bar import QUIET
 from specgen.config import MOST_DRAFTS, DrafterBatchName, DraftLength, EngineConfig, option, require
 from specgen.prompts.formats import Reading

@@ -7,8 +7,16 @@ from typing import Annotated
 
 import typer
 
-from specgen.cli.config_file import repeating
-from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, NUM_PROMPTS, Only, numbers, with_options
+from specgen.cli.options import (
+    AS_JSON,
+    DATA_PATH,
+    DATASET,
+    NUM_PROMPTS,
+    Only,
+    numbers,
+    repeating,
+    with_options,
+)
 from specgen.cli.printing import print_failures, print_parts
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import EngineConfig, SamplingParams, option, require
