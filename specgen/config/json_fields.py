@@ -9,10 +9,6 @@ from typing import Any
 from specgen.config import UserError, first_line, require, shown
 from specgen.config.errors import did_you_mean
 
-# Fields of a manifest that no run depends on: when and how, a second wording of the rest, what else the machine ran,
-# and the files behind the digests, which say in words what a digest cannot
-OF_THE_MOMENT = ("created", "argv", "settings", "state", "files")
-
 
 def load_json(path: Path, remedy: str) -> dict[str, Any]:
     """The object in a JSON file; ``UserError`` with ``remedy`` for anything else."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from specgen.checkpoints.checkpoint import check_fit
 from specgen.checkpoints.fingerprint import fingerprint
 from specgen.config import PINNED_DATE, EngineConfig, SamplingParams, UserError, ngram_length, require
-from specgen.config.json_fields import OF_THE_MOMENT, load_json
+from specgen.config.json_fields import load_json
 from specgen.core.sequence import Request
 from specgen.device import choose_device
 from specgen.engine.arms import Arm
@@ -29,7 +29,7 @@ from specgen.prompts.load import STDIN
 from specgen.record.files import RowFile, Rows, write_json
 from specgen.record.interrupt import StoppedError
 from specgen.record.progress import Progress
-from specgen.record.provenance import now
+from specgen.record.provenance import OF_THE_MOMENT, now
 
 _METHOD = "turns as in tune: the KV cache that the requests need"  # other rounds are measured again
 _REMEDY = "remove the directory, or name another"

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from specgen.config import PINNED_DATE, EngineConfig, SamplingParams
-from specgen.config.json_fields import OF_THE_MOMENT, flat, load_json
+from specgen.config.json_fields import flat, load_json
 
+# Fields of a manifest that no run depends on: when and how, a second wording of the rest, what else the machine ran,
+# and the files behind the digests, which say in words what a digest cannot
+OF_THE_MOMENT = ("created", "argv", "settings", "state", "files")
 MACHINE = ("device.host", "device.cpu")  # for whoever reads a report
 FREE_IN_A_RUN = (  # no effect on texts; checkpoints are compared by fingerprint, devices by name
     "engine.model",

@@ -6,7 +6,8 @@ from pathlib import PurePath
 from typing import Any
 
 from specgen.config import ngram_length
-from specgen.config.json_fields import OF_THE_MOMENT, flat
+from specgen.config.json_fields import flat
+from specgen.record.provenance import OF_THE_MOMENT
 from specgen.report.display import checkpoint_name, count
 
 _PACKAGES = ("specgen", "torch", "flashinfer-python", "lm-eval")
