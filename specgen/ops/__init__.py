@@ -1,6 +1,6 @@
 """The kernels of a forward pass, chosen once by device and dtype. May import kv."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,6 +51,11 @@ class Norm(Protocol):
     def add(self, stream: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
         """``stream`` [rows, N] plus ``parts``, each [n, rows, N] (``Ops.linear_parts``), and the norm of the sum."""
         ...
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Partial sums [n, rows, out] of several GEMMs as those of one."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
 class MakeNorm(Protocol):

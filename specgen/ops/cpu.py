@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specgen.ops import Map, Ops
+from specgen.ops import Map, Ops, joined
 from specgen.ops.fp8 import fp8_linear
-from specgen.ops.reference import gated, joined, one_part, silu_and_mul, torch_ops, whole
+from specgen.ops.reference import gated, one_part, silu_and_mul, torch_ops, whole
 from specgen.ops.weight import Weight
 
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from specgen.device import Ranks
-from specgen.ops import Norm
+from specgen.ops import Norm, joined
 from specgen.ops.jit_modules import Module
-from specgen.ops.reference import joined
 from specgen.ops.row_kernels import sum_parts
 
 _WORKSPACE_BYTES = 16 << 20  # a third of its largest buffer; what more rows would need goes through NCCL

@@ -1,6 +1,6 @@
 """The reference kernels in plain torch, for any device and dtype, and sums over ranks of a share of a model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from specgen.device import Ranks
 from specgen.kv.layout import Layout
-from specgen.ops import Map, Norm, Ops, Pair, Rope, Store
+from specgen.ops import Map, Norm, Ops, Pair, Rope, Store, joined
 from specgen.ops.experts import choice, grouped_experts, sigmoid_choice
 from specgen.ops.fp8 import fp8_linear, plain_matrix
 from specgen.ops.weight import Weight
@@ -51,11 +51,6 @@ def linear_float32(weight: Weight) -> Map:
     matrix = plain_matrix(weight, torch.float32)
     bias = None if weight.bias is None else weight.bias.float()
     return lambda x: F.linear(x.float(), matrix, bias)[None]
-
-
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Partial sums [n, rows, out] of several GEMMs as those of one."""
-    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
 def whole(parts: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from specgen.ops import joined
 from specgen.ops.launch import PDL
-from specgen.ops.reference import joined
 
 
 @triton.jit
