@@ -20,8 +20,7 @@ from specgen.models.model_config import (
     layer_windows,
 )
 from specgen.models.protocols import Head, MaskSlot, Target
-from specgen.ops import Map, Norm, Ops, Pair
-from specgen.ops.reference import joined
+from specgen.ops import Map, Norm, Ops, Pair, joined
 
 NOT_EAGLE3 = (
     "no midlayer.hidden_norm.weight or layers.0.hidden_norm.weight: the checkpoint is not an EAGLE3 head"
