@@ -99,7 +99,12 @@ def in_steps(mode: AtOp | Launches) -> Iterator[None]:
 
 def _begins_capture() -> bool:
     """Whether torch launches this itself to begin a CUDA graph; an error there aborts the process in ``~CUDAGraph``."""
-    return sys._getframe(2).f_code.co_filename.endswith("torch/cuda/graphs.py")
+    frame = sys._getframe(2)
+    while (
+        "_dynamo" in frame.f_code.co_filename and frame.f_back is not None
+    ):  # wraps a dispatch in some versions
+        frame = frame.f_back
+    return frame.f_code.co_filename.endswith("torch/cuda/graphs.py")
 
 
 def _launched_by() -> str:

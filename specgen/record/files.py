@@ -2,22 +2,18 @@
 
 import io
 import json
+import mmap
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from specgen.config import UserError
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
-
-
-import mmap
-import re
-from collections.abc import Mapping
-from typing import Any
 
 _ID = re.compile(rb'\{"id": ("(?:[^"\\]|\\.)*")')  # the start of a row as ``add`` writes it
 
