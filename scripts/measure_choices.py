@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import choice_products as products
+import choice_gemms as gemms
 import torch
-from choice_products import entry, fastest, first_faster, neighbours, rewritten
+from choice_gemms import entry, fastest, first_faster, neighbours, rewritten
 from torch import Tensor
 
 from specgen.ops import bind_ops, block_fp8, measured_choices
@@ -29,13 +29,13 @@ _FEW, _ALL = 1 << 20, 1  # rows from which block_fp8 is taken: by none, by all
 Change = tuple[dict[int, Tile], dict[str, int]]  # entries of a table by index, and its numbers
 
 
-def compile_one(job: tuple[str, products.Format, Tile]) -> None:
+def compile_one(job: tuple[str, gemms.Format, Tile]) -> None:
     """In this process, into Triton's cache, on tensors as small as may be."""
     table, form, tile = job
     is_gated = "gated" in table
-    weight = products.a_weight(form, (512, 1024), 0)
+    weight = gemms.a_weight(form, (512, 1024), 0)
     try:
-        products.by_tile(weight, products.inputs(tile.rows, 1024), tile, is_gated)
+        gemms.by_tile(weight, gemms.inputs(tile.rows, 1024), tile, is_gated)
     except Exception as error:
         if "out of resource" not in str(error):
             print(table, entry(tile), str(error).splitlines()[0], flush=True)
@@ -47,13 +47,13 @@ def candidates(table: str) -> Iterator[tuple[int, Tile, list[Tile]]]:
     Of entries of the same rows and weights the first: later ones are for weights that it does not fit.
     """
     seen = set()
-    for index, tile in enumerate(products.TABLES[table][0]):
-        shapes = products.shapes_of(table, tile)
-        key = tile.rows, products.format_of(table, tile), getattr(tile, "rounds", False), shapes
+    for index, tile in enumerate(gemms.TABLES[table][0]):
+        shapes = gemms.shapes_of(table, tile)
+        key = tile.rows, gemms.format_of(table, tile), getattr(tile, "rounds", False), shapes
         fits = all(tile.fits(out // (2 if "gated" in table else 1), width) for out, width in shapes)
         if fits and key not in seen:
             seen.add(key)
-            yield index, tile, neighbours(tile, products.fixed(table))
+            yield index, tile, neighbours(tile, gemms.fixed(table))
 
 
 def measure_tiles(table: str, ends: float) -> Change:
@@ -63,31 +63,31 @@ def measure_tiles(table: str, ends: float) -> Change:
         if time.monotonic() > ends:
             print(f"{table} {index}: no time left, stays")
             continue
-        form, found = products.format_of(table, present), {}
+        form, found = gemms.format_of(table, present), {}
         for tile in tiles:
-            shapes = products.shapes_of(table, tile)
-            each = [products.time_tile(table, form, tile, shape) for shape in shapes]
+            shapes = gemms.shapes_of(table, tile)
+            each = [gemms.time_tile(table, form, tile, shape) for shape in shapes]
             found[tile] = [one.seconds for one in each]
             for reason in {one.why for one in each if one.why in ("WRONG", "differs between two runs")}:
                 print(f"{table} {entry(tile)}: {reason}", flush=True)
         best = fastest(present, found)
-        print(f"{table} {index} {form}: {told(present, found)}", flush=True)
+        print(f"{table} {index} {form}: {described(present, found)}", flush=True)
         if best != present:
-            print(f"{table} {index} {form}: {told(best, found)}  <- faster", flush=True)
+            print(f"{table} {index} {form}: {described(best, found)}  <- faster", flush=True)
             changed[index] = best
     return changed, {}
 
 
-def told(tile: Tile, found: dict[Tile, list[float | None]]) -> str:
+def described(tile: Tile, found: dict[Tile, list[float | None]]) -> str:
     times = ("-" if each is None else f"{1e6 * each:.1f}" for each in found[tile])
     return f"{entry(tile)} {' '.join(times)} us"
 
 
 def ratios(
-    few: Callable[[products.Shape], Callable[[int, Tensor], Tensor]],
-    many: Callable[[products.Shape], Callable[[int, Tensor], Tensor]],
-    form: products.Format,
-    shapes: tuple[products.Shape, ...],
+    few: Callable[[gemms.Shape], Callable[[int, Tensor], Tensor]],
+    many: Callable[[gemms.Shape], Callable[[int, Tensor], Tensor]],
+    form: gemms.Format,
+    shapes: tuple[gemms.Shape, ...],
     all_rows: tuple[int, ...],
 ) -> dict[int, float]:
     """Seconds of ``many`` by those of ``few``, over all ``shapes``, by rows; what is not usable is infinitely slow."""
@@ -97,9 +97,9 @@ def ratios(
         for kernel in (few, many):
             total = 0.0
             for shape in shapes:
-                call, x = kernel(shape), products.inputs(rows, shape[1])
-                one = products.timed(
-                    lambda i, call=call, x=x: call(i, x), form, shape, rows, shape in products.GATE_UP
+                call, x = kernel(shape), gemms.inputs(rows, shape[1])
+                one = gemms.timed(
+                    lambda i, call=call, x=x: call(i, x), form, shape, rows, shape in gemms.GATE_UP
                 )
                 total += float("inf") if one.seconds is None else one.seconds
                 if one.why:
@@ -112,18 +112,18 @@ def ratios(
 
 def measure_block_fp8() -> Change:
     """From which row on DeepGEMM's kernel is faster than our tiles, rounding and gate included."""
-    shapes = (*products.QKV, *products.PARTS, *products.GATE_UP)
-    ops, before = bind_ops(products.CUDA, products.DTYPE), block_fp8.FEWEST_ROWS
+    shapes = (*gemms.QKV, *gemms.PARTS, *gemms.GATE_UP)
+    ops, before = bind_ops(gemms.CUDA, gemms.DTYPE), block_fp8.FEWEST_ROWS
     layers = {
         shape: [
-            (ops.gated_linear if shape in products.GATE_UP else ops.linear)(weight)
-            for weight in products.weights("group", shape)
+            (ops.gated_linear if shape in gemms.GATE_UP else ops.linear)(weight)
+            for weight in gemms.weights("group", shape)
         ]
         for shape in shapes
     }
 
-    def from_rows(fewest: int) -> Callable[[products.Shape], Callable[[int, Tensor], Tensor]]:
-        def kernel(shape: products.Shape) -> Callable[[int, Tensor], Tensor]:
+    def from_rows(fewest: int) -> Callable[[gemms.Shape], Callable[[int, Tensor], Tensor]]:
+        def kernel(shape: gemms.Shape) -> Callable[[int, Tensor], Tensor]:
             def call(i: int, x: Tensor) -> Tensor:
                 block_fp8.FEWEST_ROWS = fewest
                 return layers[shape][i](x)
@@ -144,20 +144,18 @@ def measure_hopper() -> Change:
     """To which number of rows hopper_linear is faster than torch's scaled GEMM, for outputs of several scales."""
     from specgen.ops import fp8_cuda  # needs Triton
 
-    shapes, all_rows = products.QKV, (193, 257, 321, 385, 449, 513)
+    shapes, all_rows = gemms.QKV, (193, 257, 321, 385, 449, 513)
 
     tiles = measured_choices.FP8_LINEAR + fp8_cuda._any_rows(measured_choices.FP8_MANY)
     layers = {
-        shape: [
-            fp8_cuda._Layer.build(each, products.DTYPE, tiles) for each in products.weights("scales", shape)
-        ]
+        shape: [fp8_cuda._Layer.build(each, gemms.DTYPE, tiles) for each in gemms.weights("scales", shape)]
         for shape in shapes
     }
 
-    def hopper(shape: products.Shape) -> Callable[[int, Tensor], Tensor]:
+    def hopper(shape: gemms.Shape) -> Callable[[int, Tensor], Tensor]:
         return lambda i, x: layers[shape][i]._hopper(x)
 
-    def torchs(shape: products.Shape) -> Callable[[int, Tensor], Tensor]:
+    def torchs(shape: gemms.Shape) -> Callable[[int, Tensor], Tensor]:
         return lambda i, x: layers[shape][i]._many(layers[shape][i]._rows(x))
 
     first = first_faster(ratios(hopper, torchs, "scales", shapes, all_rows))
@@ -169,7 +167,7 @@ def measure_hopper() -> Change:
 def machine() -> str:
     import triton
 
-    name = torch.cuda.get_device_name(products.CUDA)
+    name = torch.cuda.get_device_name(gemms.CUDA)
     return f"{name}; scripts/measure_choices.py; torch {torch.__version__}, Triton {triton.__version__}"
 
 
@@ -180,11 +178,11 @@ def measure(table: str, ends: float) -> Change:
 
 @torch.inference_mode()
 def main() -> None:
-    known = (*products.TABLES, "block_fp8", "hopper")
+    known = (*gemms.TABLES, "block_fp8", "hopper")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tables", default=",".join(("block_fp8", "hopper", *products.TABLES)))
+    parser.add_argument("--tables", default=",".join(("block_fp8", "hopper", *gemms.TABLES)))
     parser.add_argument("--seconds", type=float, default=300, help="tables that are not begun by then stay")
     parser.add_argument("--write", action="store_true", help=f"rewrite {FILE.name}")
     given = parser.parse_args()
@@ -192,9 +190,9 @@ def main() -> None:
     if unknown := [table for table in tables if table not in known]:
         parser.error(f"unknown tables {', '.join(unknown)}: use some of {', '.join(known)}")
     jobs = [
-        (table, products.format_of(table, present), tile)
+        (table, gemms.format_of(table, present), tile)
         for table in tables
-        if table in products.TABLES
+        if table in gemms.TABLES
         for _, present, tiles in candidates(table)
         for tile in tiles
     ]
@@ -208,8 +206,8 @@ def main() -> None:
             print(f"{table}: no time left, stays")
             continue
         tiles, numbers = measure(table, ends)
-        products.weights.cache_clear()
-        products.reference.cache_clear()
+        gemms.weights.cache_clear()
+        gemms.reference.cache_clear()
         torch.cuda.empty_cache()
         for what in (*map(entry, tiles.values()), *(f"{name} = {value}" for name, value in numbers.items())):
             print(f"[{table}] {what}", flush=True)

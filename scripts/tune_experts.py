@@ -30,7 +30,7 @@ _TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_
 
 def _candidates(name: str) -> Candidates:
     return {
-        int(rows): tuple(tuple(map(tuple, each[product])) for product in ("gate_up", "down"))
+        int(rows): tuple(tuple(map(tuple, each[gemm])) for gemm in ("gate_up", "down"))
         for rows, each in _TABLE[name].items()
     }
 

@@ -63,14 +63,14 @@ TEMPLATES: tuple[Callable[[Random], Problem], ...] = (
 
 def _worded(rng: Random, steps: tuple[str, ...], answer: int) -> tuple[str, ...]:
     """The steps with varied openings and sometimes a closing sentence."""
-    told = []
+    sentences = []
     for number, step in enumerate(steps):
         opening = phrase(rng, "[So |Now |Next, |This means that |Then |||||]" if number else "[First, ||||]")
         keep = step.startswith(("then ", "after that ", "in total ")) or step[0].isdigit()
-        told.append(sentence(step if keep else opening + step))
+        sentences.append(sentence(step if keep else opening + step))
     if rng.random() < 0.2:
-        told.append(phrase(rng, f"[So the answer is|The answer is|That makes] {answer}."))
-    return tuple(told)
+        sentences.append(phrase(rng, f"[So the answer is|The answer is|That makes] {answer}."))
+    return tuple(sentences)
 
 
 def generate(rng: Random) -> Problem:

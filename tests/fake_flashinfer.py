@@ -31,7 +31,7 @@ def rows_of_one(
 ) -> Tensor:
     """Rows ``q`` ``[n, Hq, D]`` of one sequence; ``seen`` is bool ``[n, kv_len]``, ``sinks`` float32 ``[Hq]``."""
     share = q.shape[1] // pages[0].shape[2]
-    numbers = (x.to(q.dtype)[pages_of.long()] for x in pages)  # 8-bit floats take part in no product
+    numbers = (x.to(q.dtype)[pages_of.long()] for x in pages)  # 8-bit floats take part in no GEMM
     keys, values = (x.flatten(0, 1)[:kv_len].repeat_interleave(share, 1) for x in numbers)
     scores = torch.einsum("qhd,khd->hqk", q, keys) * scale
     scores = scores.masked_fill(~seen, float("-inf"))

@@ -1,4 +1,4 @@
-"""What tests plant in the processes of other ranks, which import this module and call it as they are told."""
+"""What tests plant in the processes of other ranks, which import this module and call it when they are asked to."""
 
 from typing import Any
 

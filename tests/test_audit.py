@@ -40,9 +40,9 @@ def plant(monkeypatch: pytest.MonkeyPatch, every: int, wrong: int) -> None:
     """Each ``every``-th verify step gives ``wrong`` for the bonus token of its first sequence."""
     num_steps = 0
 
-    def accept(drafts: Tensor, likeliest: Tensor) -> tuple[Tensor, Tensor]:
+    def accept(drafts: Tensor, greedy: Tensor) -> tuple[Tensor, Tensor]:
         nonlocal num_steps
-        accepted, tokens = accept_greedy(drafts, likeliest)
+        accepted, tokens = accept_greedy(drafts, greedy)
         num_steps += drafts.shape[1] > 0
         if drafts.shape[1] and num_steps % every == 0:
             tokens = tokens.clone()

@@ -30,7 +30,7 @@ def test_the_table_grows_by_rows_and_has_bounds() -> None:
     assert table.notes == ()
 
 
-def test_the_bound_is_of_bytes_or_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bound_is_of_bytes_or_of_flops(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = SHAPES["small"]
     size = expert_bytes(shape.layer(0, F32, CPU))
     assert size == 4 * (3 * 64 * 96 + 2 * 96 + 64)

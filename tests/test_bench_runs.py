@@ -142,7 +142,7 @@ def test_the_longer_of_reading_and_computing_is_the_bound() -> None:
     assert work.seconds(DeviceSpeed(bytes_per_second=100.0, flops_per_second=10.0)) == 10.0
 
 
-def test_copies_and_products_of_matrices_are_timed() -> None:
+def test_copies_and_gemms_are_timed() -> None:
     assert 1e8 < copy_bandwidth("cpu") < 1e13
     assert 1e8 < matrix_flops("cpu", torch.float32) < 1e14
 

@@ -74,7 +74,7 @@ def test_work_belongs_to_the_mark_before_it_and_the_rest_is_idle() -> None:
     ]
 
 
-def test_kernels_of_one_name_are_told_together() -> None:
+def test_kernels_of_one_name_are_counted_together() -> None:
     spans, names = (
         spans_of_a_step(0.0),
         ("void (anonymous namespace)::f<true, 1>(int)", "f", "void a::g<2>(x)"),
@@ -269,4 +269,4 @@ def test_parts_are_told_apart_on_a_gpu(graphs: str) -> None:
         kinds = [row for row in document["details"]["By kind of kernel"] if row["batch"] == batch]
         verify = {row["kind"]: row for row in kinds if row["part"] == "verify"}
         assert 1e-3 * sum(row["time"] for row in verify.values()) == pytest.approx(times["verify"])
-        assert {kind for kind, row in verify.items() if row["bound"]} == {"products", "attention"}
+        assert {kind for kind, row in verify.items() if row["bound"]} == {"GEMM", "attention"}

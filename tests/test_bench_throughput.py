@@ -225,7 +225,7 @@ def test_arms_take_turns_within_a_repeat(pair: Path, monkeypatch) -> None:
     for row in tables[-1].details[0].rows:  # where the wall time went adds up
         parts = ("prefill", "full", "filling", "tail", "idle", "captures", "rest")
         assert sum(row[part] for part in parts) == pytest.approx(1)
-        assert 0 < row["of_products"] < row["prefill"]
+        assert 0 < row["of_gemms"] < row["prefill"]
         assert row["passes"] == 2  # three prompts, two at a time
     assert len(order) == 2 * 3
     first, second = order[:2]
@@ -337,8 +337,8 @@ def test_a_wrong_token_is_counted(pair: Path, monkeypatch) -> None:
     """One wrong token is planted per run; the text continues from it."""
     planted = CYCLE.tokens[5]
 
-    def wrong(drafts, likeliest):
-        accepted, tokens = accept_greedy(drafts, likeliest)
+    def wrong(drafts, greedy):
+        accepted, tokens = accept_greedy(drafts, greedy)
         if drafts.shape[1] and len(tokens) == 1:  # the last of three prompts decodes alone at the end
             tokens = tokens.clone()
             tokens[0, accepted[0]] = planted

@@ -43,7 +43,7 @@ def inputs(rows: int, width: int) -> Tensor:
     return (torch.randn(rows, width // GROUP, GROUP, device=CUDA) * spread).flatten(1).bfloat16()
 
 
-def product(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
+def gemm(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
     """By the kernel, and in float64 of the same rounded inputs."""
     from specgen.ops.fp8_kernels import rounded_rows
 
@@ -57,11 +57,11 @@ def product(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_products(shape: tuple[int, int], rows: int) -> None:
+def test_gemms(shape: tuple[int, int], rows: int) -> None:
     weight = a_weight("group", *shape)
-    got, exact = product(inputs(rows, shape[1]), weight)
+    got, exact = gemm(inputs(rows, shape[1]), weight)
     assert got.dtype == torch.bfloat16
-    # each row is as far off as rounding to bfloat16, and as the few bits that tensor cores keep of 128 products
+    # each row is as far off as rounding to bfloat16, and as the few bits that tensor cores keep of 128 terms
     error = (got.double() - exact).norm(dim=1) / exact.norm(dim=1)
     assert error.max() < 2**-8 + 1e-3, error.max()
 
@@ -71,13 +71,13 @@ def test_products(shape: tuple[int, int], rows: int) -> None:
 def test_every_tile_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, rows: int, block_out: int) -> None:
     """A row's sums are made in one order whatever the tile, and whatever the other rows."""
     weight, x = a_weight("group", 1280, 1024), inputs(rows, 1024)
-    right, _ = product(x, weight)
+    right, _ = gemm(x, weight)
     monkeypatch.setattr(block_fp8, "tile", lambda *given: (block_out, 1))
-    assert torch.equal(product(x, weight)[0], right)
-    assert torch.equal(product(x[:66], weight)[0], right[:66])
+    assert torch.equal(gemm(x, weight)[0], right)
+    assert torch.equal(gemm(x[:66], weight)[0], right[:66])
     if block_out == 128:
         monkeypatch.setattr(block_fp8, "tile", lambda *given: (128, 2))
-        assert torch.equal(product(x, weight)[0], right)
+        assert torch.equal(gemm(x, weight)[0], right)
 
 
 @pytest.mark.parametrize("rows", [65, 96, 320, 1000])
@@ -93,11 +93,11 @@ def test_layers_take_it_and_repeat_exactly_in_graphs(rows: int) -> None:
     for given in (later, torch.zeros_like(x), later):
         x.copy_(given)
         graph.replay()
-        right, exact = product(given, weight)
+        right, exact = gemm(given, weight)
         assert torch.equal(found, right)
         assert torch.equal(linear(given), right)
         assert torch.equal(ops.linear_parts(weight)(given)[0], right)
-        both = product(given, gate_up)[0]
+        both = gemm(given, gate_up)[0]
         assert torch.equal(gated(given), halves)
         torch.testing.assert_close(halves, silu_and_mul(both.float()).bfloat16(), rtol=0.02, atol=1e-2)
     assert exact.any()
@@ -107,7 +107,7 @@ def test_layers_take_it_and_repeat_exactly_in_graphs(rows: int) -> None:
 def test_what_is_not_a_number_stays_so_and_in_its_row(bad: float) -> None:
     weight, x = a_weight("group", 512, 1024), inputs(130, 1024)
     x[129, 5] = bad
-    got, _ = product(x, weight)
+    got, _ = gemm(x, weight)
     assert not got[129].isfinite().any()
     assert got[:129].isfinite().all()
 
@@ -150,7 +150,7 @@ def test_a_whole_model(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         block_fp8, "block_fp8_linear", lambda x, *rest: calls.append(len(x)) or linear(x, *rest)
     )
     got = logits(half)
-    assert len(calls) == len(requests) * 3 * 4, "every product of 3 layers"
+    assert len(calls) == len(requests) * 3 * 4, "every GEMM of 3 layers"
     settings = HALF | {"num_spec_tokens": 4, "max_batch_size": 32}
     many = random_requests(40, 128, SamplingParams(max_tokens=24))
     graphs, eager = (generate(half, many, cuda_graphs=each, **settings) for each in ("step", "off"))

@@ -63,7 +63,7 @@ def write(tmp_path_factory: pytest.TempPathFactory):
 
 @torch.no_grad()
 def choices_of(model: Any, text: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
-    """The likeliest follower of each token [n], and the experts that it chooses in every layer, [n, k] each."""
+    """The argmax successor of each token [n], and the experts that it chooses in every layer, [n, k] each."""
     chosen: list[Tensor] = []
     routers = [module for name, module in model.named_modules() if name.endswith((".gate", ".router"))]
     handles = [
@@ -91,8 +91,8 @@ def in_common(chosen: Tensor, num_experts: int, distance: int) -> Tensor:
 )
 def test_transformers_generates_the_known_text(write, name: str, experts: str, dtype: torch.dtype) -> None:
     pair = write(name, 0.5, experts if "gpt" in name else None)
-    likeliest, _ = choices_of(pair.model(dtype), pair.cycle.tokens)
-    assert likeliest.tolist() == list(pair.cycle.succ.values())
+    greedy, _ = choices_of(pair.model(dtype), pair.cycle.tokens)
+    assert greedy.tolist() == list(pair.cycle.succ.values())
 
 
 @pytest.mark.slow

@@ -555,7 +555,7 @@ def test_an_eos_token_that_the_model_has_not_is_refused(tmp_path: Path, target_p
         assert reason.endswith(f"correct it in {file}")
 
 
-def test_a_target_named_as_the_head_is_told_by_its_path(target_path: Path) -> None:
+def test_a_target_named_as_the_head_is_distinguished_by_its_path(target_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         drafter_config(open_checkpoint(str(target_path)), None)
     assert str(caught.value).startswith(

@@ -469,10 +469,10 @@ def test_empty_answers_are_called_so_with_the_likely_remedy():
     runs = [arm(name, [1, 0], accepted=1) for name in ("padded", "baseline")]
     assert "Empty" not in comparing.compare(runs, TARGET, template_unused=True).sentence
     runs[0] = replace(runs[0], report=replace(runs[0].report, num_empty=2))
-    told = comparing.compare(runs, TARGET, template_unused=True)
+    compared = comparing.compare(runs, TARGET, template_unused=True)
     remedy = "the model has a chat template: add --apply-chat-template."
-    assert told.sentence.endswith(f" Empty answers: 2 of 3 of padded; {remedy}")
-    assert [each.num_empty for each in told.arms] == [2, 0]
+    assert compared.sentence.endswith(f" Empty answers: 2 of 3 of padded; {remedy}")
+    assert [each.num_empty for each in compared.arms] == [2, 0]
     assert compare(runs).sentence.endswith(" Empty answers: 2 of 3 of padded.")
 
 

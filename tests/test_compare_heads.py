@@ -796,7 +796,7 @@ def test_latex_is_balanced(tmp_path: Path) -> None:
     assert text.count("textbf") == 1
 
 
-def test_a_data_set_named_mean_is_told_from_the_mean(tmp_path: Path) -> None:
+def test_a_data_set_named_mean_is_not_the_mean(tmp_path: Path) -> None:
     paths = [a_run(tmp_path / data, "a", simulated(0.4, 1), data=data) for data in ("mine", "mean")]
     text = exported(compare_runs(read_runs(paths), {}), "latex")
     assert r" & mine & mean & \emph{mean} \\" in text

@@ -201,7 +201,7 @@ def test_an_arm_may_sample_and_a_study_file_names_it(tmp_path: Path) -> None:
     assert hot["num_identical"] < 6
 
 
-def test_choices_are_compared_by_the_likeliest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_are_compared_by_the_best_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lm_eval.tasks import TaskManager
 
     from specgen.experiments import study
@@ -332,8 +332,8 @@ def plant(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     """A wrong bonus token in this share of the verify steps that have drafts."""
     draw = random.Random(0)
 
-    def accept(drafts: Tensor, likeliest: Tensor) -> tuple[Tensor, Tensor]:
-        accepted, tokens = accept_greedy(drafts, likeliest)
+    def accept(drafts: Tensor, greedy: Tensor) -> tuple[Tensor, Tensor]:
+        accepted, tokens = accept_greedy(drafts, greedy)
         if drafts.shape[1]:
             for row in range(len(tokens)):
                 if draw.random() < share:

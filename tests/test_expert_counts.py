@@ -1,4 +1,4 @@
-"""The experts that steps touch: counted on the device, told by rows, and part of a step's bound."""
+"""The experts that steps touch: counted on the device, kept in rows, and part of a step's bound."""
 
 import copy
 import json

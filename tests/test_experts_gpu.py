@@ -153,14 +153,14 @@ class World:
         size = out.clone()
         for expert in ids.unique().tolist():
             row, slot = (ids == expert).nonzero(as_tuple=True)
-            gate, up = self._product(0, expert, x[row]).chunk(2, -1)
-            result = self._product(1, expert, self.shape.gating(gate, up).to(x.dtype))
+            gate, up = self._linear(0, expert, x[row]).chunk(2, -1)
+            result = self._linear(1, expert, self.shape.gating(gate, up).to(x.dtype))
             part = result * weights[row, slot, None].float()
             out.index_add_(0, row, part)
             size.index_add_(0, row, part.abs())
         return out, size
 
-    def _product(self, which: int, expert: int, x: Tensor) -> Tensor:
+    def _linear(self, which: int, expert: int, x: Tensor) -> Tensor:
         """In float32; of FP8 gate and up in the dtype of ``x``, in which they are gated before e4m3 rounds that."""
         weight, inputs = self.weights[which], x.float()
         if weight.input_scale is not None:
@@ -267,7 +267,7 @@ def test_a_row_does_not_depend_on_the_others(worlds: dict[str, World], shape: Sh
     """Verification sees the bits of plain decoding: every tile adds in the same order."""
     world = world_of(worlds, shape)
     experts = world.loaded()
-    most = 100 * shape.num_experts // shape.k  # of more rows, plain weights go through another product
+    most = 100 * shape.num_experts // shape.k  # of more rows, plain weights go through another GEMM
     x, ids, weights = world.rows(min(640, most))
     together = experts(x, ids, weights)
     for rows in (1, 5, 16, 17, 40, 160):

@@ -87,7 +87,7 @@ def test_planted_errors_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activations", ["token", "group"])
-def test_products_of_experts_are_rounded_once(activations: Any, dtype: torch.dtype) -> None:
+def test_gemms_of_experts_are_rounded_once(activations: Any, dtype: torch.dtype) -> None:
     noise = torch.Generator().manual_seed(1)
 
     def stacked(out: int, width: int) -> Weight:
@@ -106,12 +106,12 @@ def test_products_of_experts_are_rounded_once(activations: Any, dtype: torch.dty
     got = grouped_experts(experts)(x, ids, weights)[0]
     assert got.dtype == dtype
 
-    def product(row: Tensor, weight: Weight, expert: int) -> Tensor:
+    def gemm(row: Tensor, weight: Weight, expert: int) -> Tensor:
         return (rounded(row, weight).double() @ dequantised(weight)[expert].double().T).to(dtype)
 
     for row, chosen, scores, out in zip(x, ids.tolist(), weights, got, strict=True):
-        halves = [product(row[None], experts.gate_up, e).chunk(2, -1) for e in chosen]
-        each = [product(Gating()(*half), experts.down, e) for half, e in zip(halves, chosen, strict=True)]
+        halves = [gemm(row[None], experts.gate_up, e).chunk(2, -1) for e in chosen]
+        each = [gemm(Gating()(*half), experts.down, e) for half, e in zip(halves, chosen, strict=True)]
         right = (torch.cat(each) * scores[:, None]).sum(0)
         torch.testing.assert_close(
             out, right, atol=1e-3 * float(right.abs().max()), rtol=2 * torch.finfo(dtype).eps

@@ -1,4 +1,4 @@
-"""On an NVIDIA GPU: products in FP8 equal the reference, for every way to scale, round and tile them."""
+"""On an NVIDIA GPU: GEMMs in FP8 equal the reference, for every way to scale, round and tile them."""
 
 import pytest
 import torch
@@ -45,8 +45,8 @@ def a_weight(kind: str, out: int, width: int, bias: Tensor | None = None) -> Wei
 
 def expected(x: Tensor, weight: Weight) -> Tensor:
     """In float64, unrounded."""
-    product = rounded(x, weight).double() @ dequantised(weight).double().T
-    return product if weight.bias is None else product + weight.bias.double()
+    y = rounded(x, weight).double() @ dequantised(weight).double().T
+    return y if weight.bias is None else y + weight.bias.double()
 
 
 def assert_near(got: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
@@ -63,7 +63,7 @@ def assert_near(got: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("out", "width"), [(512, 768), (1024, 4096), (256, 128), (4096, 14336)])
-def test_products(out: int, width: int, kind: str, rows: int, dtype: torch.dtype) -> None:
+def test_gemms(out: int, width: int, kind: str, rows: int, dtype: torch.dtype) -> None:
     if width > 4096 and (dtype != torch.bfloat16 or rows not in (5, 40, 160, 200)):
         pytest.skip("the large one in the usual dtype only")
     bias = torch.randn(out, device=CUDA).to(dtype) if width == 768 else None
@@ -76,7 +76,7 @@ def test_products(out: int, width: int, kind: str, rows: int, dtype: torch.dtype
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_gated_products(kind: str, rows: int) -> None:
+def test_gated_gemms(kind: str, rows: int) -> None:
     dtype = torch.bfloat16
     weight, x = a_weight(kind, 2 * 768, 1024), torch.randn(rows, 1024, device=CUDA).to(dtype)
     exact = silu_and_mul(expected(x, weight))
@@ -89,8 +89,8 @@ def test_gated_products(kind: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_norms_and_gates_round_for_the_product_behind_them(rows: int) -> None:
-    """And the product takes what they rounded: the same result as of rounding in front of it."""
+def test_norms_and_gates_round_for_the_gemm_behind_them(rows: int) -> None:
+    """And the GEMM takes what they rounded: the same result as of rounding in front of it."""
     dtype, ops = torch.bfloat16, bind_ops(CUDA, torch.bfloat16)
     weight, gate_up = a_weight("three scales", 512, 1024), a_weight("two scales", 2048, 1024)
     norm_weight = torch.rand(1024, device=CUDA).to(dtype) + 0.5
@@ -131,22 +131,22 @@ def test_large_inputs_saturate_and_zeros_stay_zero(kind: str, rows: int) -> None
 
 @pytest.mark.parametrize("rows", [3, 40, 130, 200])
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_follow_the_stream_and_are_captured(kind: str, rows: int) -> None:
-    """torch's product by rows ignored the current stream in some versions."""
+def test_gemms_follow_the_stream_and_are_captured(kind: str, rows: int) -> None:
+    """torch's GEMM by rows ignored the current stream in some versions."""
     weight, x = a_weight(kind, 512, 1024), torch.zeros(rows, 1024, device=CUDA, dtype=torch.bfloat16)
-    product, later = bind_ops(CUDA, torch.bfloat16).linear(weight), torch.randn_like(x)
-    product(x)
+    linear, later = bind_ops(CUDA, torch.bfloat16).linear(weight), torch.randn_like(x)
+    linear(x)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(100_000_000)
         x.copy_(later)
-        y = product(x)
+        y = linear(x)
     torch.cuda.synchronize()
     exact = expected(later, weight)
     assert_near(y, exact, torch.bfloat16)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        again = product(x)
+        again = linear(x)
     x.zero_()
     graph.replay()
     assert not again.any()

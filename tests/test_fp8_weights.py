@@ -1,4 +1,4 @@
-"""FP8 weights alone: products rounded once in every dtype, joined ones, experts."""
+"""FP8 weights alone: GEMMs rounded once in every dtype, joined ones, experts."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,14 +34,14 @@ def fp8_weight(out: int, width: int, activations: Any, *, bias: bool = False) ->
 
 
 def exact(x: Tensor, weight: Weight) -> Tensor:
-    """The product in float64 of what is left of ``x`` and of the weights."""
+    """The GEMM in float64 of what is left of ``x`` and of the weights."""
     out = rounded(x, weight).double() @ dequantised(weight).double().T
     return out if weight.bias is None else out + weight.bias.double()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("activations", ["static", "token", "group"])
-def test_products_are_rounded_once(activations: Any, dtype: torch.dtype) -> None:
+def test_gemms_are_rounded_once(activations: Any, dtype: torch.dtype) -> None:
     weight = fp8_weight(64, 200, activations, bias=True)
     assert weight.bias is not None
     weight = replace(weight, bias=weight.bias.to(dtype))
@@ -73,10 +73,10 @@ def test_joined_weights_keep_the_scales_of_each() -> None:
 def test_dequantised_weights_are_the_only_copy() -> None:
     for ops in (torch_ops(), cpu_float32_ops()):
         weight = fp8_weight(16, 200, "group")
-        stored, product = ref(weight.data), ops.linear(weight)
+        stored, linear = ref(weight.data), ops.linear(weight)
         del weight
         assert stored() is None
-        assert product(torch.ones(1, 200)).any()
+        assert linear(torch.ones(1, 200)).any()
 
 
 @pytest.mark.parametrize(("experts", "halves", "out"), [((), 1, 300), ((5,), 1, 256), ((5,), 2, 300)])

@@ -37,7 +37,7 @@ NAMES = [f"p{n}" for n in range(8)]
 
 
 class Follower(Silent):
-    """Notes what it is told, and does ``act`` at every request that ends."""
+    """Notes what it is called with, and does ``act`` at every request that ends."""
 
     def __init__(self, act: Callable[[int], None] = lambda count: None) -> None:
         self.act = act
@@ -167,21 +167,21 @@ def test_too_many_failures_end_the_run(job: Job, tmp_path: Path, refusing: set[s
     assert ids(tmp_path / "run" / "completions.jsonl") == NAMES
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_told(
+def test_a_tokenizer_with_more_tokens_than_the_model_warns(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specgen.jobs.run.load_models", load_models)  # and not those kept in memory
-    told: list[str] = []
+    warnings: list[str] = []
     follower = Follower()
-    follower.warn = told.append  # type: ignore[method-assign]
+    follower.warn = warnings.append  # type: ignore[method-assign]
     run.run(job, None, follower)
-    assert told == []
+    assert warnings == []
     pair = Path(job.engine.model).parent
     shutil.copytree(pair, tmp_path / "pair")
     write_byte_level(tmp_path / "pair" / "target", added=tuple(f"<{n}>" for n in range(200)))
     names = {"model": str(tmp_path / "pair" / "target"), "drafter": str(tmp_path / "pair" / "drafter")}
     run.run(replace(job, engine=replace(job.engine, **names), baseline=True), None, follower)
-    (sentence,) = told
+    (sentence,) = warnings
     assert re.match(r"the tokenizer has \d{3} tokens and the model's vocabulary 352: if it is", sentence)
 
 
@@ -230,8 +230,8 @@ def test_a_run_goes_on_if_any_of_its_first_requests_may_succeed(
     failing |= set(names) - {"p31"}
     assert run.run(many, tmp_path / "one", Follower()).report["num_errors"] == 79
     failing |= {"p31"}
-    told = replace(many, max_failures=100)
-    assert run.run(told, tmp_path / "told", Follower()).report["num_errors"] == 80
+    limited = replace(many, max_failures=100)
+    assert run.run(limited, tmp_path / "limited", Follower()).report["num_errors"] == 80
     failing.clear()
     failing |= set(names[1:])
     assert run.run(many, tmp_path / "first", Follower()).report["num_errors"] == 79

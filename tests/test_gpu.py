@@ -475,9 +475,9 @@ def test_gpu_filters_keep_the_same_tokens_as_the_cpus(vocab_size: int, num_rows:
     ]
     seeds = list(range(len(params)))
     logits = 3 * torch.randn(len(params), num_rows, vocab_size, generator=torch.Generator().manual_seed(0))
-    likeliest = logits.argmax(-1)
-    here = target_probs(logits, likeliest, SamplingBatch.of(params, seeds, torch.device("cpu")))
+    greedy = logits.argmax(-1)
+    here = target_probs(logits, greedy, SamplingBatch.of(params, seeds, torch.device("cpu")))
     on_gpu = SamplingBatch.of(params, seeds, torch.device("cuda"))
-    there = target_probs(logits.cuda(), likeliest.cuda(), on_gpu).cpu()
+    there = target_probs(logits.cuda(), greedy.cuda(), on_gpu).cpu()
     torch.testing.assert_close(there, here, atol=1e-5, rtol=1e-3)
     assert ((there > 0) == (here > 0)).float().mean() > 0.9999

@@ -28,7 +28,7 @@ def test_matrices_of_whole_blocks_fit() -> None:
     assert not fits(64, 128, torch.float8_e4m3fn, gated=False)
 
 
-def test_a_cpu_has_other_products() -> None:
+def test_a_cpu_has_other_gemms() -> None:
     assert not runs_on(torch.device("cpu"))
 
 

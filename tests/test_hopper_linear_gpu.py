@@ -1,4 +1,4 @@
-"""On an H100 or H200: products in bfloat16; those in FP8 are in test_fp8_gpu.py. 20 s, compiled."""
+"""On an H100 or H200: GEMMs in bfloat16; those in FP8 are in test_fp8_gpu.py. 20 s, compiled."""
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ CUDA = torch.device("cuda")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or not runs_on(CUDA), reason="needs an NVIDIA GPU of capability 9.0"
+        not torch.cuda.is_available() or not runs_on(CUDA),
+        reason="needs an NVIDIA GPU of capability 9.0",
     ),
 ]
 BF16 = torch.bfloat16
@@ -28,8 +29,8 @@ def inputs(rows: int, half: int, width: int, *, bias: bool) -> tuple[Tensor, Ten
 
 
 def expected(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    product = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    gate, up = product.chunk(2, -1)
+    y = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    gate, up = y.chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
 
 

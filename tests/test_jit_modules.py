@@ -109,12 +109,12 @@ def test_missing_modules_are_compiled_side_by_side(make, tmp_path: Path) -> None
     ]
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "there.so").touch()
-    told: list[tuple[int, int, tuple[str, ...]]] = []
-    with watched(lambda *now: told.append((now[0], now[1], tuple(now[2])))) as startup:
+    reported: list[tuple[int, int, tuple[str, ...]]] = []
+    with watched(lambda *now: reported.append((now[0], now[1], tuple(now[2])))) as startup:
         assert compile_missing([make("there", "exit 1"), *modules]) == ["the a", "the b", "the c"]
-    assert told[0] == (0, 3, ("the c", "the a", "the b")), "the largest first"
-    assert told[-1] == (3, 3, ())
-    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
+    assert reported[0] == (0, 3, ("the c", "the a", "the b")), "the largest first"
+    assert reported[-1] == (3, 3, ())
+    assert [done for done, _, _ in reported] == sorted(done for done, _, _ in reported)
     assert startup.take()["kernels"] > 0
 
 
@@ -208,15 +208,15 @@ def test_what_another_process_compiles_is_waited_for(make, tmp_path: Path) -> No
 
 
 def test_kernels_are_compiled_beside_other_work_and_waited_for(make, tmp_path: Path) -> None:
-    told: list[int] = []
-    with watched(lambda done, total, names: told.append(done)) as startup:
+    reported: list[int] = []
+    with watched(lambda done, total, names: reported.append(done)) as startup:
         with compiled_meanwhile(
             [make("a", "while ! [ -e ../loaded ]; do sleep .05; done; sleep .2; touch a.so")]
         ):
             assert not (tmp_path / "a" / "a.so").exists()
             (tmp_path / "loaded").touch()
         assert (tmp_path / "a" / "a.so").exists()
-        assert told == [0, 1]
+        assert reported == [0, 1]
         assert startup.take()["kernels"] > 0.1, "the time that it was waited for"
 
 
@@ -491,7 +491,7 @@ def test_a_head_that_drafts_at_once_attends_with_all_its_rows(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("scheme", "kinds"), [(None, ["bf16"]), ("block", ["bf16"]), ("modelopt", ["bf16", "fp8"])]
 )
-def test_products_on_hopper_are_compiled_for_the_weights(
+def test_gemms_on_hopper_are_compiled_for_the_weights(
     tmp_path: Path, scheme: str | None, kinds: list[str]
 ) -> None:
     write_target(tmp_path / "target")
@@ -513,7 +513,7 @@ def test_products_on_hopper_are_compiled_for_the_weights(
         ({"max_prefill_tokens": FEWEST_ROWS, "max_batch_size": 1}, True),
     ],
 )
-def test_products_of_block_fp8_are_compiled_by_shape_for_passes_of_many_rows(
+def test_gemms_of_block_fp8_are_compiled_by_shape_for_passes_of_many_rows(
     tmp_path: Path, rows: dict[str, int], compiled: bool
 ) -> None:
     write_target(tmp_path / "target", hidden_size=384, head_dim=128)

@@ -31,7 +31,7 @@ def test_each_kind_has_the_bound_of_what_it_reads() -> None:
     found = {
         kind: (row["time"], row["bound"], row["over_bound"], row["bound_by"]) for kind, row in rows.items()
     }
-    assert found["products"] == pytest.approx((5000.0, 4000.0, 1.25, "memory"))
+    assert found["GEMM"] == pytest.approx((5000.0, 4000.0, 1.25, "memory"))
     assert found["attention"] == pytest.approx((2000.0, 1000.0, 2.0, "memory"))
     assert sum(row["time"] for row in rows.values()) == pytest.approx(8000.0), "the whole part"
     assert (rows["other"]["time"], rows["other"]["bound"]) == (pytest.approx(1000.0), None)
@@ -48,18 +48,18 @@ def test_the_details_have_every_batch() -> None:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("_fp8_kernel", "products"),
-        ("_gate_up_kernel", "products"),
-        ("cublasLt::splitKreduce_kernel", "products"),
+        ("_fp8_kernel", "GEMM"),
+        ("_gate_up_kernel", "GEMM"),
+        ("cublasLt::splitKreduce_kernel", "GEMM"),
         ("flashinfer::BatchPrefillWithPagedKVCacheKernel", "attention"),
         ("kernel_mha", "attention"),
         ("hopper_decode", "attention"),
-        ("linear_kernel", "products"),
+        ("linear_kernel", "GEMM"),
         ("_silu_mul_kernel", "other"),
         ("_rope_store_kernel", "other"),
         ("_round_kernel", "other"),
         ("at::native::elementwise_kernel", "other"),
     ],
 )
-def test_kinds_are_told_by_name(name: str, kind: str) -> None:
+def test_kinds_are_recognised_by_name(name: str, kind: str) -> None:
     assert kind_of(name) == kind

@@ -62,11 +62,11 @@ def seconds_to_load(path: Path, index: PromptIndex) -> float:
 
 
 def test_a_row_takes_microseconds_and_a_kept_index_less(batch: Path, tmp_path: Path) -> None:
-    prompts, told = open_prompts(str(batch), data_path=None, num_prompts=None), list[int]()
+    prompts, warnings = open_prompts(str(batch), data_path=None, num_prompts=None), list[int]()
     began = time.process_time()
-    index = index_prompts("batch", prompts, WHOLE, told.append)
+    index = index_prompts("batch", prompts, WHOLE, warnings.append)
     read = time.process_time() - began
-    assert told == list(range(1000, NUM_ROWS + 1, 1000))
+    assert warnings == list(range(1000, NUM_ROWS + 1, 1000))
     keep_index(tmp_path / "kept", "key", index)
     kept = min(
         seconds_to_load(tmp_path / "kept", index) for _ in range(3)
@@ -209,13 +209,13 @@ def test_a_resume_reads_the_index_and_not_the_rows(
     first = run.run(job, tmp_path / "run", Silent())
     read = (tmp_path / "run" / "errors.jsonl").read_bytes()
     monkeypatch.setattr(run, "index_prompts", None)
-    told = list[str]()
+    warnings = list[str]()
     progress = Silent()
-    monkeypatch.setattr(progress, "warn", told.append)
+    monkeypatch.setattr(progress, "warn", warnings.append)
     again = run.run(job, tmp_path / "run", progress)
     assert again.report["num_requests"] == first.report["num_requests"] == 2
     assert (tmp_path / "run" / "errors.jsonl").read_bytes() == read, "a duplicate does not become a prompt"
-    assert len(told) == (shard == WHOLE)
+    assert len(warnings) == (shard == WHOLE)
     monkeypatch.undo()
     keep_in_memory(monkeypatch, job.engine)
     write(job, "abcx")

@@ -101,7 +101,7 @@ def test_logits_are_those_of_the_cpu(path: Path, models: Models, attention: str)
 
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
 def test_graphs_change_no_text_and_no_step(path: Path, models: Models, batch: str) -> None:
-    """Seven run in a graph of eight, in which products may round otherwise; two in one of two."""
+    """Seven run in a graph of eight, in which GEMMs may round otherwise; two in one of two."""
     settings: dict[str, object] = {"drafter_batch": batch, "num_spec_tokens": 3}
     for most in (2, 7):
         step, each_pass, eager = (

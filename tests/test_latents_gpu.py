@@ -147,7 +147,7 @@ def test_rows_past_a_table_are_zeros(decode: LatentDecode) -> None:
 
 @pytest.mark.parametrize(("key_dim", "value_dim", "num_heads"), [(256, 256, 20), (192, 128, 16)])
 def test_expanded_prefills(key_dim: int, value_dim: int, num_heads: int) -> None:
-    """Values lie behind keys without positions, as a product leaves them."""
+    """Values lie behind keys without positions, as a GEMM leaves them."""
     prefill = LatentPrefill(CUDA)
     for starts, lens in (
         ((0,), (1,)),
@@ -203,7 +203,7 @@ def test_latents_are_stored_and_queries_turned(
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 5, 64, 640])
 @pytest.mark.parametrize(("heads", "nope", "value"), [(20, 192, 256), (10, 192, 256), (128, 128, 128)])
-def test_products_of_each_head(heads: int, nope: int, value: int, rows: int, dtype: torch.dtype) -> None:
+def test_gemms_of_each_head(heads: int, nope: int, value: int, rows: int, dtype: torch.dtype) -> None:
     up = torch.randn(heads, nope + value, RANK, device=CUDA).to(dtype)
     layer = LatentLayer(expanded=LAYER, absorbed=LAYER, up=up, nope_dim=nope)
     q = torch.randn(rows, heads, nope + 64, device=CUDA).to(dtype)[..., :nope]

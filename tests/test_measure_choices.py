@@ -3,10 +3,10 @@
 import tomllib
 from pathlib import Path
 
-import choice_products
+import choice_gemms
 import measure_choices
 import pytest
-from choice_products import entry, fastest, first_faster, neighbours, rewritten
+from choice_gemms import entry, fastest, first_faster, neighbours, rewritten
 
 from specgen.ops import measured_choices
 from specgen.ops.measured_choices import Fp8Tile, Tile
@@ -93,10 +93,10 @@ def test_what_a_table_does_not_hold_is_an_error() -> None:
 def fake(better: Tile, wrong: Tile | None = None):
     """Times of ``time_tile``: 10 us, or 5 of the tile that is better, all of which the script asked for."""
 
-    def time_tile(table: str, form: str, tile: Tile, shape: tuple[int, int]) -> choice_products.Timed:
+    def time_tile(table: str, form: str, tile: Tile, shape: tuple[int, int]) -> choice_gemms.Timed:
         if tile == wrong:
-            return choice_products.Timed(seconds=None, why="WRONG")
-        return choice_products.Timed(seconds=5e-6 if tile == better else 10e-6)
+            return choice_gemms.Timed(seconds=None, why="WRONG")
+        return choice_gemms.Timed(seconds=5e-6 if tile == better else 10e-6)
 
     return time_tile
 
@@ -104,10 +104,10 @@ def fake(better: Tile, wrong: Tile | None = None):
 def test_the_script_takes_what_is_faster_and_right(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(choice_products, "time_tile", fake(OTHER))
+    monkeypatch.setattr(choice_gemms, "time_tile", fake(OTHER))
     assert measure_choices.measure_tiles("linear", float("inf")) == ({1: OTHER}, {})
     assert "<- faster" in capsys.readouterr().out
-    monkeypatch.setattr(choice_products, "time_tile", fake(OTHER, wrong=OTHER))
+    monkeypatch.setattr(choice_gemms, "time_tile", fake(OTHER, wrong=OTHER))
     assert measure_choices.measure_tiles("linear", float("inf")) == ({}, {})
     assert "WRONG" in capsys.readouterr().out
 
@@ -115,12 +115,12 @@ def test_the_script_takes_what_is_faster_and_right(
 def test_without_time_nothing_changes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(choice_products, "time_tile", fake(OTHER))
+    monkeypatch.setattr(choice_gemms, "time_tile", fake(OTHER))
     assert measure_choices.measure_tiles("linear", 0.0) == ({}, {})
     assert "no time left, stays" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("table", choice_products.TABLES)
+@pytest.mark.parametrize("table", choice_gemms.TABLES)
 def test_candidates_keep_what_belongs_to_the_weights(table: str) -> None:
     """Blocks of 128x128 have one scale a step; a tile that rounds takes other inputs."""
     entries = list(measure_choices.candidates(table))

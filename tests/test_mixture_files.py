@@ -210,7 +210,7 @@ def test_wrong_configs_are_refused_by_name(
 
 @pytest.mark.parametrize("mxfp4", [False, True])
 @pytest.mark.parametrize(("width", "hidden"), [(60, 64), (64, 60)])
-def test_experts_of_sizes_that_no_grouped_product_reads_are_refused(
+def test_experts_of_sizes_that_no_grouped_gemm_reads_are_refused(
     tmp_path: Path, width: int, hidden: int, mxfp4: bool
 ) -> None:
     sizes = (width - 16, hidden - 16) if mxfp4 else (width, hidden)

@@ -243,11 +243,11 @@ def test_an_error_at_any_launch_point_changes_no_result(
 def test_a_missing_draft_is_never_accepted() -> None:
     """Not where the target is sure of token 0 either, nor at any random number; the bonus token is the target's."""
     drafts = torch.tensor([[4, NO_DRAFT, NO_DRAFT], [NO_DRAFT] * 3, [4, 4, 4]])
-    likeliest = torch.tensor([[4, 0, 0, 0], [0, 0, 0, 0], [4, 4, 0, 0]])
-    probs = torch.nn.functional.one_hot(likeliest, 6).float()
+    greedy = torch.tensor([[4, 0, 0, 0], [0, 0, 0, 0], [4, 4, 0, 0]])
+    probs = torch.nn.functional.one_hot(greedy, 6).float()
     for u in (0.0, 0.5, 1 - 2**-24):
         for accepted, tokens in (
-            accept_greedy(drafts, likeliest),
+            accept_greedy(drafts, greedy),
             accept_sampled(drafts, None, probs, torch.full((3, 3), u), torch.full((3, 4), u)),
         ):
             assert accepted.tolist() == [1, 0, 2]

@@ -14,7 +14,7 @@ from specgen.prompts.formats import Reading
 
 
 def load(path: Path, **how: Any) -> tuple[list[Prompt | Rejected], list[str]]:
-    """The rows, and what is told of them."""
+    """The rows, and the warnings about them."""
     prompts = open_prompts(str(path), data_path=None, num_prompts=None, how=Reading(**how))
     return list(prompts), list(prompts.notes.sentences())
 
@@ -31,7 +31,7 @@ def said(prompt: Prompt | Rejected) -> tuple[str, ...]:
     return prompt.messages[0].content, *prompt.follow_ups
 
 
-KINDS = [  # of public files: a row, its id, what the user says, and how that is told
+KINDS = [  # of public files: a row, its id, what the user says, and the warning
     ({"question_id": 81, "category": "c", "turns": ["a", "b"]}, "81", ("a", "b"), "read as mt-bench: "),
     ({"id": "s", "conversations": [{"from": "human", "value": "a"}]}, "s", ("a",), "read as sharegpt: "),
     ({"id": "g", "question": "a", "answer": "b"}, "g", ("a",), "read as gsm8k: "),
@@ -75,21 +75,23 @@ KINDS = [  # of public files: a row, its id, what the user says, and how that is
 ]
 
 
-@pytest.mark.parametrize(("row", "row_id", "turns", "told"), KINDS)
-def test_kinds_of_rows_are_recognised_and_told(
-    tmp_path: Path, row: dict[str, Any], row_id: str, turns: tuple[str, ...], told: str
+@pytest.mark.parametrize(("row", "row_id", "turns", "kind"), KINDS)
+def test_kinds_of_rows_are_recognised_and_named(
+    tmp_path: Path, row: dict[str, Any], row_id: str, turns: tuple[str, ...], kind: str
 ) -> None:
     (prompt,), (sentence,) = load(written(tmp_path / "own.jsonl", row))
     assert (prompt.id, said(prompt)) == (row_id, turns)
-    assert sentence.startswith(f"1 row is {told}")
+    assert sentence.startswith(f"1 row is {kind}")
     assert "--raw" in sentence
 
 
-def test_own_rows_and_batches_are_what_they_say_and_nothing_is_told(tmp_path: Path) -> None:
+def test_own_rows_and_batches_are_what_they_say_without_warnings(tmp_path: Path) -> None:
     batch = {"custom_id": "b", "url": "/v1/completions", "body": {"prompt": "x"}}
-    found, told = load(written(tmp_path / "own.jsonl", {"prompt": "x", "question": "y", "text": "z"}, batch))
+    found, warnings = load(
+        written(tmp_path / "own.jsonl", {"prompt": "x", "question": "y", "text": "z"}, batch)
+    )
     assert [prompt.text for prompt in found if isinstance(prompt, Prompt)] == ["x", "x"]
-    assert told == []
+    assert warnings == []
 
 
 def test_sampling_of_a_recognised_row_counts(tmp_path: Path) -> None:
@@ -103,16 +105,18 @@ def test_sampling_of_a_recognised_row_counts(tmp_path: Path) -> None:
     assert "top_p is 'x'" in bad.reason
 
 
-def test_lines_of_text_and_json_strings_are_raw_and_that_is_told(tmp_path: Path) -> None:
+def test_lines_of_text_and_json_strings_are_raw_with_a_warning(tmp_path: Path) -> None:
     (tmp_path / "own.txt").write_bytes(b"\xef\xbb\xbfOne\r\n \nTwo\xff\n")
-    (one, bad), told = load(tmp_path / "own.txt")
+    (one, bad), warnings = load(tmp_path / "own.txt")
     assert (one, one.where) == (Prompt(id=one.id, text="One"), "line 1")  # type: ignore[union-attr]
     assert isinstance(bad, Rejected)
     assert bad.reason.startswith("line 3: prompt is not UTF-8")
-    assert told[0].startswith("2 rows are a text without fields: taken as it is, without the chat template")
-    found, told = load(written(tmp_path / "own.jsonl", "One", "Two"), chat=True)
+    assert warnings[0].startswith(
+        "2 rows are a text without fields: taken as it is, without the chat template"
+    )
+    found, warnings = load(written(tmp_path / "own.jsonl", "One", "Two"), chat=True)
     assert [said(prompt) for prompt in found] == [("One",), ("Two",)]
-    assert (found[0].id, told) == (one.id, []), "who says --chat knows"
+    assert (found[0].id, warnings) == (one.id, []), "who says --chat knows"
 
 
 @pytest.mark.parametrize(("name", "mark"), [("own.csv", ","), ("own.tsv", "\t"), ("own.csv.gz", ",")])
@@ -141,8 +145,8 @@ def test_a_table_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None
 )
 def test_a_field_that_is_named(tmp_path: Path, value: object, turns: tuple[str, ...]) -> None:
     row = {"id": "i", "meta": {"ask": value}, "prompt": "not this", "temperature": 0.5}
-    (prompt,), told = load(written(tmp_path / "own.jsonl", row), prompt_field="meta.ask")
-    assert (said(prompt), told) == (turns, [])
+    (prompt,), warnings = load(written(tmp_path / "own.jsonl", row), prompt_field="meta.ask")
+    assert (said(prompt), warnings) == (turns, [])
     assert isinstance(prompt, Prompt)
     assert prompt.sampling == {"temperature": 0.5}
     (bad,), _ = load(tmp_path / "own.jsonl", prompt_field="meta.question")

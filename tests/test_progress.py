@@ -116,7 +116,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, file: io.StringIO, *, quiet: bool 
     return file.getvalue()
 
 
-def test_a_file_is_told_what_is_compiled(monkeypatch):
+def test_a_file_has_lines_of_what_is_compiled(monkeypatch):
     assert compiled(monkeypatch, io.StringIO()).split("\n") == [
         "compiling kernels, once on this machine: 0 of 4 modules; to do: FA3; XQA, 1 row; XQA, 5 rows; FA2",
         "compiling kernels, once on this machine: 3 of 4 modules; to do: FA3",

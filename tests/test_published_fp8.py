@@ -205,8 +205,8 @@ def test_published_checkpoints_are_complete_for_every_number_of_ranks(
     }
     checkpoint = Checkpoint(name=name, path=Path(), config=raw, generation={}, tensors=infos)
     assert kv_scheme(checkpoint.config) == kv_format
-    products: list[Shape] = []
-    monkeypatch.setattr(reference, "fp8_linear", lambda weight, _: products.append(tuple(weight.data.shape)))
+    shapes: list[Shape] = []
+    monkeypatch.setattr(reference, "fp8_linear", lambda weight, _: shapes.append(tuple(weight.data.shape)))
     meta = torch.device("meta")
     for size in (1, 2, 4, 8, 16):
         for rank in {0, size - 1}:
@@ -223,5 +223,5 @@ def test_published_checkpoints_are_complete_for_every_number_of_ranks(
             build_target(config, reader)
             if size == 1:
                 assert sum(reader.taken.values()) / 1e9 == pytest.approx(gigabytes, abs=0.01)
-    assert len(products) >= 2 * config.num_layers
-    assert all(out % 64 == width % 128 == 0 for out, width in products)  # what kernels for GPUs take
+    assert len(shapes) >= 2 * config.num_layers
+    assert all(out % 64 == width % 128 == 0 for out, width in shapes)  # what kernels for GPUs take

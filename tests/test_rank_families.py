@@ -14,7 +14,7 @@ from specgen.engine.build import build_engine
 from specgen.engine.choices import resolve
 from specgen.engine.loading import load_models, open_checkpoints
 from specgen.record.record_rows import EngineRow
-from tests.test_tensor_parallel import told
+from tests.test_tensor_parallel import as_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 PAIRS = {
@@ -56,7 +56,7 @@ def found(
     ]
     completions = list(engine.generate(prompts))
     texts = {each.request.id: each.token_ids for each in completions}
-    for event in (rows := told(events)):
+    for event in (rows := as_rows(events)):
         if (touched := event.get("experts")) is not None:
             event["experts"] = replace(touched, num_bytes=0)  # a rank reads its share
     return texts, rows, [each.record.steps for each in completions]

@@ -131,7 +131,7 @@ def test_rank_0_leaves_work_that_another_has_left(
 
 
 def test_work_behind_a_refusal_goes_on(watched: Any) -> None:
-    """Rank 0 was told, and does something else."""
+    """Rank 0 was asked for one thing, and does something else."""
     watching, codes = watched
     say(watching.workers[1], UserError("no such file"))
     wait_until(lambda: bool(watching.answers))

@@ -1,4 +1,4 @@
-"""A target in shares of several ranks: logits and likeliest tokens of the whole, what is read, planted errors."""
+"""A target in shares of several ranks: logits and argmax tokens of the whole, what is read, planted errors."""
 
 import json
 from collections.abc import Callable
@@ -122,7 +122,7 @@ TARGETS: dict[str, Callable[[Path], object]] = {
 
 @torch.inference_mode()
 def run(model: Llama) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits of each prompt [prompts, tokens, V], the likeliest ids by shares and their logits."""
+    """Logits of each prompt [prompts, tokens, V], the argmax ids by shares and their logits."""
     found = []
     for ids in PROMPTS:
         hidden, features = model.forward(ids, DenseAttend(model), (0, 1, 2))
@@ -315,7 +315,7 @@ def test_a_tensor_of_another_shape_is_named_with_that_of_the_whole(tmp_path: Pat
         build_target(wider, reader)
 
 
-def test_the_likeliest_token_is_the_first_and_what_is_not_finite_is_seen(tmp_path: Path) -> None:
+def test_the_argmax_is_the_first_token_and_what_is_not_finite_is_seen(tmp_path: Path) -> None:
     write_target(tmp_path)
     logits = torch.randn(9, 128)
     logits[0, 5] = logits[0, 70] = 9.0  # in the shares of two ranks
@@ -327,13 +327,13 @@ def test_the_likeliest_token_is_the_first_and_what_is_not_finite_is_seen(tmp_pat
 
     right = load(tmp_path).vocabulary.argmax(logits)
 
-    def likeliest(ranks: Ranks) -> tuple[Tensor, Tensor]:
+    def greedy(ranks: Ranks) -> tuple[Tensor, Tensor]:
         whole = load(tmp_path, ranks).vocabulary
         for mine, one in zip(whole.argmax(logits), right, strict=True):  # of all, which every rank has
             assert torch.equal(mine.nan_to_num(), one.nan_to_num())
         return whole.argmax(logits[:, whole.rows.start : whole.rows.stop])
 
-    for ids, values in together(4, likeliest):
+    for ids, values in together(4, greedy):
         assert torch.equal(ids[:4], right[0][:4])
         assert torch.equal(ids[6:], right[0][6:])
         assert torch.equal(values.isfinite(), right[1].isfinite())
@@ -342,7 +342,7 @@ def test_the_likeliest_token_is_the_first_and_what_is_not_finite_is_seen(tmp_pat
 
 
 def test_a_norm_adds_every_part_of_every_rank() -> None:
-    """As of products that are split: in float32, rounded once before the ranks' sum."""
+    """As of GEMMs that are split: in float32, rounded once before the ranks' sum."""
     stream, parts = torch.randn(5, 16).bfloat16(), torch.randn(2, 3, 5, 16)
 
     def add(ranks: Ranks) -> tuple[Tensor, Tensor]:

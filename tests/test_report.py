@@ -360,12 +360,12 @@ def test_empty_texts_are_counted_and_called_so():
     (first,), (other,) = request("a", [(3, 1)]), request("b", [(3, 1)])
     assert list(remarks(fold([first, other], num_spec_tokens=3).to_json())) == []
     other = replace(other, is_empty=True)
-    told = fold([first, other], num_spec_tokens=3).to_json()
-    assert told["num_empty"] == 1
-    (empty,) = remarks(told)
+    report = fold([first, other], num_spec_tokens=3).to_json()
+    assert report["num_empty"] == 1
+    (empty,) = remarks(report)
     assert empty.startswith("1 of 2 texts are empty: the model ended them at once.")
-    assert empty in " ".join(terminal.render(tables.of_run(told, {}), 80).split())
-    assert "texts are empty" in tables.page(told, {}, "a run")
+    assert empty in " ".join(terminal.render(tables.of_run(report, {}), 80).split())
+    assert "texts are empty" in tables.page(report, {}, "a run")
     reasoned = replace(other, parts=count_parts([(0, "reasoning")], other.steps, other.num_output_tokens, 3))
     assert fold([first, reasoned], num_spec_tokens=3).num_empty == 0, (
         "that one is counted as ended while reasoning"

@@ -198,16 +198,16 @@ def test_log_probabilities_come_back_in_the_form_of_their_endpoint(pair: Path, t
     )
     assert ("logprobs" in unasked, nothing) == (False, None)
     by_token = [(each["logprob"], each["top_logprobs"]) for each in of_chat["content"]]
-    assert [(chosen, [each["logprob"] for each in top]) for chosen, top in by_token] == likeliest(chat_row)
-    assert of_text["token_logprobs"] == [chosen for chosen, _ in likeliest(text_row)]
+    assert [(chosen, [each["logprob"] for each in top]) for chosen, top in by_token] == top_logprobs(chat_row)
+    assert of_text["token_logprobs"] == [chosen for chosen, _ in top_logprobs(text_row)]
     # Two parts of characters have no text that tells them apart, and stand there as one.
-    for by_name, (_, top) in zip(of_text["top_logprobs"], likeliest(text_row), strict=True):
+    for by_name, (_, top) in zip(of_text["top_logprobs"], top_logprobs(text_row), strict=True):
         assert list(by_name.values()) == top[: len(by_name)]
     assert max(map(len, of_text["top_logprobs"])) == 2
 
 
-def likeliest(row: dict[str, Any]) -> list[tuple[float, list[float]]]:
-    """The log-probability of each greedy token of a row of ``completions.jsonl``, and of the two likeliest there."""
+def top_logprobs(row: dict[str, Any]) -> list[tuple[float, list[float]]]:
+    """The log-probability of each greedy token of a row of ``completions.jsonl``, and of the top two there."""
     found = [(each["chosen"], [value for _, value in each["top"]]) for each in row["logprobs"]]
     assert len(found) == len(row["token_ids"]) == 12
     assert all(chosen == top[0] >= top[1] and len(top) == 2 for chosen, top in found)
@@ -426,7 +426,7 @@ def warnings(result: Result) -> list[str]:
     return [line.removeprefix(marker) for line in result.stderr.splitlines() if line.startswith(marker)]
 
 
-def test_fields_that_look_misspelt_are_told_once_with_a_count(pair: Path, tmp_path: Path) -> None:
+def test_fields_that_look_misspelt_are_reported_once_with_a_count(pair: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.jsonl"
     lines: list[dict[str, Any]] = [
         {"prompt": "Tom has", "temprature": 0.9, "reference": "x", "category": "c", "prompt_id": 1},
@@ -444,7 +444,7 @@ def test_fields_that_look_misspelt_are_told_once_with_a_count(pair: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("row", "options", "told"),
+    ("row", "options", "lines"),
     [
         ({}, (), []),
         (
@@ -470,14 +470,14 @@ def test_fields_that_look_misspelt_are_told_once_with_a_count(pair: Path, tmp_pa
     ],
 )
 def test_options_without_effect_are_said(
-    pair: Path, tmp_path: Path, row: dict[str, Any], options: tuple[object, ...], told: list[str]
+    pair: Path, tmp_path: Path, row: dict[str, Any], options: tuple[object, ...], lines: list[str]
 ) -> None:
     own = tmp_path / "own.jsonl"
     own.write_text(json.dumps({"prompt": "Tom has", **row}) + "\n")
     found = warnings(run(pair, "--dataset", own, *options))
     assert [
         each for each in found if "is given 2 times" not in each
-    ] == told  # ``run`` has options of its own
+    ] == lines  # ``run`` has options of its own
 
 
 def test_a_failure_names_its_line_once(pair: Path, tmp_path: Path) -> None:
@@ -499,7 +499,7 @@ def test_reasons_that_no_file_keeps_are_all_shown(pair: Path, tmp_path: Path) ->
     own = tmp_path / "own.jsonl"
     own.write_text('{"prompt": "Tom has"}\n' + "".join(f'{{"id": "b{i}"}}\n' for i in range(5)))
 
-    def told(output: object) -> list[str]:
+    def printed(output: object) -> list[str]:
         result = run(pair, "--dataset", own, *(() if output is None else ("--output", output)))
         assert result.exit_code == 3
         return [
@@ -508,10 +508,10 @@ def test_reasons_that_no_file_keeps_are_all_shown(pair: Path, tmp_path: Path) ->
             if line.startswith(("specgen: failed", "specgen: and"))
         ]
 
-    assert [line.split(":")[2] for line in told("-")] == [f" b{i}" for i in range(5)]
-    assert told(None) == told("-")
+    assert [line.split(":")[2] for line in printed("-")] == [f" b{i}" for i in range(5)]
+    assert printed(None) == printed("-")
     out = tmp_path / "out"
-    assert told(out)[3:] == [f"specgen: and 2 more; {out / 'errors.jsonl'} has them all"]
+    assert printed(out)[3:] == [f"specgen: and 2 more; {out / 'errors.jsonl'} has them all"]
 
 
 def test_the_model_may_have_a_name_of_its_own(pair: Path, tmp_path: Path) -> None:

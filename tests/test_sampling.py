@@ -257,9 +257,9 @@ def test_draft_probabilities_of_greedy_and_nan_rows_are_one_hot() -> None:
     logits = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0))
     logits[2] = torch.nan
     params = [SamplingParams(temperature=temperature) for temperature in (0.0, 0.8, 0.8)]
-    likeliest = logits.argmax(-1)
-    probs = draft_probs(logits, likeliest, SamplingBatch.of(params, [0, 0, 0], torch.device("cpu")))
-    one_hot = torch.nn.functional.one_hot(likeliest, 5).float()
+    greedy = logits.argmax(-1)
+    probs = draft_probs(logits, greedy, SamplingBatch.of(params, [0, 0, 0], torch.device("cpu")))
+    one_hot = torch.nn.functional.one_hot(greedy, 5).float()
     assert torch.equal(probs[[0, 2]], one_hot[[0, 2]])
     assert torch.allclose(probs[1], (logits[1] / 0.8).softmax(-1))
 

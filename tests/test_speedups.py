@@ -136,7 +136,7 @@ def test_the_wall_time_is_that_of_the_middle_repeat() -> None:
         "batch": 8,
         "wall": 4.0,
         "prefill": 0.25,
-        "of_products": 0.125,
+        "of_gemms": 0.125,
         "passes": 3,
         "full": 0.5,
         "filling": 0.0,

@@ -40,7 +40,7 @@ def test_phases_and_the_rest_make_up_the_time() -> None:
 
 def test_nobody_has_to_watch() -> None:
     with phase("weights"):
-        """Nothing is told to anybody."""
+        """Nothing is shown."""
     with watched(lambda done, total, names: None) as startup:
         """Nor to the next one."""
     with phase("memory"):

@@ -73,7 +73,7 @@ def run(models: Models, sampling: SamplingParams, **changes: Any) -> Outputs:
     return Outputs(completions=found, passes=events)
 
 
-def told(events: list[EngineRow]) -> list[dict[str, Any]]:
+def as_rows(events: list[EngineRow]) -> list[dict[str, Any]]:
     """``events`` without what the clock says."""
     return [
         {"kind": type(each).__name__} | vars(replace(each, time=0.0, **_timeless(each))) for each in events
@@ -99,7 +99,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_texts_drafts_and_passes_are_those_of_one_process(shared: Models, alone: Models, way: str) -> None:
     several, one = run(shared, GREEDY, **WAYS[way]), run(alone, GREEDY, **WAYS[way])
     assert several.texts == one.texts
-    assert (several.verified, told(several.passes)) == (one.verified, told(one.passes))
+    assert (several.verified, as_rows(several.passes)) == (one.verified, as_rows(one.passes))
     assert way != "preemption" or several.num_preempted
 
 
@@ -110,7 +110,7 @@ def test_sampled_texts_are_those_of_one_process(shared: Models, alone: Models, d
     sampling = replace(sampling, repetition_penalty=1.1, presence_penalty=0.2)
     several, one = (run(each, sampling, draft_sampling=draft_sampling) for each in (shared, alone))
     assert several.texts == one.texts
-    assert (several.verified, told(several.passes)) == (one.verified, told(one.passes))
+    assert (several.verified, as_rows(several.passes)) == (one.verified, as_rows(one.passes))
     assert {each.finish_reason for each in one.completions.values()} >= {"stop"}
 
 
@@ -235,7 +235,7 @@ def test_all_have_the_pages_of_the_smallest_rank(
 ) -> None:
     small = run(alone, GREEDY, **WAYS["preemption"])
     monkeypatch.setattr(build, "num_pages", lambda *asked: 10_000)  # of rank 0
-    assert told(run(shared, GREEDY, **WAYS["preemption"]).passes) == told(small.passes)
+    assert as_rows(run(shared, GREEDY, **WAYS["preemption"]).passes) == as_rows(small.passes)
 
 
 def test_engines_and_models_end_on_all_ranks(shared: Models, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_numbers_are_never_cut(num_columns: int) -> None:
     assert len({len(block.splitlines()[-1].split()) for block in blocks}) <= 2  # of about equal width
 
 
-def test_a_setting_and_a_definition_are_told_from_the_next() -> None:
+def test_a_setting_and_a_definition_are_distinct_from_the_next() -> None:
     settings = heading({"model": "a b", "runs on": "cpu, float32"})
     assert render([settings], 20) == "model a b\nruns on cpu, float32\n"
     terms = definitions([("p", "a test of some length"), ("q", "another")])

@@ -336,8 +336,8 @@ def all_of(selector):
 def found_in(html, script, width, tmp_path):
     """What ``script`` finds in a frame of this width, which a window may not have, and how much wider the page is."""
     wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-    told = f"<script>parent.document.title = {script} + ', ' + ({wide}) + ' too wide'</script></body>"
-    frame = escape(html.replace("</body>", told))
+    page = f"<script>parent.document.title = {script} + ', ' + ({wide}) + ' too wide'</script></body>"
+    frame = escape(html.replace("</body>", page))
     (tmp_path / "page.html").write_text(
         f'<title></title><iframe width="{width}" height="800" srcdoc="{frame}">'
     )

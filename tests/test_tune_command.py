@@ -227,8 +227,8 @@ def test_the_command_to_run_is_one_of_generate(pair: Path) -> None:
         "--device": "cpu",
         "--max-prefill-tokens": "8192",
     }
-    told = replace(engine, chat_template_kwargs=json.dumps({"enable_thinking": False}))
-    words = shlex.split(command(arm, told, job.workload, None))
+    with_template = replace(engine, chat_template_kwargs=json.dumps({"enable_thinking": False}))
+    words = shlex.split(command(arm, with_template, job.workload, None))
     given = words[words.index("--chat-template-kwargs") + 1]
     assert json.loads(given) == {"enable_thinking": False}, "others are other prompts"
     plain = command(Arm(name="x", changes={"batch": 8, "K": 0}), engine, job.workload, None)

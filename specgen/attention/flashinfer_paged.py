@@ -241,7 +241,7 @@ def _spec(kernels: FlashAttention, heads: Heads, windowed: bool) -> Any:  # noqa
         return attention.gen_customize_batch_prefill_module(kernels, *arguments, **keywords)
     types = (heads.dtype, heads.kv_dtype, heads.dtype, torch.int32)
     dims, no_rotation = (heads.head_dim, heads.head_dim), 0
-    # of the flags, that for windows; the others are a cap on logits and products in half precision
+    # of the flags, that for windows; the others are a cap on logits and GEMMs in half precision
     return attention.gen_batch_prefill_module(kernels, *types, *dims, no_rotation, windowed, False, False)
 
 

@@ -30,7 +30,7 @@ constexpr int kRowBytes = DIM * 2;
 constexpr int kPieces = kRowBytes / 16;                  // of 16 bytes in a row
 constexpr int kTileBytes = kTokens * kRowBytes;
 constexpr int kStageBytes = 2 * kTileBytes;              // keys and values of a part
-constexpr int kStages = DIM == 64 ? 4 : 2;               // more would leave no room for the product in front
+constexpr int kStages = DIM == 64 ? 4 : 2;               // more would leave no room for the GEMM in front
 constexpr int kNTiles = DIM / 8, kKTiles = DIM / 16;
 constexpr int kMostQuery = 16;                           // rows of a sequence
 constexpr int kSumPitch = DIM + 4;                       // floats: neighbouring rows lie in other banks

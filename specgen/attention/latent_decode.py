@@ -247,5 +247,5 @@ def _prefill_spec(key_dim: int, value_dim: int, dtype: torch.dtype) -> Any:  # n
     from flashinfer.jit.attention import gen_batch_prefill_module
 
     types, no_rotation = (dtype, dtype, dtype, torch.int32), 0
-    # of the flags: no windows, no cap on logits, no products in half precision
+    # of the flags: no windows, no cap on logits, no GEMMs in half precision
     return gen_batch_prefill_module("fa3", *types, key_dim, value_dim, no_rotation, False, False, False)

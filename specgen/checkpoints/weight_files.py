@@ -112,7 +112,7 @@ def _are_equal(one: tuple[str, TensorInfo], other: tuple[str, TensorInfo], state
 
 
 def file_state(file: Path) -> tuple[int, ...]:
-    """By what a changed file is told: device, inode, size and times."""
+    """What identifies a changed file: device, inode, size and times."""
     found = file.stat()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 

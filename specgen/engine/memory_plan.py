@@ -112,7 +112,7 @@ class MemoryPlan:
 def _of_heads(model: TargetConfig) -> int:
     """Numbers of a row's queries, keys, values and output in all heads.
 
-    A prefill of latents expands twice as many positions as it has rows: first the product, then keys beside values.
+    A prefill of latents expands twice as many positions as it has rows: first one matrix, then keys beside values.
     """
     if model.latent is None:
         return (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim

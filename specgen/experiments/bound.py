@@ -1,6 +1,6 @@
 """Lower bounds on the time of a decode step and its parts: bytes read over bandwidth, FLOPs over FLOP/s.
 
-The bandwidth and the FLOP/s are those of a large copy within the device's memory and of a large matrix product.
+The bandwidth and the FLOP/s are those of a large copy within the device's memory and of a large GEMM.
 """
 
 import statistics
@@ -41,7 +41,7 @@ def copy_bandwidth(device: str) -> float:
 
 
 def matrix_flops(device: str, dtype: torch.dtype) -> float:
-    """FLOP/s of a product of large square matrices."""
+    """FLOP/s of a GEMM of large square matrices."""
     use(torch.device(device))
     side = _SQUARES[torch.device(device).type]
     left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
@@ -64,7 +64,7 @@ class Work:
     """The least work of a part of a step."""
 
     num_bytes: float
-    flops: float  # of matrix products, without attention
+    flops: float  # of GEMMs, without attention
     cache_bytes: float = 0.0  # of num_bytes, those of the KV cache
 
     def __add__(self, other: "Work") -> "Work":
@@ -81,7 +81,7 @@ class Work:
 
     @property
     def without_cache(self) -> "Work":
-        """The products', which read the weights."""
+        """Of the GEMMs, which read the weights."""
         return Work(num_bytes=self.num_bytes - self.cache_bytes, flops=self.flops)
 
     def seconds(self, device: DeviceSpeed) -> float:
@@ -184,7 +184,7 @@ class StepBytes:
         )
 
     def prefill_flops(self, num_rows: int) -> float:
-        """Of the target's matrix products for so many rows of prompts; only the last ones have logits, left out."""
+        """Of the target's GEMMs for so many rows of prompts; only the last ones have logits, left out."""
         weights = self.target - self.lm_head
         experts = self._experts(self.experts, 1, num_rows, 0.0)
         return 2 * weights / self.bytes_per_value * num_rows + experts.flops

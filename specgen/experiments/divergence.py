@@ -16,14 +16,14 @@ from specgen.engine.loading import Models
 
 # How far rounding may move the difference of two logits. Over 1,650 positions of the bundled pair's texts, computed in
 # passes of 1 row, 5 rows and all rows, it moved by at most 4 steps of bfloat16 or float16 at the largest logit and, as
-# every product accumulates in float32, by at most 25 steps of float32. Doubled to allow for deeper models.
+# every GEMM accumulates in float32, by at most 25 steps of float32. Doubled to allow for deeper models.
 _STEPS = 8
 _FLOAT32_STEPS = 48
 # A key or value that rounding moves across the middle between two numbers of FP8 is stored as the other one, of which
 # the steps are 16 times as far apart as bfloat16's. Over 1,336 such positions with an FP8 KV cache in float32, where
 # nothing else is of that size, it moved differences of logits by at most 2.9 steps of bfloat16.
 _FP8_KV_STEPS = 8
-# Where inputs of products are rounded to FP8, one that lies between two of its values goes to the other, all behind it
+# Where inputs of GEMMs are rounded to FP8, one that lies between two of its values goes to the other, all behind it
 # change, and with them many more: in any dtype the difference of two of the four largest logits moved by up to 0.13 of
 # the largest over 1,260 positions of the bundled pair in FP8 (median 0.01), about one step of e4m3.
 _FP8_STEPS = 2
@@ -62,7 +62,7 @@ class Judge:
 
     logits_after: Callable[[Sequence[int]], Tensor]
     dtype: torch.dtype
-    fp8: bool = False  # whether inputs of products are rounded to FP8
+    fp8: bool = False  # whether inputs of GEMMs are rounded to FP8
     token_text: Callable[[int], str]
     fp8_kv: bool = False  # keys and values are kept in FP8
 

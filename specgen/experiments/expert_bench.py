@@ -110,13 +110,13 @@ def exact(experts: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     for expert in touched(ids):
         row, slot = (ids == expert).nonzero(as_tuple=True)
         between = x.dtype if experts.down.format == "fp8" else torch.float32
-        gate, up = _product(experts.gate_up, expert, x[row].float()).to(between).chunk(2, -1)
-        result = _product(experts.down, expert, experts.gating(gate, up).float())
+        gate, up = _linear(experts.gate_up, expert, x[row].float()).to(between).chunk(2, -1)
+        result = _linear(experts.down, expert, experts.gating(gate, up).float())
         out.index_add_(0, row, result * weights[row, slot, None].float())
     return out
 
 
-def _product(weight: Weight, expert: int, x: Tensor) -> Tensor:
+def _linear(weight: Weight, expert: int, x: Tensor) -> Tensor:
     out = (rounded(x, weight) if weight.format == "fp8" else x) @ _matrix(weight, expert).T
     return out if weight.bias is None else out + weight.bias[expert].float()
 
@@ -149,7 +149,7 @@ SHAPES = {
 }
 
 
-# largest relative error of a row: products of two matrices, rounded between them
+# largest relative error of a row: two GEMMs, rounded between them
 _TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
 _MOST_LAYERS = 6  # with their own weights; further ones use them again, with other routes
 _COLUMNS = (
@@ -282,7 +282,7 @@ def _empty_table(job: ExpertJob, speed: DeviceSpeed) -> BenchTable:
         "touched": "experts that a layer's rows chose, the mean over layers",
         "grouped": "torch's grouped_mm between a sort and a sum",
         "bound": f"bytes of the experts touched over the bandwidth of a copy, {speed.bytes_per_second / 1e12:.3f} "
-        f"TB/s, or the products at {speed.flops_per_second / 1e12:.3f} TFLOP/s where that is longer (FP8: at twice as "
+        f"TB/s, or the GEMMs at {speed.flops_per_second / 1e12:.3f} TFLOP/s where that is longer (FP8: at twice as "
         "many)",
         "difference": "largest relative error of a row against float32",
         "repeats": job.repeats,

@@ -396,7 +396,7 @@ def _conditions(
         "prompts": f"{job.prompt_tokens} random tokens each, greedy",
         "time": f"mean of {_STEPS} steps of the whole batch, after {_SKIPPED}; {where}",
         "bound": f"bytes read over {device.bytes_per_second / 1e12:.3g} TB/s of a copy, or FLOPs over "
-        f"{device.flops_per_second / 1e12:.3g} TFLOP/s of a large matrix product, whichever takes longer",
+        f"{device.flops_per_second / 1e12:.3g} TFLOP/s of a large GEMM, whichever takes longer",
     }
 
 
@@ -486,16 +486,16 @@ def step_rows(batch: int, time: StepTime, works: Mapping[str, Work], device: Dev
     return [row(part, seconds) for part, seconds in times.items()]
 
 
-KINDS = ("products", "attention", "other")
+KINDS = ("GEMM", "attention", "other")
 _ATTENTION = re.compile(
     r"mha|xqa|mla|attention|(decode|prefill)with|hopper_decode|latent_plan|merge_?states|fmha|flash"
 )
-_PRODUCTS = re.compile(
+_GEMM = re.compile(
     r"gemm|gemv|nvjet|splitk|skinny|hopper_linear|^linear_kernel|xmma|cutlass|^_fp8|^_gate_up|^_down"
 )
 _BY_KIND = Table(
     title="By kind of kernel",
-    note="products read the weights and attention the KV cache: the least that takes; kinds are recognised by name",
+    note="GEMMs read the weights and attention the KV cache: the least that takes; kinds are recognised by name",
     columns=(
         Column(name="batch"),
         Column(name="part"),
@@ -513,20 +513,20 @@ _BY_KIND = Table(
 def kind_of(kernel: str) -> str:
     """The kind of a kernel by its name, without parameters."""
     name = kernel.lower()
-    return "attention" if _ATTENTION.search(name) else "products" if _PRODUCTS.search(name) else "other"
+    return "attention" if _ATTENTION.search(name) else "GEMM" if _GEMM.search(name) else "other"
 
 
 def kind_rows(batch: int, time: StepTime, works: Mapping[str, Work], device: DeviceSpeed) -> list[Row]:
     """The time of each part's kernels by kind, with the bound of those that read weights or the KV cache.
 
-    Parts without products, such as ``accept``, are left out.
+    Parts without GEMMs, such as ``accept``, are left out.
     """
     times = Counter[tuple[str, str]]()
     for kernel in time.kernels:
         times[kernel.part, kind_of(kernel.name)] += kernel.seconds  # type: ignore[assignment]
     rows: list[Row] = []
     for part, work in works.items():
-        split = {"products": work.without_cache, "attention": work.cache}
+        split = {"GEMM": work.without_cache, "attention": work.cache}
         for kind in KINDS if work.flops else ():
             seconds, least = times[part, kind], split.get(kind)
             if not seconds:

@@ -385,7 +385,7 @@ def _kernels(backends: TimedBackends, cell: Cell, query: Query) -> Iterator[str]
 
 
 def _absorbed(backend: Backend, latent: LatentDims, cache: KVCache, layout: Layout, q: Tensor) -> Call:
-    """The attention of layers that keep latents, without the products around it."""
+    """The attention of layers that keep latents, without the GEMMs around it."""
     kernel = backend.absorbed(layout)
 
     def call(index: int) -> Tensor:

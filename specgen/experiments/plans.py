@@ -203,7 +203,7 @@ class Yardstick:
 
     sizes: StepBytes
     bytes_per_second: float
-    flops_per_second: float  # of a large matrix product
+    flops_per_second: float  # of a large GEMM
     known: KnownText | None
 
     @property

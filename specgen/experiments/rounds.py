@@ -41,7 +41,7 @@ class Repeat:
     disturbances: tuple[str, ...] = ()  # captures and shortages within the measured time
     wall: WallTime | None = None  # where ``seconds`` went; none in rounds of earlier versions
     prefill_passes: int = 0
-    prefill_flops: float = 0.0  # of all prompts' matrix products
+    prefill_flops: float = 0.0  # of all prompts' GEMMs
     tokens_per_step: float | None = None  # that a sequence gets in a decode step, the mean
 
     @property

@@ -324,7 +324,7 @@ def _speed(row: Row) -> float:
 TERMS = (
     "full: what the decode steps would take if each had the largest batch; filling and tail: what smaller steps take "
     "beyond that, while prompts wait and when none is left; idle: the device has nothing to do; rest: before the first "
-    "pass and after the last one; of_products: what of prefill must be, the target's products for the prompts at the "
+    "pass and after the last one; of_gemms: what of prefill must be, the target's GEMMs for the prompts at the "
     "{speed:.3g} TFLOP/s of a large one"
 )
 _WALL = {
@@ -355,7 +355,7 @@ def wall_tables(
         columns=(
             *keys,
             Column(name="wall", unit="s", show=display.plain),
-            *(Column(name=name, show=display.percent) for name in ("prefill", "of_products")),
+            *(Column(name=name, show=display.percent) for name in ("prefill", "of_gemms")),
             Column(name="passes"),
             *(Column(name=name, show=display.percent) for name in _WALL if name != "prefill"),
         ),
@@ -378,7 +378,7 @@ def _wall_row(changes: Mapping[str, Any], repeat: Repeat, flops_per_second: floa
         **changes,
         "wall": repeat.seconds,
         "prefill": parts.pop("prefill"),
-        "of_products": repeat.prefill_flops / flops_per_second / repeat.seconds,
+        "of_gemms": repeat.prefill_flops / flops_per_second / repeat.seconds,
         "passes": repeat.prefill_passes,
         **parts,
     }

@@ -110,7 +110,7 @@ class MixtureConfig:
 
     @property
     def multiple(self) -> int:
-        """What products of experts ask of their widths: whole blocks of MXFP4, else 16 bytes in half precision."""
+        """What GEMMs of experts ask of their widths: whole blocks of MXFP4, else 16 bytes in half precision."""
         return MXFP4_BLOCK if self.mxfp4 else 8
 
     def shared(self, count: int) -> "MixtureConfig":

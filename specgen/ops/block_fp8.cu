@@ -1,4 +1,4 @@
-// Products of block FP8 of many rows on Hopper by DeepGEMM's kernel, whose headers FlashInfer installs: this holds its
+// GEMMs of block FP8 of many rows on Hopper by DeepGEMM's kernel, whose headers FlashInfer installs: this holds its
 // tiles for one weight and the call of it.
 //
 // x [rows, WIDTH] and weight [OUT, WIDTH] are e4m3, y [rows, OUT] is bfloat16. A scale belongs to 128 inputs of a row or

@@ -83,12 +83,12 @@ def _linear_parts(dtype: torch.dtype, weight: Weight) -> Map:
     ):
         return few
 
-    def product(x: Tensor) -> Tensor:
+    def gemm(x: Tensor) -> Tensor:
         if FEWEST_ROWS <= x.shape[0] <= MOST_ROWS_OF_PARTS:
             return hopper_linear_parts(x, matrix, bias)
         return few(x)
 
-    return product
+    return gemm
 
 
 def _linear_float32(dtype: torch.dtype, weight: Weight) -> Map:
@@ -111,12 +111,12 @@ def _gated_linear(dtype: torch.dtype, weight: Weight, out_scale: Tensor | None =
     if dtype != torch.bfloat16 or not runs_on(matrix.device) or not fits(out // 2, width, dtype, gated=True):
         return few
 
-    def product(x: Tensor) -> Tensor:
+    def gemm(x: Tensor) -> Tensor:
         if FEWEST_ROWS <= x.shape[0] <= MOST_ROWS:
             return hopper_linear(x, matrix, bias=bias, gated=True)
         return few(x)
 
-    return product
+    return gemm
 
 
 def _experts(dtype: torch.dtype, experts: Experts) -> ExpertsMap:
@@ -156,8 +156,8 @@ def _by_rows(
     matrix, bias = weight.matrix, weight.bias
     fitting = [tile for tile in tiles if tile.fits(matrix.shape[0] // halves, matrix.shape[1])]
 
-    def product(x: Tensor) -> Tensor:
+    def gemm(x: Tensor) -> Tensor:
         tile = next((tile for tile in fitting if 0 < x.shape[0] <= tile.most_rows), None)
         return cublas(x) if tile is None else skinny(x, matrix, bias, tile)
 
-    return product
+    return gemm

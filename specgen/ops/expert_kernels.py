@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specgen.ops.expert_products import as_words, prefetch, product
+from specgen.ops.expert_gemm import as_words, gemm, prefetch
 from specgen.ops.experts import Experts, ExpertsMap, Gating
 from specgen.ops.fp8 import block_scales
 from specgen.ops.fp8_kernels import rounded_rows
@@ -160,7 +160,7 @@ class Matrices:
         )
 
     def inputs(self, x: Tensor, tile: ExpertTile) -> tuple[Tensor, Tensor | None, int]:
-        """``x`` [n, in] as ``product`` takes it with ``tile``, its scales, and how many are each row's."""
+        """``x`` [n, in] as ``gemm`` takes it with ``tile``, its scales, and how many are each row's."""
         grouped = self.activations == "group"
         if self.activations is None or self.activations == "static" or (grouped and tile.rounds):
             return x, self.input_scale, 0
@@ -218,13 +218,13 @@ def _gate_up_kernel(
     expert, pairs, inside = block_of(ids, order, listed, num_rows, KIND, K, K_BLOCK, ROWS)
     if expert < 0:
         return
-    # Eight outputs of gate, the same eight of up, and so on: one product, whose halves a thread has both.
+    # Eight outputs of gate, the same eight of up, and so on: one GEMM, whose halves a thread has both.
     index, first = tl.arange(0, 2 * BLOCK_OUT), tl.program_id(1) * BLOCK_OUT
     half = num_out // 2
     out = tl.minimum(first + index // 16 * 8 + index % 8, half - 1) + index // 8 % 2 * half
     if bias is not None:  # loaded here, not to be waited for at the end
         added = tl.load(bias + expert.to(tl.int64) * num_out + out)
-    acc = product(
+    acc = gemm(
         x, x_scale, x_step, weight, scale, expert, pairs // K, inside, out, first, half, num_out, width,
         GROUPED, BLOCK_IN, STAGES,
     )  # fmt: skip
@@ -284,7 +284,7 @@ def _down_kernel(
     if scale is not None:
         prefetch(weight, expert, out, num_out, width)
     gdc_wait()
-    acc = product(
+    acc = gemm(
         x, x_scale, x_step, weight, scale, expert, pairs, inside, out, first, num_out, num_out, width,
         GROUPED, BLOCK_IN, STAGES,
     )  # fmt: skip

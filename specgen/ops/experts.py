@@ -1,4 +1,4 @@
-"""A mixture of experts in plain torch: which experts a row goes through, their weights, also in MXFP4, and products."""
+"""A mixture of experts in plain torch: which experts a row goes through, their weights, also in MXFP4, and GEMMs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -140,7 +140,7 @@ def grouped_experts(experts: Experts) -> ExpertsMap:
 
     Quantized weights are dequantised: on a CPU once, elsewhere in every call, so that no copy of them stays.
     """
-    gate_up, down = _product(experts.gate_up), _product(experts.down)
+    gate_up, down = _grouped_gemm(experts.gate_up), _grouped_gemm(experts.down)
     gating, num_experts = experts.gating, len(experts.gate_up.data)
     del experts  # of quantized weights only what ``gate_up`` and ``down`` keep
 
@@ -159,16 +159,16 @@ def grouped_experts(experts: Experts) -> ExpertsMap:
     return forward
 
 
-def _product(weight: Weight) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _grouped_gemm(weight: Weight) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Of rows sorted by expert, their experts' ids, and where each expert's rows end."""
     matrices, bias = _matrices(weight), weight.bias
     rounds = _rounding(weight)
 
-    def product(x: Tensor, ids: Tensor, ends: Tensor) -> Tensor:
+    def gemm(x: Tensor, ids: Tensor, ends: Tensor) -> Tensor:
         out = F.grouped_mm(rounds(x, ids), matrices().mT, offs=ends).to(x.dtype)
         return out if bias is None else out + bias[ids]
 
-    return product
+    return gemm
 
 
 def _rounding(weight: Weight) -> Callable[[Tensor, Tensor], Tensor]:

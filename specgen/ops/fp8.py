@@ -20,8 +20,8 @@ _Map = Callable[[Tensor], Tensor]
 def fp8_linear(weight: Weight, plain: Callable[[Weight], _Map]) -> _Map:
     """``Ops.linear`` by the GEMM of float32 matrices that ``plain`` prepares; rounded once, to the inputs' dtype."""
     bias = None if weight.bias is None else weight.bias.float()
-    product, rounds = plain(Weight(data=dequantised(weight), bias=bias)), rounding(weight)
-    return lambda x: product(rounds(x)).to(x.dtype)
+    gemm, rounds = plain(Weight(data=dequantised(weight), bias=bias)), rounding(weight)
+    return lambda x: gemm(rounds(x)).to(x.dtype)
 
 
 def dequantised(weight: Weight) -> Tensor:

@@ -39,12 +39,12 @@ def _any_rows(tiles: tuple[Fp8Tile, ...]) -> tuple[Fp8Tile, ...]:
 def fp8_map(weight: Weight, dtype: torch.dtype) -> Map:
     """See ``Ops.linear``."""
     layer = _Layer.build(weight, dtype, measured_choices.FP8_LINEAR + _any_rows(measured_choices.FP8_MANY))
-    return lambda x: layer.product(x)[0]
+    return lambda x: layer.gemm(x)[0]
 
 
 def fp8_parts(weight: Weight, dtype: torch.dtype) -> Map:
     """See ``Ops.linear_parts``."""
-    return _Layer.build(weight, dtype, _PARTS + _any_rows(measured_choices.FP8_MANY)).product
+    return _Layer.build(weight, dtype, _PARTS + _any_rows(measured_choices.FP8_MANY)).gemm
 
 
 def fp8_gated(weight: Weight, dtype: torch.dtype, out_scale: Tensor | None = None) -> Map:
@@ -107,7 +107,7 @@ class _Layer:
             and block_fp8.can_run(weight.data.device, out, width),
         )
 
-    def product(self, x: Tensor) -> Tensor:
+    def gemm(self, x: Tensor) -> Tensor:
         """[rows, in] -> [parts, rows, out]."""
         if self.blocks and x.shape[0] >= block_fp8.FEWEST_ROWS:
             return self._blocks(x)[None]

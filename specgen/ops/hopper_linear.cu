@@ -1,6 +1,6 @@
 // y = x * weight^T on Hopper for some to some hundred rows of x, nearly as fast as the weight can be read.
 //
-// The weight is the wide operand of the tensor cores' products: a block computes 128 outputs of up to 192 rows, so
+// The weight is the wide operand of the tensor cores' MMA: a block computes 128 outputs of up to 192 rows, so
 // that wgmma's n is the number of rows. One warp loads with TMA, eight multiply; the first loads of weights do not wait
 // for the kernel in front. A matrix with few outputs is split along K between the two blocks of a cluster, which
 // exchange their sums through shared memory: each adds those of half the rows, always in the same order. Or it is split
@@ -129,7 +129,7 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-// One step along K, 128 bytes: four products.
+// One step along K, 128 bytes: four MMAs.
 __device__ __forceinline__ void multiply(float (&sums)[kSums], const uint8_t* weight, const uint8_t* inputs, bool add) {
   uint64_t a = matrix_descriptor(weight), b = matrix_descriptor(inputs);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -342,7 +342,7 @@ __device__ __forceinline__ void release(uint64_t* empty) {  // by each warp grou
   release(before);
 }
 
-// The same of e4m3. The tensor cores keep fewer bits than float32: their sums of 256 products are added in float32.
+// The same of e4m3. The tensor cores keep fewer bits than float32: their sums of 256 terms are added in float32.
 [[maybe_unused]] __device__ __forceinline__ void consume_e4m3(float (&sums)[kSums], Pipeline& pipe, int steps) {
   const int half = threadIdx.x / 128 * (kWeightBytes / 2);
 #pragma unroll
@@ -500,7 +500,7 @@ int run(const Call& call, const Problem& p) {
 
 // ``parts`` of K, of which each tile has a block: with ``sums`` y is their sums in float32, which only bf16 has; else they
 // are 1, where ``blocks`` take the tiles in turns, or 2 in e4m3, where each tile has a cluster. In bf16 only the gated
-// product was compiled without ``sums``. 0, -1 if a tensor has no map, -2 for what was not compiled; else a cudaError.
+// kernel was compiled without ``sums``. 0, -1 if a tensor has no map, -2 for what was not compiled; else a cudaError.
 extern "C" int hopper_linear(const void* x, const void* weight, const void* bias, const float* out_scale,
                              const float* x_scale, const float* y_scale, void* y, int64_t rows, int64_t out,
                              int64_t width, int blocks, int parts, int x_static, int is_gated, int sums, void* stream) {

@@ -121,7 +121,7 @@ def _spec(kind: Kind, rows: int) -> Any:  # noqa: ANN401
 
 
 def _wgmma_header(kind: Kind, rows: int) -> str:
-    """The product with ``rows`` columns, whose accumulators are operands that must be listed one by one."""
+    """The GEMM with ``rows`` columns, whose accumulators are operands that must be listed one by one."""
     count = rows // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))

@@ -76,7 +76,7 @@ def _tiles(name: str, kind: type[T]) -> tuple[T, ...]:
 
 
 def _experts(name: str) -> tuple[ExpertTiles, ...]:
-    """An entry lists block_out, block_in, stages and warps of its two products."""
+    """An entry lists block_out, block_in, stages and warps of its two GEMMs."""
     return tuple(
         ExpertTiles(
             most=entry["most"],

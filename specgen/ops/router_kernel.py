@@ -76,7 +76,7 @@ def _choose_kernel(
     inside = expert < num_experts
     gdc_wait()
     logits = _summed(parts, row, expert, num_rows, num_experts, PARTS)
-    logits = logits.to(weights.dtype.element_ty).to(tl.float32)  # as one product would be rounded
+    logits = logits.to(weights.dtype.element_ty).to(tl.float32)  # as one GEMM would be rounded
     key = tl.where(inside, _ordered(logits), _LEAST)
     chosen, best = _best(key, logits, expert, K, K_BLOCK, BLOCK)
     slot = tl.arange(0, K_BLOCK)

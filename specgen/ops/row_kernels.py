@@ -174,12 +174,12 @@ def _silu_mul_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
     gdc_wait()
-    product = silu_mul(
+    gated = silu_mul(
         tl.load(gate + row * stride + columns, inside, 0), tl.load(up + row * stride + columns, inside, 0)
     )
     if out_scale is not None:
-        product = to_e4m3(product, 1.0 / tl.load(out_scale))
-    tl.store(out + row * size + columns, product, inside)
+        gated = to_e4m3(gated, 1.0 / tl.load(out_scale))
+    tl.store(out + row * size + columns, gated, inside)
 
 
 @dataclass(frozen=True)

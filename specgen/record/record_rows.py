@@ -338,10 +338,10 @@ def to_line(row: Row) -> str:
     """One JSON object whose first key is ``row``, the kind; no line break. Of a pass, what is 0 or None is left out."""
     kind = next(kind for kind, each in _KINDS.items() if isinstance(row, each))
     if isinstance(row, PassRow):
-        told = {name: value for name, value in vars(row).items() if value or name == "number"}
+        values = {name: value for name, value in vars(row).items() if value or name == "number"}
     else:
-        told = vars(row)
-    return _encode({"row": kind, **told})
+        values = vars(row)
+    return _encode({"row": kind, **values})
 
 
 def from_line(line: str) -> Row:

@@ -119,7 +119,7 @@ def svg(chart: Lines | Bars) -> Markup:
     height = _HEIGHT
     match chart:
         case Lines():
-            marks, labels = _draw_lines(chart), [_told(chart, *line) for line in chart.lines.items()]
+            marks, labels = _draw_lines(chart), [_described(chart, *line) for line in chart.lines.items()]
         case Bars():
             height, marks = len(chart.points) * _BAR_ROW + 20, _draw_bars(chart)
             labels = [_label(chart, point) for point in chart.points]
@@ -127,7 +127,7 @@ def svg(chart: Lines | Bars) -> Markup:
     return frame.format(_WIDTH, height, chart.title, "; ".join(labels), Markup("").join(marks))
 
 
-def _told(chart: Lines, name: str, points: Sequence[Point]) -> str:
+def _described(chart: Lines, name: str, points: Sequence[Point]) -> str:
     return f"{name}: {', '.join(_label(chart, point) for point in points)}"
 
 

@@ -88,8 +88,8 @@ def inputs(rows: int, width: int) -> Tensor:
     return torch.randn(rows, width, device=CUDA, generator=torch.Generator(CUDA).manual_seed(rows)).to(DTYPE)
 
 
-def gated(product: Tensor) -> Tensor:
-    gate, up = product.to(DTYPE).float().chunk(2, -1)
+def gated(both: Tensor) -> Tensor:
+    gate, up = both.to(DTYPE).float().chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
 
 
@@ -97,10 +97,8 @@ def gated(product: Tensor) -> Tensor:
 def reference(form: Format, shape: Shape, rows: int, is_gated: bool) -> Tensor:
     """Of the last weight, in float32 of what is rounded."""
     weight, x = weights(form, shape)[-1], inputs(rows, shape[1])
-    product = (
-        x.float() @ weight.data.float().T if form == "plain" else rounded(x, weight) @ dequantised(weight).T
-    )
-    return gated(product) if is_gated else product
+    y = x.float() @ weight.data.float().T if form == "plain" else rounded(x, weight) @ dequantised(weight).T
+    return gated(y) if is_gated else y
 
 
 def right(got: Tensor, expected: Tensor) -> bool:
@@ -132,7 +130,7 @@ def by_tile(weight: Weight, x: Tensor, tile: Tile, is_gated: bool) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """A product of a shape: its time, None where it is not to be used, and why."""
+    """A GEMM of a shape: its time, None where it is not to be used, and why."""
 
     seconds: float | None
     why: str = ""

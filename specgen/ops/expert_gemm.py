@@ -1,5 +1,5 @@
 # mypy: allow-untyped-decorators
-"""The product of a block of rows with some outputs of an expert: plain weights, FP8, or MXFP4 in words."""
+"""The GEMM of a block of rows with some outputs of an expert: plain weights, FP8, or MXFP4 in words."""
 
 import torch
 import triton
@@ -45,7 +45,7 @@ _UNPACK = tl.constexpr(
 
 
 @triton.jit
-def product(
+def gemm(
     x: tl.tensor,
     x_scale: tl.tensor,
     x_step: int,
@@ -68,19 +68,19 @@ def product(
     ``first`` is the least of ``out``; of two halves with ``half`` outputs, gate and up, in each of them.
     """
     if scale is None:
-        acc = plain_product(x, weight, expert, row, inside, out, num_out, width, BLOCK_IN, STAGES)
+        acc = plain_gemm(x, weight, expert, row, inside, out, num_out, width, BLOCK_IN, STAGES)
     elif weight.dtype.element_ty == tl.float8e4nv:
-        acc = fp8_product(
+        acc = fp8_gemm(
             x, x_scale, x_step, weight, scale, expert, row, inside, out, first, half, num_out, width,
             GROUPED, BLOCK_IN, STAGES,
         )  # fmt: skip
     else:
-        acc = word_product(x, weight, scale, expert, row, inside, out, num_out, width, STAGES)
+        acc = word_gemm(x, weight, scale, expert, row, inside, out, num_out, width, STAGES)
     return acc
 
 
 @triton.jit
-def plain_product(
+def plain_gemm(
     x: tl.tensor,
     weight: tl.tensor,
     expert: tl.tensor,
@@ -106,7 +106,7 @@ def plain_product(
 
 
 @triton.jit
-def fp8_product(
+def fp8_gemm(
     x: tl.tensor,
     x_scale: tl.tensor,
     x_step: int,
@@ -124,7 +124,7 @@ def fp8_product(
     BLOCK_IN: tl.constexpr,  # noqa: N803
     STAGES: tl.constexpr,  # noqa: N803
 ) -> tl.tensor:
-    """As ``product``, of weights in e4m3. Sums of BLOCK_IN inputs leave the tensor cores, which keep few bits.
+    """As ``gemm``, of weights in e4m3. Sums of BLOCK_IN inputs leave the tensor cores, which keep few bits.
 
     ``x`` is in e4m3 with ``x_step`` scales for each row: one, or, GROUPED, one for each 128 inputs. In the model's
     dtype it is rounded here: with ``x_scale`` [E], or, GROUPED, with those that are found. GROUPED weights have a scale
@@ -170,7 +170,7 @@ def fp8_product(
 
 
 @triton.jit
-def word_product(
+def word_gemm(
     x: tl.tensor,
     words: tl.tensor,
     scales: tl.tensor,
@@ -182,7 +182,7 @@ def word_product(
     width: int,
     STAGES: tl.constexpr,  # noqa: N803
 ) -> tl.tensor:
-    """As ``plain_product``, of what ``as_words`` made; ``x`` is in bfloat16."""
+    """As ``plain_gemm``, of what ``as_words`` made; ``x`` is in bfloat16."""
     place, inner = tl.arange(0, 16), tl.arange(0, 128)
     num_blocks = tl.cdiv(width, 128)
     first = expert.to(tl.int64) * num_blocks * num_out
@@ -231,7 +231,7 @@ def _unpack(words: tl.tensor, scales: tl.tensor) -> tl.tensor:
 
 
 def as_words(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """MXFP4 in the order in which ``word_product`` reads: the 16 words of one output and 128 inputs at once.
+    """MXFP4 in the order in which ``word_gemm`` reads: the 16 words of one output and 128 inputs at once.
 
     ``data`` uint8 [E, out, in / 2], the first of two values in the low half, and ``scale`` uint8 [E, out, in / 32]
     become int32 [E, B, out, 16] and [E, B, out], B blocks of 128 inputs, the last filled up with zeros. Words 2 * c and
