@@ -98,6 +98,16 @@ def demo_path() -> Path:
 
 
 @pytest.fixture(scope="session")
+def gpu_pair(demo_path: Path) -> Pair:
+    return load_pair(demo_path, device="cuda")
+
+
+@pytest.fixture(scope="session")
+def bfloat16_pair(demo_path: Path) -> Pair:
+    return load_pair(demo_path, torch.bfloat16, "cuda")
+
+
+@pytest.fixture(scope="session")
 def demo_pair(demo_path: Path) -> Pair:
     """The bundled pair, loaded: its drafts are sometimes accepted, at every position."""
     return load_pair(demo_path)

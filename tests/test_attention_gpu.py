@@ -16,11 +16,9 @@ from specgen.attention.hopper import HopperBackend
 from specgen.attention.sdpa import SdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.kv.layout import HostLens, Layout
+from tests.marks import on_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = on_gpu()
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 # relative error of a row: kernels round probabilities and outputs to the model's dtype; with FP8 pages some round the
 # output again when they multiply it by the scale of values

@@ -1,4 +1,4 @@
-"""Charts: a reference line, points over two numbers, one style per name, names that fit and can be read."""
+"""Charts and their numbers: a reference line, points over two numbers, one style per name, names that can be read."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from specgen.report import page
+from specgen.experiments.study_tables import _ACCURACY
+from specgen.report import display, page
 from specgen.report.charts import (
     DRAFT_LENGTHS,
     STYLES,
@@ -20,7 +21,11 @@ from specgen.report.charts import (
 from specgen.report.display import ratio
 
 SVG = "{http://www.w3.org/2000/svg}"
+
+
 CSS = (Path(page.__file__).parent / "page.css").read_text()
+
+
 COLOURS = [*STYLES, "ink", "soft"]
 
 
@@ -120,3 +125,25 @@ def _luminance(colour):
     parts = [int(_long(colour)[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize(
+    ("show", "text"),
+    [
+        (display.count, "0"),
+        (display.plain, "0.00"),
+        (display.rate, "0.0"),
+        (display.percent, "0.0 %"),
+        (display.hundredths, "0.0"),
+        (display.ratio, "0.00x"),
+    ],
+)
+def test_nothing_is_below_nothing(show: display.Show, text: str) -> None:
+    """The end of an interval that rounds to zero has no sign."""
+    assert show(-1e-9) == show(0.0) == text
+    assert show(-1.0).startswith("-1")
+
+
+def test_nor_is_it_as_a_difference() -> None:
+    show = next(column.show for column in _ACCURACY if column.name == "difference")
+    assert [show(share) for share in (-1e-9, 0.0, -0.01, 0.01)] == ["+0.0", "+0.0", "-1.0", "+1.0"]

@@ -30,8 +30,7 @@ from tests.forked import write_pair
 from tests.marks import mostly_slow
 from tests.test_latents import of_transformers
 from tests.test_mixtures import ids_of, loaded, paged_logits
-from tests.test_published_latents import DEEPSEEK, GLM
-from tests.test_published_mixtures import gpt_oss, qwen3_moe
+from tests.test_published import DEEPSEEK, GLM, gpt_oss, qwen3_moe
 from tests.test_rope_config import DEFAULT
 from tests.test_rope_config import FAMILIES as WRITERS
 from tests.tiny_checkpoints import write_head, write_target

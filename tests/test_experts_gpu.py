@@ -14,11 +14,9 @@ from specgen.config import UserError
 from specgen.ops import bind_ops, fp8
 from specgen.ops.experts import Experts, ExpertsMap, Gating
 from specgen.ops.weight import Weight
+from tests.marks import on_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = on_gpu()
 CUDA, BF16, FP16 = torch.device("cuda"), torch.bfloat16, torch.float16
 TOLERANCES = {BF16: 2e-2, FP16: 2e-3, torch.float32: 1e-5}
 PLAIN = Gating()

@@ -14,7 +14,7 @@ from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.config import UserError
 from specgen.models.fp8_config import fp8_config
 from tests.engines import load_pair
-from tests.test_fp8_weights import exact, fp8_weight
+from tests.test_fp8 import exact, fp8_weight
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_fp8 import CONFIGS, E4M3, quantize
 

@@ -10,12 +10,10 @@ from specgen.config import SamplingParams
 from specgen.engine.build import prefill_logits
 from specgen.experiments.divergence import Judge
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, load_pair
-from tests.test_gpu import COUNT, EXACT, FAST, GREEDY, MODES, mixed, running_engine
+from tests.marks import on_gpu
+from tests.test_gpu import COUNT, EXACT, FAST, GREEDY, MODES, advance_without_sync, mixed, running_engine
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = on_gpu()
 SCALES = (0.11, 0.07)  # of keys and of values of the first layer; those of the next are larger
 
 
@@ -103,9 +101,4 @@ def test_a_steady_state_step_has_no_host_sync(bfloat16_pair: Pair, batch: str, m
     sampling = SamplingParams(max_tokens=200, ignore_eos=True)
     settings = FAST | {"kv_dtype": "fp8", "drafter_batch": batch, "cuda_graphs": mode}
     engine = running_engine(bfloat16_pair, sampling, num_spec_tokens=4, **settings)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(8):
-            engine._advance()  # not through the handling of device errors
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    advance_without_sync(engine)

@@ -19,22 +19,15 @@ from specgen.decoding.sampling import SamplingBatch, target_probs
 from specgen.engine.build import _memory_for_kv, build_engine
 from specgen.record.record_rows import Captured, OutOfMemory
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, load_pair, nan_at
+from tests.marks import on_gpu
 from tests.test_faults import Setting, require_no_change, run_without_fault
 from tests.test_per_request import all_different, answers
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = on_gpu()
 GREEDY = SamplingParams(max_tokens=48)
 SAMPLED = SamplingParams(max_tokens=32, temperature=0.8)
 COUNT = 20
 FLOAT32 = {"device": "cuda", "dtype": "float32"}
-
-
-@pytest.fixture(scope="module")
-def gpu_pair(demo_path: Path) -> Pair:
-    return load_pair(demo_path, device="cuda")
 
 
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
@@ -362,11 +355,6 @@ def test_a_resumed_run_skips_the_request_that_loses_the_device(tmp_path: Path) -
     assert texts == right
 
 
-@pytest.fixture(scope="module")
-def bfloat16_pair(demo_path: Path) -> Pair:
-    return load_pair(demo_path, torch.bfloat16, "cuda")
-
-
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
 @pytest.mark.parametrize("k", [0, 1, 4, 8])
 @pytest.mark.parametrize("mode", MODES)
@@ -396,35 +384,44 @@ def running_engine(pair: Pair, sampling: SamplingParams = LONG, **settings: Any)
     return engine
 
 
-@pytest.mark.parametrize("mode", ["step", "pass", "off"])
-@pytest.mark.parametrize("batch", ["padded", "non-padded"])
-@pytest.mark.parametrize(
-    "sampling",
-    [LONG, replace(LONG, logit_bias=((5, 1.0), (9, -100.0)), logprobs=5)],
-    ids=["plain", "biased"],
-)
-def test_a_steady_state_step_has_no_host_sync(
-    bfloat16_pair: Pair, batch: str, mode: str, sampling: SamplingParams
-) -> None:
-    engine = running_engine(
-        bfloat16_pair, sampling, drafter_batch=batch, cuda_graphs=mode, num_spec_tokens=4, **FAST
-    )
+def advance_without_sync(engine: EngineCore) -> None:
+    """Some steps, not through the handling of device errors; a wait of the host is an error."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(8):
-            engine._advance()  # not through the handling of device errors
+            engine._advance()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+BIASED = replace(LONG, logit_bias=((5, 1.0), (9, -100.0)), logprobs=5)
+PENALISED = replace(LONG, repetition_penalty=1.05, frequency_penalty=0.1, suppress_tokens=(5, 9))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("sampling", "settings"),
+    [
+        *((sampling, {"drafter_batch": "padded"}) for sampling in (LONG, BIASED)),
+        *((sampling, {"drafter_batch": "non-padded"}) for sampling in (LONG, BIASED)),
+        *(
+            (sampling, {"drafter": "ngram"})
+            for sampling in (LONG, replace(LONG, temperature=0.8, logprobs=5))
+        ),
+        (PENALISED, {"attention": "trtllm"}),
+    ],
+)
+def test_a_steady_state_step_has_no_host_sync(
+    bfloat16_pair: Pair, mode: str, sampling: SamplingParams, settings: dict[str, Any]
+) -> None:
+    asked = FAST | {"cuda_graphs": mode, "num_spec_tokens": 4} | settings
+    advance_without_sync(running_engine(bfloat16_pair, sampling, **asked))
 
 
 def test_the_host_sync_check_detects_a_sync(bfloat16_pair: Pair) -> None:
     engine = running_engine(bfloat16_pair, num_spec_tokens=4, **FAST | {"attention": "sdpa"})
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with pytest.raises(RuntimeError, match="synchroniz"):
-            engine._advance()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        advance_without_sync(engine)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -10,13 +10,11 @@ import torch
 from specgen.config import SamplingParams
 from specgen.models.model_config import TargetConfig
 from tests.engines import Outputs, Pair, generate, load_pair, random_requests
+from tests.marks import on_gpu
 from tests.test_gpu import EXACT, FAST, MODES
 from tests.tiny_checkpoints import write_eagle1_head, write_head, write_target
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = on_gpu()
 PAGED = FAST | {"page_size": 16}  # so that texts cross pages
 GREEDY, SAMPLED = SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, temperature=0.9)
 

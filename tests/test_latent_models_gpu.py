@@ -16,18 +16,13 @@ from specgen.engine.build import prefill_logits
 from specgen.engine.choices import resolve
 from specgen.engine.loading import Models
 from specgen.experiments.divergence import Judge
-from specgen.ops.jit_modules import runs_on
 from tests.engines import Outputs, random_requests
+from tests.marks import on_gpu
 from tests.test_mtp import generate, load
 from tests.tiny_latents import write_latent
 
 CUDA = torch.device("cuda")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or not runs_on(CUDA), reason="needs an NVIDIA GPU of capability 9.0"
-    ),
-]
+pytestmark = on_gpu(hopper=True)
 VOCAB = 12  # few, so that drafts are accepted
 GLM = {
     "kv_lora_rank": 512,

@@ -16,18 +16,14 @@ from specgen.attention.sdpa import SdpaBackend
 from specgen.kv.layout import HostLens, Layout
 from specgen.ops import bind_ops
 from specgen.ops.experts import SigmoidRouting
-from specgen.ops.jit_modules import num_sms, runs_on
+from specgen.ops.jit_modules import num_sms
 from specgen.ops.reference import torch_ops
 from specgen.ops.weight import Weight
 from tests.latent_lists import SECTIONS, Rows, work_list
+from tests.marks import on_gpu
 
 CUDA = torch.device("cuda")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or not runs_on(CUDA), reason="needs an NVIDIA GPU of capability 9.0"
-    ),
-]
+pytestmark = on_gpu(hopper=True)
 BF16, WIDTH = torch.bfloat16, RANK + ROPE_DIM
 LAYER = LayerAttention(index=0, scale=256**-0.5, value_dim=RANK)
 LENS = [

@@ -20,9 +20,8 @@ from specgen.engine.memory_plan import MemoryPlan, memory_plans
 from specgen.kv.pages import PageAllocator
 from specgen.models.families import family_of
 from specgen.models.model_config import LayerConfig
-from tests.test_published_latents import GLM
-from tests.test_published_latents import tensors as glm_tensors
-from tests.test_published_mixtures import PUBLISHED, tensors
+from tests.test_published import GLM, PUBLISHED, tensors
+from tests.test_published import latent_tensors as glm_tensors
 
 GIB = 1 << 30
 

@@ -1,7 +1,6 @@
 """N-gram drafts on an NVIDIA GPU: drafts and texts equal the CPU's in all graph modes, and a step waits for nobody."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,36 +11,22 @@ from specgen.core.sequence import Request
 from specgen.decoding.ngram import lookup
 from specgen.engine.build import build_engine
 from specgen.record.record_rows import Captured, PassRow
-from tests.engines import Pair, config_of, generate, load_pair
+from tests.engines import Pair, config_of, generate
+from tests.marks import on_gpu
 from tests.test_faults import Setting, require_no_change, run_without_fault
 from tests.test_gpu import (
     CAPTURED,
     EXACT,
     FAST,
     GREEDY,
-    LONG,
     MODES,
     SAMPLED,
     captured,
     mixed,
-    running_engine,
 )
 from tests.test_ngram import checked, naive
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
-
-
-@pytest.fixture(scope="module")
-def gpu_pair(demo_path: Path) -> Pair:
-    return load_pair(demo_path, device="cuda")
-
-
-@pytest.fixture(scope="module")
-def bfloat16_pair(demo_path: Path) -> Pair:
-    return load_pair(demo_path, torch.bfloat16, "cuda")
+pytestmark = on_gpu()
 
 
 def repeating(sampling: SamplingParams) -> list[Request]:
@@ -100,22 +85,6 @@ def test_captured_kernels_give_the_reference_texts(bfloat16_pair: Pair, mode: st
     assert set(checked(outputs, 3, 4)) == {0, 4}
     same = sum(outputs.texts[name] == text for name, text in reference.texts.items())
     assert same >= len(reference.texts) - 4  # bfloat16 rounds differently by batch and kernel
-
-
-@pytest.mark.parametrize("sampling", [LONG, replace(LONG, temperature=0.8, logprobs=5)])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_steady_state_step_has_no_host_sync(
-    bfloat16_pair: Pair, mode: str, sampling: SamplingParams
-) -> None:
-    engine = running_engine(
-        bfloat16_pair, sampling, drafter="ngram", cuda_graphs=mode, num_spec_tokens=4, **FAST
-    )
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(8):
-            engine._advance()  # not through the handling of device errors
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])

@@ -11,11 +11,9 @@ from specgen.ops import Ops, bind_ops
 from specgen.ops.experts import Weighing
 from specgen.ops.reference import torch_ops
 from specgen.ops.weight import Weight
+from tests.marks import on_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = on_gpu()
 CUDA = torch.device("cuda")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ROWS = [0, 1, 5, 16, 17, 40, 64, 65, 200, 8192]

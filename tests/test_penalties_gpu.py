@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,26 +11,14 @@ from specgen.config import SamplingParams
 from specgen.core.sequence import Request
 from specgen.decoding.sampling import SamplingBatch, penalised, token_counts
 from specgen.engine.build import build_engine
-from tests.engines import Pair, bundled_requests, config_of, generate, load_pair
+from tests.engines import Pair, bundled_requests, config_of, generate
+from tests.marks import on_gpu
 from tests.test_penalties import KINDS, with_penalties
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = on_gpu()
 FLOAT32 = {"device": "cuda", "dtype": "float32", "page_size": 16}
 EXACT = {**FLOAT32, "attention": "sdpa-static"}  # can be captured in float32
 COUNT = 20
-
-
-@pytest.fixture(scope="module")
-def gpu_pair(demo_path: Path) -> Pair:
-    return load_pair(demo_path, device="cuda")
-
-
-@pytest.fixture(scope="module")
-def bfloat16_pair(demo_path: Path) -> Pair:
-    return load_pair(demo_path, torch.bfloat16, "cuda")
 
 
 def asked() -> list[Request]:
@@ -104,30 +91,6 @@ def test_the_penalties_of_a_row_are_those_of_the_cpu(dtype: torch.dtype) -> None
     here, there = found(torch.device("cpu")), found(torch.device("cuda"))
     assert torch.equal(here[1], there[1])
     assert torch.allclose(here[0], there[0], rtol=1e-6, atol=1e-5)
-
-
-@pytest.mark.parametrize("mode", ["step", "pass", "off"])
-def test_a_steady_state_step_with_penalties_has_no_host_sync(bfloat16_pair: Pair, mode: str) -> None:
-    sampling = SamplingParams(
-        max_tokens=200,
-        ignore_eos=True,
-        repetition_penalty=1.05,
-        frequency_penalty=0.1,
-        suppress_tokens=(5, 9),
-    )
-    fast = {"device": "cuda", "dtype": "bfloat16", "attention": "trtllm", "page_size": 0}
-    config = config_of(bfloat16_pair, cuda_graphs=mode, num_spec_tokens=4, **fast)
-    engine = build_engine(config, bfloat16_pair.models, lambda event: None)
-    for request in bundled_requests(8, sampling):
-        engine.submit(request)
-    for _ in range(4):
-        engine.step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(8):
-            engine._advance()  # not through the handling of device errors
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_without_penalties_a_step_launches_what_it_did(gpu_pair: Pair) -> None:

@@ -13,12 +13,10 @@ from specgen.attention.flashinfer_paged import FlashInferBackend, _PlanKey, _sin
 from specgen.attention.hopper import HopperBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.kv.layout import Layout
+from tests.marks import on_gpu
 from tests.test_attention_gpu import BF16, FP8, K_SCALE, V_SCALE, Case, World, error, ragged, uniform
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = on_gpu()
 OSS = {"group": 8, "head_dim": 64, "page_size": 64}  # GPT-OSS, of whose 8 KV heads the cases have 2 or 8
 WINDOWS = (128, None, 128, None, 16)  # of the layers of one pass
 DECODE = {

@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from specgen.checkpoints.tensor_reader import Upload, uploading
+from tests.marks import on_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = on_gpu()
 
 
 @pytest.mark.parametrize("stream", ["default", "own"])

@@ -8,7 +8,7 @@ from specgen.config import DraftLength, EngineConfig, UserError
 from specgen.engine.arms import Arm
 from specgen.experiments.studies import load_study
 
-ENGINE = EngineConfig(
+STUDIED = EngineConfig(
     model="target", drafter="head", num_spec_tokens=3, drafter_batch="non-padded", dtype="float32"
 )
 GOOD = {"source": "here", "tasks": ["word_problems"], "arms": [{"name": "padded"}]}
@@ -23,7 +23,7 @@ def load(tmp_path, **changes):
 def test_the_four_arms_of_the_source():
     study = load_study("vllm-25196")
     assert (study.tasks, study.limit, study.num_fewshot, study.max_batch_size) == (("gsm8k",), 500, 5, 128)
-    engines = {arm.name: arm.configure(ENGINE) for arm in study.arms}
+    engines = {arm.name: arm.configure(STUDIED) for arm in study.arms}
     assert {
         name: (engine.draft_length.most, engine.drafter_batch, engine.attention)
         for name, engine in engines.items()
@@ -39,7 +39,7 @@ def test_the_four_arms_of_the_source():
 
 
 def test_an_arm_changes_what_it_names_and_nothing_else():
-    assert Arm(name="as it is").configure(ENGINE) == ENGINE
+    assert Arm(name="as it is").configure(STUDIED) == STUDIED
     changes = {
         "drafter_batch": "padded",
         "num_spec_tokens": 1,
@@ -48,13 +48,13 @@ def test_an_arm_changes_what_it_names_and_nothing_else():
         "dtype": "float16",
         "temperature": 0.5,  # the requests'
     }
-    changed = Arm(name="all", changes=changes).configure(ENGINE)
+    changed = Arm(name="all", changes=changes).configure(STUDIED)
     assert (changed.drafter_batch, changed.draft_length.most, changed.attention) == ("padded", 1, "sdpa")
     assert (changed.cuda_graphs, changed.dtype) == ("off", "float16")
 
 
 def test_an_arm_may_choose_its_draft_length_by_cost():
-    chosen = Arm(name="auto", changes={"num_spec_tokens": "auto"}).configure(ENGINE)
+    chosen = Arm(name="auto", changes={"num_spec_tokens": "auto"}).configure(STUDIED)
     assert chosen.draft_length == DraftLength(most=7, auto=True)
     for k in (0, 3):
         fixed = Arm(name="fixed", changes={"num_spec_tokens": k}).configure(chosen)
@@ -88,7 +88,7 @@ def test_a_study_is_kept_with_every_setting(tmp_path):
 
 
 def test_the_arms_of_two_caches():
-    engines = {arm.name: arm.configure(ENGINE) for arm in load_study("fp8-kv").arms}
+    engines = {arm.name: arm.configure(STUDIED) for arm in load_study("fp8-kv").arms}
     assert {name: (engine.draft_length.most, engine.kv_dtype) for name, engine in engines.items()} == {
         "kv-model": (3, "model"),
         "kv-fp8": (3, "fp8"),
@@ -161,4 +161,4 @@ def test_arms_that_run_alike_are_known():
         Arm(name="plain too", changes={"num_spec_tokens": 0, "drafter_batch": "non-padded"}),
         Arm(name="sampled", changes={"num_spec_tokens": 0, "temperature": 0.5}),
     ]
-    assert _alike({arm.name: arm.configure(ENGINE) for arm in arms}, arms) == [["plain", "plain too"]]
+    assert _alike({arm.name: arm.configure(STUDIED) for arm in arms}, arms) == [["plain", "plain too"]]

@@ -1,8 +1,23 @@
-"""Latencies over requests, and wall times of resumed and sharded runs."""
+"""Latencies over requests, wall times of resumed and sharded runs, and their parts."""
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import asdict
 
 import pytest
+import torch
 
-from specgen.report.timings import LatencyStats, WallClock, latency_stats
+from specgen.config import SamplingParams
+from specgen.core.passes import Waits
+from specgen.device import Moment
+from specgen.engine.build import build_engine
+from specgen.record.record_rows import Captured, EngineRow, PassRow, from_line, to_line
+from specgen.report.report import report_of
+from specgen.report.tables import wall_table
+from specgen.report.timings import LatencyStats, WallClock, WallTime, latency_stats
+from tests.engines import Pair, bundled_requests, config_of
+from tests.streams import fold, pass_row, recorded
 
 
 def test_latency_stats_do_not_depend_on_order():
@@ -15,8 +30,8 @@ def test_latency_stats_do_not_depend_on_order():
 def clock(*times, session="0/1-0", seconds=None):
     """A clock that has seen ``times`` of a session."""
     made = WallClock() if seconds is None else seconds
-    for time in times:
-        made.see(session, time)
+    for each in times:
+        made.see(session, each)
     return made
 
 
@@ -49,3 +64,149 @@ def test_a_shard_may_be_resumed_and_a_merged_run_too():
     assert clock(0.0, 0.5, session="1/3-1", seconds=run).seconds == 0.75
     assert clock(0.0, 0.625, session="2/3-0", seconds=run).seconds == 0.75
     assert clock(0.0, 0.125, session="0/1-5", seconds=run).seconds == 0.875
+
+
+def stepped(
+    at: float, kind: str, seconds: float, sequences: int, *, waiting: int = 0, **idle: float
+) -> PassRow:
+    rows = 100 if kind == "prefill" else sequences
+    return pass_row(
+        kind, time=at, seconds=seconds, num_sequences=sequences, target_rows=rows, num_waiting=waiting, **idle
+    )
+
+
+PASSES: list[EngineRow] = [
+    stepped(1.0, "prefill", 1.0, 4, waiting=1),
+    stepped(3.0, "decode", 2.0, 4, waiting=1),
+    stepped(7.0, "decode", 4.0, 4, waiting=1),
+    Captured(time=9.5, what="step", num_sequences=2, seconds=0.5, fits=True),
+    stepped(10.0, "decode", 2.0, 2, waiting=1, idle=0.5),  # its sequences would be half of a step of 3 s
+    stepped(12.0, "prefill", 1.5, 1, idle=0.5, idle_outside=0.375),
+    stepped(15.0, "decode", 3.0, 4),
+    stepped(17.0, "decode", 1.25, 1, idle=0.75),
+]
+
+
+PARTS = WallTime(
+    prefill=2.5,
+    full=9.0 + 1.5 + 0.75,
+    filling=0.5,
+    tail=0.5,
+    captures=0.5,
+    idle_outside=0.375,
+    idle_engine=1.375,
+    rest=0.0,
+)
+
+
+def test_parts_are_those_of_the_passes_and_add_up() -> None:
+    begun: list[EngineRow] = [Captured(time=0.0, what="step", num_sequences=1, seconds=0.0, fits=True)]
+    found = fold([*begun, *PASSES], num_spec_tokens=0)
+    assert found.wall == PARTS
+    assert found.wall.whole == found.wall_seconds == 17.0
+    later = fold([*begun, *PASSES, Captured(**vars(begun[0]) | {"time": 18.0})], num_spec_tokens=0).wall
+    assert later is not None
+    assert asdict(later) == {**asdict(PARTS), "rest": 1.0}
+
+
+def test_smaller_batches_give_no_time_back() -> None:
+    """Steps that took a sequence less than those of a larger batch are as good as full, whoever waited."""
+    events: list[EngineRow] = [
+        stepped(4.0, "decode", 4.0, 4, waiting=1),
+        stepped(6.5, "decode", 2.5, 3, waiting=1),  # less than 3 of 4 sequences
+        stepped(7.0, "decode", 0.5, 1, waiting=1),
+        stepped(9.0, "decode", 2.0, 1),
+    ]
+    found = fold(events, num_spec_tokens=0).wall
+    assert found is not None
+    price = 6.5 / 7  # of a sequence, with four or three at once
+    assert asdict(found) == pytest.approx(
+        {
+            **dict.fromkeys(asdict(PARTS), 0.0),
+            "full": 9 * price,
+            "filling": 1.25 - price,
+            "tail": 1.25 - price,
+            "rest": -4.0,  # from the end of the first step
+        }
+    )
+
+
+def test_no_part_of_noisy_steps_is_below_zero_and_they_add_up() -> None:
+    for seed in range(20):
+        noisy = random.Random(seed)
+        steps = [
+            stepped(
+                float(at), "decode", noisy.uniform(0.1, 0.3), noisy.randint(1, 6), waiting=noisy.randint(0, 1)
+            )
+            for at in range(1, 40)
+        ]
+        found = fold(steps, num_spec_tokens=0).wall
+        assert found is not None
+        assert found.filling >= 0 <= found.tail
+        assert found.full > 0
+        assert found.full + found.filling + found.tail == pytest.approx(sum(each.seconds for each in steps))
+
+
+def test_rows_that_were_written_have_the_same_parts() -> None:
+    lines = [to_line(row) for row in recorded({"0/1-0": PASSES})[1]]
+    assert len(lines) == 1 + len(PASSES)
+    assert report_of([], map(from_line, lines), num_spec_tokens=0) == fold(PASSES, num_spec_tokens=0)
+
+
+def test_shards_ran_side_by_side_and_a_prefill_alone_has_no_steps() -> None:
+    shards = {"0/2-0": PASSES, "1/2-0": PASSES}
+    assert report_of(*recorded(shards), num_spec_tokens=0).wall is None
+    sessions = report_of(*recorded({"0/1-0": PASSES, "0/1-1": PASSES}), num_spec_tokens=0)
+    assert sessions.wall is not None
+    assert sessions.wall.prefill == 2 * PARTS.prefill
+    assert fold(PASSES[:1], num_spec_tokens=0).wall is None
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_parts_of_a_run(demo_pair: Pair, device_like: Callable[[], None], ahead: bool) -> None:
+    if ahead:
+        device_like()
+    events: list[EngineRow] = []
+    engine = build_engine(config_of(demo_pair, max_batch_size=2), demo_pair.models, events.append)
+    engine.warm_up()
+    requests = bundled_requests(4, SamplingParams(max_tokens=6))
+    began = time.perf_counter()
+    for number, _ in enumerate(engine.generate(requests)):
+        if number == 0:
+            time.sleep(0.2)
+    whole = time.perf_counter() - began
+    wall = fold(events, num_spec_tokens=4).wall
+    assert wall is not None
+    wall = wall.of_whole(whole)
+    assert wall.whole == pytest.approx(whole)
+    assert min(asdict(wall).values()) >= 0
+    assert 0.2 <= wall.idle_outside < 0.3
+    assert wall.prefill > 0.001
+    assert wall.rest < 0.1  # passes and what lies between them leave little
+    waiting = [event.num_waiting for event in events if isinstance(event, PassRow)]
+    assert (max(waiting), waiting[-1]) == (1, 0)
+
+
+def test_what_came_before_a_run_or_a_failure_is_not_waited_for() -> None:
+    waits, cpu = Waits(torch.device("cpu")), torch.device("cpu")
+    assert waits.before(waits.launch(), Moment(cpu)) == 0.0
+    waits.leave()
+    time.sleep(0.02)
+    waits.enter()
+    launch = waits.launch()
+    assert 0.02 <= launch.outside <= waits.before(launch, Moment(cpu))
+    assert waits.launch().outside == 0.0  # each second once
+    waits.leave()
+    time.sleep(0.02)
+    waits.forget()
+    waits.enter()
+    launch = waits.launch()
+    assert (launch.outside, waits.before(launch, Moment(cpu))) == (0.0, 0.0)
+
+
+def test_the_page_shows_the_parts_that_there_are() -> None:
+    (table,) = wall_table({"wall": asdict(PARTS)})
+    assert [row["share"] for row in table.rows] == [
+        part / 17.0 for name, part in asdict(PARTS).items() if part
+    ]
+    assert list(wall_table({"wall": None})) == list(wall_table({})) == []

@@ -1,12 +1,19 @@
-"""Mistakes on the command line: one line that names the value and the remedy, exit code 2, and nothing is left."""
+"""Mistakes on the command line are one line with value, remedy and the nearest name, exit code 2; what help prints."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from specgen import __version__
 from specgen.cli import main as cli
 from specgen.config import UserError
+from specgen.config.errors import did_you_mean, nearest
+from specgen.experiments.matrices import find_matrix
+from specgen.prompts import load_prompts
 
 
 @pytest.mark.parametrize(
@@ -80,3 +87,119 @@ def test_inspect_without_a_path_is_of_the_bundled_pair() -> None:
     assert result.exit_code == 0, result.output
     assert "Target and head fit" in result.stdout
     assert "GiB" in result.stdout
+
+
+COMMANDS = (
+    *(
+        ("generate",),
+        ("report",),
+        ("compare",),
+        ("merge",),
+        ("verify",),
+        ("eval",),
+        ("tune",),
+        ("inspect",),
+        ("prepare",),
+    ),
+    *(("bench", "kernels"), ("bench", "experts"), ("bench", "throughput"), ("bench", "step")),
+)
+
+
+def helped(*arguments: str) -> str:
+    result = CliRunner().invoke(cli.app, list(arguments), env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.mark.parametrize("command", [(), ("bench",), *COMMANDS], ids=" ".join)
+def test_help_can_be_copied(command: tuple[str, ...]) -> None:
+    printed = helped(*command, "-h")
+    assert printed == helped(*command, "--help")
+    assert max(map(len, printed.splitlines())) <= 80
+    assert not re.search(r"…|\w\.\.\.$|<bool>|\(all\)", printed, re.MULTILINE)
+
+
+def test_long_options_are_whole_and_in_their_groups() -> None:
+    printed = helped("generate", "--help")
+    for option in ("--max-prefill-tokens <int>", "--gpu-memory-utilization <float>", "--no-prefix-cache"):
+        assert option in printed
+    assert "<auto|hopper|trtllm|flashinfer|sdpa|sdpa-static>" in printed
+    groups = ["Models", "Prompts", "Speculation", "Sampling", "Running", "Results", "Options"]
+    assert re.findall(r"^(\w+):$", printed, re.MULTILINE) == groups
+    assert "[default: all]" in printed
+
+
+def test_commands_are_listed_with_whole_sentences() -> None:
+    assert "Say what a checkpoint is, how it is read, and whether target and head fit." in " ".join(
+        helped("-h").split()
+    )
+
+
+def test_the_version() -> None:
+    assert helped("--version") == f"specgen {__version__}\n"
+
+
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "specgen", "--version"]
+    assert (
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        == f"specgen {__version__}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (["bench", "st"], ["step"]),
+        (["generate", "--drafter-b"], ["--drafter-batch"]),
+        (["generate", "--config", "not-yet.yaml", "--drafter-batch", ""], ["padded", "non-padded"]),
+    ],
+    ids=" ".join,
+)
+def test_a_shell_completes_commands_options_and_values(typed: list[str], offered: list[str]) -> None:
+    words = {"COMP_WORDS": " ".join(["specgen", *typed]), "COMP_CWORD": str(len(typed))}
+    env = {**words, "_SPECGEN_COMPLETE": "complete_bash"}
+    assert CliRunner().invoke(cli.app, env=env, prog_name="specgen").stdout.split() == offered
+
+
+def test_an_interrupted_command_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(path: str, other: str | None) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("specgen.checkpoints.inspect_checkpoint.describe", interrupted)
+    result = CliRunner().invoke(cli.app, ["inspect", "a"])
+    assert (result.exit_code, result.stderr) == (130, "specgen: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        *(("mtbench", "mt-bench"), ("mt_bench", "mt-bench"), ("MT-Bench", "mt-bench"), ("gsm8", "gsm8k")),
+        *(("human_eval", "humaneval"), ("bundeld", "bundled"), ("xyz", None)),
+    ],
+)
+def test_a_data_set_is_suggested(name: str, meant: str | None) -> None:
+    with pytest.raises(UserError) as refused:
+        load_prompts(name, data_path=None, num_prompts=None)
+    hint = "" if meant is None else f" (did you mean {meant}?)"
+    assert str(refused.value).startswith(
+        f"dataset is {name!r}, neither a known name nor a file{hint}: use bundled"
+    )
+
+
+def test_a_matrix_is_suggested() -> None:
+    with pytest.raises(UserError, match=r"matrix is 'batch-k' \(did you mean batch-and-k\?\): use one of"):
+        find_matrix("batch-k")
+
+
+def test_a_row_without_a_prompt_says_how_to_name_its_field(tmp_path: Path) -> None:
+    file = tmp_path / "own.jsonl"
+    file.write_text('{"a": "x"}\n')
+    _, (rejected,) = load_prompts(str(file), data_path=None, num_prompts=None)
+    assert "name a field with --prompt-field; this one has 'a'" in rejected.reason
+
+
+def test_case_and_hyphens_do_not_count_and_a_known_name_is_no_mistake() -> None:
+    assert nearest("Top_P", ["top-k", "top-p"]) == "top-p"
+    assert nearest("top_q", ["top_p"], likeness=0.9) is None
+    assert did_you_mean("batch", ["batch", "batches"]) == ""

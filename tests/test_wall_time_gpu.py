@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,19 +11,12 @@ from specgen.device import HostCopy, Moment
 from specgen.engine.build import build_engine
 from specgen.record.record_rows import Captured, EngineRow
 from specgen.report.timings import WallTime
-from tests.engines import Pair, bundled_requests, config_of, load_pair
+from tests.engines import Pair, bundled_requests, config_of
+from tests.marks import on_gpu
 from tests.streams import fold
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = on_gpu()
 EXACT = {"device": "cuda", "dtype": "float32", "attention": "sdpa-static", "page_size": 16}
-
-
-@pytest.fixture(scope="module")
-def gpu_pair(demo_path: Path) -> Pair:
-    return load_pair(demo_path, device="cuda")
 
 
 def test_moments_are_of_the_device_and_not_of_the_host() -> None:
