@@ -1,7 +1,6 @@
 """A pair on disk that a test may damage, and the CLI on it in a forked process, bounded in time and memory."""
 
 import gc
-import json
 import os
 import resource
 import signal
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from specgen.cli import main as cli
 from specgen.text.tokenizer import Message, load_tokenizer
+from tests.commands import write_rows
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import write_byte_level
 
@@ -24,7 +24,7 @@ def write_pair(path: Path) -> Path:
     write_byte_level(path / "target")
     write_head(path / "head", config)
     rows = [{"prompt": "Tom has"}, {"messages": [{"role": "user", "content": "Hi"}]}]
-    (path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path / "prompts.jsonl", rows)
     # import here what every forked process would import
     load_tokenizer(str(path / "target")).render_chat([Message(role="user", content="x")])
     return path

@@ -12,6 +12,7 @@ from specgen.config.bundled import data_directory
 from specgen.jobs.job import Job
 from specgen.record.progress import Tally
 from specgen.record.record_rows import EngineRow
+from tests.commands import write_rows
 from tests.engines import loaded
 
 # How the passes went, which a kill changes; everything else in a report has to be the same.
@@ -50,7 +51,7 @@ class Silent:
 def conversations(directory: Path, rows: Iterable[dict[str, Any]], *, baseline: bool = False) -> Job:
     """A job over ``rows`` in the form of MT-Bench, which are written to ``directory``."""
     path = directory / "question.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     pair = data_directory() / "demo"
     return Job(
         engine=EngineConfig(

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from specgen.cli import main as cli
 from specgen.config import SamplingParams, UserError
 from specgen.core import scheduler, step
 from specgen.core.sequence import Request
@@ -21,6 +20,7 @@ from specgen.experiments.audit import distinct
 from specgen.experiments.divergence import Divergence, first_difference, gap, rounding
 from specgen.experiments.study_tables import _places, of_audit, verdict
 from specgen.report.terminal import render as in_terminal
+from tests.commands import specgen, write_rows
 from tests.engines import Pair, config_of
 from tests.reference_drafts import ReferenceDrafter
 
@@ -29,7 +29,7 @@ SHORT = ("--num-prompts", "6", "--max-new-tokens", "40", "--batch-sizes", "1,6",
 
 def verify(*arguments: object) -> Result:
     """``specgen verify`` on the bundled pair."""
-    return CliRunner().invoke(cli.app, ["verify", *map(str, arguments)])
+    return specgen("verify", *arguments)
 
 
 def render(found: dict[str, Any], width: int = 100) -> str:
@@ -212,7 +212,7 @@ def test_prompts_that_cannot_be_run_are_named_and_not_compared(tmp_path: Path) -
         {"id": "b", "prompt": ""},
         {"id": "c", "prompt": "word " * 5000},
     ]
-    own.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(own, rows)
     result = verify(*SHORT, "--dataset", own, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)

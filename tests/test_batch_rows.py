@@ -1,11 +1,10 @@
 """Rows of OpenAI's Batch API, and how each row says it wants to be decoded."""
 
-import json
-
 import pytest
 
 from specgen.prompts import Message, Prompt, Rejected, load_prompts
 from specgen.prompts.fields import _READERS, SAMPLING_FIELDS
+from tests.commands import write_rows
 
 HI = [{"role": "user", "content": "Hi"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -13,7 +12,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 def read(tmp_path, *rows: object) -> list[Prompt | Rejected]:
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     prompts, rejected = load_prompts(str(path), data_path=None, num_prompts=None)
     return [*prompts, *rejected]
 

@@ -3,14 +3,13 @@
 import json
 from dataclasses import replace
 from itertools import count, pairwise
+from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from specgen.attention import Heads
 from specgen.attention.sdpa import SdpaBackend
-from specgen.cli.main import app
 from specgen.config import UserError
 from specgen.device import choose_device
 from specgen.experiments import kernels, timing
@@ -18,6 +17,7 @@ from specgen.experiments.kernels import Cell, KernelJob, measure, queries, relat
 from specgen.experiments.timing import COLD_BYTES, MOST_LAYERS, num_layers, time_layers
 from specgen.kv.layout import Layout
 from specgen.report.terminal import render
+from tests.commands import printed, specgen
 
 CPU = torch.device("cpu")
 HEADS = Heads(
@@ -216,9 +216,8 @@ def test_the_command_leaves_table_document_and_files(tmp_path) -> None:
     sizes = ["--num-seqs", "2", "--max-seq-lens", "16", "--num-spec-tokens", "1", "--page-size", "4"]
     heads = ["--num-heads", "2", "--num-kv-heads", "1", "--head-dim", "8"]
     options = ["--device", "cpu", "--repeats", "2", "--output", str(tmp_path / "out")]
-    done = CliRunner().invoke(app, ["bench", "kernels", *sizes, *heads, *options, "--json"])
-    assert done.exit_code == 0, done.output
-    document = json.loads(done.stdout)
+    done = printed("bench", "kernels", *sizes, *heads, *options, "--json")
+    document = json.loads(done)
     assert [row["query"] for row in document["rows"]] == ["1", "2 padded", "1-2 ragged"]
     assert document["head"]["repeats"] == 2
     assert "2 heads, 1 KV heads of 8, float32, pages of 4" in document["head"]["shape"]
@@ -232,27 +231,14 @@ def test_the_command_leaves_table_document_and_files(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_latents_take_the_place_of_keys_and_values() -> None:
-    command = [
-        "bench",
-        "kernels",
-        "--latents",
-        "--num-heads",
-        "2",
-        "--num-seqs",
-        "1,3",
-        "--max-seq-lens",
-        "70",
-    ]
-    done = CliRunner().invoke(app, [*command, "--device", "cpu", "--repeats", "2", "--json"])
-    assert done.exit_code == 0, done.output
-    document = json.loads(done.stdout)
+    command = ("bench", "kernels", "--latents", "--num-heads=2", "--num-seqs=1,3", "--max-seq-lens=70")
+    document = json.loads(printed(*command, "--device=cpu", "--repeats=2", "--json"))
     assert document["head"]["shape"].startswith("2 heads, latents of 512 + 64, float32")
     assert "attend, absorbed" in document["head"]["time"]
     assert len(document["rows"]) == 6
     for row in document["rows"]:
         assert row["difference"] < 1e-5
-    refused = CliRunner().invoke(app, [*command, "--head-dim", "64"])
-    assert refused.exit_code != 0
+    assert specgen(*command, "--head-dim=64").exit_code != 0
 
 
 def test_a_position_of_latents_is_read_once_for_all_heads() -> None:
@@ -264,29 +250,23 @@ def test_a_position_of_latents_is_read_once_for_all_heads() -> None:
     assert pages.shape[2:] == (1, 576)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_on_a_gpu_latents_take_no_longer_than_planned_on_the_host() -> None:
-    heads = replace(
-        HEADS,
-        num_heads=20,
-        num_kv_heads=1,
-        head_dim=576,
-        latent=kernels.LATENT,
-        dtype=torch.bfloat16,
-        kv_dtype=torch.bfloat16,
-        page_size=64,
-        max_query_len=5,
-    )
-    job = KernelJob(
-        heads=heads,
-        num_seqs=(1, 32, 128),
-        max_seq_lens=(1024, 8192),
+def gpu_job(num_seqs: tuple[int, ...], max_seq_lens: tuple[int, ...], **changes: Any) -> KernelJob:
+    shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16, "page_size": 64}
+    return KernelJob(
+        heads=Heads(**shape | {"kv_dtype": torch.bfloat16, "max_query_len": 5} | changes),
+        num_seqs=num_seqs,
+        max_seq_lens=max_seq_lens,
         num_spec_tokens=4,
         repeats=5,
         device=choose_device("cuda"),
     )
-    *_, table = measure(job)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_on_a_gpu_latents_take_no_longer_than_planned_on_the_host() -> None:
+    shape: dict[str, Any] = {"num_heads": 20, "num_kv_heads": 1, "head_dim": 576, "latent": kernels.LATENT}
+    *_, table = measure(gpu_job((1, 32, 128), (1024, 8192), **shape))
     assert table.notes == ()
     assert len(table.rows) == 18
     for row in table.rows:
@@ -298,24 +278,7 @@ def test_on_a_gpu_latents_take_no_longer_than_planned_on_the_host() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_on_a_gpu_two_backends_agree_and_neither_beats_the_memory(kv_dtype: torch.dtype) -> None:
-    heads = Heads(
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        dtype=torch.bfloat16,
-        kv_dtype=kv_dtype,
-        page_size=64,
-        max_query_len=5,
-    )
-    job = KernelJob(
-        heads=heads,
-        num_seqs=(1, 32),
-        max_seq_lens=(1024, 4096),
-        num_spec_tokens=4,
-        repeats=5,
-        device=choose_device("cuda"),
-    )
-    *_, table = measure(job)
+    *_, table = measure(gpu_job((1, 32), (1024, 4096), kv_dtype=kv_dtype))
     assert table.notes == ()
     assert len(table.rows) == 12
     for row in table.rows:

@@ -32,6 +32,7 @@ from specgen.experiments.explain import (
 )
 from specgen.models.llama import Llama
 from specgen.report.terminal import render
+from tests.commands import printed, specgen
 from tests.streams import pass_row, request
 
 DEVICE = DeviceSpeed(bytes_per_second=1e4, flops_per_second=1e3)
@@ -200,9 +201,8 @@ def test_a_slow_part_is_found(demo_path: Path, monkeypatch, part: str, owner: ob
 def test_plain_steps_are_explained_too() -> None:
     """Without a drafter: nothing but the target is bound."""
     arguments = ["--num-spec-tokens", "0", "--batch-sizes", "2", "--prompt-tokens", "4", "--json"]
-    done = CliRunner().invoke(app, ["bench", "step", "--device", "cpu", *arguments])
-    assert done.exception is None, done.output
-    found = json.loads(done.stdout)
+    done = printed("bench", "step", "--device", "cpu", *arguments)
+    found = json.loads(done)
     assert found["title"] == "A plain decode step"
     assert [row["part"] for row in found["rows"] if row["bound"]] == ["verify", "accept", "step"]
 
@@ -215,7 +215,7 @@ def test_plain_steps_are_explained_too() -> None:
     ],
 )
 def test_jobs_that_cannot_run_are_refused(arguments: list[str], message: str) -> None:
-    done = CliRunner().invoke(app, ["bench", "step", "--device", "cpu", *arguments])
+    done = specgen("bench", "step", "--device", "cpu", *arguments)
     assert isinstance(done.exception, UserError)
     assert message in str(done.exception)
 
@@ -237,9 +237,8 @@ def test_a_batch_that_fails_is_a_note(tmp_path: Path, monkeypatch) -> None:
 
     monkeypatch.setattr(explain, "_explained", broken)
     arguments = ["--batch-sizes", "1,2", "--prompt-tokens", "4", "--output", str(tmp_path), "--json"]
-    done = CliRunner().invoke(app, ["bench", "step", "--device", "cpu", *arguments])
-    assert done.exit_code == 0, done.output
-    document = json.loads(done.stdout)
+    done = printed("bench", "step", "--device", "cpu", *arguments)
+    document = json.loads(done)
     assert document == json.loads((tmp_path / "step.json").read_text())
     assert {row["batch"] for row in document["rows"]} == {1}
     assert document["notes"][1] == "batch 2 is not explained: RuntimeError: no kernel"
@@ -258,9 +257,8 @@ def test_a_marked_runner_is_as_its_runner(alone: bool) -> None:
 @pytest.mark.parametrize("graphs", ["step", "pass", "off"])
 def test_parts_are_told_apart_on_a_gpu(graphs: str) -> None:
     arguments = ["--batch-sizes", "1,4", "--cuda-graphs", graphs, "--num-spec-tokens", "3", "--json"]
-    done = CliRunner().invoke(app, ["bench", "step", "--device", "cuda", *arguments])
-    assert done.exit_code == 0, done.output
-    document = json.loads(done.stdout)
+    done = printed("bench", "step", "--device", "cuda", *arguments)
+    document = json.loads(done)
     for batch in (1, 4):
         times = {row["part"]: row["time"] for row in document["rows"] if row["batch"] == batch}
         assert sum(times.values()) == pytest.approx(2 * times["step"])

@@ -13,9 +13,7 @@ from calibrated_cycle import Cycle
 from calibrated_shapes import SHAPES
 from calibrated_weights import Source
 from make_calibrated_pair import write_pair
-from typer.testing import CliRunner
 
-from specgen.cli.main import app
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
 from specgen.core import step
 from specgen.core.engine_core import EngineCore
@@ -35,6 +33,7 @@ from specgen.experiments.rounds import MedianRange
 from specgen.experiments.throughput import ThroughputJob, best_lengths, throughput
 from specgen.experiments.workload import KnownText, kv_bytes, make_prompts
 from specgen.report.terminal import render
+from tests.commands import printed
 from tests.engines import Pair, loaded, resolved
 from tests.streams import RECORD
 from tests.timed_engines import install
@@ -418,9 +417,8 @@ def test_the_command_writes_its_files(pair: Path, tmp_path: Path) -> None:
     arguments = [f"--{name}={path}" for name, path in files.items()]
     arguments += ["--device=cpu", "--dataset=random", "--prompt-tokens=5", "--num-prompts=3", "--repeats=1"]
     arguments = ["bench", "throughput", "--matrix=vllm-21477", *arguments, "--max-new-tokens=20", "--json"]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    document = json.loads(done.stdout)
+    done = printed(*arguments)
+    document = json.loads(done)
     assert document == json.loads((tmp_path / "throughput-vllm-21477.json").read_text())
     (row,) = document["rows"]
     assert row["cuda_graphs"] == "off"
@@ -455,14 +453,11 @@ def test_a_dry_run_lists_the_arms(pair: Path, monkeypatch) -> None:
     timed = install(monkeypatch, lambda config, number: 1.0)
     arguments = ["bench", "throughput", "--matrix=batch-and-k", "--axis=batch=2", "--axis=K=0,3"]
     arguments += [f"--model={pair / 'target'}", f"--drafter={pair / 'drafter'}", "--device=cpu"]
-    done = CliRunner().invoke(app, [*arguments, "--dataset=random", "--dry-run"])
-    assert done.exit_code == 0, done.output
+    done = printed(*arguments, "--dataset=random", "--dry-run")
     assert timed.built == []
-    assert "batch 2, K 3" in done.stdout
-    assert re.search(
-        r"2 arms, with a warm-up each: about \d+ s, if every step", " ".join(done.stdout.split())
-    )
-    assert len(re.findall(r"  3$", done.stdout, re.MULTILINE)) == 2
+    assert "batch 2, K 3" in done
+    assert re.search(r"2 arms, with a warm-up each: about \d+ s, if every step", " ".join(done.split()))
+    assert len(re.findall(r"  3$", done, re.MULTILINE)) == 2
 
 
 def test_a_dry_run_of_a_bench_counts_what_is_kept(pair: Path, monkeypatch, tmp_path: Path) -> None:
@@ -479,9 +474,8 @@ def test_a_dry_run_of_a_bench_counts_what_is_kept(pair: Path, monkeypatch, tmp_p
 def test_graphs_change_speed_alone() -> None:
     arguments = ["bench", "throughput", "--matrix=vllm-21477", "--dataset=bundled", "--num-prompts=8"]
     arguments += ["--device=cuda", "--dtype=float32", "--attention=sdpa-static", "--repeats=1", "--json"]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    rows = json.loads(done.stdout)["rows"]
+    done = printed(*arguments)
+    rows = json.loads(done)["rows"]
     assert [row["cuda_graphs"] for row in rows] == ["off", "pass", "step"]
     assert {row["same_texts"] for row in rows} == {1}
     assert len({row["acceptance_length"] for row in rows}) == 1

@@ -48,8 +48,6 @@ def gemm(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
     from specgen.ops.fp8_kernels import rounded_rows
 
     rows = rounded_rows(x, None, GROUP, by_columns=True)
-    assert rows.scale is not None
-    assert weight.scale is not None
     got = block_fp8.block_fp8_linear(rows.data, rows.scale, weight.data, weight.scale[::GROUP].contiguous())
     wide = rows.data.double() * rows.scale.double().repeat_interleave(GROUP, 1)
     return got, wide @ dequantised(weight).double().T

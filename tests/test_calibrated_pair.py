@@ -13,13 +13,12 @@ from calibrated_cycle import Cycle
 from calibrated_shapes import MIXTURES, SHAPES
 from calibrated_weights import Source, target_tensors
 from make_calibrated_pair import HeadKind, write_pair, write_tensors
-from typer.testing import CliRunner
 
 from specgen.checkpoints.weight_files import tensor_infos
-from specgen.cli import main as cli
 from specgen.config import SamplingParams
 from specgen.core.sequence import Request
 from specgen.report.intervals import wilson
+from tests.commands import printed, specgen
 from tests.engines import Outputs, Pair, generate, load_pair
 from tests.marks import mostly_slow
 
@@ -136,14 +135,13 @@ def test_transformers_generates_the_same_text(paths: dict[float, Path]) -> None:
 
 def test_the_cli_runs_the_pair_and_reports_synthetic_weights(paths, tmp_path: Path) -> None:
     target, drafter = str(paths[0.75] / "target"), str(paths[0.75] / "drafter")
-    inspected = CliRunner().invoke(cli.app, ["inspect", target, drafter])
+    inspected = specgen("inspect", target, drafter)
     assert "Target and head fit" in inspected.output
     data = tmp_path / "own.jsonl"
     data.write_text(json.dumps({"id": "1", "prompt": "any words will do"}) + "\n")
     models = ["--model", target, "--drafter", drafter, "--max-new-tokens", "8"]
-    result = CliRunner().invoke(cli.app, ["generate", *models, "--dataset", str(data)])
-    assert result.exit_code == 0, result.output
-    assert "(synthetic weights)" in result.output
+    result = printed("generate", *models, "--dataset", str(data))
+    assert "(synthetic weights)" in result
     assert all(
         json.loads((path / "config.json").read_text())["synthetic_weights"]
         for path in map(Path, (target, drafter))

@@ -127,7 +127,6 @@ def test_the_first_divergence_is_found(token_ids, position, token, reference_tok
     assert (against.num_compared, against.num_identical) == (2, 1)
     assert (difference.text, difference.reference_text) == ("other", "text")
     assert (difference.doc_id, difference.question) == (7, "question 7?")
-    assert difference.first is not None
     assert difference.first.position == position
     assert (difference.first.token, difference.first.reference_token) == (token, reference_token)
 

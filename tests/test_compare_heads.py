@@ -13,10 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from specgen.checkpoints import checkpoint
-from specgen.cli import main as cli
 from specgen.cli.comparing import read_comparison
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.config.bundled import data_directory, heads
@@ -35,6 +33,7 @@ from specgen.record.results import RunDirectory
 from specgen.report.acceptance import fold_request
 from specgen.report.paired_requests import shared_requests
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
+from tests.commands import printed, specgen, write_rows
 from tests.jobs import Silent, untimed
 from tests.streams import fold, request
 from tests.timed_engines import rounds_of
@@ -49,17 +48,14 @@ MATH = [
 
 def call(*arguments: object) -> str:
     """What ``specgen compare`` prints; a ``UserError`` comes through."""
-    command = ["compare", *(str(argument) for argument in arguments)]
-    result = CliRunner().invoke(cli.app, command, catch_exceptions=False, env={"COLUMNS": "160"})
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    return printed("compare", *arguments, columns=160)
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], str]:
     """The directory of a comparison of three drafters on two data sets, its command, and what it printed."""
     root = tmp_path_factory.mktemp("compare")
-    (root / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in MATH))
+    write_rows(root / "test.jsonl", MATH)
     model, (one, two, _) = data_directory() / "demo" / "target", heads()
     command = [
         *("--model", str(model), "--drafter", one, "--drafter", two, "--drafter", "ngram"),
@@ -183,7 +179,6 @@ def test_the_mean_of_data_sets_has_an_interval(tmp_path: Path) -> None:
     freedom = (v + w) ** 2 / (v**2 / f + w**2 / g)
     mean, half = (one + two) / 2, stats.t.ppf(0.975, freedom) * np.sqrt(v + w) / 2
     length = mean_length(found, "a")
-    assert length is not None
     assert length.value == pytest.approx(mean)
     assert length.interval == pytest.approx((mean - half, mean + half))
     shown = f"{mean:.2f}  [{mean - half:.2f}, {mean + half:.2f}]"
@@ -200,8 +195,6 @@ def test_turns_of_a_conversation_are_one_unit(tmp_path: Path) -> None:
     twice = compare_runs(read_runs(paths), {})
     for head in "ab":
         ours, same = twice.length("mine", head), alone.length("mine", head)
-        assert ours is not None
-        assert same is not None
         assert (ours.value, ours.interval) == (pytest.approx(same.value), pytest.approx(same.interval))
         (reported, other) = (
             found.run("mine", head).report["mean_acceptance_length_ci95"] for found in (twice, alone)
@@ -218,7 +211,7 @@ def test_turns_of_a_conversation_are_one_unit(tmp_path: Path) -> None:
 def test_it_is_printed_again_from_directories(compared: tuple[Path, list[str], str]) -> None:
     path, _, printed = compared
     assert call(path) == printed
-    report = CliRunner().invoke(cli.app, ["report", str(path)], env={"COLUMNS": "160"})
+    report = specgen("report", str(path), columns=160)
     assert report.stdout == printed
     runs = [path / "gsm8k" / head for head in ("drafter", "ngram-3")]
     alone = json.loads(call(*runs, "--json"))
@@ -238,7 +231,6 @@ def test_texts_of_the_requests_that_moved_most_are_those_of_both_heads(
 ) -> None:
     path, found = compared[0], read_comparison([compared[0]])
     listed = moved_texts(found, load_tokenizer(str(data_directory() / "demo" / "target")))
-    assert listed is not None
     gains = []
     for entry in listed.entries:
         data, name = entry.title.split(" ", 1)
@@ -267,7 +259,6 @@ def test_texts_of_the_requests_that_moved_most_are_those_of_both_heads(
     assert page.count("<details class") == len(gains)
     assert "data-draft=" in page
     plain = moved_texts(found, None)
-    assert plain is not None
     assert {span.style for entry in plain.entries for text in entry.texts for span in text.spans} == {""}
 
 
@@ -292,7 +283,6 @@ def test_categories_are_paired(tmp_path: Path) -> None:
     (pair,) = found.pairs
     assert pair.categories["group 1"].paired.difference == pytest.approx(1)
     assert pair.categories["group 0"].paired.difference == 0
-    assert pair.length is not None
     assert pair.length.ours - pair.length.first == pytest.approx(0.5)
 
 
@@ -301,7 +291,6 @@ def test_two_runs_have_the_same_p_in_report(tmp_path: Path) -> None:
     (shared,) = shared_requests([tmp_path / "a", tmp_path / "b"])
     (pair,) = found.pairs
     assert (pair.length, *pair.positions) == shared.figures
-    assert pair.length is not None
     assert pair.length.p == pair.length.paired.p, "one test needs no correction"
     assert any(each.p != each.paired.p for each in pair.positions)
 
@@ -368,8 +357,6 @@ def test_a_sentence_says_who_leads_or_that_there_is_no_significant_difference(tm
     number = r"\d\.\d\d \[0\.\d\d, \d\.\d\d\] \(p < 0\.001\)"
     assert re.fullmatch(rf"mine: b leads a by {number} and c by {number}\.", sentence), sentence
     pair = found.pair("mine", "a", "c")
-    assert pair is not None
-    assert pair.length is not None
     (sentence,) = verdicts(compare_runs(read_runs([tmp_path / "a", tmp_path / "c"]), {}))
     leader, other = ("a", "c") if pair.length.paired.difference < 0 else ("c", "a")
     assert sentence.startswith(f"mine: no significant difference between {leader} and {other}, 0.")
@@ -384,15 +371,12 @@ def test_a_head_that_drafts_in_some_steps_is_judged_by_all(tmp_path: Path) -> No
     assert reports[0]["mean_acceptance_length"] < reports[1]["mean_acceptance_length"]
     found = compare_runs(read_runs(paths), {})
     a, b = found.length("mine", "a"), found.length("mine", "b")
-    assert a is not None
-    assert b is not None
     assert a.value == reports[0]["mean_acceptance_length"]
     assert b.value == pytest.approx(1 + reports[1]["num_accepted_tokens"] / (4 * 30))
     assert leads(found, "mine")
     (sentence,) = verdicts(found)
     assert sentence.startswith(f"mine: a leads b by {a.value - b.value:.2f} [")
     (pair,) = found.pairs
-    assert pair.length is not None
     assert (pair.length.first, pair.length.ours) == (a.value, b.value)
     assert f"b & {b.value:.2f} " in exported(found, "latex")
     assert "b on mine: 90 of 120 steps had no drafts and gave one token each." in call(*paths).replace(
@@ -405,7 +389,7 @@ def test_rows_that_do_not_count_steps_without_drafts_are_refused(tmp_path: Path)
     old = [json.loads(line) for line in (path / "completions.jsonl").open()]
     for row in old:
         del row["metrics"]["num_steps_without_drafts"]
-    (path / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in old))
+    write_rows(path / "completions.jsonl", old)
     with pytest.raises(UserError, match=r"line 1 is not a completion .*num_steps_without_drafts.*: generate"):
         call(path)
 
@@ -552,7 +536,6 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
 def test_ratios_are_within_a_round_and_one_round_has_none() -> None:
     rounds = [{PLAIN: 100.0, "a": 150.0}, {PLAIN: 50.0, "a": 100.0}, {PLAIN: 200.0, "a": 200.0}]
     times = rounds_of(rounds).times("a", PLAIN)
-    assert times is not None
     assert (times.median, times.ends) == (1.5, (1.0, 2.0))
     one = rounds_of(rounds[:1])
     assert one.times("a", PLAIN) is one.speed("a") is None
@@ -791,7 +774,6 @@ def test_latex_is_balanced(tmp_path: Path) -> None:
     assert "p \\textless{} 0.05" in caption
     assert [line for line in text.splitlines() if line.startswith("%")] == ["% needs the package booktabs"]
     best = found.run("mine", "b")
-    assert best is not None
     assert rf"b & \textbf{{{best.report['mean_acceptance_length']:.2f}}} {{\scriptsize [" in text
     assert text.count("textbf") == 1
 

@@ -9,10 +9,10 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from specgen.cli import main as cli
 from specgen.cli.help import Command
 from specgen.cli.options import repeating, with_options
 from specgen.config import EngineConfig, SamplingParams, UserError, option
+from tests.commands import printed
 from tests.jobs import untimed
 
 SEEN: dict[str, Any] = {}
@@ -135,21 +135,15 @@ def test_a_file_that_is_not_there_is_one_line(tmp_path):
         called(f"--config={tmp_path / 'none.yaml'}")
 
 
-def run(*arguments: str) -> str:
-    result = CliRunner().invoke(cli.app, arguments)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
 def test_a_run_is_repeated_by_its_file(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
-    run("generate", "--num-prompts=2", "--max-new-tokens=6", "--num-spec-tokens=2", f"--output={first}")
-    run("generate", f"--config={first / 'config.yaml'}", f"--output={second}")
+    printed("generate", "--num-prompts=2", "--max-new-tokens=6", "--num-spec-tokens=2", f"--output={first}")
+    printed("generate", f"--config={first / 'config.yaml'}", f"--output={second}")
     texts = [untimed(path / "completions.jsonl") for path in (first, second)]
     assert texts[0] == texts[1]
     manifests = [json.loads((path / "manifest.json").read_text()) for path in (first, second)]
     assert manifests[0]["engine"] == manifests[1]["engine"]
-    assert run("generate", f"--config={first / 'config.yaml'}") != "", (
+    assert printed("generate", f"--config={first / 'config.yaml'}") != "", (
         "the same command, finished, prints its report"
     )
 
@@ -157,7 +151,7 @@ def test_a_run_is_repeated_by_its_file(tmp_path):
 @pytest.mark.slow
 def test_an_audit_is_repeated_by_its_file(tmp_path):
     asked = ("verify", "--num-prompts=1", "--max-new-tokens=4", "--batch-sizes=1")
-    run(*asked, f"--output={tmp_path / 'a.json'}")
-    run("verify", f"--config={tmp_path / 'a.config.yaml'}", f"--output={tmp_path / 'b.json'}")
+    printed(*asked, f"--output={tmp_path / 'a.json'}")
+    printed("verify", f"--config={tmp_path / 'a.config.yaml'}", f"--output={tmp_path / 'b.json'}")
     first, second = (json.loads((tmp_path / name).read_text()) for name in ("a.json", "b.json"))
     assert first["arms"] == second["arms"]

@@ -4,9 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from specgen.cli.main import app
+from tests.commands import printed
 
 # One run of each command; that a report says what happened is tested quickly elsewhere.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("documented figures")]
@@ -17,12 +16,6 @@ README, EVALUATION, PAPER = (
 )
 # Times, and what follows from them: of another machine, or of another hour. Headings of shortened tables.
 OTHERWISE = re.compile(r"tokens/s|\d m?s\b|against plain decoding|^by request|^run 1 |^arm |^engine")
-
-
-def specgen(*arguments: object) -> str:
-    result = CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": "100"})
-    assert result.exit_code == 0, result.output
-    return result.stdout
 
 
 def shown(text: str) -> list[str]:
@@ -42,9 +35,9 @@ def documented(page: Path, first: str) -> list[str]:
     return [line for line in block if not OTHERWISE.search(line) and not line.startswith("$ ")]
 
 
-def require_printed(lines: list[str], printed: str) -> None:
+def require_printed(lines: list[str], text: str) -> None:
     """Every line of ``lines`` is printed, in this order; sentences may break elsewhere."""
-    words, at = " ".join(shown(printed)), 0
+    words, at = " ".join(shown(text)), 0
     for line in lines:
         found = words.find(line, at)
         assert found >= 0, f"{line!r} is not printed, or elsewhere"
@@ -57,11 +50,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     root = tmp_path_factory.mktemp("demo") / "runs"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)  # paths are shown from here
-        printed = specgen("generate", "--output", root / "padded", "--baseline", "--device", "cpu")
-        specgen(
+        report = printed("generate", "--output", root / "padded", "--baseline", "--device", "cpu")
+        printed(
             "generate", "--drafter-batch", "non-padded", "--output", root / "non-padded", "--device", "cpu"
         )
-    return root, printed
+    return root, report
 
 
 def test_the_report_in_the_readme(runs: tuple[Path, str]) -> None:
@@ -76,31 +69,31 @@ def test_two_runs_side_by_side(runs: tuple[Path, str], monkeypatch: pytest.Monke
     lines = documented(EVALUATION, "drafter KV fill 2,640 2,195 0.83x")
     assert len(lines) > 6
     monkeypatch.chdir(runs[0].parent)
-    require_printed(lines, specgen("report", "runs/padded", "runs/non-padded"))
+    require_printed(lines, printed("report", "runs/padded", "runs/non-padded"))
 
 
 def test_paired_differences_of_two_heads(runs: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     head = ("--model", "data/demo/target", "--drafter", "data/demo/drafter-eagle1")
-    specgen("generate", *head, "--output", runs[0] / "eagle1", "--device", "cpu")
+    printed("generate", *head, "--output", runs[0] / "eagle1", "--device", "cpu")
     lines = documented(EVALUATION, "runs/padded runs/eagle1 difference 95 % p")
     assert len(lines) == 8
     monkeypatch.chdir(runs[0].parent)
-    require_printed(lines, specgen("report", "runs/padded", "runs/eagle1"))
+    require_printed(lines, printed("report", "runs/padded", "runs/eagle1"))
 
 
 @pytest.mark.slow
 def test_texts_that_verify_compares() -> None:
     lines = documented(EVALUATION, "compared with plain decoding, batch 1, greedy")
     assert len(lines) > 10
-    require_printed(lines, specgen("verify", "--num-prompts", "20", "--device", "cpu"))
+    require_printed(lines, printed("verify", "--num-prompts", "20", "--device", "cpu"))
 
 
 @pytest.mark.slow
 def test_scores_of_an_evaluation() -> None:
     lines = documented(EVALUATION, "word_problems exact_match,strict-match, 250 samples")
     assert len(lines) >= 10
-    require_printed(lines, specgen("eval", "word_problems", "--apply-chat-template", "--device", "cpu"))
+    require_printed(lines, printed("eval", "word_problems", "--apply-chat-template", "--device", "cpu"))
 
 
 def test_a_table_for_a_paper_has_the_figures_of_the_terminal() -> None:

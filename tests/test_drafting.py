@@ -107,7 +107,6 @@ def test_planted_positions_are_caught(
     random_pair: Pair, random_reference: ReferenceDrafter, phase: str
 ) -> None:
     head = random_pair.models.head
-    assert head is not None
     rope = head.rope
 
     def late(layout: Layout) -> Store:
@@ -135,7 +134,6 @@ def test_planted_aux_layer_bug_is_caught(
     random_pair: Pair, random_reference: ReferenceDrafter, shift: int
 ) -> None:
     head = random_pair.models.head
-    assert head is not None
     layers = tuple(layer + shift for layer in head.config.aux_layers)
     shifted = replace(head, config=replace(head.config, aux_layers=layers))
     pair = replace(random_pair, models=replace(random_pair.models, head=shifted))

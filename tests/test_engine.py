@@ -63,7 +63,6 @@ def test_string_prompts_get_their_index_as_id(engine: Engine) -> None:
     assert outputs["1"].prompt == "Stop"
     assert {(len(output.token_ids), output.finish_reason) for output in outputs.values()} == {(8, "length")}
     metrics = outputs["0"].metrics
-    assert metrics is not None
     assert metrics.num_spec_steps + metrics.num_accepted_draft_tokens >= 7
     assert list(outputs["0"].to_row())[:3] == ["id", "prompt", "text"]
 

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 from torch import Tensor
-from typer.testing import CliRunner
 
-from specgen.cli import main as cli
 from specgen.config import EngineConfig, UserError
 from specgen.config.bundled import data_directory
 from specgen.core import step
@@ -24,6 +22,7 @@ from specgen.record.record_rows import Captured, RequestRow
 from specgen.record.results import RunDirectory
 from specgen.report.references import load_results
 from specgen.report.report import load
+from tests.commands import printed, specgen
 from tests.jobs import Silent
 
 pytestmark = pytest.mark.xdist_group("eval_command")  # one study for all
@@ -33,10 +32,7 @@ SMALL = ("word_problems", "--apply-chat-template", "--limit", 6, "--num-spec-tok
 
 def call(*arguments: object) -> str:
     """What ``specgen eval`` prints; a ``UserError`` comes through."""
-    command = ["eval", *(str(argument) for argument in arguments)]
-    result = CliRunner().invoke(cli.app, command, catch_exceptions=False, env={"COLUMNS": "80"})
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    return printed("eval", *arguments, columns=80)
 
 
 def study_job(*arms: Arm, tasks: tuple[str, ...] = ("word_problems",), limit: int = 4) -> Any:
@@ -62,7 +58,7 @@ def test_an_evaluation_is_repeated_by_its_file_and_quiet_on_request(
 ) -> None:
     path = shutil.copytree(study[0], tmp_path / "copy")
     again = ["eval", f"--config={path / 'config.yaml'}", f"--output={path}", "--quiet"]
-    result = CliRunner().invoke(cli.app, again, env={"COLUMNS": "80"})
+    result = specgen(*again, columns=80)
     # lm-eval's own bars are switched off where tqdm is not imported before, as it is by other tests here
     ours = [line for line in re.split("[\r\n]", result.stderr) if line and "it/s" not in line]
     assert (result.exit_code, ours) == (0, []), result.output
@@ -309,7 +305,7 @@ def test_a_signal_ends_it_in_one_line_and_what_is_answered_is_kept(
 
     before, add = signal.getsignal(number), RunDirectory.add_completion
     monkeypatch.setattr(RunDirectory, "add_completion", add_completion)
-    result = CliRunner().invoke(cli.app, ["eval", *map(str, SMALL), "--output", str(tmp_path)])
+    result = specgen("eval", *map(str, SMALL), "--output", str(tmp_path))
     assert result.exit_code == code
     assert result.stderr.splitlines()[-1] == "specgen: interrupted; the same command resumes the run"
     assert len(RowFile(tmp_path / "padded" / "completions.jsonl")) == 3
@@ -349,7 +345,7 @@ def test_a_wrong_bonus_token_in_a_hundred_steps_is_found(
 ) -> None:
     plant(monkeypatch, 0.01)
     arguments = ("word_problems", "--apply-chat-template", "--arms", "padded,baseline", "--output", tmp_path)
-    result = CliRunner().invoke(cli.app, ["eval", *map(str, arguments)])
+    result = specgen("eval", *map(str, arguments))
     assert result.exit_code == 1, result.output
     assert "decoding is wrong there" in result.stdout
     assert "The data show a difference in accuracy from baseline: padded is" in result.stdout

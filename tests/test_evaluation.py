@@ -1,6 +1,5 @@
 """lm-eval on our engine: scores and texts are those of lm-eval's own ``hf`` model on the same checkpoint."""
 
-import json
 from collections.abc import Iterator
 from inspect import GEN_CLOSED, getgeneratorstate
 from itertools import islice
@@ -12,6 +11,7 @@ import pytest
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.engine.loading import Models
 from specgen.record.results import RunDirectory
+from tests.commands import write_rows
 from tests.engines import loaded, resolved
 from tests.jobs import Silent
 from tests.tiny_checkpoints import write_head, write_target
@@ -78,7 +78,7 @@ def hf(path: Path) -> Any:
 def task(tmp_path: Path, name: str, rows: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
     """A task over local rows."""
     file = tmp_path / f"{name}.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(file, rows)
     kwargs = {"data_files": {"test": str(file)}, "cache_dir": str(tmp_path / "cache")}
     return {
         "task": name,

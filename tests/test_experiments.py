@@ -16,6 +16,7 @@ from specgen.experiments.heads_job import DataSource, HeadsJob, HeadsRun
 from specgen.experiments.matrices import Workload
 from specgen.experiments.rounds import PLAIN
 from specgen.experiments.tune import TuneJob, tune
+from tests.commands import write_rows
 from tests.jobs import Silent
 
 ENGINE = EngineConfig(
@@ -82,7 +83,7 @@ def test_the_same_pair_is_measured_alike_by_compare_and_tune(
 
     monkeypatch.setattr(turns, "WarmEngine", Watched)
     data = tmp_path / "prompts.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"Tom has {n} apples."}) + "\n" for n in (3, 40, 500)))
+    write_rows(data, ({"prompt": f"Tom has {n} apples."} for n in (3, 40, 500)))
     both: list[Callable[[Path, Path, int], dict[str, Any]]] = [compared, tuned]
     found, order = [], []
     for number, measured in enumerate(both):

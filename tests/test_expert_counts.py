@@ -136,7 +136,6 @@ def test_decode_steps_say_what_they_touched(dense: Path, changes: dict[str, Any]
     pair, calls = as_mixture(load_pair(dense))
     events = run(pair, Runner(), **{"num_spec_tokens": 3} | changes)
     size = ExpertSize.of(pair.models.target.config, 4)
-    assert size is not None
     assert size.num_bytes == 3 * SHAPES["tiny"].hidden_size * 64 * 4
     layers = size.num_layers
     passes = [calls[at : at + layers] for at in range(0, len(calls), layers)]
@@ -155,7 +154,6 @@ def test_decode_steps_say_what_they_touched(dense: Path, changes: dict[str, Any]
     assert found <= expected
     assert {step.experts for step in steps if step.kind == "prefill"} == {None}
     for step in decode_steps(events):
-        assert step.experts is not None
         assert step.experts.num_bytes == round(step.experts.experts * layers) * size.num_bytes
         assert step.experts.num_experts == EXPERTS
 
@@ -195,7 +193,6 @@ def test_the_bytes_of_experts_are_those_of_their_tensors(name: str, mxfp4: bool,
     experts = [each for each in tensors if ".mlp.experts." in each.name]
     total = sum(torch.Size(each.shape).numel() * each.dtype.itemsize for each in experts)
     size = ExpertSize.of(config, 2)
-    assert size is not None
     assert size.total_bytes == total
 
 

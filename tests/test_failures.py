@@ -88,7 +88,6 @@ def test_nan_logits_fail_only_their_request(
 def unused(pair: Pair, requests: Iterable[Request], texts: dict[str, tuple[int, ...]]) -> int:
     """A token that occurs in no prompt and no text, and that the head cannot draft."""
     head = pair.models.head
-    assert head is not None
     seen = {token for request in requests for token in (*request.prompt_token_ids, *texts[request.id])}
     return min(set(range(len(pair.models.target.embedding))) - seen - set(head.draft_to_target.tolist()))
 

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from specgen.checkpoints.checkpoint import load_drafter, load_target, open_checkpoint
 from specgen.checkpoints.tensor_reader import is_finite
-from specgen.cli.main import app
 from specgen.config import UserError
 from specgen.device import SINGLE_RANK, Ranks
+from tests.commands import printed, specgen
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_fp8 import quantize
 from tests.tiny_mixtures import in_one_tensor, packed_in_mxfp4, write_gpt_oss, write_qwen3_moe
@@ -140,11 +139,8 @@ def test_a_command_ends_before_its_first_row_and_inspect_says_what_it_does_not_s
     (tmp_path / "own.jsonl").write_text(json.dumps({"prompt": "Tom"}) + "\n")
     damage(tmp_path / "target", "lm_head.weight", nan)
     names = ["--model", str(tmp_path / "target"), "--drafter", str(tmp_path / "head")]
-    ended = CliRunner().invoke(
-        app, ["generate", *names, "--dataset", str(tmp_path / "own.jsonl"), "--device", "cpu"]
-    )
+    ended = specgen("generate", *names, "--dataset", str(tmp_path / "own.jsonl"), "--device", "cpu")
     assert isinstance(ended.exception, UserError)
     assert "lm_head.weight holds NaN or Inf" in str(ended.exception)
-    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "target"), str(tmp_path / "head")])
-    assert shown.exit_code == 0
-    assert "NaN in weights is not looked for here, but when they are loaded." in shown.output
+    shown = printed("inspect", str(tmp_path / "target"), str(tmp_path / "head"))
+    assert "NaN in weights is not looked for here, but when they are loaded." in shown

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from typer.testing import CliRunner
 
-from specgen.cli.main import app
 from specgen.config import UserError
 from specgen.experiments.output import BenchTable
 from specgen.report.display import checkpoint_name, printable
 from specgen.report.folder import listed, may_replace
+from tests.commands import specgen
 from tests.test_report_html import Page, a_run
 
 ENGINE = {
@@ -29,7 +28,7 @@ CREATED = "2026-11-23T23:09:14+00:00"
 
 
 def call(*arguments: object, width: int = 240) -> Result:
-    return CliRunner().invoke(app, ["report", *map(str, arguments)], env={"COLUMNS": str(width)})
+    return specgen("report", *arguments, columns=width)
 
 
 def write(path: Path, document: Any) -> None:

@@ -262,7 +262,6 @@ def exact(x: Tensor, weight: Weight) -> Tensor:
 @pytest.mark.parametrize("activations", ["static", "token", "group"])
 def test_gemms_are_rounded_once(activations: Any, dtype: torch.dtype) -> None:
     weight = fp8_weight(64, 200, activations, bias=True)
-    assert weight.bias is not None
     weight = replace(weight, bias=weight.bias.to(dtype))
     x = torch.randn(7, 200, generator=NOISE).to(dtype)
     bundles: list[Ops] = [torch_ops(), *([cpu_float32_ops()] if dtype == torch.float32 else [])]
@@ -424,11 +423,9 @@ def test_bytes_of_experts_are_those_of_their_tensors(tmp_path: Path, form: str) 
     reader = TensorReader(checkpoint=checkpoint, dtype=torch.bfloat16, device=torch.device("meta"))
     build_target(config, reader)
     size = ExpertSize.of(config, 2)
-    assert size is not None
     assert size.total_bytes == sum(count for name, count in reader.taken.items() if ".experts." in name)
     assert config.fp8 is not None
     plain = ExpertSize.of(replace(config, fp8=replace(config.fp8, ignored=("re:.*mlp.experts.*",))), 2)
-    assert plain is not None
     assert plain.num_bytes == 2 * 3 * 192 * 160
 
 

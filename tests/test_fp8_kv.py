@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from specgen.checkpoints.checkpoint import load_target, open_checkpoint
 from specgen.checkpoints.inspect_checkpoint import describe
-from specgen.cli.main import app
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.core.graphs import Runner
 from specgen.engine.build import assemble, kv_page_bytes, prefill_logits
@@ -23,6 +21,7 @@ from specgen.experiments.bound import StepBytes
 from specgen.experiments.divergence import Judge
 from specgen.models.fp8_config import kv_scheme
 from specgen.models.llama import Llama
+from tests.commands import specgen
 from tests.engines import Pair, bundled_requests, config_of, generate, load_pair, nan_at, random_requests
 from tests.fp8_numbers import MODELOPT, Fp8Attend, Scales, add_scales
 from tests.marks import mostly_slow
@@ -330,7 +329,7 @@ def test_another_cache_is_another_run(demo_path: Path, tmp_path: Path) -> None:
     def run(*arguments: str) -> str:
         """What the command complains about."""
         names = ["--model", str(target), "--drafter", str(demo_path / "drafter"), "--dataset", str(own)]
-        found = CliRunner().invoke(app, ["generate", *names, "--output", str(out), "--quiet", *arguments])
+        found = specgen("generate", *names, "--output", str(out), "--quiet", *arguments)
         return str(found.exception or "")
 
     assert run() == ""

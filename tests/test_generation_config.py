@@ -32,9 +32,9 @@ from specgen.experiments.plans import prepare
 from specgen.experiments.studies import Study, named_arms
 from specgen.experiments.study import StudyJob, StudyRun
 from specgen.prompts import Prompt
+from tests.commands import rows, specgen, write_rows
 from tests.jobs import Silent
 from tests.test_penalties import expected_text
-from tests.test_run import call, rows
 
 DEMO = data_directory() / "demo"
 SAID = {
@@ -78,7 +78,7 @@ def models(target: Path) -> list[object]:
 
 def generate(target: Path, out: Path, *arguments: object) -> dict[str, tuple[int, ...]]:
     short = ("--num-prompts", 4, "--max-new-tokens", 16, "--output", out)
-    result = call("generate", *models(target), *short, *arguments)
+    result = specgen("generate", *models(target), *short, *arguments)
     assert result.exit_code == 0, result.output
     return {row["id"]: tuple(row["token_ids"]) for row in rows(out / "completions.jsonl")}
 
@@ -199,7 +199,7 @@ def test_texts_of_a_run_are_those_of_transformers_with_the_same_file(
 ) -> None:
     out = tmp_path / "run"
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"Tom has {n} bags"}) + "\n" for n in range(4)))
+    write_rows(prompts, ({"prompt": f"Tom has {n} bags"} for n in range(4)))
     found = generate(target, out, "--dataset", prompts, "--baseline")
     assert found == expected(found, out)
     assert json.loads((out / "report.json").read_text())["baseline"]["identical"] == 1.0
@@ -215,10 +215,10 @@ def test_texts_of_a_run_are_those_of_transformers_with_the_same_file(
 def test_the_line_at_the_start_and_a_resume(target: Path, tmp_path: Path) -> None:
     command = ["generate", *models(target), "--num-prompts", 1, "--max-new-tokens", 4]
     out = ["--output", tmp_path / "run"]
-    assert f"specgen: generation_config.json: {LINE}\n" in call(*command, *out).stderr
-    assert LINE not in call(*command, "--quiet").stderr
-    assert call(*command, *out).exit_code == 0
-    other = call(*command, *out, "--generation-config", "none")
+    assert f"specgen: generation_config.json: {LINE}\n" in specgen(*command, *out).stderr
+    assert LINE not in specgen(*command, "--quiet").stderr
+    assert specgen(*command, *out).exit_code == 0
+    other = specgen(*command, *out, "--generation-config", "none")
     assert other.exit_code != 0
     assert "--repetition-penalty 1.5 -> not given" in str(other.exception)
 
@@ -232,7 +232,7 @@ def test_options_and_rows_win(target: Path, tmp_path: Path) -> None:
     written = [
         json.loads(line) for line in (tmp_path / "plain" / "completions.jsonl").read_text().splitlines()
     ]
-    prompts.write_text("".join(json.dumps({"prompt": row["prompt"], **own}) + "\n" for row in written))
+    write_rows(prompts, ({"prompt": row["prompt"], **own} for row in written))
     without = generate(DEMO / "target", tmp_path / "rows of none", "--dataset", prompts)
     assert generate(target, tmp_path / "rows", "--dataset", prompts) == without
     held = generate(target, tmp_path / "held", "--dataset", prompts, "--repetition-penalty", "1.0")
@@ -240,7 +240,9 @@ def test_options_and_rows_win(target: Path, tmp_path: Path) -> None:
     given = json.loads((tmp_path / "held" / "manifest.json").read_text())["sampling"]
     assert "repetition_penalty" not in given
     assert given["suppress_tokens"] == [226, 1200]
-    repeated = call("generate", "--config", tmp_path / "held" / "config.yaml", "--output", tmp_path / "again")
+    repeated = specgen(
+        "generate", "--config", tmp_path / "held" / "config.yaml", "--output", tmp_path / "again"
+    )
     assert repeated.exit_code == 0
     assert json.loads((tmp_path / "again" / "manifest.json").read_text())["sampling"] == given
 
@@ -263,7 +265,7 @@ def test_sampled_rows_are_filtered_as_the_file_says(target: Path) -> None:
 def test_verify_judges_with_the_same_settings(target: Path, tmp_path: Path) -> None:
     out = tmp_path / "audit.json"
     short = ("--num-prompts", 3, "--max-new-tokens", 8, "--batch-sizes", "1,3", "--output", out)
-    result = call("verify", *models(target), *short)
+    result = specgen("verify", *models(target), *short)
     assert result.exit_code == 0, result.output
     found = json.loads(out.read_text())
     assert found["manifest"]["sampling"]["repetition_penalty"] == 1.5
@@ -282,16 +284,12 @@ def test_a_divergence_is_judged_by_penalised_logits() -> None:
     sampling = SamplingParams(repetition_penalty=2.0)
     near = judge.first_divergence("a", (0,), (1,), (2,), sampling)
     wrong = judge.first_divergence("a", (0,), (1,), (0,), sampling)
-    assert near is not None
-    assert wrong is not None
     assert (near.gap, wrong.gap) == pytest.approx((0.001, 1.0), abs=1e-5)
     assert wrong.logit == 2.0
     assert not wrong.explained
     raw = judge.first_divergence("a", (0,), (1,), (2,))
-    assert raw is not None
     assert near.rounding == 2 * raw.rounding
     suppressed = judge.first_divergence("a", (), (1,), (2,), SamplingParams(suppress_tokens=(0,)))
-    assert suppressed is not None
     assert (suppressed.gap, suppressed.rounding) == pytest.approx((0.001, raw.rounding), abs=1e-5)
 
 
@@ -335,7 +333,6 @@ def test_an_evaluation_has_them_too(target: Path, tmp_path: Path) -> None:
     study = StudyRun(job, tmp_path / "out", Silent())
     (result,) = study.arms()
     (sample, *_) = result.answers.values()
-    assert sample.generated is not None
     sampling = sample.generated.sampling
     assert sampling.repetition_penalty == 1.5
     assert study.settings()["generation config"] == LINE

@@ -18,6 +18,7 @@ from specgen.core.step import Steps
 from specgen.decoding.sampling import SamplingBatch, target_probs
 from specgen.engine.build import _memory_for_kv, build_engine
 from specgen.record.record_rows import Captured, OutOfMemory
+from tests.commands import write_rows
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, load_pair, nan_at
 from tests.marks import on_gpu
 from tests.test_faults import Setting, require_no_change, run_without_fault
@@ -344,7 +345,7 @@ def _answered(code: str, prompts: Path, output: Path) -> tuple[int, str, dict[st
 def test_a_resumed_run_skips_the_request_that_loses_the_device(tmp_path: Path) -> None:
     prompts = {f"p{n}": f"Tom has {n} apples." if n != 5 else "And " * 200 for n in range(12)}
     path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"id": n, "prompt": text}) + "\n" for n, text in prompts.items()))
+    write_rows(path, ({"id": n, "prompt": text} for n, text in prompts.items()))
     code, said, right = _answered("from specgen.cli.main import main; main()", path, tmp_path / "whole")
     assert code == 0, said
     assert right.pop("p5")

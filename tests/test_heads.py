@@ -158,7 +158,6 @@ def test_rows_as_on_a_device_and_preemption_change_no_draft(
     case: Case, device_like: Callable[[], None]
 ) -> None:
     head = case.pair.models.head
-    assert head is not None
     layers = case.pair.models.target.config.num_layers + head.config.num_layers
     page = 4 * layers * 2 * 2 * 16 * 4  # positions, layers, k and v, heads, dim, bytes
     device_like()

@@ -16,6 +16,7 @@ from specgen.jobs.prompt_index import WHOLE, PromptIndex, Shard, index_prompts, 
 from specgen.prompts import open_prompts
 from specgen.record.interrupt import StoppedError
 from specgen.record.results import LOCK, PROMPTS, locked
+from tests.commands import write_rows
 from tests.jobs import Silent, conversations, keep_in_memory
 
 NUM_ROWS = 20_000
@@ -32,7 +33,7 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "max_tokens": 256,
     }
     row = {"method": "POST", "url": "/v1/chat/completions", "body": body}
-    path.write_text("".join(json.dumps({"custom_id": f"r{n}", **row}) + "\n" for n in range(NUM_ROWS)))
+    write_rows(path, ({"custom_id": f"r{n}", **row} for n in range(NUM_ROWS)))
     return path
 
 
@@ -45,7 +46,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
 
 
 def write(job: Job, names: str) -> None:
-    Path(job.dataset).write_text("".join(json.dumps({"id": name, "prompt": name}) + "\n" for name in names))
+    write_rows(Path(job.dataset), ({"id": name, "prompt": name} for name in names))
 
 
 def status(out: Path) -> dict[str, Any]:
@@ -200,9 +201,7 @@ def test_a_resume_reads_the_index_and_not_the_rows(
         {"id": "a", "prompt": "again"},
         {"id": "d", "prompt": "", "temprature": 1},
     ]
-    Path(job.dataset).write_text(
-        "".join(json.dumps(row) + "\n" for row in [*rows, {"id": "e", "prompt": "e"}])
-    )
+    write_rows(Path(job.dataset), [*rows, {"id": "e", "prompt": "e"}])
     job = replace(job, shard=shard)
     if shard != WHOLE:
         write(job, "abcd")

@@ -31,10 +31,10 @@ from specgen.ops.fp8 import block_scales
 from specgen.ops.reference import torch_ops
 from specgen.ops.weight import Weight
 from tests import fake_flashinfer
+from tests.commands import rows, specgen, write_rows
 from tests.engines import generate, load_pair, random_requests
 from tests.test_fp8 import unrounded_inputs
 from tests.test_mixtures import ids_of, loaded, paged_logits
-from tests.test_run import call, rows
 from tests.tiny_checkpoints import write_head
 from tests.tiny_fp8 import matrix, quantize
 from tests.tiny_latents import YARN, write_latent
@@ -124,7 +124,6 @@ def test_the_kernels_of_gpus_give_the_logits_of_torch(
 def test_a_prefill_is_expanded_unless_most_of_its_positions_were_computed_before() -> None:
     tables = torch.arange(12, dtype=torch.int32).view(2, 6).flip(0)
     prefill = expansion(Layout.ragged(tables, [0, 5], [7, 1], 4))
-    assert prefill is not None
     assert prefill[0].tolist() == [24, 25, 26, 27, 28, 29, 30, 0, 1, 2, 3, 4, 5]
     assert expansion(Layout.ragged(tables, [8, 5], [7, 1], 4)) is None
     assert expansion(Layout.uniform(tables, torch.tensor([0, 0]), 3, 4)) is None
@@ -240,7 +239,6 @@ def test_routers_keep_their_precision_in_half_precision(
     checkpoint = open_checkpoint(str(tmp_path))
     model = load_target(checkpoint, torch.bfloat16, torch.device("cpu"))
     stored = checkpoint.read("model.layers.1.mlp.gate.e_score_correction_bias")
-    assert stored is not None
     assert torch.equal(routings[0].bias, stored)
     mixture = next(block.mlp for block in model.blocks if isinstance(block.mlp, layers.Mixture))
     assert mixture.router(torch.ones(1, 64, dtype=torch.bfloat16)).dtype == torch.float32
@@ -292,7 +290,6 @@ def test_the_dense_layers_of_a_published_config(tmp_path: Path) -> None:
     del raw["mlp_layer_types"], raw["norm_topk_prob"]
     (tmp_path / "config.json").write_text(json.dumps(raw))
     found = read(tmp_path).mixture
-    assert found is not None
     assert found.layers == (False, False, True)
     assert found.weights == SigmoidWeights(num_groups=1, num_chosen_groups=1, normalized=True, scale=1.8)
 
@@ -351,7 +348,6 @@ def test_at_published_widths_the_order_of_rotary_pairs_mixes_no_blocks(nope: int
         assert sorted(order) == [*range(len(order))] != order
         scale = torch.arange(len(order)).div(128, rounding_mode="floor")[:, None].float()
         weight = Weight(data=torch.empty(len(order), 1), scale=scale).reordered(order)
-        assert weight.scale is not None
         assert torch.equal(block_scales(weight.scale), scale[::128])
 
 
@@ -367,9 +363,7 @@ def test_generate_drafts_with_the_target_s_own_layers_and_changes_no_text(
     target: Path, tmp_path: Path
 ) -> None:
     data = tmp_path / "rows.jsonl"
-    data.write_text(
-        "".join(json.dumps({"prompt": text}) + "\n" for text in ("Tom has", "Stop here", "5 bags of"))
-    )
+    write_rows(data, ({"prompt": text} for text in ("Tom has", "Stop here", "5 bags of")))
     texts = {}
     for name, options in (
         ("mtp", ["--drafter", "mtp", "--num-spec-tokens", 3]),
@@ -377,7 +371,7 @@ def test_generate_drafts_with_the_target_s_own_layers_and_changes_no_text(
     ):
         out = tmp_path / name
         asked = ["--model", target, *options, "--dataset", data, "--max-new-tokens", 12, "--ignore-eos"]
-        result = call("generate", *asked, "--output", out)
+        result = specgen("generate", *asked, "--output", out)
         assert result.exit_code == 0, result.output
         texts[name] = [row["token_ids"] for row in rows(out / "completions.jsonl")]
     assert texts["mtp"] == texts["plain"]
@@ -401,7 +395,7 @@ def test_two_ranks_draft_and_generate_as_one(target: Path, tmp_path: Path) -> No
             "--ignore-eos",
         ]
         out = tmp_path / str(ranks)
-        result = call("generate", *asked, "--device", "cpu", "--tensor-parallel", ranks, "--output", out)
+        result = specgen("generate", *asked, "--device", "cpu", "--tensor-parallel", ranks, "--output", out)
         assert result.exit_code == 0, result.output
         numbers = json.loads((out / "report.json").read_text())
         tokens = [row["token_ids"] for row in rows(out / "completions.jsonl")]
@@ -411,7 +405,9 @@ def test_two_ranks_draft_and_generate_as_one(target: Path, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_verify_finds_no_difference(target: Path) -> None:
-    result = call("verify", "--model", target, "--drafter", "mtp", "--max-new-tokens", 8, "--num-prompts", 2)
+    result = specgen(
+        "verify", "--model", target, "--drafter", "mtp", "--max-new-tokens", 8, "--num-prompts", 2
+    )
     assert result.exit_code == 0, result.output
 
 

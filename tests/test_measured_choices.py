@@ -72,7 +72,6 @@ def test_matrices_take_the_tiles_that_they_were_measured_with(
     tiles: tuple[Tile, ...], matrix: tuple[int, int], rows: int, block_in: int, stages: int
 ) -> None:
     found = taken(tiles, rows, matrix)
-    assert found is not None
     assert (found.block_in, found.stages) == (block_in, stages)
 
 

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from specgen.checkpoints.checkpoint import build_target, mtp_part
 from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
 from specgen.checkpoints.weight_files import TensorInfo
-from specgen.cli import main as cli
 from specgen.config import EngineConfig, UserError
 from specgen.engine.build import new_cache, num_pages
 from specgen.engine.loading import load_models, open_checkpoints
@@ -20,6 +18,7 @@ from specgen.engine.memory_plan import MemoryPlan, memory_plans
 from specgen.kv.pages import PageAllocator
 from specgen.models.families import family_of
 from specgen.models.model_config import LayerConfig
+from tests.commands import specgen
 from tests.test_published import GLM, PUBLISHED, tensors
 from tests.test_published import latent_tensors as glm_tensors
 
@@ -129,7 +128,7 @@ def test_a_published_glm_fits_one_h100_with_its_mtp_layer(monkeypatch: pytest.Mo
 
 
 def inspected(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(cli.app, ["inspect", *arguments], env={"COLUMNS": "80"})
+    result = specgen("inspect", *arguments, columns=80)
     return result.exit_code, result.output if result.exception is None else str(result.exception)
 
 

@@ -360,7 +360,6 @@ def test_preemption_changes_no_text(
     pair: Pair, texts: dict[str, tuple[int, ...]], device_like: Callable[[], None]
 ) -> None:
     head = pair.models.head
-    assert head is not None
     layers = pair.models.target.config.num_layers + head.config.num_layers
     page = 4 * layers * 2 * 2 * 16 * 4  # positions, layers, k and v, heads, dim, bytes
     device_like()

@@ -117,7 +117,6 @@ def test_rows_as_on_a_device_and_preemption_change_no_draft(
     case: Case, device_like: Callable[[], None]
 ) -> None:
     head = case.models.head
-    assert head is not None
     page = 4 * (3 + head.config.num_layers) * (24 + 8) * 4  # positions, layers, latent and key, bytes
     device_like()
     some = requests()[3:]
@@ -218,7 +217,6 @@ def test_a_pass_equals_that_of_transformers(tmp_path: Path, family: Any) -> None
     hidden = dense.model(ids[None]).last_hidden_state[:, :-1]
     out = theirs.forward_layer(0, hidden, torch.arange(1, 30)[None], None, input_ids=ids[None, 1:])
     head = load(tmp_path).head
-    assert head is not None
     spec, tables = head.config.kv_spec, torch.arange(1, 9, dtype=torch.int32)[None]
     cache = KVCache(spec=spec, num_pages=9, page_size=4, dtype=torch.float32, device=out.device)
     attend = Attend(SdpaBackend(out.device), cache, Layout.ragged(tables, [0], [29], 4), head.rope)

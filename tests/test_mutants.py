@@ -1,13 +1,14 @@
 """Mutants: every operator makes the intended change only, and a planted mutant is caught."""
 
 import ast
-import json
 from pathlib import Path
 
 import pytest
 from mutant_tests import Trial, run_trials
 from mutants import TESTS, key, previous_rows, sample, summary
 from mutations import mutations
+
+from tests.commands import write_rows
 
 
 @pytest.mark.parametrize(
@@ -188,7 +189,7 @@ def test_results_are_resumed_and_summarised(tmp_path: Path) -> None:
     ]
     output = tmp_path / "mutants.jsonl"
     assert previous_rows(output, again=False) == {}
-    output.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(output, rows)
     assert list(previous_rows(output, again=False).values()) == rows
     assert list(previous_rows(output, again=True).values()) == rows[1:]
     lines = [line.split() for line in summary(rows).splitlines()]

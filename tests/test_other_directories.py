@@ -4,17 +4,16 @@ import json
 import re
 
 import pytest
-from typer.testing import CliRunner
 
-from specgen.cli.main import app
 from specgen.experiments.output import BenchTable
 from specgen.report.table import Column
+from tests.commands import specgen
 from tests.test_paired_requests import row
 from tests.test_tables import a_run
 
 
 def call(*arguments):
-    return CliRunner().invoke(app, ["report", *map(str, arguments)], env={"COLUMNS": "100"})
+    return specgen("report", *arguments)
 
 
 @pytest.fixture

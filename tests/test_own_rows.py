@@ -1,7 +1,6 @@
 """Users' files as they are found: recognised kinds, tables, lines of text, and what the user says of them."""
 
 import gzip
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 from specgen.config import UserError
 from specgen.prompts import Message, Prompt, Rejected, load_prompts, open_prompts
 from specgen.prompts.formats import Reading
+from tests.commands import write_rows
 
 
 def load(path: Path, **how: Any) -> tuple[list[Prompt | Rejected], list[str]]:
@@ -20,7 +20,7 @@ def load(path: Path, **how: Any) -> tuple[list[Prompt | Rejected], list[str]]:
 
 
 def written(path: Path, *rows: object) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     return path
 
 

@@ -40,7 +40,6 @@ def test_every_row_has_its_position_page_and_token() -> None:
         lens = [rng.randint(1, 100) for _ in range(number)]
         layout = ragged(starts, lens)
         blocks = PromptBlocks.of(layout)
-        assert blocks is not None
         whole = block_layout(blocks.starts, blocks.tables, layout.page_size)
         assert whole.chained
         assert blocks.size[0] in (4, 8, 12, 16, 24, 32, 48, 64)

@@ -99,7 +99,6 @@ def qwen3_moe(layers: int, hidden: int, width: int, heads: int) -> dict[str, Any
 def tensors(config: TargetConfig) -> Iterator[tuple[str, str, Shape]]:
     """Names, dtypes and shapes as published."""
     mixture, hidden = config.mixture, config.hidden_size
-    assert mixture is not None
     count, width = mixture.num_experts, mixture.width
     for name in ("model.embed_tokens", "lm_head"):
         yield f"{name}.weight", "bfloat16", (config.vocab_size, hidden)
@@ -368,7 +367,6 @@ def test_deepseek_is_read_as_published() -> None:
     config = target_config(
         Checkpoint(name="published", path=Path(), config=DEEPSEEK, generation={}, tensors=infos)
     )
-    assert config.latent is not None
     assert config.latent.scale == pytest.approx(192**-0.5 * 1.3688879454113936**2)  # 1 + 0.1 ln 40
     assert config.facts()["rotary"].endswith("cos and sin times 1")
     assert config.facts()["router"] == (
@@ -481,7 +479,6 @@ def plain(config: TargetConfig) -> Iterator[tuple[str, Shape]]:
 def published(config: TargetConfig, kv_scales: bool) -> Iterator[tuple[str, str, Shape]]:
     """Names, dtypes and shapes."""
     fp8 = config.fp8
-    assert fp8 is not None
     for name, shape in plain(config):
         layer = name.removesuffix(".weight")
         if not layer.endswith("_proj"):
@@ -496,59 +493,45 @@ def published(config: TargetConfig, kv_scales: bool) -> Iterator[tuple[str, str,
             yield f"{layer}.{layer[-6]}_scale", "float32", ()
 
 
-# quantization_config, hf_quant_config.json, GB of weights, the format of the KV cache, numbers of ranks
-FP8_CHECKPOINTS: dict[
-    str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], float, str | None, list[int]]
-] = {
+EIGHT = (1, 2, 4, 8)
+QWEN3 = {"family": "Qwen3", "vocab_size": 151936, "quantization_config": BLOCKS}
+LLAMA_8B = {"family": "Llama", "hidden": 4096, "width": 14336, "layers": 32, "heads": 32}
+# the config, hf_quant_config.json, GB of weights, the format of the KV cache, numbers of ranks
+FP8_CHECKPOINTS: dict[str, tuple[dict[str, Any], dict[str, Any], float, str | None, tuple[int, ...]]] = {
     "nvidia/Llama-3.3-70B-Instruct-FP8": (
         dense("Llama", 8192, 28672, 80, 64, rope_scaling=LLAMA3),
-        {},
         MODELOPT,
-        72.68,
-        "FP8",
-        [1, 2, 4, 8, 16],
+        *(72.68, "FP8", (*EIGHT, 16)),
     ),
     "RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8-dynamic": (
-        dense("Llama", 4096, 14336, 32, 32, rope_scaling=LLAMA3),
-        DYNAMIC,
-        {},
-        9.09,
-        None,
-        [1, 2, 4, 8, 16],
+        dense(**LLAMA_8B, rope_scaling=LLAMA3, quantization_config=DYNAMIC),
+        *({}, 9.09, None, (*EIGHT, 16)),
     ),
     "neuralmagic/Meta-Llama-3-8B-Instruct-FP8": (
-        dense("Llama", 4096, 14336, 32, 32),
-        AUTO,
-        {},
-        9.09,
-        None,
-        [1, 2, 4, 8, 16],
+        dense(**LLAMA_8B, quantization_config=AUTO),
+        *({}, 9.09, None, (*EIGHT, 16)),
     ),
     "RedHatAI/Qwen2.5-7B-Instruct-FP8-dynamic": (
-        dense("Qwen2", 3584, 18944, 28, 28, num_key_value_heads=4, vocab_size=152064),
-        DYNAMIC,
-        {},
-        8.71,
-        None,
-        [1, 2, 4],
+        dense(
+            *("Qwen2", 3584, 18944, 28, 28),
+            num_key_value_heads=4,
+            vocab_size=152064,
+            quantization_config=DYNAMIC,
+        ),
+        *({}, 8.71, None, (1, 2, 4)),
     ),
     "Qwen/Qwen3-0.6B-FP8": (
-        dense("Qwen3", 1024, 3072, 28, 16, vocab_size=151936, tie_word_embeddings=True),
-        BLOCKS,
-        {},
-        0.75,
-        None,
-        [1, 2, 4, 8],
+        dense(hidden=1024, width=3072, layers=28, heads=16, tie_word_embeddings=True, **QWEN3),
+        *({}, 0.75, None, EIGHT),
     ),
     "Qwen/Qwen3-32B-FP8": (
-        dense("Qwen3", 5120, 25600, 64, 64, vocab_size=151936),
-        BLOCKS,
-        {},
-        34.33,
-        None,
-        [1, 2, 4, 8],
+        dense(hidden=5120, width=25600, layers=64, heads=64, **QWEN3),
+        *({}, 34.33, None, EIGHT),
     ),
-    "Qwen/Qwen3-30B-A3B-FP8": (qwen3_moe(48, 2048, 768, 32), BLOCKS, {}, 31.17, None, [1, 2]),
+    "Qwen/Qwen3-30B-A3B-FP8": (
+        qwen3_moe(48, 2048, 768, 32) | {"quantization_config": BLOCKS},
+        *({}, 31.17, None, (1, 2)),
+    ),
 }
 
 
@@ -562,8 +545,7 @@ FP8_CHECKPOINTS: dict[
 def test_published_checkpoints_are_complete_for_every_number_of_ranks(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    raw, stated, separate, gigabytes, kv_format, fitting = FP8_CHECKPOINTS[name]
-    raw = raw | ({"quantization_config": stated} if stated else {})
+    raw, separate, gigabytes, kv_format, fitting = FP8_CHECKPOINTS[name]
     raw = with_modelopt(raw, separate) if separate else raw
     config = family_of(raw).config(raw)
     infos = {

@@ -15,10 +15,8 @@ from threading import Event as Flag
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from specgen import config
-from specgen.cli import main as cli
 from specgen.config import Cluster, EngineConfig, SamplingParams, UserError
 from specgen.config.errors import DeviceLost
 from specgen.engine.conversations import RequestOutput
@@ -29,6 +27,7 @@ from specgen.jobs.ray_engine import RayEngine
 from specgen.jobs.run import run
 from specgen.prompts import Message, Prompt, Rejected
 from specgen.record.record_rows import EngineRow, PassRow
+from tests.commands import specgen
 from tests.engines import resolved
 from tests.jobs import Silent, files
 
@@ -256,7 +255,7 @@ def test_an_error_in_pulling_blocks_is_raised() -> None:
 
 def test_a_missing_ray_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "find_spec", lambda name: None)
-    result = CliRunner().invoke(cli.app, ["generate", "--executor", "ray"])
+    result = specgen("generate", "--executor", "ray")
     assert str(result.exception) == "executor is ray, which is not installed: pip install '.[ray]'"
 
 
@@ -270,7 +269,7 @@ def test_a_missing_ray_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_invalid_clusters_are_refused(arguments: list[str], words: str) -> None:
-    result = CliRunner().invoke(cli.app, ["generate", "--device", "cpu", *arguments])
+    result = specgen("generate", "--device", "cpu", *arguments)
     assert isinstance(result.exception, UserError)
     assert words in str(result.exception)
 

@@ -136,7 +136,6 @@ def test_every_token_has_a_part_and_changes_are_found_in_any_steps(
     prompt = tokenizer.encode_rendered(tokenizer.render_chat(USER))
     for ids in random_texts(tokenizer, HARMONY if name == "harmony" else THINK, 300):
         reader = new_reader(tokenizer, prompt)
-        assert reader is not None
         expected = [reader.read(token)[0] for token in ids]
         finder, labels, at = part_finder(tokenizer, prompt), ["answer"], 0
         assert isinstance(finder, PartFinder)
@@ -159,7 +158,6 @@ def test_markers_belong_to_the_reasoning_and_an_end_token_to_its_message(harmony
     ids = harmony.encode_rendered(text)
     prompt = harmony.encode_rendered(harmony.render_chat(USER))
     finder = part_finder(harmony, prompt)
-    assert finder is not None
     num_answer = len(harmony.encode_rendered("b<|return|>"))
     assert finder.feed(ids) == [(0, "reasoning"), (len(ids) - num_answer - 1, "answer")], (
         "with its <|message|>"

@@ -8,25 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from specgen.cli import main as cli
 from specgen.config import UserError
 from specgen.config.bundled import data_directory
 from specgen.engine import choices
 from specgen.record.interrupt import StoppedError
 from specgen.record.record_rows import RequestRow, Step, count_parts
+from tests.commands import specgen, write_rows
 from tests.jobs import untimed
 from tests.marks import mostly_slow
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import THINK, write_harmony, write_think
 
 _RENAMED = {5: "<think>", 19: "</think>"}  # "<|assistant|>", which ends the prompt, and the full stop
-
-
-def call(*arguments: object) -> Result:
-    """The command line as a user calls it."""
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], env={"COLUMNS": "100"})
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -72,7 +67,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("questions") / "question.jsonl"
     turns = [[f"Tom has {n} apples and buys 3 more, how many?", "And then 2 more?"] for n in range(4, 7)]
     lines = [{"question_id": n, "category": "math", "turns": each} for n, each in enumerate(turns)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(path, lines)
     return path
 
 
@@ -106,7 +101,7 @@ def random_pair(path: Path, write_tokenizer: Callable[[Path], object]) -> Path:
 def generate(pair: Path, questions: Path, out: Path, *arguments: object) -> Result:
     models = models_of(pair, "--num-spec-tokens", 3)
     data = ["--dataset", "mt-bench", "--data-path", questions, "--max-new-tokens", 60]
-    return call("generate", *models, *data, "--output", out, *arguments)
+    return specgen("generate", *models, *data, "--output", out, *arguments)
 
 
 def by_part(found: Iterable[Mapping[str, Any]], labels: Mapping[str, list[str]]) -> dict[str, Counter[str]]:
@@ -193,9 +188,9 @@ def test_acceptance_is_counted_by_part(reasoned: Path) -> None:
     assert parts["reasoning"]["num_requests"] == parts["answer"]["num_requests"] == 6
     assert report(reasoned)["ended_in_reasoning"] == {}
     assert "By part" in (reasoned / "report.html").read_text()
-    printed = call("report", reasoned).stdout
+    printed = specgen("report", reasoned).stdout
     assert all(part in printed for part in ("part ", "reasoning ", "answer "))
-    assert "  of reasoning" in call("report", reasoned, reasoned).stdout
+    assert "  of reasoning" in specgen("report", reasoned, reasoned).stdout
 
 
 def test_a_text_cut_in_its_reasoning_has_no_answer_and_the_report_says_so(
@@ -238,7 +233,7 @@ def test_shards_merge_to_the_same_parts(
     shards = [tmp_path / "0", tmp_path / "1"]
     for number, shard in enumerate(shards):
         assert generate(reasoning_pair, questions, shard, "--shard", f"{number}/2").exit_code == 0
-    assert call("merge", tmp_path / "all", *shards).exit_code == 0
+    assert specgen("merge", tmp_path / "all", *shards).exit_code == 0
     assert untimed(tmp_path / "all" / "completions.jsonl") == untimed(reasoned / "completions.jsonl")
     assert report(tmp_path / "all")["parts"] == report(reasoned)["parts"]
 
@@ -270,10 +265,10 @@ def test_sampled_texts_with_markers_anywhere_have_exact_parts(
         }
         for n in range(40)
     ]
-    data.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    write_rows(data, asked)
     models = models_of(think_pair, "--num-spec-tokens", spec)
     options = ["--chat-template-kwargs", '{"opens": true}', "--max-new-tokens", 12, "--output", out]
-    result = call("generate", *models, "--dataset", data, *options)
+    result = specgen("generate", *models, "--dataset", data, *options)
     assert result.exit_code == 0, result.output
     found = rows(out)
     labels = {row["id"]: until_marker(row, closes) for row in found}
@@ -379,7 +374,7 @@ def test_without_chats_or_a_dated_template_no_date_is_recorded(
     own = tmp_path / "rows.jsonl"
     own.write_text('{"id": "a", "prompt": "Tom has"}\n')
     models = models_of(harmony_pair, "--max-new-tokens", 4)
-    assert call("generate", *models, "--dataset", own, "--output", tmp_path / "raw").exit_code == 0
+    assert specgen("generate", *models, "--dataset", own, "--output", tmp_path / "raw").exit_code == 0
     assert generate(think_pair, questions, tmp_path / "chats", *SHORT).exit_code == 0
     for name in ("raw", "chats"):
         record = json.loads((tmp_path / name / "manifest.json").read_text())
@@ -402,7 +397,7 @@ def test_wrong_kwargs_leave_no_directory_that_refuses_the_right_ones(
         ((*evaluation, *wrong), "enable_thinkin, which the chat template"),
         (("generate", *models, "--dataset", own, *right), "no row of .* is a chat: remove it"),
     ):
-        refused = call(*arguments, "--output", out)
+        refused = specgen(*arguments, "--output", out)
         refuses(refused, reason)
         assert not (out / "manifest.json").exists()
         assert not (out / "study.json").exists()
@@ -416,7 +411,7 @@ def test_an_audit_renders_with_the_same_kwargs(
     on("2026-03-07", monkeypatch)
     models = models_of(harmony_pair, "--max-new-tokens", 4)
     data = ["--dataset", "mt-bench", "--data-path", questions, "--batch-sizes", 2, "--json"]
-    found = call("verify", *models, *data, "--chat-template-kwargs", '{"reasoning_effort": "low"}')
+    found = specgen("verify", *models, *data, "--chat-template-kwargs", '{"reasoning_effort": "low"}')
     assert found.exit_code == 0, found.output
     engine = json.loads(found.stdout)["manifest"]["engine"]
     assert engine["chat_template_kwargs"] == {"reasoning_effort": "low", "strftime_now": "2026-03-07"}
@@ -429,7 +424,7 @@ def test_an_evaluation_scores_the_answer_alone(reasoning_pair: Path, tmp_path: P
     out = tmp_path / "out"
     models = models_of(reasoning_pair)
     arguments = ("word_problems", *models, "--apply-chat-template", "--limit", 3, "--arms", "padded,baseline")
-    result = call("eval", *arguments, "--num-spec-tokens", 3, "--log-samples", "--output", out)
+    result = specgen("eval", *arguments, "--num-spec-tokens", 3, "--log-samples", "--output", out)
     assert result.exit_code == 0, result.output
     found = rows(out / "padded")
     samples = json.loads((out / "padded" / "samples_word_problems.json").read_text())
@@ -452,7 +447,7 @@ def test_an_evaluation_scores_the_answer_alone(reasoning_pair: Path, tmp_path: P
 
 def test_an_evaluation_refuses_a_limit_that_would_cut_its_prompts(tmp_path: Path) -> None:
     arguments = ("word_problems", "--apply-chat-template", "--limit", 2, "--arms", "padded,baseline")
-    refused = call("eval", *arguments, "--max-new-tokens", 2040, "--output", tmp_path / "out")
+    refused = specgen("eval", *arguments, "--max-new-tokens", 2040, "--output", tmp_path / "out")
     message = (
         r"max-new-tokens is 2040 and a prompt of word_problems has \d+ tokens, in a context of 2048: lower it"
     )
@@ -466,12 +461,12 @@ def test_an_evaluation_counts_answers_that_ended_while_reasoning(
     models = models_of(reasoning_pair)
     arguments = ("word_problems", *models, "--apply-chat-template", "--limit", 4, "--arms", "padded,baseline")
     out = tmp_path / "out"
-    result = call("eval", *arguments, "--max-new-tokens", 3, "--output", out)
+    result = specgen("eval", *arguments, "--max-new-tokens", 3, "--output", out)
     assert result.exit_code == 0, result.output
     assert {len(row["token_ids"]) for row in rows(out / "padded")} == {3}, "instead of the task's limit"
     sentence = " ".join(result.stdout.split())
     assert "ended while reasoning: 4 of padded, 4 of baseline; raise --max-new-tokens." in sentence
-    other = call("eval", *arguments, "--max-new-tokens", 4, "--output", out)
+    other = specgen("eval", *arguments, "--max-new-tokens", 4, "--output", out)
     refuses(other, r"max_new_tokens 3 -> 4")
 
 
@@ -482,11 +477,11 @@ def test_an_evaluation_keeps_its_date_and_raw_text_takes_no_kwargs(
     models = models_of(harmony_pair, "--limit", 2)
     arguments = ["eval", "word_problems", *models, "--max-new-tokens", 4, "--num-spec-tokens", 2]
     given = ("--chat-template-kwargs", '{"reasoning_effort": "low"}')
-    refused = call(*arguments, *given)
+    refused = specgen(*arguments, *given)
     refuses(refused, "prompts are raw text: add --apply-chat-template")
     arguments += ["--apply-chat-template", "--num-fewshot", 0, "--output", tmp_path / "out", *given]
     on("2026-03-07", monkeypatch)
-    first = call(*arguments, "--arms", "padded,baseline", "--log-samples")
+    first = specgen(*arguments, "--arms", "padded,baseline", "--log-samples")
     assert first.exit_code == 0, first.output
     assert 'template {"reasoning_effort": "low", "strftime_now": "2026-03-07"}' in first.stdout
     samples = (tmp_path / "out" / "padded" / "samples_word_problems.json").read_text()
@@ -494,7 +489,7 @@ def test_an_evaluation_keeps_its_date_and_raw_text_takes_no_kwargs(
     shutil.rmtree(tmp_path / "out" / "baseline")
     before = rows(tmp_path / "out" / "padded")
     on("2026-03-08", monkeypatch)
-    again = call(*arguments, "--arms", "padded,baseline")
+    again = specgen(*arguments, "--arms", "padded,baseline")
     assert again.exit_code == 0, again.output
     assert rows(tmp_path / "out" / "padded") == before
     for arm in ("padded", "baseline"):
@@ -511,9 +506,9 @@ def test_a_text_ends_at_any_of_the_end_tokens_of_the_generation_config(tmp_path:
     asked = [
         {"id": f"r{n}", "prompt": "Tom", "temperature": 1.0, "logit_bias": bias, "seed": n} for n in range(30)
     ]
-    data.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    write_rows(data, asked)
     models = models_of(tmp_path, "--num-spec-tokens", 2)
-    result = call("generate", *models, "--dataset", data, "--max-new-tokens", 20, "--output", out)
+    result = specgen("generate", *models, "--dataset", data, "--max-new-tokens", 20, "--output", out)
     assert result.exit_code == 0, result.output
     found = rows(out)
     stopped = [row["token_ids"] for row in found if row["finish_reason"] == "stop"]

@@ -5,7 +5,6 @@ import re
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from specgen.cli import main as cli
 from specgen.config import UserError
@@ -19,6 +18,7 @@ from specgen.report.references import (
     read_reference,
 )
 from specgen.report.terminal import render as in_terminal
+from tests.commands import specgen
 from tests.streams import fold, request
 
 NAMES = sorted(path.stem for path in (evaluation_directory() / "reference").glob("*.json"))
@@ -209,7 +209,7 @@ def run_directory(tmp_path):
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(cli.app, ["report", *map(str, arguments)])
+    return specgen("report", *arguments)
 
 
 def test_the_command_prints_it(run_directory):

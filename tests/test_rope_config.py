@@ -122,7 +122,6 @@ def test_heads_are_read_alike(tmp_path: Path, written: dict[str, Path], dialect:
     layer |= {"rope_parameters": DEFAULT, "rope_scaling": YARN, "original_max_position_embeddings": 32}
     file.write_text(json.dumps(config))
     rope = drafter_config(open_checkpoint(str(tmp_path)), 2).rope
-    assert rope.yarn is not None
     assert (rope.yarn.factor, rope.yarn.original_max_positions) == (4.0, 32)
 
 
@@ -148,7 +147,6 @@ def test_the_scaling_in_words() -> None:
     for text, config in texts.items():
         assert str(RopeConfig.from_hf(common | config)) == text
     yarn = RopeConfig.from_hf(common | {"rope_scaling": YARN | {"factor": None}}).yarn
-    assert yarn is not None
     assert yarn == YarnScaling(
         factor=4.0,
         beta_fast=32.0,

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from specgen.cli import main as cli
 from specgen.config import UserError
+from tests.commands import rows, specgen, write_rows
 from tests.jobs import untimed
 from tests.marks import mostly_slow
 from tests.tiny_checkpoints import write_head, write_target
@@ -35,23 +36,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     path = tmp_path / "question.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in TURNS))
+    write_rows(path, TURNS)
     return path
 
 
 def run(pair: Path, *arguments: object) -> Result:
     """``specgen generate`` on the pair."""
     models = ["--model", pair / "target", "--drafter", pair / "drafter"]
-    return call("generate", *models, "--max-new-tokens", 12, *arguments)
-
-
-def call(*arguments: object) -> Result:
-    """The command line as a user calls it: a ``UserError`` becomes exit code 2 and one line."""
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return specgen("generate", *models, "--max-new-tokens", 12, *arguments)
 
 
 def test_a_run_leaves_its_files_and_its_numbers_agree(pair: Path, data: Path, tmp_path: Path) -> None:
@@ -106,7 +98,7 @@ def test_a_run_leaves_its_files_and_its_numbers_agree(pair: Path, data: Path, tm
     assert "token 0" in result.stdout
     assert "acceptance at token" not in result.stdout, "the page says what names mean"
     assert "acceptance at token" in page
-    figures, _, _ = call("report", out).stdout.partition("\n\nmean acceptance length =")
+    figures, _, _ = specgen("report", out).stdout.partition("\n\nmean acceptance length =")
     assert figures in result.stdout
 
 
@@ -190,7 +182,7 @@ def test_log_probabilities_come_back_in_the_form_of_their_endpoint(pair: Path, t
     asked = {"/v1/chat/completions": chat, "/v1/completions": {"prompt": "Tom has", "logprobs": 2}}
     batch = [{"custom_id": url, "url": url, "body": body} for url, body in asked.items()]
     own, out = tmp_path / "own.jsonl", tmp_path / "run"
-    own.write_text("".join(json.dumps(row) + "\n" for row in [*batch, {"id": "none", "prompt": "Tom"}]))
+    write_rows(own, [*batch, {"id": "none", "prompt": "Tom"}])
     assert run(pair, "--dataset", own, "--output", out, "--format", "openai", "--ignore-eos").exit_code == 0
     chat_row, text_row, unasked = rows(out / "completions.jsonl")
     of_chat, of_text, nothing = (
@@ -250,11 +242,11 @@ def test_reports_of_runs_are_compared(pair: Path, data: Path, tmp_path: Path) ->
     for batch in ("padded", "non-padded"):
         arguments = ("--dataset", "mt-bench", "--data-path", data, "--drafter-batch", batch)
         assert run(pair, *arguments, "--output", tmp_path / batch).exit_code == 0
-    result = call("report", tmp_path / "padded", tmp_path / "non-padded")
+    result = specgen("report", tmp_path / "padded", tmp_path / "non-padded")
     assert result.exit_code == 0
     assert ["engine.drafter_batch", "padded", "non-padded"] in map(str.split, result.stdout.splitlines())
     assert "the acceptance of every request is the same" in " ".join(result.stdout.split())
-    both = json.loads(call("report", "--json", tmp_path / "padded", tmp_path / "non-padded").stdout)
+    both = json.loads(specgen("report", "--json", tmp_path / "padded", tmp_path / "non-padded").stdout)
     padded, non_padded = both.values()
     assert padded["acceptance"] == non_padded["acceptance"]
     against = non_padded["against_first"]
@@ -288,12 +280,12 @@ def test_the_draft_length_may_be_chosen_by_cost(pair: Path, data: Path, tmp_path
     assert [row["drafted"] for row in report["acceptance"]] == [
         sum(many > i for many in drafted) for i in range(7)
     ]
-    assert call("report", tmp_path / "auto", tmp_path / "2").exit_code == 0
+    assert specgen("report", tmp_path / "auto", tmp_path / "2").exit_code == 0
 
 
 def test_plain_decoding_needs_no_drafter(pair: Path, data: Path) -> None:
     arguments = ("--model", pair / "target", "--num-spec-tokens", 0, "--max-new-tokens", 4, "--json")
-    result = call("generate", *arguments, "--dataset", "mt-bench", "--data-path", data)
+    result = specgen("generate", *arguments, "--dataset", "mt-bench", "--data-path", data)
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["num_drafts"] == 0
 
@@ -385,7 +377,6 @@ def test_an_old_run_is_never_overwritten(pair: Path, data: Path, tmp_path: Path)
 def test_the_options_are_a_decision() -> None:
     """A new option is added here as well."""
     command = next(c for c in cli.app.registered_commands if c.callback is cli.generate)
-    assert command.callback is not None
     names = (
         "ctx config model drafter generation_config chat_template_kwargs dataset data_path "
         "num_prompts split prompt_field chat shard num_spec_tokens drafter_batch draft_sampling "
@@ -414,7 +405,7 @@ def test_a_report_counts_texts_that_are_empty(pair: Path, tmp_path: Path) -> Non
         json.loads((pair / "target" / "config.json").read_text())["eos_token_id"],
     )
     lines = [{"prompt": "Tom has"}, {"prompt": "5 bags", "logit_bias": {str(end): 100}}]
-    own.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(own, lines)
     result = run(pair, "--dataset", own, "--output", tmp_path / "run")
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "run" / "report.json").read_text())["num_empty"] == 1
@@ -432,7 +423,7 @@ def test_fields_that_look_misspelt_are_reported_once_with_a_count(pair: Path, tm
         {"prompt": "Tom has", "temprature": 0.9, "reference": "x", "category": "c", "prompt_id": 1},
         {"prompt": "5 bags", "temprature": 0.9, "Max_Token": 3, "metadata": {}, "temperature": 0},
     ]
-    own.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(own, lines)
     result = run(pair, "--dataset", own)
     assert result.exit_code == 0, result.output
     assert warnings(result) == [
@@ -490,7 +481,7 @@ def test_a_failure_names_its_line_once(pair: Path, tmp_path: Path) -> None:
 
 
 def test_a_head_as_target_is_called_one(pair: Path) -> None:
-    result = call("generate", "--model", pair / "drafter", "--drafter", pair / "target")
+    result = specgen("generate", "--model", pair / "drafter", "--drafter", pair / "target")
     assert "drafter is a draft head and no target: name it with --drafter" in str(result.exception)
 
 

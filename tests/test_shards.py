@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from specgen.cli import main as cli
 from specgen.config import UserError
 from specgen.jobs.job import Job
 from specgen.jobs.merge import merge
@@ -22,6 +20,7 @@ from specgen.jobs.run import run
 from specgen.record import files as run_files
 from specgen.record.results import PROMPTS
 from specgen.report.report import report_of
+from tests.commands import specgen
 from tests.jobs import Silent, conversations, files, keep_in_memory, untimed
 from tests.streams import recorded, request
 
@@ -188,7 +187,7 @@ def test_the_baseline_of_another_killed_merge_is_removed(finished: Path, tmp_pat
 
 def test_the_command_prints_the_report_and_says_what_failed(finished: Path, tmp_path: Path) -> None:
     shards = [str(finished / f"shard {index}") for index in range(COUNT)]
-    result = CliRunner().invoke(cli.app, ["merge", str(tmp_path / "all"), *shards, "--format", "parquet"])
+    result = specgen("merge", str(tmp_path / "all"), *shards, "--format", "parquet")
     assert result.exit_code == 3
     assert "shards 3, each in its own process; the time is the slowest one's" in result.stdout
     assert result.stderr.count("specgen: failed: ") == 3

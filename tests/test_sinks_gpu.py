@@ -115,7 +115,6 @@ def layers_of(case: Case, windows: Sequence[int | None] = WINDOWS) -> list[Layer
 def expected(world: World, layer: LayerAttention) -> Tensor:
     """[rows, Hq, D] in float32, sequence by sequence."""
     case, outs, first = world.case, [], 0
-    assert layer.sinks is not None
     for table, kv_len, query_len in zip(world.tables, case.kv_lens, case.query_lens, strict=True):
         pages = table[: -(-kv_len // case.page_size)].long()
         keys, values = (
@@ -193,7 +192,6 @@ def test_sinks_of_another_head_are_detected(decoder: Backend) -> None:
     ):
         world, (layer,) = World(case), layers_of(case, (None,))
         (out,) = attend(decoder, world, getattr(world, kind)(), [layer])
-        assert layer.sinks is not None
         for sinks in (layer.sinks.roll(1), layer.sinks - 0.4, torch.full_like(layer.sinks, -torch.inf)):
             assert error(out, expected(world, replace(layer, sinks=sinks)), case) > 2 * case.tolerance
 

@@ -7,9 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from specgen.cli import main as cli
 from specgen.cli import progress_bar
 from specgen.cli.progress_bar import progress
 from specgen.config import Cluster, EngineConfig, SamplingParams, UserError
@@ -24,6 +22,7 @@ from specgen.record.progress import Tally
 from specgen.record.record_rows import Captured, OutOfMemory
 from specgen.record.startup import phase, startup_line, watched
 from specgen.report.display import clock
+from tests.commands import printed, specgen
 
 
 def test_phases_and_the_rest_make_up_the_time() -> None:
@@ -63,9 +62,8 @@ def test_a_line_names_the_phases_that_took_time() -> None:
 
 
 def test_prepare_prints_where_the_time_to_a_first_token_goes() -> None:
-    result = CliRunner().invoke(cli.app, ["prepare", "--device", "cpu", "--num-spec-tokens", "2", "--quiet"])
-    assert result.exit_code == 0, result.output
-    seconds = {line[:14].strip(): float(line[14:].removesuffix(" s")) for line in result.stdout.splitlines()}
+    result = printed("prepare", "--device", "cpu", "--num-spec-tokens", "2", "--quiet")
+    seconds = {line[:14].strip(): float(line[14:].removesuffix(" s")) for line in result.splitlines()}
     first = ["process", "ranks", "weights", "memory", "warm-up", "first token", "other", "in all"]
     assert [*seconds] == first
     assert seconds.pop("in all") == pytest.approx(sum(seconds.values()), abs=0.5)
@@ -105,7 +103,7 @@ def test_prepare_compiles_what_a_run_with_the_same_options_needs(monkeypatch: py
 
     monkeypatch.setattr("specgen.engine.build.needed_modules", needed)
     options = ["--num-spec-tokens=3", "--temperature=1", "--top-p=.5", "--device=cpu", "--quiet"]
-    assert CliRunner().invoke(cli.app, ["prepare", *options]).exit_code == 0
+    assert specgen("prepare", *options).exit_code == 0
     assert asked == [(3, False, 0.9)]
 
 
@@ -118,8 +116,7 @@ def test_a_run_keeps_the_phases_of_its_start(tmp_path: Path) -> None:
         "--max-new-tokens=2",
         "--quiet",
     ]
-    result = CliRunner().invoke(cli.app, [*arguments, "--device=cpu", "--baseline"])
-    assert result.exit_code == 0, result.output
+    printed(*arguments, "--device=cpu", "--baseline")
     seconds = json.loads((tmp_path / "run" / "status.json").read_text())["startup_seconds"]
     phases = {"process", "checkpoints", "rows", "fingerprints", "weights", "memory", "warm-up", "other"}
     assert {*seconds} >= phases, "of both engines: those of the baseline are added"
@@ -190,17 +187,17 @@ def test_seconds_as_on_a_clock(seconds, text):
 
 def test_a_quiet_command_prints_its_result_alone(tmp_path):
     asked = ["generate", "--num-prompts=1", "--max-new-tokens=4", "--quiet"]
-    result = CliRunner().invoke(cli.app, [*asked, f"--output={tmp_path}"])
+    result = specgen(*asked, f"--output={tmp_path}")
     assert (result.exit_code, result.stderr) == (0, "")
     assert "Prompt:" not in result.stdout
     assert "mean acceptance length" in result.stdout
-    loud = CliRunner().invoke(cli.app, [*asked[:-1], f"--output={tmp_path}"])
+    loud = specgen(*asked[:-1], f"--output={tmp_path}")
     assert "Prompt:" in loud.stdout
     assert "Files are in" in loud.stderr
 
 
 def test_rows_on_stdout_are_not_shown_again_beside_them():
-    result = CliRunner().invoke(cli.app, ["generate", "--num-prompts=1", "--max-new-tokens=4", "--output=-"])
+    result = specgen("generate", "--num-prompts=1", "--max-new-tokens=4", "--output=-")
     assert json.loads(result.stdout.splitlines()[0])["text"]
     assert "Prompt:" not in result.stderr
     assert "\r" not in result.stderr

@@ -24,6 +24,7 @@ from specgen.core.step import Steps
 from specgen.record.interrupt import interruptible
 from specgen.record.results import locked
 from specgen.report.report import load_so_far
+from tests.commands import rows, write_rows
 from tests.jobs import keep_in_memory, untimed
 
 pytestmark = pytest.mark.xdist_group("stopped")  # one run that nothing stops for all
@@ -35,7 +36,7 @@ NUM_PROMPTS = 24
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("stopped") / "prompts.jsonl"
     rows = ({"id": f"p{n}", "prompt": f"Tom has {n} apples."} for n in range(NUM_PROMPTS))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     return path
 
 
@@ -84,10 +85,6 @@ class Command:
     def last_words(self) -> str:
         """The last line of stderr."""
         return self.log.read_text().splitlines()[-1]
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def wait_for_rows(output: Path, number: int) -> None:

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
-from typer.testing import CliRunner
 
-from specgen.cli.main import app
 from specgen.report.display import percent
 from specgen.report.table import Column, Table, pairs
 from specgen.report.terminal import ALARMING, definitions, has_colours, heading, render, width_of
+from tests.commands import printed
 
 
 def table_of(label: str, num_columns: int = 3) -> Table:
@@ -99,7 +98,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     for path, batch in zip(paths, ("padded", "non-padded"), strict=True):
         small = ["--num-prompts", "3", "--max-new-tokens", "12", "--device", "cpu", "--num-spec-tokens", "7"]
         command = ["generate", *small, "--drafter-batch", batch, "--baseline", "--output", str(path)]
-        assert CliRunner().invoke(app, command).exit_code == 0
+        printed(*command)
     return [str(path) for path in paths]
 
 
@@ -109,11 +108,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.parametrize("width", [80, 100])
 def test_reports_fit(runs: list[str], against: tuple[str, ...], width: int) -> None:
     for directories in [runs[:1]] if against else [runs[:1], runs, [*runs, *runs]]:
-        printed = CliRunner().invoke(app, ["report", *directories, *against], env={"COLUMNS": str(width)})
-        assert printed.exit_code == 0, printed.output
-        broken = [line for line in printed.stdout.splitlines() if " " in line.strip()]  # a URL stays whole
+        report = printed("report", *directories, *against, columns=width)
+        broken = [line for line in report.splitlines() if " " in line.strip()]  # a URL stays whole
         assert 60 < max(map(len, broken)) <= width
-        assert "…" not in printed.stdout
+        assert "…" not in report
 
 
 @pytest.mark.slow
@@ -129,9 +127,7 @@ def test_an_audit_fits(tmp_path: Path) -> None:
         "--device",
         "cpu",
     ]
-    printed = CliRunner().invoke(app, command, env={"COLUMNS": "80"})
-    assert printed.exit_code == 0, printed.output
-    assert max(map(len, printed.stdout.splitlines())) <= 80
+    assert max(map(len, printed(*command, columns=80).splitlines())) <= 80
 
 
 def test_what_is_alarming_is_red_in_a_terminal_alone():

@@ -141,7 +141,6 @@ def test_no_part_of_noisy_steps_is_below_zero_and_they_add_up() -> None:
             for at in range(1, 40)
         ]
         found = fold(steps, num_spec_tokens=0).wall
-        assert found is not None
         assert found.filling >= 0 <= found.tail
         assert found.full > 0
         assert found.full + found.filling + found.tail == pytest.approx(sum(each.seconds for each in steps))
@@ -157,7 +156,6 @@ def test_shards_ran_side_by_side_and_a_prefill_alone_has_no_steps() -> None:
     shards = {"0/2-0": PASSES, "1/2-0": PASSES}
     assert report_of(*recorded(shards), num_spec_tokens=0).wall is None
     sessions = report_of(*recorded({"0/1-0": PASSES, "0/1-1": PASSES}), num_spec_tokens=0)
-    assert sessions.wall is not None
     assert sessions.wall.prefill == 2 * PARTS.prefill
     assert fold(PASSES[:1], num_spec_tokens=0).wall is None
 
@@ -176,7 +174,6 @@ def test_the_parts_of_a_run(demo_pair: Pair, device_like: Callable[[], None], ah
             time.sleep(0.2)
     whole = time.perf_counter() - began
     wall = fold(events, num_spec_tokens=4).wall
-    assert wall is not None
     wall = wall.of_whole(whole)
     assert wall.whole == pytest.approx(whole)
     assert min(asdict(wall).values()) >= 0

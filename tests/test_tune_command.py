@@ -8,9 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from specgen.cli.main import app
 from specgen.cli.tuning import draft_lengths, seconds
 from specgen.config import DraftLength, EngineConfig, UserError
 from specgen.engine.arms import Arm
@@ -19,6 +17,7 @@ from specgen.experiments import workload as workloads
 from specgen.experiments.matrices import Workload
 from specgen.experiments.tune import command
 from specgen.report.display import duration
+from tests.commands import specgen
 from tests.timed_engines import install, job_of, usual, write_tiny
 
 
@@ -29,7 +28,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def invoke(pair: Path, *arguments: str):
     given = ["tune", "--model", str(pair / "target"), "--drafter", str(pair / "drafter"), "--device", "cpu"]
-    return CliRunner().invoke(app, [*given, *arguments])
+    return specgen(*given, *arguments)
 
 
 DATA = ("--dataset", "bundled", "--max-new-tokens", "6")
@@ -173,7 +172,7 @@ def test_rows_are_read_as_the_options_say(monkeypatch, tmp_path: Path) -> None:
     made = workloads.make_prompts
     monkeypatch.setattr(plans, "make_prompts", lambda *asked: seen.append(made(*asked)) or seen[-1])
     once = ["tune", "--device", "cpu", *own, "--repeats", "2"]  # of the bundled pair, which has a template
-    done = [CliRunner().invoke(app, [*once, *more]) for more in (("--raw",), ("--chat",))]
+    done = [specgen(*once, *more) for more in (("--raw",), ("--chat",))]
     assert [each.exit_code for each in done] == [0, 0]
     raw, chat = (len(found.requests[0].prompt_token_ids) for found in seen)
     assert chat > raw > 3, "the template has tokens of its own"
@@ -181,7 +180,7 @@ def test_rows_are_read_as_the_options_say(monkeypatch, tmp_path: Path) -> None:
     words = shlex.split(done[1].stdout[done[1].stdout.index("specgen generate") :])
     assert words[words.index("--prompt-field") + 1] == "task.words"
     assert "--chat" in words
-    refused = CliRunner().invoke(app, ["tune", "--dataset", "random", "--raw"])
+    refused = specgen("tune", "--dataset", "random", "--raw")
     assert str(refused.exception).startswith(
         "split, prompt-field, chat or raw is given but prompts are random"
     )

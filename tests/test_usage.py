@@ -14,6 +14,7 @@ from specgen.config import UserError
 from specgen.config.errors import did_you_mean, nearest
 from specgen.experiments.matrices import find_matrix
 from specgen.prompts import load_prompts
+from tests.commands import printed, specgen
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ def test_a_mistake_is_one_line(
     arguments: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(cli.app, arguments.split())
+    result = specgen(*arguments.split())
     assert isinstance(result.exception, UserError), result.output
     message = str(result.exception).replace("`specgen", "`root")
     assert message.startswith(line)
@@ -77,16 +78,15 @@ def test_main_prints_it_with_exit_code_two(
     ],
 )
 def test_an_option_with_two_values_is_said(arguments: str, said: str) -> None:
-    result = CliRunner().invoke(cli.app, ["generate", "--shard", "x", *arguments.split()])
+    result = specgen("generate", "--shard", "x", *arguments.split())
     assert "shard is 'x'" in str(result.exception)
     assert result.stderr == said
 
 
 def test_inspect_without_a_path_is_of_the_bundled_pair() -> None:
-    result = CliRunner().invoke(cli.app, ["inspect", "--gpu", "80GiB"])
-    assert result.exit_code == 0, result.output
-    assert "Target and head fit" in result.stdout
-    assert "GiB" in result.stdout
+    result = printed("inspect", "--gpu", "80GiB")
+    assert "Target and head fit" in result
+    assert "GiB" in result
 
 
 COMMANDS = (
@@ -106,7 +106,7 @@ COMMANDS = (
 
 
 def helped(*arguments: str) -> str:
-    result = CliRunner().invoke(cli.app, list(arguments), env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
+    result = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -167,7 +167,7 @@ def test_an_interrupted_command_says_so(monkeypatch: pytest.MonkeyPatch) -> None
         raise KeyboardInterrupt
 
     monkeypatch.setattr("specgen.checkpoints.inspect_checkpoint.describe", interrupted)
-    result = CliRunner().invoke(cli.app, ["inspect", "a"])
+    result = specgen("inspect", "a")
     assert (result.exit_code, result.stderr) == (130, "specgen: interrupted\n")
 
 

@@ -56,7 +56,6 @@ def test_an_engineer_chooses_k_for_an_80_gb_gpu_and_sharegpt_traffic(tmp_path: P
         assert re.search(rf"At batch {batch}: (K [24]|plain)", found), found
     assert (tmp_path / "tuned" / "tune.html").is_file()
     advised = re.search(r"Most tokens per second: (specgen generate .*?)\.?$", found)
-    assert advised is not None
     typed(f"{advised[1]} --num-prompts 4 --output chosen", tmp_path)
     assert len((tmp_path / "chosen" / "completions.jsonl").read_text().splitlines()) == 4
 

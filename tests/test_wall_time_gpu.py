@@ -48,7 +48,6 @@ def test_parts_add_up_and_graphs_are_captured_once_in_a_while(gpu_pair: Pair) ->
             texts[completion.request.id] = completion.token_ids
             time.sleep(pause if len(texts) == 1 else 0.0)
         wall = fold(events, num_spec_tokens=3).wall
-        assert wall is not None
         captures = sum(isinstance(event, Captured) for event in events)
         return texts, wall.of_whole(time.perf_counter() - began), captures
 

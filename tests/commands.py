@@ -1,0 +1,34 @@
+"""The command line as tests call it, and the rows of the files that it reads and leaves."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner, Result
+
+from specgen.cli.main import app
+
+
+def specgen(*arguments: object, columns: int = 100) -> Result:
+    """Of a terminal so wide."""
+    return CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": str(columns)})
+
+
+def printed(*arguments: object, columns: int = 100) -> str:
+    """What a command that succeeds prints; the error of one that does not comes through."""
+    result = specgen(*arguments, columns=columns)
+    if isinstance(result.exception, Exception):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """Of a file with a JSON object on each line."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def write_rows(path: Path, rows: Iterable[object]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
