@@ -83,7 +83,6 @@ class HostCopy:
 
     @property
     def ready(self) -> bool:
-        """Whether they are there."""
         return self.done.reached
 
     def read(self) -> list[Any]:

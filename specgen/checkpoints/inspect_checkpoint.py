@@ -86,7 +86,6 @@ class Inspection:
         return "target" if isinstance(self.config, TargetConfig) else "head"
 
     def facts(self) -> dict[str, str]:
-        """Texts by label, for a terminal."""
         kept = ", also in layers with a window: their pages are kept in full"
         fp8 = " in FP8, as the checkpoint says" * self.weights.fp8_kv
         kv_cache = (
@@ -98,7 +97,6 @@ class Inspection:
         return {**self.config.facts(), **mtp, "weights": _size(self.weights), "KV cache": kv_cache, **unread}
 
     def to_json(self) -> dict[str, Any]:
-        """All fields by name."""
         facts = {**asdict(self.config), **asdict(self.weights), "problems": list(self.problems)}
         if isinstance(self.config, HeadConfig):
             facts["draft_vocab_share"] = self.config.draft_vocab_size / self.config.vocab_size
@@ -119,7 +117,6 @@ class Ngrams:
         return f"ngram:{self.length}"
 
     def facts(self) -> dict[str, str]:
-        """Texts by label, for a terminal."""
         tokens = f"tokens, at most {self.length}," if self.length > 1 else "token"
         return {
             "drafts": f"what followed an earlier occurrence of the last {tokens} in prompt and output",
@@ -128,7 +125,6 @@ class Ngrams:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """All fields by name."""
         return {"name": self.name, "kind": "ngram", **asdict(self)}
 
 

@@ -33,7 +33,6 @@ def print_result(result: "RunResult", as_json: bool, file: TextIO, parts: "Parts
 
 
 def print_samples(result: "RunResult", file: TextIO) -> None:
-    """Some of the answers."""
     for asked, answered in result.samples:
         print(f"Prompt:\n{_indented(asked)}\nAnswer:\n{_indented(answered)}\n", file=file)
 

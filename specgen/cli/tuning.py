@@ -82,8 +82,6 @@ def _drafter_batches(text: str) -> tuple[DrafterBatchName, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Arms:
-    """What is measured, and how well."""
-
     batches: tuple[int, ...] = option(
         "1,8,32",
         "Table",

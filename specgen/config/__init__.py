@@ -271,7 +271,6 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """``stop`` as a tuple."""
         return strings(self.stop, "stop")
 
     @property
@@ -469,12 +468,10 @@ class EngineConfig:
 
     @property
     def draft_length(self) -> DraftLength:
-        """``num_spec_tokens`` as a ``DraftLength``."""
         return DraftLength.of(self.num_spec_tokens)
 
     @property
     def template_kwargs(self) -> TemplateKwargs:
-        """``chat_template_kwargs`` as ``TemplateKwargs``."""
         return TemplateKwargs.of(self.chat_template_kwargs)
 
     @property

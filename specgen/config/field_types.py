@@ -62,14 +62,12 @@ def number(value: object, what: str) -> float:
 
 
 def flag(value: object, what: str) -> bool:
-    """``value`` if it is true or false."""
     if not isinstance(value, bool):
         raise UserError(f"{what} is {shown(value)}: use True or False")
     return value
 
 
 def text(value: object, what: str) -> str:
-    """``value`` if it is a string."""
     if not isinstance(value, str):
         raise UserError(f"{what} is {shown(value)}: use a string")
     return value

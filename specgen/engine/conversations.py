@@ -119,7 +119,6 @@ class Conversations:
         return self._ask(conversation)
 
     def answer(self, completion: Completion, metrics: RequestMetrics) -> RequestOutput:
-        """Take in a completion."""
         request = completion.request
         conversation = self._open[request.id]
         parts = split(self._tokenizer, request.prompt_token_ids, completion.token_ids)

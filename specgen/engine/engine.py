@@ -88,7 +88,6 @@ class Engine:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The target's tokenizer."""
         return self.models.tokenizer
 
     def close(self) -> None:

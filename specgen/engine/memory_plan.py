@@ -77,7 +77,6 @@ class MemoryPlan:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the KV cache."""
         return max(self.kv_cache, 0) // page_bytes(self.config, self.target, self.head)
 
     def _kv_cache(self, num_sequences: int) -> int:

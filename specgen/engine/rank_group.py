@@ -41,7 +41,6 @@ class Place:
 
     @property
     def name(self) -> str:
-        """As a message names it."""
         return f"rank {self.rank} of {self.size} on {self.device}"
 
 

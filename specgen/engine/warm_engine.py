@@ -33,7 +33,6 @@ class Run:
 
     @property
     def report(self) -> Report:
-        """What the rows say."""
         return report_of(self.requests, self.passes, num_spec_tokens=self.num_spec_tokens)
 
     def whole(self) -> Self:

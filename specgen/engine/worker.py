@@ -89,7 +89,6 @@ class Worker:
         self._answer("here")
 
     def join(self) -> None:
-        """Join the process group."""
         self._ranks = join(self._place, self._alive)
         self._answer("joined")
 

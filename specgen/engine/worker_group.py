@@ -46,8 +46,6 @@ _worker_groups: "weakref.WeakValueDictionary[tuple[str, int], WorkerGroup]" = we
 
 @dataclass(kw_only=True, eq=False)
 class WorkerProcess:
-    """The process of a rank."""
-
     place: Place
     process: "subprocess.Popen[bytes]"
     connection: Connection
@@ -56,7 +54,6 @@ class WorkerProcess:
 
     @property
     def name(self) -> str:
-        """As a message names it."""
         return self.place.name
 
     @property
@@ -265,7 +262,6 @@ class WorkerGroup:
         return next(self._ids)
 
     def alive(self) -> None:
-        """See ``Ranks``."""
         self._supervisor.alive()
 
     def broadcast(self, call: str, *arguments: object) -> int:

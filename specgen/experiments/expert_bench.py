@@ -122,7 +122,6 @@ def _linear(weight: Weight, expert: int, x: Tensor) -> Tensor:
 
 
 def _matrix(weight: Weight, expert: int) -> Tensor:
-    """One expert's matrix in float32."""
     if weight.scale is None:
         return weight.data[expert].float()
     one = replace(weight, data=weight.data[expert, None], scale=weight.scale[expert, None])

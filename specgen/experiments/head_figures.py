@@ -374,7 +374,6 @@ def _run(run: HeadRun, length: Length | None) -> dict[str, Any]:
 
 
 def is_significant(figure: PairedFigure | None) -> bool:
-    """Whether the difference is statistically significant."""
     return figure is not None and figure.p is not None and figure.p < _LEVEL
 
 

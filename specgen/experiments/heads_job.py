@@ -87,12 +87,10 @@ class HeadsJob:
 
     @property
     def heads(self) -> Mapping[str, str]:
-        """The drafters by short name."""
         return {name: drafter for drafter, name in short_names(self.drafters, taken=PLAIN).items()}
 
     @property
     def sources(self) -> Mapping[str, DataSource]:
-        """The data sets by short name."""
         return dict(zip(short_names(each.dataset for each in self.data).values(), self.data, strict=True))
 
     def job(self, source: DataSource, drafter: str) -> Job:
@@ -244,7 +242,6 @@ class HeadsRun:
 
     @property
     def _sampling(self) -> SamplingParams:
-        """As in the runs."""
         plain = self._job.engine.plain()
         said = generation_config(open_checkpoints(plain)["model"], plain.generation_config)
         return said.over(self._job.sampling, self._job.given)

@@ -421,7 +421,6 @@ def measured_row(
 
 
 def _columns(names: Sequence[str]) -> tuple[Column, ...]:
-    """The columns of ``measured_row``."""
     times = [
         Column(name=f"{name}_{what}", unit="us", show=display.plain)
         for name in names

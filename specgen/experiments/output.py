@@ -92,7 +92,6 @@ class BenchTable(Table):
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but the plots."""
         return {
             "name": self.name,
             "title": self.title,

@@ -208,7 +208,6 @@ class Yardstick:
 
     @property
     def conditions(self) -> dict[str, str]:
-        """For the table's conditions."""
         bound = f"bytes that a decode step must read over {self.bytes_per_second / 1e12:.3g} TB/s of a copy"
         found = {
             "bound": bound,

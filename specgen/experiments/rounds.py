@@ -46,11 +46,9 @@ class Repeat:
 
     @property
     def tokens_per_second(self) -> float:
-        """Output tokens over the wall time."""
         return self.num_tokens / self.seconds
 
     def to_json(self) -> dict[str, Any]:
-        """For ``from_json``."""
         return asdict(self)
 
     @classmethod
@@ -106,7 +104,6 @@ class Repeats:
 
     @property
     def speed(self) -> MedianRange:
-        """Output tokens per second."""
         return MedianRange.of([repeat.tokens_per_second for repeat in self.each.values()])
 
     def times(self, other: "Repeats") -> MedianRange:
@@ -171,7 +168,6 @@ class Repeats:
 
     @property
     def ids(self) -> frozenset[str]:
-        """Ids of the requests."""
         return frozenset(self._first.texts)
 
     def same_texts(self, other: "Repeats") -> float:

@@ -30,8 +30,6 @@ class Generated:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """An arm's answer to a document."""
-
     scores: Mapping[str, float]  # in [0, 1], by metric with its filter: "exact_match,strict-match"
     text: str
     generated: Generated | None  # None for choices, and for answers from lm-eval's own cache
@@ -191,8 +189,6 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmSummary(Figures):
-    """One arm."""
-
     name: str
     seconds: float
     acceptance: tuple[Position, ...]  # [K]
@@ -336,7 +332,6 @@ def _summary(arm: ArmRun, reference: ArmRun) -> ArmSummary:
 
 
 def _figures(report: Report, reference: Report | None) -> dict[str, Any]:
-    """The fields of ``Figures``."""
     speed = report.output_tokens_per_second
     base = None if reference is None else reference.output_tokens_per_second
     return {

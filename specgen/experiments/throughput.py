@@ -184,7 +184,6 @@ def table(
 
 
 def _columns(matrix: Matrix, mixture: bool) -> Iterator[Column]:
-    """The columns of ``_row``."""
     yield from (Column(name=axis.name) for axis in matrix.axes)
     yield from (
         Column(name=name, unit="tokens/s", show=display.rate) for name in ("speed", "lowest", "highest")
@@ -260,7 +259,6 @@ def _by_bytes(repeats: Repeats, plain: Repeats) -> float | None:
 
 
 def _range(names: tuple[str, str, str], found: MedianRange | None) -> dict[str, Value]:
-    """Median, lowest and highest under ``names``."""
     if found is None:
         return dict.fromkeys(names)
     return dict(zip(names, (found.median, found.lowest, found.highest), strict=True))

@@ -120,8 +120,6 @@ def tune(
 
 
 class _Tuning:
-    """A tune while it runs."""
-
     def __init__(
         self,
         job: TuneJob,

@@ -19,7 +19,6 @@ class HostLens:
 
     @property
     def kv_lens(self) -> list[int]:
-        """As of ``Layout``."""
         return [start + rows for start, rows in zip(self.starts, self.query_lens, strict=True)]
 
 

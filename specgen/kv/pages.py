@@ -46,7 +46,6 @@ class PageAllocator:
         return len(self._free) + len(self._unused)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that ``num_tokens`` positions take."""
         return -(-num_tokens // self.page_size)
 
     def grow(self, pages: list[int], num_tokens: int) -> bool:

@@ -31,7 +31,6 @@ def architectures(config: Raw) -> tuple[str, ...]:
 
 
 def flag(config: Raw, name: str, default: bool = False) -> bool:
-    """A boolean."""
     value = _given(config, name, default)
     require(isinstance(value, bool), f"{name} is {shown(value)}: it must be true or false")
     return bool(value)

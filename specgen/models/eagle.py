@@ -324,8 +324,6 @@ def is_eagle1(config: Raw, tensors: Set[str]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle1Config(HeadConfig):
-    """An EAGLE-1 head."""
-
     family: ClassVar[str] = "EAGLE-1"
     fc_each_pass: ClassVar[bool] = True
     fc_bias: bool

@@ -27,7 +27,6 @@ def read_deepseek(config: Raw) -> TargetConfig:
 
 
 def deepseek_mixture(config: Raw, layers: tuple[bool, ...]) -> MixtureConfig:
-    """The experts of ``layers``."""
     width = count(config, "moe_intermediate_size")
     return MixtureConfig(
         num_experts=count(config, "n_routed_experts"),

@@ -89,7 +89,6 @@ def tile(num_rows: int, num_out: int, num_blocks: int) -> tuple[int, int]:
 
 @cache
 def _headers() -> Path | None:
-    """The folder of DeepGEMM's headers."""
     from flashinfer.jit import env
 
     folder = Path(env.FLASHINFER_CSRC_DIR) / "nv_internal" / "tensorrt_llm"

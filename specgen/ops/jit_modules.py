@@ -297,5 +297,4 @@ def current_stream(device: torch.device) -> ctypes.c_void_p:
 
 @cache
 def num_sms(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -24,7 +24,6 @@ class Startup:
         self._seconds = {"process": _process_seconds()}
 
     def add(self, name: str, seconds: float) -> None:
-        """Add ``seconds`` to the phase ``name``."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, float]:

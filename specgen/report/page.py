@@ -84,5 +84,4 @@ def _narrowest(table: Table, at: int) -> float:
 
 
 def _digits(text: str) -> float:
-    """The width of ``text`` in digits."""
     return len(text) - sum(map(text.count, _NARROW)) / 2

@@ -116,8 +116,6 @@ class Report(Speculation):
 
 
 class _Sums:
-    """Sums over requests, and over passes."""
-
     def __init__(self, num_spec_tokens: int) -> None:
         self.num_spec_tokens = num_spec_tokens
         self.all = RequestSum(num_spec_tokens)

@@ -92,7 +92,6 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Size in the HTML page, approximately."""
         own = 400 + len(
             escape(f"{self.title}{self.note}{self.question}{''.join(self.labels.values())}").encode()
         )

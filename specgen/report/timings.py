@@ -76,8 +76,6 @@ class StepStats:
 
 
 class StepSum:
-    """Sums over steps of one kind."""
-
     def __init__(self) -> None:
         self._counts = Counter[str]()  # by field of StepStats
         self._num_sequences = 0
@@ -85,7 +83,6 @@ class StepSum:
         self._by_num_spec_tokens = Counter[int]()
 
     def add(self, row: PassRow) -> None:
-        """Add one step."""
         self._counts.update(
             num_steps=1,
             target_rows=row.target_rows,
@@ -156,7 +153,6 @@ class WallSum:
         self._decode: dict[tuple[int, bool], tuple[int, float]] = {}  # number of steps and their seconds
 
     def add(self, row: PassRow | Captured) -> None:
-        """Add one pass or capture."""
         if isinstance(row, Captured):
             self._seconds["captures"] += row.seconds
             return
