@@ -25,6 +25,7 @@ from specgen.core.sequence import Request
 from tests.calibrated_reference import DenseHead, DenseTarget
 from tests.engines import generate, load_pair
 from tests.marks import mostly_slow
+from tests.test_calibrated_pair import check_drafts
 from tests.test_mtp import generate as generate_mtp
 from tests.test_mtp import load as load_mtp
 
@@ -262,11 +263,7 @@ def test_an_mtp_layer_drafts_the_guesses(tmp_path: Path, weights: str) -> None:
     outputs = generate_mtp(target, load_mtp(target), requests, num_spec_tokens=K)
     for request in requests:
         assert outputs.texts[request.id] == cycle.after(request.prompt_token_ids[-1], 40)
-        newest = cycle.succ[request.prompt_token_ids[-1]]
-        for drafts, accepted, _ in outputs.verified[request.id]:
-            assert drafts == cycle.guesses(newest, K)
-            assert accepted == cycle.accepted(newest, drafts)
-            newest = cycle.after(newest, accepted + 1)[-1]
+    check_drafts("mtp", requests, outputs, cycle)
 
 
 @pytest.mark.slow

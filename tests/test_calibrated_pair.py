@@ -1,7 +1,8 @@
-"""The calibrated pair has the intended text, drafts and acceptance, in the public formats."""
+"""Calibrated pairs, in the public formats, have the intended text, drafts and acceptance with heads of every kind."""
 
 import json
-from dataclasses import dataclass, replace
+import random
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -12,140 +13,222 @@ from calibrated_codes import Codes
 from calibrated_cycle import Cycle
 from calibrated_shapes import MIXTURES, SHAPES
 from calibrated_weights import Source, target_tensors
-from make_calibrated_pair import HeadKind, write_pair, write_tensors
+from make_calibrated_pair import HeadKind, main, write_pair, write_tensors
 
 from specgen.checkpoints.weight_files import tensor_infos
-from specgen.config import SamplingParams
+from specgen.config import EngineConfig, SamplingParams
 from specgen.core.sequence import Request
+from specgen.engine.choices import resolve
+from specgen.engine.loading import load_models, open_checkpoints, outline
+from specgen.experiments.bound import StepBytes
+from specgen.experiments.matrices import RANDOM, Workload
+from specgen.experiments.workload import KnownText, make_prompts
 from specgen.report.intervals import wilson
-from tests.commands import printed, specgen
+from tests.calibrated_reference import DenseHead, DenseTarget
+from tests.commands import printed, write_rows
 from tests.engines import Outputs, Pair, generate, load_pair
 from tests.marks import mostly_slow
 
 TINY = SHAPES["tiny"]
-K = 4
-HEADS = ("eagle3", "eagle3-2", "eagle1", "peagle-2")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Calibrated:
-    """A tiny pair and its text."""
+CYCLE = Cycle.draw(TINY.num_plain_tokens, TINY.draft_vocab_size, 0.75, seed=5)
 
-    pair: Pair
-    cycle: Cycle
 
-    def generate(self, requests: list[Request], **changes: object) -> Outputs:
-        changes = {"num_spec_tokens": K, "max_batch_size": 16, "page_size": 16} | changes
-        return generate(self.pair, requests, **changes)
+LENGTHS = {"eagle3": 5, "eagle3-3": 5, "eagle1": 5, "peagle": 2, "peagle-2": 4, "peagle-3": 8}  # K
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[float, Path]:
-    root = tmp_path_factory.mktemp("calibrated")
-    for accept in (0.75, 0.5):
-        cycle = Cycle.draw(TINY.num_plain_tokens, TINY.draft_vocab_size, accept, seed=3)
-        write_pair(root / str(accept), TINY, cycle, Source("cpu", 3))
-    return {accept: root / str(accept) for accept in (0.75, 0.5)}
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("heads")
+    write_pair(root, TINY, CYCLE, Source("cpu", 5), [HeadKind.find(name) for name in LENGTHS])
+    return root
 
 
 @pytest.fixture(scope="module")
-def load(paths: dict[float, Path]):
-    @cache
-    def loaded(accept: float, dtype: torch.dtype = torch.float32) -> Calibrated:
-        return Calibrated(pair=load_pair(paths[accept], dtype), cycle=Cycle.read(paths[accept]))
-
-    return loaded
+def dense(root: Path) -> DenseTarget:
+    return DenseTarget.load(root / "target")
 
 
-def slices(cycle: Cycle, count: int = 16, max_tokens: int = 64) -> list[Request]:
-    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return [
-        Request(id=str(i), prompt_token_ids=cycle.slice(61 * i, 4 + 9 * i), sampling=sampling)
-        for i in range(count)
-    ]
+@pytest.fixture(scope="module")
+def load(root: Path):
+    return cache(lambda name, dtype=torch.float32: load_pair(root, dtype, drafter=name))
 
 
-def known_texts(cycle: Cycle, requests: list[Request]) -> dict[str, tuple[int, ...]]:
-    return {r.id: cycle.after(r.prompt_token_ids[-1], r.sampling.max_tokens) for r in requests}
+def random_texts(count: int, length: int) -> list[tuple[int, ...]]:
+    """Tokens of the cycle in any order: only the last of each has a known follower."""
+    rng = random.Random(2)
+    lasts = [
+        *CYCLE.tokens[-2:],
+        *rng.sample(CYCLE.tokens, count - 2),
+    ]  # the cycle's end goes on to its beginning
+    return [(*rng.choices(CYCLE.tokens, k=length - 1), last) for last in lasts]
 
 
-@pytest.mark.parametrize(
-    ("changes", "dtype"),
-    mostly_slow(
-        product(
-            ({"num_spec_tokens": 0}, {}, {"drafter_batch": "non-padded"}), (torch.float32, torch.bfloat16)
-        ),
-        ({}, torch.float32),
-    ),
-)
-def test_generated_tokens_are_the_known_text(load, changes: dict[str, object], dtype: torch.dtype) -> None:
-    calibrated = load(0.75, dtype)
-    requests = slices(calibrated.cycle)
-    outputs = calibrated.generate(requests, dtype=str(dtype).removeprefix("torch."), **changes)
-    assert outputs.texts == known_texts(calibrated.cycle, requests)
+def expected(name: str, token: int, count: int, cycle: Cycle = CYCLE) -> tuple[int, ...]:
+    return (cycle.parallel_guesses if "peagle" in name else cycle.guesses)(token, count)
 
 
-@pytest.mark.slow
-def test_sampling_at_temperature_1_gives_the_known_text(load) -> None:
-    calibrated = load(0.75)
-    requests = [
-        replace(r, sampling=replace(r.sampling, temperature=1.0)) for r in slices(calibrated.cycle, count=4)
-    ]
-    outputs = calibrated.generate(requests, draft_sampling="probabilistic")
-    assert outputs.texts == known_texts(calibrated.cycle, requests)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("accept", [0.75, 0.5])
-def test_every_draft_is_the_guess_after_the_previous_draft(load, accept: float) -> None:
-    calibrated = load(accept)
-    cycle, requests = calibrated.cycle, slices(calibrated.cycle)
-    outputs = calibrated.generate(requests)
-    for request in requests:
+def check_drafts(name: str, asked: list[Request], outputs: Outputs, cycle: Cycle = CYCLE) -> None:
+    """Every draft is the guess after the one before it, and what is right of them is accepted."""
+    for request in asked:
         newest = cycle.succ[request.prompt_token_ids[-1]]
         for drafts, accepted, _ in outputs.verified[request.id]:
-            assert drafts == cycle.guesses(newest, K)
+            assert drafts == expected(name, newest, len(drafts), cycle)
             assert accepted == cycle.accepted(newest, drafts)
             newest = cycle.after(newest, accepted + 1)[-1]
 
 
+def requests(count: int = 16, max_tokens: int = 48, **sampling: float) -> list[Request]:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling)
+    texts = random_texts(count, 40)
+    return [
+        Request(id=str(i), prompt_token_ids=text[-4 - 2 * i :], sampling=params)
+        for i, text in enumerate(texts)
+    ]
+
+
+def run(pair: Pair, name: str, asked: list[Request], **changes: object) -> Outputs:
+    settings = {"num_spec_tokens": LENGTHS[name], "max_batch_size": 16, "page_size": 16} | changes
+    return generate(pair, asked, **settings)
+
+
+def known_texts(asked: list[Request]) -> dict[str, tuple[int, ...]]:
+    return {r.id: CYCLE.after(r.prompt_token_ids[-1], r.sampling.max_tokens) for r in asked}
+
+
+@pytest.mark.parametrize("name", mostly_slow(LENGTHS, "peagle-2"))
+def test_a_dense_evaluation_drafts_the_guesses(root: Path, dense: DenseTarget, name: str) -> None:
+    texts = random_texts(64, 40)
+    newest = [CYCLE.succ[text[-1]] for text in texts]
+    drafts = DenseHead(root / name, dense).drafts(torch.tensor(texts), torch.tensor(newest), LENGTHS[name])
+    assert drafts.tolist() == [list(expected(name, token, LENGTHS[name])) for token in newest]
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "dtype"),
+    mostly_slow(
+        product(LENGTHS, ("padded", "non-padded"), (torch.float32, torch.bfloat16)),
+        ("eagle3-3", "non-padded", torch.float32),
+    ),
+)
+def test_the_engine_drafts_the_guesses_and_writes_the_known_text(
+    load, name: str, batch: str, dtype: torch.dtype
+) -> None:
+    asked, settings = requests(), {"drafter_batch": batch, "dtype": str(dtype).removeprefix("torch.")}
+    outputs = run(load(name, dtype), name, asked, **settings)
+    plain = run(load(name, dtype), name, asked, num_spec_tokens=0, **settings)
+    assert outputs.texts == plain.texts == known_texts(asked)
+    check_drafts(name, asked, outputs)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle1", "eagle3-3", "peagle-2"])
 @pytest.mark.parametrize("accept", [0.75, 0.5])
-def test_acceptance_is_a_power_of_the_known_share(load, accept: float) -> None:
-    calibrated = load(accept)
-    steps = calibrated.generate(slices(calibrated.cycle, max_tokens=128)).accepted
-    for position in range(K):
-        low, high = wilson(sum(accepted > position for accepted in steps) / len(steps), len(steps))
+def test_acceptance_is_a_power_of_the_known_share(load, tmp_path: Path, name: str, accept: float) -> None:
+    pair, cycle = load(name), CYCLE
+    if accept != CYCLE.accept:
+        cycle = Cycle.draw(TINY.num_plain_tokens, TINY.draft_vocab_size, accept, seed=3)
+        write_pair(tmp_path, TINY, cycle, Source("cpu", 3), [HeadKind.find(name)])
+        pair = load_pair(tmp_path)
+    params = SamplingParams(max_tokens=64, ignore_eos=True)
+    asked = [
+        Request(id=str(place), prompt_token_ids=cycle.slice(place, 3), sampling=params)
+        for place in range(0, len(cycle.tokens), 64)  # every token of the cycle once
+    ]
+    outputs = run(pair, name, asked, num_spec_tokens=4)
+    check_drafts(name, asked, outputs, cycle)
+    for position in range(4):
+        share = sum(count > position for count in outputs.accepted) / len(outputs.accepted)
+        low, high = wilson(share, len(outputs.accepted))
         assert low <= accept ** (position + 1) <= high
 
 
 @pytest.mark.slow
-def test_transformers_generates_the_same_text(paths: dict[float, Path]) -> None:
+def test_a_parallel_head_knows_no_more_than_its_layers_can_pass_on(load) -> None:
+    steps = run(load("peagle"), "peagle", requests(), num_spec_tokens=4).accepted
+    assert max(steps) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle1", "eagle3-3", "peagle-2"])
+def test_sampling_at_temperature_1_gives_the_known_text(load, name: str) -> None:
+    asked = requests(count=4, temperature=1.0)
+    outputs = run(load(name), name, asked, draft_sampling="probabilistic")
+    assert outputs.texts == known_texts(asked)
+    assert max(outputs.accepted) == LENGTHS[name]
+
+
+@pytest.mark.parametrize("name", ["eagle1", "peagle-2"])
+def test_wrong_tokens_are_counted_with_any_head_of_the_pair(load, name: str) -> None:
+    known = KnownText.of(load(name).models)
+    asked = requests(count=2, max_tokens=9)
+    outputs = run(load(name), name, asked)
+    assert known.num_wrong(outputs.completions.values()) == 0
+    assert known.num_wrong(replace(done, token_ids=()) for done in outputs.completions.values()) == 18
+
+
+def test_prompts_of_a_bench_have_tokens_with_a_known_follower_alone(load) -> None:
+    workload = Workload(dataset=RANDOM, prompt_tokens=200, max_new_tokens=4)
+    made = make_prompts(workload, load("eagle1").models, None, 8)
+    asked = {token for request in made.requests for token in request.prompt_token_ids}
+    assert asked <= set(CYCLE.tokens)
+    assert made == make_prompts(workload, load("eagle3").models, None, 8)
+
+
+def test_one_head_is_the_drafter_and_several_have_their_names(tmp_path: Path, monkeypatch) -> None:
+    def written(*arguments: str) -> set[str]:
+        out = tmp_path / str(len(arguments))
+        monkeypatch.setattr("sys.argv", ["make", str(out), "--shape", "tiny", "--device", "cpu", *arguments])
+        main()
+        return {path.name for path in out.iterdir() if path.is_dir()}
+
+    assert written("--head", "eagle1") == {"target", "drafter"}
+    assert written("--head", "eagle3", "peagle-2") == {"target", "eagle3", "peagle-2"}
+    config = json.loads((tmp_path / "2" / "drafter" / "config.json").read_text())
+    assert config["synthetic_weights"]
+    assert "draft_vocab_size" not in config
+
+
+@pytest.mark.parametrize("name", ["eagle2", "eagle1-2", "eagle3-0", "peagle-x", "peagle-"])
+def test_an_unknown_head_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="no head"):
+        HeadKind.find(name)
+
+
+@pytest.mark.parametrize("name", mostly_slow(LENGTHS, "peagle-2"))
+def test_an_outline_knows_a_pair_before_its_weights_are_read(root: Path, name: str) -> None:
+    config = EngineConfig(model=str(root / "target"), drafter=str(root / name), device="cpu")
+    checkpoints = open_checkpoints(config)
+    resolved = resolve(config, checkpoints)
+    drawn, loaded = outline(resolved, checkpoints), load_models(resolved, checkpoints)
+    assert drawn.target.device.type == "meta"
+    assert StepBytes.of(drawn) == StepBytes.of(loaded)
+    assert KnownText.of(drawn) == KnownText.of(loaded) is not None
+    assert drawn.head.draft_to_target.tolist() == loaded.head.draft_to_target.tolist()
+
+
+@pytest.mark.slow
+def test_transformers_generates_the_same_text(root: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    cycle = Cycle.read(paths[0.75])
-    model = AutoModelForCausalLM.from_pretrained(paths[0.75] / "target", dtype=torch.bfloat16)
-    tokenizer = AutoTokenizer.from_pretrained(paths[0.75] / "target")
-    prompt = cycle.slice(1000, 40)
+    model = AutoModelForCausalLM.from_pretrained(root / "target", dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(root / "target")
+    prompt = CYCLE.slice(1000, 40)
     ids = tokenizer(" ".join(f"w{token}" for token in prompt), return_tensors="pt").input_ids
     assert ids[0].tolist() == list(prompt)
     text = model.generate(ids, max_new_tokens=32, do_sample=False, pad_token_id=0)[0, 40:]
-    assert text.tolist() == list(cycle.after(prompt[-1], 32))
+    assert text.tolist() == list(CYCLE.after(prompt[-1], 32))
 
 
-def test_the_cli_runs_the_pair_and_reports_synthetic_weights(paths, tmp_path: Path) -> None:
-    target, drafter = str(paths[0.75] / "target"), str(paths[0.75] / "drafter")
-    inspected = specgen("inspect", target, drafter)
-    assert "Target and head fit" in inspected.output
-    data = tmp_path / "own.jsonl"
-    data.write_text(json.dumps({"id": "1", "prompt": "any words will do"}) + "\n")
-    models = ["--model", target, "--drafter", drafter, "--max-new-tokens", "8"]
-    result = printed("generate", *models, "--dataset", str(data))
-    assert "(synthetic weights)" in result
-    assert all(
-        json.loads((path / "config.json").read_text())["synthetic_weights"]
-        for path in map(Path, (target, drafter))
-    )
+def test_the_cli_runs_the_pair_and_reports_synthetic_weights(root: Path, tmp_path: Path) -> None:
+    target, drafter = root / "target", root / "eagle3"
+    assert "Target and head fit" in printed("inspect", target, drafter)
+    data = write_rows(tmp_path / "own.jsonl", [{"id": "1", "prompt": "any words will do"}])
+    models = ("--model", target, "--drafter", drafter, "--max-new-tokens", 8)
+    assert "(synthetic weights)" in printed("generate", *models, "--dataset", data)
+    for path in (target, drafter):
+        assert json.loads((path / "config.json").read_text())["synthetic_weights"]
 
 
 def test_sharded_and_single_file_checkpoints_hold_the_same_tensors(tmp_path: Path) -> None:
@@ -168,7 +251,10 @@ def test_tensors_have_the_shapes_of_the_config(name: str) -> None:
     assert not set(cycle.tokens) & {shape.bos_token_id, *shape.eos_token_ids}
     nothing, source = torch.empty(0, shape.hidden_size), Source("cpu", 0)
     codes = Codes(embedding=nothing, turns=torch.zeros(shape.kv_size // 2))
-    heads = [HeadKind.find(head).tensors(shape, codes, cycle, source) for head in HEADS]
+    heads = [
+        HeadKind.find(head).tensors(shape, codes, cycle, source)
+        for head in ("eagle3", "eagle3-2", "eagle1", "peagle-2")
+    ]
     for tensors in (target_tensors(shape, nothing, cycle, source), *heads):
         for named in tensors:
             if (
