@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from specgen.checkpoints.checkpoint import load_drafter, load_target, open_checkpoint
+from specgen.checkpoints.checkpoint import load_drafter, load_target
 from specgen.config import EngineConfig, SamplingParams
 from specgen.config.bundled import data_directory
 from specgen.core.sequence import Completion, Request, Sequence
@@ -28,6 +28,13 @@ class Pair:
 
     path: Path
     models: Models
+    drafter: str = "drafter"  # a directory in ``path``, or mtp
+
+    @property
+    def names(self) -> dict[str, str]:
+        """As options name the checkpoints."""
+        drafter = self.drafter if self.drafter == "mtp" else str(self.path / self.drafter)
+        return {"model": str(self.path / "target"), "drafter": drafter}
 
 
 class NoTokenizer:
@@ -87,16 +94,15 @@ class Outputs:
 def load_pair(
     path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", drafter: str = "drafter"
 ) -> Pair:
-    """The pair in ``path/target`` and ``path/drafter``, without a tokenizer."""
-    checkpoints = {
-        "model": open_checkpoint(str(path / "target")),
-        "drafter": open_checkpoint(str(path / drafter)),
-    }
+    """The target in ``path/target`` with ``path/drafter``, or with MTP layers of its own, without a tokenizer."""
+    no_models: Any = None
+    pair = Pair(path=path, models=no_models, drafter=drafter)
+    checkpoints = open_checkpoints(EngineConfig(**pair.names))
     target = load_target(checkpoints["model"], dtype, torch.device(device))
     head = load_drafter(checkpoints["drafter"], target)
     no_tokenizer: Any = NoTokenizer()
     models = Models(target=target, head=head, tokenizer=no_tokenizer, checkpoints=checkpoints)
-    return Pair(path=path, models=models)
+    return replace(pair, models=models)
 
 
 def nan_at(pair: Pair, token: int) -> Pair:
@@ -110,9 +116,7 @@ def nan_at(pair: Pair, token: int) -> Pair:
 def config_of(pair: Pair, **changes: Any) -> EngineConfig:
     """A configuration with small pages, so that texts cross page boundaries."""
     settings = {"page_size": 4, "num_spec_tokens": 3, "max_batch_size": 8, "device": "cpu"} | changes
-    drafter = settings.pop("drafter", str(pair.path / "drafter"))
-    config = EngineConfig(model=str(pair.path / "target"), drafter=drafter, **settings)
-    return resolve(config, pair.models.checkpoints)
+    return resolve(EngineConfig(**pair.names | settings), pair.models.checkpoints)
 
 
 def resolved(config: EngineConfig) -> EngineConfig:

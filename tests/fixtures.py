@@ -16,7 +16,7 @@ from specgen.core.graphs import Runner, bucket
 from specgen.engine import build, choices
 from specgen.experiments.bound import COPIED_BYTES
 from tests.engines import Pair, load_pair
-from tests.reference_drafts import ReferenceDrafter
+from tests.reference_heads import DenseTarget, ReferenceHead, reference_head
 from tests.tiny_checkpoints import write_head, write_target
 
 
@@ -114,12 +114,12 @@ def demo_pair(demo_path: Path) -> Pair:
 
 
 @pytest.fixture(scope="session")
-def random_reference(random_pair: Pair) -> ReferenceDrafter:
+def random_reference(random_pair: Pair) -> ReferenceHead:
     """An independent reference of the random pair."""
-    return ReferenceDrafter(random_pair.path)
+    return reference_head(random_pair.path / "drafter", DenseTarget(random_pair.path / "target"))
 
 
 @pytest.fixture(scope="session")
-def demo_reference(demo_path: Path) -> ReferenceDrafter:
+def demo_reference(demo_path: Path) -> ReferenceHead:
     """An independent reference of the bundled pair."""
-    return ReferenceDrafter(demo_path)
+    return reference_head(demo_path / "drafter", DenseTarget(demo_path / "target"))

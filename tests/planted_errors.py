@@ -162,3 +162,44 @@ ERRORS: dict[str, tuple[Fits, Plant]] = {
         assign(t=lambda head: head.t | {"mask_hidden": 0 * head.t["mask_hidden"]}),
     ),
 }
+
+
+def without_mtp_norm(name: str) -> tuple[Fits, Plant]:
+    return always, assign(
+        norm=lambda head: (
+            lambda x, index, which, real=head.norm: x if which == name else real(x, index, which)
+        )
+    )
+
+
+def always(head: Any) -> bool:
+    return True
+
+
+def several_mtp_layers(head: Any) -> bool:
+    return len(head.layers) > 1
+
+
+MTP_ERRORS: dict[str, tuple[Fits, Plant]] = {
+    "state before embedding": (
+        always,
+        assign(joined=lambda head: lambda embedded, hidden: torch.cat([hidden, embedded], -1)),
+    ),
+    "no norm of the embedding": without_mtp_norm("enorm"),
+    "no norm of the state": without_mtp_norm("hnorm"),
+    "no norm behind the layer": without_mtp_norm("shared_head.norm"),
+    "recycled before the norm": (always, assign(recycled=lambda head: lambda out, index: out)),
+    "state before the target's norm": (
+        always,
+        assign(hidden=lambda head: lambda streams, output: streams[-1]),
+    ),
+    "tokens not shifted": (always, assign(rows=lambda head: lambda ids, hidden: (ids[:-1], hidden[:-1]))),
+    "states shifted": (always, assign(rows=lambda head: lambda ids, hidden: (ids[1:], hidden[1:]))),
+    "late drafts": (always, late_drafts),
+    "always the first layer": (several_mtp_layers, assign(turn=lambda head: lambda step: 0)),
+    "layers backwards": (several_mtp_layers, assign(turn=lambda head: lambda step: -step)),
+    "the target's output weights": (
+        lambda head: len(head.layers) == 1 and "shared_head.head.weight" in head.layers[0],
+        assign(lm_head=lambda head: lambda index: head.target.lm_head),
+    ),
+}

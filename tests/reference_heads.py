@@ -5,6 +5,7 @@ A head is a class of small methods, so that a test can plant an error in one of 
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from specgen.core.sequence import Request
+
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
-DEPTH = 5  # drafts computed at once
 
 
 class DenseTarget:
@@ -31,10 +33,14 @@ class DenseTarget:
         self.lm_head: Tensor = self.model.get_output_embeddings().weight
         self.num_layers: int = self.model.config.num_hidden_layers
         self._known: dict[tuple[int, ...], tuple[list[Tensor], Tensor]] = {}
+        self._newest: tuple[int, ...] = ()
 
     @torch.inference_mode()
     def states(self, tokens: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
         """The streams that enter layers 0 to L - 1 and leave the last, [T, Ht] each; and that after the final norm."""
+        if tokens == self._newest[: len(tokens)]:  # no state depends on later tokens
+            streams, output = self._known[self._newest]
+            return [stream[: len(tokens)] for stream in streams], output[: len(tokens)]
         if tokens not in self._known:
             last: list[Tensor] = []
             hook = self.model.model.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0]))
@@ -42,7 +48,27 @@ class DenseTarget:
             hook.remove()
             streams = [state[0] for state in (*found.hidden_states[:-1], last[0])]
             self._known[tokens] = streams, found.last_hidden_state[0]
+        self._newest = tokens
         return self._known[tokens]
+
+    @torch.inference_mode()
+    def texts(self, requests: Sequence[Request]) -> dict[str, tuple[int, ...]]:
+        """The greedy texts of ``requests`` by ``transformers``, all at once behind padding on the left."""
+        prompts = [request.prompt_token_ids for request in requests]
+        most = max(map(len, prompts))
+        ids = torch.tensor([[0] * (most - len(prompt)) + list(prompt) for prompt in prompts])
+        real = torch.tensor([[0] * (most - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        longest = max(request.sampling.max_tokens for request in requests)
+        out = self.model.generate(
+            ids, attention_mask=real, max_new_tokens=longest, do_sample=False, pad_token_id=0
+        )
+        texts = {}
+        for request, tokens in zip(requests, out[:, most:].tolist(), strict=True):
+            asked = tokens[: request.sampling.max_tokens]
+            eos = self.model.generation_config.eos_token_id
+            ends = (at + 1 for at, token in enumerate(asked) if token == eos)
+            texts[request.id] = tuple(asked[: next(ends, None)])
+        return texts
 
     @torch.inference_mode()
     def greedy(self, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
@@ -55,6 +81,8 @@ class DenseTarget:
 
 class ReferenceHead(ABC):
     """What the heads have in common; ids are shifted left by one against the states, positions are not."""
+
+    depth = 5  # drafts computed at once
 
     def __init__(self, path: Path, target: DenseTarget) -> None:
         self.target = target
@@ -78,10 +106,10 @@ class ReferenceHead(ABC):
         return self._known[tokens][:k]
 
     def propose(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """``DEPTH`` drafts, each from a pass of its own over the text and the drafts before it."""
+        """``depth`` drafts, each from a pass of its own over the text and the drafts before it."""
         ids, hidden = self.rows(torch.tensor(tokens), self.hidden(*self.target.states(tokens)))
         num_rows, proposed = len(ids), []
-        for step in range(DEPTH):
+        for step in range(self.depth):
             last = self.run(ids, hidden, self.positions(num_rows, step))[-1:]
             proposed.append(self.token(last[0]))
             hidden = torch.cat([hidden, self.recycled(last)])
@@ -235,7 +263,7 @@ class ReferencePEagle(ReferenceEagle3):
 
     def propose(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         ids, hidden = self.rows(torch.tensor(tokens), self.hidden(*self.target.states(tokens)))
-        num_rows, num_masks = len(ids), DEPTH - 1
+        num_rows, num_masks = len(ids), self.depth - 1
         ids = torch.cat([ids, torch.full((num_masks,), self.mask_token())])
         hidden = torch.cat([hidden, self.mask_state().expand(num_masks, -1)])
         out = self.run(ids, hidden, self.positions(num_rows, num_masks))

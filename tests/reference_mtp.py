@@ -13,7 +13,7 @@ from tests.reference_heads import DenseTarget
 class ReferenceMtp:
     """The whole text in every pass, no cache; the decoder layer is that of ``transformers``, as are target and rope."""
 
-    def __init__(self, path: Path, target: DenseTarget, depth: int = 4) -> None:
+    def __init__(self, path: Path, target: DenseTarget, depth: int = 5) -> None:
         self.target, self.config, self.depth = target, target.model.config, depth
         first = self.config.num_hidden_layers
         stored = load_file(path / "model.safetensors")

@@ -22,7 +22,7 @@ from specgen.experiments.study_tables import _places, of_audit, verdict
 from specgen.report.terminal import render as in_terminal
 from tests.commands import specgen, write_rows
 from tests.engines import Pair, config_of
-from tests.reference_drafts import ReferenceDrafter
+from tests.reference_heads import ReferenceHead
 
 SHORT = ("--num-prompts", "6", "--max-new-tokens", "40", "--batch-sizes", "1,6", "--device", "cpu")
 
@@ -165,12 +165,12 @@ def test_rounding_is_in_steps_of_the_dtype(dtype: torch.dtype, largest: float) -
 
 
 def test_logits_after_a_prefix_are_those_of_transformers(
-    random_pair: Pair, random_reference: ReferenceDrafter
+    random_pair: Pair, random_reference: ReferenceHead
 ) -> None:
     prompt = (5, 9, 33, 71, 8, 8, 120, 4, 17)
     logits = prefill_logits(config_of(random_pair), random_pair.models)
     request = Request(id="a", prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=8))
-    text = list(random_reference.greedy([request])["a"])
+    text = list(random_reference.target.texts([request])["a"])
     assert [int(logits([*prompt, *text[:at]]).argmax()) for at in range(8)] == text
 
 

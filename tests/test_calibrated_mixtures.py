@@ -22,12 +22,10 @@ from transformers import AutoModelForCausalLM
 
 from specgen.config import SamplingParams
 from specgen.core.sequence import Request
-from tests.calibrated_reference import DenseHead, DenseTarget
 from tests.engines import generate, load_pair
 from tests.marks import mostly_slow
+from tests.reference_heads import DenseTarget, reference_head
 from tests.test_calibrated_pair import check_drafts
-from tests.test_mtp import generate as generate_mtp
-from tests.test_mtp import load as load_mtp
 
 TINY = {"tiny-gpt-oss": "mxfp4", "tiny-qwen3-moe": "bf16", "tiny-glm": "bf16"}
 K = 4
@@ -141,10 +139,10 @@ def test_heads_draft_the_guesses(write, name: str, head: str) -> None:
     pair = write(name, 0.5)
     texts = [pair.cycle.slice(97 * i, 24) for i in range(16)]
     newest = [pair.cycle.succ[text[-1]] for text in texts]
-    dense = DenseHead(pair.path / head, DenseTarget.load(pair.path / "target"))
-    drafts = dense.drafts(torch.tensor(texts), torch.tensor(newest), K)
+    dense = reference_head(pair.path / head, DenseTarget(pair.path / "target"))
+    drafts = [dense.drafts((*text, token), K) for text, token in zip(texts, newest, strict=True)]
     guesses = pair.cycle.guesses if head == "eagle3" else pair.cycle.parallel_guesses
-    assert drafts.tolist() == [list(guesses(token, K)) for token in newest]
+    assert drafts == [guesses(token, K) for token in newest]
 
 
 def test_sinks_biases_and_windows_are_there(write) -> None:
@@ -256,11 +254,11 @@ def test_an_mtp_layer_drafts_the_guesses(tmp_path: Path, weights: str) -> None:
     cycle, layer = chosen_cycle(shape, 0.75, 3), chosen_layer(shape, 0.5, weights)
     write_pair(tmp_path, shape, cycle, Source("cpu", 3), [], layer)
     assert [each.name for each in tmp_path.iterdir() if each.is_dir()] == ["target"]
-    target, sampling = tmp_path / "target", SamplingParams(max_tokens=40, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True)
     requests = [
         Request(id=str(i), prompt_token_ids=cycle.slice(61 * i, 4 + i), sampling=sampling) for i in range(8)
     ]
-    outputs = generate_mtp(target, load_mtp(target), requests, num_spec_tokens=K)
+    outputs = generate(load_pair(tmp_path, drafter="mtp"), requests, num_spec_tokens=K)
     for request in requests:
         assert outputs.texts[request.id] == cycle.after(request.prompt_token_ids[-1], 40)
     check_drafts("mtp", requests, outputs, cycle)

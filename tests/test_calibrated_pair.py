@@ -24,10 +24,10 @@ from specgen.experiments.bound import StepBytes
 from specgen.experiments.matrices import RANDOM, Workload
 from specgen.experiments.workload import KnownText, make_prompts
 from specgen.report.intervals import wilson
-from tests.calibrated_reference import DenseHead, DenseTarget
 from tests.commands import printed, write_rows
 from tests.engines import Outputs, Pair, generate, load_pair
 from tests.marks import mostly_slow
+from tests.reference_heads import DenseTarget, reference_head
 
 TINY = SHAPES["tiny"]
 
@@ -47,7 +47,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def dense(root: Path) -> DenseTarget:
-    return DenseTarget.load(root / "target")
+    return DenseTarget(root / "target")
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +101,10 @@ def known_texts(asked: list[Request]) -> dict[str, tuple[int, ...]]:
 def test_a_dense_evaluation_drafts_the_guesses(root: Path, dense: DenseTarget, name: str) -> None:
     texts = random_texts(64, 40)
     newest = [CYCLE.succ[text[-1]] for text in texts]
-    drafts = DenseHead(root / name, dense).drafts(torch.tensor(texts), torch.tensor(newest), LENGTHS[name])
-    assert drafts.tolist() == [list(expected(name, token, LENGTHS[name])) for token in newest]
+    head = reference_head(root / name, dense)
+    head.depth = LENGTHS[name]
+    drafts = [head.drafts((*text, token), LENGTHS[name]) for text, token in zip(texts, newest, strict=True)]
+    assert drafts == [expected(name, token, LENGTHS[name]) for token in newest]
 
 
 @pytest.mark.parametrize(

@@ -17,21 +17,22 @@ from specgen.ops import Store
 from specgen.record.record_rows import PassRow
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, random_requests
 from tests.marks import mostly_slow
-from tests.reference_drafts import ReferenceDrafter
+from tests.reference_heads import ReferenceHead
 
 K = 3
 REQUESTS = random_requests(3, 128, SamplingParams(max_tokens=5), lengths=(2, 12))
 
 
-def wrong_drafts(outputs: Outputs, reference: ReferenceDrafter) -> int:
+def wrong_drafts(outputs: Outputs, reference: ReferenceHead) -> int:
     """Number of steps whose drafts differ from the reference's."""
     wrong = 0
     for name, steps in outputs.verified.items():
         completion = outputs.completions[name]
         prompt = completion.request.prompt_token_ids
-        length = len(prompt) + 1
+        text, length = prompt + completion.token_ids, len(prompt) + 1
+        reference.target.states(text)
         for drafts, _, emitted in steps:
-            wrong += drafts != reference.drafts(prompt + completion.token_ids, length, len(drafts))
+            wrong += drafts != reference.drafts(text[:length], len(drafts))
             length += emitted
     return wrong
 
@@ -39,7 +40,7 @@ def wrong_drafts(outputs: Outputs, reference: ReferenceDrafter) -> int:
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
 @pytest.mark.parametrize("max_prefill_tokens", [2048, 5])
 def test_drafts_equal_the_reference(
-    random_pair: Pair, random_reference: ReferenceDrafter, batch: str, max_prefill_tokens: int
+    random_pair: Pair, random_reference: ReferenceHead, batch: str, max_prefill_tokens: int
 ) -> None:
     outputs = generate(
         random_pair, REQUESTS, num_spec_tokens=K, drafter_batch=batch, max_prefill_tokens=max_prefill_tokens
@@ -50,7 +51,7 @@ def test_drafts_equal_the_reference(
 
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
 def test_drafts_equal_the_reference_with_mixed_acceptance(
-    demo_pair: Pair, demo_reference: ReferenceDrafter, batch: str
+    demo_pair: Pair, demo_reference: ReferenceHead, batch: str
 ) -> None:
     requests = bundled_requests(6, SamplingParams(max_tokens=32))
     outputs = generate(demo_pair, requests, num_spec_tokens=4, drafter_batch=batch)
@@ -92,7 +93,7 @@ def test_k_0_runs_no_head_pass(random_pair: Pair, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("batch", mostly_slow(["padded", "non-padded"], "padded"))
 def test_planted_bugs_are_caught(
     random_pair: Pair,
-    random_reference: ReferenceDrafter,
+    random_reference: ReferenceHead,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     batch: str,
@@ -103,9 +104,7 @@ def test_planted_bugs_are_caught(
 
 
 @pytest.mark.parametrize("phase", ["observe", "propose"])
-def test_planted_positions_are_caught(
-    random_pair: Pair, random_reference: ReferenceDrafter, phase: str
-) -> None:
+def test_planted_positions_are_caught(random_pair: Pair, random_reference: ReferenceHead, phase: str) -> None:
     head = random_pair.models.head
     rope = head.rope
 
@@ -120,7 +119,7 @@ def test_planted_positions_are_caught(
 
 
 def test_planted_feature_order_is_caught(
-    random_pair: Pair, random_reference: ReferenceDrafter, monkeypatch: pytest.MonkeyPatch
+    random_pair: Pair, random_reference: ReferenceHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fuse = Eagle3Head.fuse
     monkeypatch.setattr(
@@ -131,7 +130,7 @@ def test_planted_feature_order_is_caught(
 
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_planted_aux_layer_bug_is_caught(
-    random_pair: Pair, random_reference: ReferenceDrafter, shift: int
+    random_pair: Pair, random_reference: ReferenceHead, shift: int
 ) -> None:
     head = random_pair.models.head
     layers = tuple(layer + shift for layer in head.config.aux_layers)

@@ -11,14 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgen.config import EngineConfig, SamplingParams
+from specgen.config import SamplingParams
 from specgen.engine.build import prefill_logits
-from specgen.engine.choices import resolve
-from specgen.engine.loading import Models
 from specgen.experiments.divergence import Judge
-from tests.engines import Outputs, random_requests
+from tests.engines import Outputs, Pair, config_of, generate, load_pair, random_requests
 from tests.marks import on_gpu
-from tests.test_mtp import generate, load
 from tests.tiny_latents import write_latent
 
 CUDA = torch.device("cuda")
@@ -55,31 +52,25 @@ REQUESTS = random_requests(12, VOCAB, SamplingParams(max_tokens=32))
 
 
 @pytest.fixture(scope="module", params=PAIRS)
-def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     path: Path = tmp_path_factory.mktemp(request.param)
-    PAIRS[request.param](path)
-    return path
+    PAIRS[request.param](path / "target")
+    return load_pair(path, torch.bfloat16, "cuda", drafter="mtp")
 
 
-@pytest.fixture(scope="module")
-def models(path: Path) -> Models:
-    return load(path, torch.bfloat16, "cuda")
+def run(pair: Pair, **changes: object) -> Outputs:
+    return generate(pair, REQUESTS, **FAST | {"num_spec_tokens": 4} | changes)
 
 
-def run(path: Path, models: Models, **changes: object) -> Outputs:
-    return generate(path, models, REQUESTS, **FAST | changes)
-
-
-def logits(path: Path, models: Models, **settings: object) -> Tensor:
-    config = resolve(EngineConfig(model=str(path), drafter="mtp", **settings), models.checkpoints)  # type: ignore[arg-type]
-    after = prefill_logits(config, models)
+def logits(pair: Pair, **settings: object) -> Tensor:
+    after = prefill_logits(config_of(pair, **settings), pair.models)
     return torch.stack([after(request.prompt_token_ids).cpu().float() for request in REQUESTS])
 
 
-def assert_rounding_alone(path: Path, models: Models, reference: Outputs, other: Outputs) -> None:
+def assert_rounding_alone(pair: Pair, reference: Outputs, other: Outputs) -> None:
     """Where texts diverge, either token was as good."""
-    config = resolve(EngineConfig(model=str(path), drafter="mtp", **FAST), models.checkpoints)  # type: ignore[arg-type]
-    judge = Judge(logits_after=prefill_logits(config, models), dtype=torch.bfloat16, token_text=str)
+    after = prefill_logits(config_of(pair, **FAST), pair.models)
+    judge = Judge(logits_after=after, dtype=torch.bfloat16, token_text=str)
     for request in REQUESTS:
         texts = reference.texts[request.id], other.texts[request.id]
         found = judge.first_divergence(request.id, request.prompt_token_ids, *texts)
@@ -87,45 +78,44 @@ def assert_rounding_alone(path: Path, models: Models, reference: Outputs, other:
 
 
 @pytest.mark.parametrize("attention", ["hopper", "flashinfer", "sdpa"])
-def test_logits_are_those_of_the_cpu(path: Path, models: Models, attention: str) -> None:
-    right = logits(path, load(path), device="cpu", page_size=16)
-    got = logits(path, models, **FAST | {"attention": attention})
+def test_logits_are_those_of_the_cpu(pair: Pair, attention: str) -> None:
+    right = logits(load_pair(pair.path, drafter="mtp"), page_size=16)
+    got = logits(pair, **FAST | {"attention": attention})
     assert right.std() > 0.3  # a flat model would hide mistakes
     assert ((got - right).norm(dim=1) / right.norm(dim=1)).median() < 0.03
 
 
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
-def test_graphs_change_no_text_and_no_step(path: Path, models: Models, batch: str) -> None:
+def test_graphs_change_no_text_and_no_step(pair: Pair, batch: str) -> None:
     """Seven run in a graph of eight, in which GEMMs may round otherwise; two in one of two."""
     settings: dict[str, object] = {"drafter_batch": batch, "num_spec_tokens": 3}
     for most in (2, 7):
         step, each_pass, eager = (
-            run(path, models, cuda_graphs=mode, max_batch_size=most, **settings)
-            for mode in ("step", "pass", "off")
+            run(pair, cuda_graphs=mode, max_batch_size=most, **settings) for mode in ("step", "pass", "off")
         )
         assert step.texts == each_pass.texts
         assert step.verified == each_pass.verified
         if most == 2:
             assert step.verified == eager.verified
-        assert_rounding_alone(path, models, eager, step)
+        assert_rounding_alone(pair, eager, step)
 
 
 @pytest.mark.parametrize("attention", ["flashinfer", "sdpa"])
-def test_other_backends_change_no_text_beyond_rounding(path: Path, models: Models, attention: str) -> None:
-    fast, other = (run(path, models, num_spec_tokens=3, attention=each) for each in ("hopper", attention))
-    assert_rounding_alone(path, models, fast, other)
+def test_other_backends_change_no_text_beyond_rounding(pair: Pair, attention: str) -> None:
+    fast, other = (run(pair, num_spec_tokens=3, attention=each) for each in ("hopper", attention))
+    assert_rounding_alone(pair, fast, other)
 
 
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
 @pytest.mark.parametrize("k", range(1, 8))
-def test_drafts_change_no_text_beyond_rounding(path: Path, models: Models, k: int, batch: str) -> None:
+def test_drafts_change_no_text_beyond_rounding(pair: Pair, k: int, batch: str) -> None:
     """Batches shrink as texts end."""
-    plain = run(path, models, num_spec_tokens=0)
-    assert_rounding_alone(path, models, plain, run(path, models, num_spec_tokens=k, drafter_batch=batch))
+    plain = run(pair, num_spec_tokens=0)
+    assert_rounding_alone(pair, plain, run(pair, num_spec_tokens=k, drafter_batch=batch))
 
 
-def test_some_drafts_are_accepted_and_prompts_in_pieces_change_no_text(path: Path, models: Models) -> None:
+def test_some_drafts_are_accepted_and_prompts_in_pieces_change_no_text(pair: Pair) -> None:
     """Beyond rounding: a piece with more positions before it than rows is not expanded."""
-    whole, pieces = (run(path, models, num_spec_tokens=3, max_prefill_tokens=most) for most in (2048, 5))
+    whole, pieces = (run(pair, num_spec_tokens=3, max_prefill_tokens=most) for most in (2048, 5))
     assert any(step[1] for steps in whole.verified.values() for step in steps)
-    assert_rounding_alone(path, models, whole, pieces)
+    assert_rounding_alone(pair, whole, pieces)

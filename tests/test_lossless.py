@@ -9,7 +9,7 @@ from specgen.config import SamplingParams
 from specgen.core.sequence import Request
 from tests.engines import Pair, bundled_requests, generate, random_requests
 from tests.marks import mostly_slow
-from tests.reference_drafts import ReferenceDrafter
+from tests.reference_heads import ReferenceHead
 
 pytestmark = pytest.mark.xdist_group("lossless")  # the texts of transformers are computed once
 
@@ -23,13 +23,13 @@ def demo_requests() -> tuple[Request, ...]:
 
 
 @pytest.fixture(scope="module")
-def random_texts(random_reference: ReferenceDrafter) -> Texts:
-    return random_reference.greedy(RANDOM)
+def random_texts(random_reference: ReferenceHead) -> Texts:
+    return random_reference.target.texts(RANDOM)
 
 
 @pytest.fixture(scope="module")
-def demo_texts(demo_reference: ReferenceDrafter) -> Texts:
-    return demo_reference.greedy(demo_requests())
+def demo_texts(demo_reference: ReferenceHead) -> Texts:
+    return demo_reference.target.texts(demo_requests())
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_chunked_prefill_changes_no_text(
 
 
 def test_eos_inside_accepted_drafts_ends_the_text(
-    demo_pair: Pair, demo_reference: ReferenceDrafter, demo_texts: Texts
+    demo_pair: Pair, demo_reference: ReferenceHead, demo_texts: Texts
 ) -> None:
     """Each of 16 tokens of a text in turn becomes the EOS, so it falls on every position of a step."""
     request = demo_requests()[0]

@@ -22,10 +22,9 @@ from specgen.decoding.sampling import SamplingBatch, SamplingForm, penalised, to
 from specgen.engine.build import build_engine, most_demanding
 from tests.engines import Pair, bundled_requests, config_of, generate, load_pair, random_requests
 from tests.marks import mostly_slow
-from tests.reference_drafts import ReferenceDrafter
-from tests.test_mtp import generate as generate_with_mtp
-from tests.test_mtp import glm
-from tests.test_mtp import load as load_mtp
+from tests.reference_heads import ReferenceHead
+from tests.test_heads import MTP
+from tests.test_mtp import pair_of
 from tests.test_sampling import FILTERS, p_values, small_pair  # noqa: F401
 from tests.test_sampling import penalised as naive
 from tests.tiny_checkpoints import write_eagle1_head, write_head
@@ -87,8 +86,8 @@ def random_asked() -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def random_texts(random_reference: ReferenceDrafter, random_asked: list[Request]) -> Texts:
-    return {r.id: expected_text(random_reference.target, r) for r in random_asked}
+def random_texts(random_reference: ReferenceHead, random_asked: list[Request]) -> Texts:
+    return {r.id: expected_text(random_reference.target.model, r) for r in random_asked}
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +96,8 @@ def demo_asked() -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def demo_texts(demo_reference: ReferenceDrafter, demo_asked: list[Request]) -> Texts:
-    return {r.id: expected_text(demo_reference.target, r) for r in demo_asked}
+def demo_texts(demo_reference: ReferenceHead, demo_asked: list[Request]) -> Texts:
+    return {r.id: expected_text(demo_reference.target.model, r) for r in demo_asked}
 
 
 def test_the_penalties_of_these_tests_change_texts(
@@ -175,12 +174,11 @@ def test_greedy_text_with_every_kind_of_drafter(
 def test_greedy_text_with_mtp(tmp_path: Path, batch: str) -> None:
     import transformers
 
-    glm(tmp_path, num_mtp=1, seed=3)
-    models = load_mtp(tmp_path)
-    vocab_size = models.target.config.vocab_size
+    pair = pair_of(tmp_path, MTP["mtp-glm"])
+    vocab_size = pair.models.target.config.vocab_size
     asked = with_penalties(random_requests(5, vocab_size, SamplingParams(), lengths=(3, 12)))
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    outputs = generate_with_mtp(tmp_path, models, asked, drafter_batch=batch)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32)
+    outputs = generate(pair, asked, num_spec_tokens=4, drafter_batch=batch)
     assert outputs.texts == {r.id: expected_text(model, r) for r in asked}
 
 
@@ -440,7 +438,7 @@ def test_invalid_penalties_are_refused(wrong: dict[str, Any], message: str) -> N
 
 @pytest.mark.parametrize("temperature", mostly_slow([0.0, 1.0], 0.0))
 def test_suppressed_tokens_are_never_chosen(
-    random_pair: Pair, random_reference: ReferenceDrafter, temperature: float
+    random_pair: Pair, random_reference: ReferenceHead, temperature: float
 ) -> None:
     free = generate(random_pair, random_requests(4, 128, SamplingParams(max_tokens=12)))
     never = tuple(sorted({token for text in free.texts.values() for token in text}))
@@ -452,7 +450,7 @@ def test_suppressed_tokens_are_never_chosen(
     if temperature == 0:
         for request in random_requests(4, 128, sampling):
             ids = torch.tensor([request.prompt_token_ids])
-            found = random_reference.target.generate(
+            found = random_reference.target.model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=12,

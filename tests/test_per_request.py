@@ -15,7 +15,7 @@ from specgen.engine.build import build_engine
 from specgen.text.tokenizer import load_tokenizer
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, random_requests
 from tests.marks import mostly_slow
-from tests.reference_drafts import ReferenceDrafter
+from tests.reference_heads import ReferenceHead
 
 LENGTH = 20
 
@@ -47,13 +47,13 @@ def with_biases(requests: Iterable[Request], vocab_size: int) -> list[Request]:
     ]
 
 
-def biased_greedy(reference: ReferenceDrafter, request: Request) -> tuple[int, ...]:
+def biased_greedy(reference: ReferenceHead, request: Request) -> tuple[int, ...]:
     """The text by full passes of ``transformers``, with the bias added to the last logits."""
     tokens, sampling = list(request.prompt_token_ids), request.sampling
-    eos = reference.target.generation_config.eos_token_id
+    eos = reference.target.model.generation_config.eos_token_id
     for _ in range(sampling.max_tokens):
         with torch.inference_mode():
-            logits = reference.target(torch.tensor([tokens])).logits[0, -1]
+            logits = reference.target.model(torch.tensor([tokens])).logits[0, -1]
             for token, bias in sampling.logit_bias:
                 logits[token] += bias
         tokens.append(int(logits.argmax()))
@@ -69,7 +69,7 @@ def biased_requests() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def biased_texts(
-    random_reference: ReferenceDrafter, biased_requests: list[Request]
+    random_reference: ReferenceHead, biased_requests: list[Request]
 ) -> dict[str, tuple[int, ...]]:
     return {request.id: biased_greedy(random_reference, request) for request in biased_requests}
 
@@ -93,7 +93,7 @@ def test_biased_greedy_text_equals_biased_plain_decoding(
     assert outputs.texts == biased_texts
 
 
-def test_logit_bias_with_mixed_acceptance(demo_pair: Pair, demo_reference: ReferenceDrafter) -> None:
+def test_logit_bias_with_mixed_acceptance(demo_pair: Pair, demo_reference: ReferenceHead) -> None:
     vocab_size = len(demo_pair.models.target.embedding)
     requests = with_biases(bundled_requests(5, SamplingParams()), vocab_size)
     expected = {request.id: biased_greedy(demo_reference, request) for request in requests}
@@ -123,15 +123,15 @@ def test_the_largest_bias_forces_a_token_and_the_smallest_bans_it(
 # --- log-probabilities ----------------------------------------------------------------------------
 
 
-def expected_logprobs(reference: ReferenceDrafter, request: Request, text: tuple[int, ...]) -> torch.Tensor:
+def expected_logprobs(reference: ReferenceHead, request: Request, text: tuple[int, ...]) -> torch.Tensor:
     """``[len(text), V]`` from one pass of ``transformers`` over the whole text."""
     num_prompt = len(request.prompt_token_ids)
     with torch.inference_mode():
-        logits = reference.target(torch.tensor([(*request.prompt_token_ids, *text)])).logits[0]
+        logits = reference.target.model(torch.tensor([(*request.prompt_token_ids, *text)])).logits[0]
     return logits[num_prompt - 1 : -1].log_softmax(-1)
 
 
-def check_logprobs(reference: ReferenceDrafter, completion: Completion) -> None:
+def check_logprobs(reference: ReferenceHead, completion: Completion) -> None:
     request, found = completion.request, completion.logprobs
     asked = request.sampling.logprobs
     if asked is None:
@@ -177,7 +177,7 @@ KINDS = {
 )
 def test_logprobs_equal_the_reference(
     demo_pair: Pair,
-    demo_reference: ReferenceDrafter,
+    demo_reference: ReferenceHead,
     device_like: Callable[[], None],
     k: int,
     batch: str,
@@ -195,7 +195,7 @@ def test_logprobs_equal_the_reference(
 
 
 @pytest.mark.slow
-def test_logprobs_after_preemption(demo_pair: Pair, demo_reference: ReferenceDrafter) -> None:
+def test_logprobs_after_preemption(demo_pair: Pair, demo_reference: ReferenceHead) -> None:
     page = 4 * (12 + 1) * 2 * 2 * 64 * 4  # positions, layers of target and head, k and v, heads, dim, bytes
     requests = bundled_requests(12, SamplingParams(max_tokens=48, logprobs=2))
     outputs = generate(demo_pair, requests, num_spec_tokens=4, kv_memory=60 * page)
@@ -204,7 +204,7 @@ def test_logprobs_after_preemption(demo_pair: Pair, demo_reference: ReferenceDra
         check_logprobs(demo_reference, completion)
 
 
-def test_logprobs_end_with_the_text(demo_pair: Pair, demo_reference: ReferenceDrafter) -> None:
+def test_logprobs_end_with_the_text(demo_pair: Pair, demo_reference: ReferenceHead) -> None:
     """A stop string inside accepted drafts."""
     models = replace(
         demo_pair.models, tokenizer=load_tokenizer(str(demo_pair.models.checkpoints["model"].path))
