@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from specgen.config import UserError, first_line, require
-from specgen.prompts import Prompt, Rejected
+from specgen.prompts import Prompt, PromptRun, Rejected, content_of
 from specgen.record.files import replacement
 
 REQUESTS = "requests.jsonl"  # of a shard: one line per input row, with the ids of its turns
@@ -66,7 +66,6 @@ def read_requests(path: Path) -> Iterator[list[str]]:
 
 
 _encode = msgspec.json.Encoder().encode
-_NUM_FIRST = 2  # prompts to show
 _STRIDE = 1000  # rows between two calls of ``seen``
 _KINDS: Mapping[str, Callable[[Any], Hashable]] = {
     "temperature": bool,
@@ -90,7 +89,6 @@ class PromptIndex:
     num_requests: int  # of the shard, rejected rows included
     num_prompts: int  # valid ones of the input
     digest: str  # SHA-256 over prompts and rejected rows of the input, in order
-    first: tuple[Prompt, ...]  # of the shard
     has_chats: bool
     sampling: tuple[Mapping[str, Any], ...]  # rows' own parameters, one per kind
     notes: tuple[str, ...] = ()  # what the user may not have meant
@@ -131,7 +129,7 @@ def _unseen(num_rows: int) -> None:
 
 def index_prompts(
     name: str,
-    prompts: Iterable[Prompt | Rejected],
+    prompts: Iterable[Prompt | Rejected | PromptRun],
     shard: Shard,
     seen: Callable[[int], None] = _unseen,
 ) -> PromptIndex:
@@ -140,44 +138,38 @@ def index_prompts(
     Digest, chats and sampling are those of the whole input, so that all shards agree on them. ``seen`` receives the
     number of rows so far, now and then.
     """
-    digest, rows, first = hashlib.sha256(), list[tuple[str, ...]](), list[Prompt]()
+    digest, rows, reason = hashlib.sha256(), list[tuple[str, ...]](), ""
     sampling: dict[Hashable, Mapping[str, Any]] = {}
-    num_rows, num_prompts, has_chats, reason = 0, 0, False, ""
-    like: Mapping[str, Any] = {}
-    for num_rows, prompt in enumerate(prompts, start=1):
-        if num_rows % _STRIDE == 0:
-            seen(num_rows)
-        ours = shard.holds(num_rows - 1)
-        digest.update(_content(prompt))
-        rows.append(prompt.turn_ids if ours else ())
-        if isinstance(prompt, Rejected):
-            reason = reason or prompt.reason
-            continue
-        num_prompts += 1
-        has_chats = has_chats or bool(prompt.messages)
-        if prompt.sampling and prompt.sampling is not like:  # rows that say the same share one object
-            like = prompt.sampling
-            sampling.setdefault(_kind(prompt.sampling), prompt.sampling)
-        if ours and len(first) < _NUM_FIRST:
-            first.append(prompt)
-    require(num_prompts > 0, f"none of the {num_rows} rows of {name} can be run: {reason}")
+    num_prompts, has_chats, like = 0, False, None
+    for result in prompts:
+        begin = len(rows)
+        if isinstance(result, Rejected):
+            reason = reason or result.reason
+            rows.append(result.turn_ids)
+            digest.update(content_of(result))
+        else:
+            run = PromptRun.of(result) if isinstance(result, Prompt) else result
+            num_prompts += len(run.turns)
+            rows += run.turns
+            digest.update(run.content)
+            has_chats = has_chats or run.is_chat
+            for given in run.sampling:
+                if given is not like:  # rows that say the same share one object
+                    sampling.setdefault(_kind(given), given)
+                    like = given
+        if shard != WHOLE:
+            rows[begin:] = [ids if shard.holds(row) else () for row, ids in enumerate(rows[begin:], begin)]
+        if len(rows) // _STRIDE > begin // _STRIDE:
+            seen(len(rows) // _STRIDE * _STRIDE)
+    require(num_prompts > 0, f"none of the {len(rows)} rows of {name} can be run: {reason}")
     return PromptIndex(
         rows=tuple(rows),
         num_requests=sum(map(len, rows)),
         num_prompts=num_prompts,
         digest=digest.hexdigest(),
-        first=tuple(first),
         has_chats=has_chats,
         sampling=tuple(sampling.values()),
     )
-
-
-def _content(prompt: Prompt | Rejected) -> bytes:
-    """All of it, for a digest; three times as fast as ``repr``, which what followed in the data may need."""
-    try:
-        return _encode(prompt)
-    except ValueError:  # a lone surrogate
-        return repr(prompt).encode()
 
 
 def _kind(sampling: Mapping[str, Any]) -> Hashable:

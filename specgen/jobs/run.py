@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 
 from specgen.config import VERSION, EngineConfig, TemplateKwargs, require, shown
@@ -42,6 +43,7 @@ from specgen.record.startup import Startup, phase, watched
 
 _LOST = "lost.jsonl"  # the requests in flight when the device was lost
 _FIRST = 32  # requests, which may all fail before the rest is given up
+_NUM_SHOWN = 2  # prompts
 _REMEDY = "name another directory, or start over with --restart, which keeps the old one"
 
 
@@ -100,7 +102,7 @@ def run(
                     run, baseline = work.answer(path)
                     status.finish(run.write_report(baseline))
                 run.export(job.format)
-        return run.result(work.index.first)
+        return run.result(work.first)
 
 
 def _prepared(
@@ -128,15 +130,7 @@ def _prepared(
 
     with phase("rows"):
         prompts = open_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts, how=job.how)
-        content = prompts.key()
-        key = None if content is None else f"{VERSION}, {content}, {job.dataset}, {job.shard}"
-        index = kept_index(path / PROMPTS, key)
-        unkept = key if index is None else None
-        if index is None:
-            read_as = f"{job.data_path}, read as {job.dataset}," if job.data_path else job.dataset
-            with rarely_collected():  # what a row leaves is no garbage
-                index = index_prompts(read_as, prompts, job.shard, seen)
-            index = replace(index, notes=tuple(prompts.notes.sentences()))
+        index, unkept = _index(job, path, prompts, seen)
     if job.engine.template_kwargs != TemplateKwargs():
         require(
             index.has_chats,
@@ -160,6 +154,9 @@ def _prepared(
         checkpoints=checkpoints,
         prompts=prompts,
         index=index,
+        first=list(
+            islice((row for row in prompts.select(index.rows) if isinstance(row, Prompt)), _NUM_SHOWN)
+        ),
         unkept=unkept,
         progress=progress,
         status=status,
@@ -167,6 +164,21 @@ def _prepared(
         shared=shared,
         startup=startup,
     )
+
+
+def _index(
+    job: Job, path: Path, prompts: PromptSet, seen: Callable[[int], None]
+) -> tuple[PromptIndex, str | None]:
+    """The index of ``prompts``, and if it is new the key under which ``path`` is to keep it, if it can."""
+    content = prompts.key()
+    key = None if content is None else f"{VERSION}, {content}, {job.dataset}, {job.shard}"
+    index = kept_index(path / PROMPTS, key)
+    if index is not None:
+        return index, None
+    read_as = f"{job.data_path}, read as {job.dataset}," if job.data_path else job.dataset
+    with rarely_collected():  # what a row leaves is no garbage
+        index = index_prompts(read_as, prompts.in_runs(), job.shard, seen)
+    return replace(index, notes=tuple(prompts.notes.sentences())), key
 
 
 def _with_rows_for(index: PromptIndex, config: EngineConfig) -> EngineConfig:
@@ -214,6 +226,7 @@ class _Work:
     checkpoints: Checkpoints
     prompts: PromptSet
     index: PromptIndex
+    first: list[Prompt]  # to be shown
     unkept: str | None  # the key under which the index is to be kept, if it is not yet
     progress: Progress
     status: Status

@@ -3,14 +3,17 @@
 from specgen.prompts.formats import DATASETS
 from specgen.prompts.load import PromptSet, load_prompts, open_prompts
 from specgen.prompts.prompt import Prompt, Rejected, failure, prompt_ids
+from specgen.prompts.shapes import PromptRun, content_of
 from specgen.text.tokenizer import Message
 
 __all__ = [
     "DATASETS",
     "Message",
     "Prompt",
+    "PromptRun",
     "PromptSet",
     "Rejected",
+    "content_of",
     "failure",
     "load_prompts",
     "open_prompts",

@@ -16,6 +16,7 @@ from specgen.text.tokenizer import Message
 SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
 _NAMES = frozenset(SAMPLING_FIELDS)
 _name_of = itemgetter(0)
+LONGEST_ID = 512  # characters
 _LIMIT = 2**63  # of the magnitude of an integer
 # Of a row: that of the prompt.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from gzip import GzipFile
 from io import BufferedReader, TextIOWrapper
-from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
@@ -15,6 +14,7 @@ from specgen.config import UserError, first_line, require, shown
 
 _LONGEST = 64 * 2**20  # bytes of a line, characters of an array element
 _CHUNK = 2**20
+_TOGETHER = 2**17  # bytes of lines
 _BOM = b"\xef\xbb\xbf"
 _BETWEEN_ROWS = re.compile(r"[ \t\r\n,]*")
 Source = BufferedReader | GzipFile
@@ -27,35 +27,65 @@ class OtherFormatError(UserError):
 
 
 class Row(NamedTuple):
-    """One row, parsed only when ``value`` is called; ``where`` as in ``line 12``."""
+    """Row ``number`` of ``place``, parsed only when ``value`` is called."""
 
-    where: str
-    value: Callable[[], Any]  # ``UserError`` for invalid JSON
+    place: str  # such as ``line``
+    number: int  # from 1
+    given: Any  # what ``parse`` takes
+    parse: Callable[[Any], Any]  # ``UserError`` for invalid JSON
+
+    @property
+    def where(self) -> str:
+        """As in ``line 12``."""
+        return f"{self.place} {self.number}"
+
+    def value(self) -> Any:  # noqa: ANN401  # JSON
+        return self.parse(self.given)
 
 
-def parsed(where: str, value: object) -> Row:
-    return Row(where=where, value=lambda: value)
+class Lines(NamedTuple):
+    """Lines that follow one another, of which all that are not blank are rows of JSON."""
+
+    place: str
+    first: int  # number
+    texts: list[bytes]
+
+    def rows(self) -> Iterator[Row]:
+        for number, line in enumerate(self.texts, self.first):
+            if text := line.removeprefix(_BOM).strip():
+                yield Row(self.place, number, text, _value)
+
+    def part(self, begin: int, end: int) -> Self:
+        """Those from index ``begin`` to before ``end``."""
+        return self._replace(first=self.first + begin, texts=self.texts[begin:end])
 
 
-def _broken(where: str, reason: str) -> Row:
-    return Row(where=where, value=partial(require, False, reason))
+def parsed(place: str, number: int, value: object) -> Row:
+    return Row(place, number, value, lambda value: value)
 
 
-def read_rows(file: Source, *, lines: bool) -> Iterator[Row]:
+def _broken(place: str, number: int, reason: str) -> Row:
+    return Row(place, number, reason, partial(require, False))
+
+
+def read_rows(file: Source, *, lines: bool) -> Iterator[Row | Lines]:
     """The rows of JSON lines, or of an array if the text starts with ``[`` and may be other than ``lines``."""
     return _read_lines(file) if lines or _first_character(file) != b"[" else _read_array(file)
 
 
-def _read_lines(file: Source) -> Iterator[Row]:
-    for number in count(1):
-        line = file.readline(_LONGEST + 1)
-        if not line:
-            return
-        if len(line) > _LONGEST:
-            _skip_line(file, line)
-            yield _broken(f"line {number}", f"not valid JSON (longer than {_LONGEST:,} bytes)")
-        elif text := line.removeprefix(_BOM).strip():
-            yield Row(where=f"line {number}", value=partial(_value, text))
+def _read_lines(file: Source) -> Iterator[Row | Lines]:
+    number = 1
+    while chunk := file.read(_TOGETHER):
+        if not chunk.endswith(b"\n"):
+            chunk += file.readline(_LONGEST + 1)
+        texts = chunk.removesuffix(b"\n").split(b"\n")
+        too_long = texts.pop() if len(texts[-1]) > _LONGEST else None
+        yield Lines("line", number, texts)
+        number += len(texts)
+        if too_long is not None:
+            _skip_line(file, chunk)
+            yield _broken("line", number, f"not valid JSON (longer than {_LONGEST:,} bytes)")
+            number += 1
 
 
 def _value(text: bytes) -> object:
@@ -63,10 +93,15 @@ def _value(text: bytes) -> object:
         value = _decode(text)
     except (msgspec.DecodeError, ValueError, RecursionError):
         return _value_or_why(text)  # takes what it refuses, such as NaN, for the error to name the field
-    # A key that is there twice leaves more of these than keys. So does one in a text: only then is it worth a look.
-    if text.count(b'":') + text.count(b'" :') > _num_keys(value):
-        return _value_or_why(text)
-    return value
+    return _value_or_why(text) if repeats_key(text, num_keys(value)) else value
+
+
+def repeats_key(text: bytes, keys: int) -> bool:
+    """Whether an object in ``text`` may have a key twice, which leaves more of these marks than ``keys``.
+
+    So does such a mark in a string: only then is it worth a look.
+    """
+    return text.count(b'":') + text.count(b'" :') > keys
 
 
 def _value_or_why(text: bytes | str) -> object:
@@ -94,7 +129,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _num_keys(value: object) -> int:
+def num_keys(value: object) -> int:
     """Of all objects in ``value``; fewer where a list begins with an integer. Not recursive: a million rows pass."""
     found, parts = 0, [value]
     for each in parts:  # grows meanwhile
@@ -115,14 +150,15 @@ def _read_array(file: Source) -> Iterator[Row]:
     number = 0
     try:
         for number, (value, text) in enumerate(_elements(file), start=1):
-            yield Row(where=f"row {number}", value=partial(_checked, value, text))
+            yield Row("row", number, (value, text), _checked)
     except UserError as error:
-        yield _broken(f"row {number + 1}", f"not valid JSON ({error}); no row after it is read")
+        yield _broken("row", number + 1, f"not valid JSON ({error}); no row after it is read")
 
 
-def _checked(value: object, text: str) -> object:
-    """``value`` of ``text``, in which no key may be there twice."""
-    return value if text.count('":') + text.count('" :') <= _num_keys(value) else _value_or_why(text)
+def _checked(element: tuple[object, str]) -> object:
+    """The value of an element of the array and its text, in which no key may be there twice."""
+    value, text = element
+    return value if text.count('":') + text.count('" :') <= num_keys(value) else _value_or_why(text)
 
 
 def _elements(file: Source) -> Iterator[tuple[object, str]]:

@@ -13,24 +13,25 @@ from typing import Any
 
 from specgen.config import UserError, bundled, require, shown
 from specgen.config.errors import did_you_mean, nearest
-from specgen.prompts.fields import SAMPLING_FIELDS, checked_text
+from specgen.prompts.fields import LONGEST_ID, SAMPLING_FIELDS, checked_text
 from specgen.prompts.formats import AS_IT_IS, DATASETS, TURNS, USERS, Format, Reading
 from specgen.prompts.json_rows import Row
 from specgen.prompts.kinds import kind_of, num_turns
 from specgen.prompts.own import CONTENT_FIELDS, is_batch
 from specgen.prompts.prompt import Prompt, Rejected, turn_ids
 from specgen.prompts.rows import HubSource, Source, read_hub, read_path, read_stream
+from specgen.prompts.shapes import PromptRun, Shapes
 
 STDIN = "-"
 _CHECK = "check its name and split, or download it elsewhere and name its file as the data set"
 _NAMES = ("bundled", *DATASETS)
 _LONGEST_REASON = 300  # characters, however long the row is
-_LONGEST_ID = 512  # characters
 _MEANT = (*CONTENT_FIELDS, *SAMPLING_FIELDS)  # what changes a text
 _KNOWN = frozenset((*_MEANT, "id", "custom_id", "category"))
 _LIKENESS = 0.82  # finds temprature and max_new_tokens, not the fields of data sets such as prompt_id
 _LONGEST_NAME = 64  # characters of a name that is compared
 _MOST = 16  # names
+_FEW = 8  # rows, of which one has a mistake
 TEXT = "a text without fields: taken as it is, without the chat template"
 
 
@@ -76,6 +77,13 @@ class Notes:
                 yield f"{rows} {note} (--prompt-field, --chat and --raw say otherwise)"
 
 
+def _is_noted(row: Mapping[str, Any] | str) -> bool:
+    """Whether ``Notes`` counts rows like this one."""
+    notes = Notes()
+    notes.see(row, by_kind=True)
+    return any(notes.sentences())
+
+
 @lru_cache(maxsize=1024)
 def _meant(name: str) -> str | None:
     return nearest(name, _MEANT, likeness=_LIKENESS) if len(name) <= _LONGEST_NAME else None
@@ -100,24 +108,46 @@ class PromptSet:
     notes: Notes = field(default_factory=Notes, init=False, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[Prompt | Rejected]:
-        num_prompts = 0
+        return (each for each in self._results(Shapes(_is_noted, most=0)) if not isinstance(each, PromptRun))
+
+    def in_runs(self) -> Iterator[Prompt | Rejected | PromptRun]:
+        """As ``__iter__``, but the valid prompts of rows alike come together, in a sixth of the time."""
+        can_match = self.is_own and self.how.prompt_field is None
+        return self._results(Shapes(_is_noted) if can_match else Shapes(_is_noted, most=0))
+
+    def _results(self, shapes: Shapes) -> Iterator[Prompt | Rejected | PromptRun]:
         self.notes.clear()
-        ids = _Ids()
-        row = None
-        for row in self.source.read():
-            result = self._parse(row, ids, self.notes)
-            num_prompts += isinstance(result, Prompt)
-            yield result
-            if num_prompts == self.num_prompts:
+        ids, left, part = _Ids(), self.num_prompts or sys.maxsize, None
+        for part in shapes.parts(self.source.read()):
+            parts = [part]  # the first one last
+            while parts and left > 0:
+                each = parts.pop()
+                if isinstance(each, Row):
+                    result = self._parse(each, ids, self.notes)
+                    if isinstance(result, Prompt):
+                        left -= 1
+                        if each is part:
+                            shapes.learn(each, result)
+                    yield result
+                elif len(each.matches) > left:
+                    parts += reversed(each.split(left))
+                elif (prompts := each.prompts(ids.claim)) is not None:
+                    left -= len(prompts.turns)
+                    yield prompts
+                elif len(each.matches) <= _FEW:
+                    parts += reversed([*each.lines.rows()])
+                else:  # one with a mistake is in one half
+                    parts += reversed(each.split(len(each.matches) // 2))
+            if left == 0:
                 break
-        require(row is not None, f"{self.name} has no rows: name a file with at least one")
+        require(part is not None, f"{self.name} has no rows: name a file with at least one")
 
     def select(self, wanted: Iterable[Sequence[str]]) -> Iterator[Prompt | Rejected]:
         """The rows with ids in ``wanted``, which has for each row the ids that ``__iter__`` gave it, or none.
 
         The others are read and not parsed.
         """
-        for row, ids in zip(self.source.read(), wanted, strict=False):
+        for row, ids in zip(self.source.rows(), wanted, strict=False):
             if ids:
                 yield self._parse(row, _KnownIds(ids=ids))
 
@@ -285,13 +315,13 @@ def _own_id(row: Mapping[str, Any], id_keys: Sequence[str]) -> str | None:
             break
     else:
         return None
-    if type(value) is str and value.isprintable() and len(value) <= _LONGEST_ID and value.strip():
+    if type(value) is str and value.isprintable() and len(value) <= LONGEST_ID and value.strip():
         return value
     if type(value) not in (str, int):  # not `require`, which would format its message for every row
         raise UserError(f"{key} is {shown(value)}: use a string or a whole number")
     row_id = checked_text(str(value), key)
-    if len(row_id) > _LONGEST_ID:
-        raise UserError(f"{key} has {len(row_id):,} characters: use at most {_LONGEST_ID}")
+    if len(row_id) > LONGEST_ID:
+        raise UserError(f"{key} has {len(row_id):,} characters: use at most {LONGEST_ID}")
     if not row_id.isprintable():
         raise UserError(f"{key} is {shown(row_id)}: use characters that can be printed")
     return row_id

@@ -19,7 +19,7 @@ from specgen.prompts.prompt import Prompt
 
 CONTENT_FIELDS = ("prompt", "messages", "prompt_token_ids")
 # Fields that change no answer. ``model`` is always the loaded one.
-_IGNORED = {
+IGNORED = {
     *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls"),
     *("prompt_cache_key", "prompt_cache_retention"),
 }
@@ -137,7 +137,7 @@ def _own_row(body: dict[str, Any], content: str) -> dict[str, Any]:
 def _sorted_out(names: tuple[str, ...], content: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Of the fields of a body those of an own row, and those that may only say what has no effect."""
     known = _KNOWN[content]
-    return tuple(name for name in names if name in known), tuple(sorted({*names} - known - _IGNORED))
+    return tuple(name for name in names if name in known), tuple(sorted({*names} - known - IGNORED))
 
 
 def _require_neutral(name: str, value: object) -> None:

@@ -17,7 +17,7 @@ from typing import IO, Any, BinaryIO
 
 from specgen.config import UserError, first_line, require, shown
 from specgen.prompts.fields import SAMPLING_FIELDS
-from specgen.prompts.json_rows import OtherFormatError, Row, parsed, read_rows
+from specgen.prompts.json_rows import Lines, OtherFormatError, Row, parsed, read_rows
 from specgen.prompts.json_rows import Source as JsonSource
 
 _PARQUET_BATCH = 1024  # rows per read
@@ -50,9 +50,14 @@ class HubSource:
 class Source:
     """Rows that ``read`` gives any number of times, of ``files``; those of the hub are unknown."""
 
-    read: Callable[[], Iterator[Row]]
+    read: Callable[[], Iterator[Row | Lines]]
     files: tuple[Path, ...] = ()
     keeps: object = None  # what ``files`` live as long as
+
+    def rows(self) -> Iterator[Row]:
+        """What ``read`` gives, row by row."""
+        for part in self.read():
+            yield from part.rows() if isinstance(part, Lines) else (part,)
 
     def digest(self) -> str | None:
         """SHA-256 of the content of all files and the kinds of their names; None without files."""
@@ -83,9 +88,7 @@ def read_hub(dataset: str, source: HubSource, remedy: str = _DOWNLOAD) -> Source
             f"dataset {dataset!r} has the splits {', '.join(map(str, values))}: name one with --split",
         )
         (values,) = values.values()
-    return Source(
-        read=lambda: (parsed(f"row {number}", value) for number, value in enumerate(values, start=1))
-    )
+    return Source(read=lambda: (parsed("row", number, value) for number, value in enumerate(values, start=1)))
 
 
 def read_path(path: Path, *, preferred: Sequence[str] = ()) -> Source:
@@ -123,13 +126,13 @@ def read_stream(stream: BinaryIO) -> Source:
     return Source(read=partial(_read_file, path), files=(path,), keeps=copy)
 
 
-def _read_files(files: Sequence[Path]) -> Iterator[Row]:
+def _read_files(files: Sequence[Path]) -> Iterator[Row | Lines]:
     for file in files:
-        for row in _read_file(file):
-            yield row if len(files) == 1 else row._replace(where=f"{file.name} {row.where}")
+        for part in _read_file(file):
+            yield part if len(files) == 1 else part._replace(place=f"{file.name} {part.place}")
 
 
-def _read_file(path: Path) -> Iterator[Row]:
+def _read_file(path: Path) -> Iterator[Row | Lines]:
     try:
         if path.suffix == ".parquet":
             yield from _read_parquet(path)
@@ -146,7 +149,7 @@ def _read_file(path: Path) -> Iterator[Row]:
         raise UserError(f"{path} cannot be read ({first_line(error)}): check that it is whole") from error
 
 
-def _read_open(file: JsonSource, path: Path) -> Iterator[Row]:
+def _read_open(file: JsonSource, path: Path) -> Iterator[Row | Lines]:
     kind = Path(path.name.removesuffix(".gz")).suffix
     if kind == ".txt" or kind in _SEPARATORS:
         # an invalid byte becomes a lone surrogate, which invalidates only the row it is in
@@ -164,7 +167,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
             batches = file.iter_batches(batch_size=_PARQUET_BATCH)
             values = chain.from_iterable(batch.to_pylist() for batch in batches)
             for number, value in enumerate(values, start=1):
-                yield parsed(f"row {number}", value)
+                yield parsed("row", number, value)
     except Exception as error:  # the library raises whatever its decoders raise
         raise UserError(first_line(error)) from error
 
@@ -178,7 +181,7 @@ def _read_csv(lines: IO[str], separator: str) -> Iterator[Row]:
         require(len(set(names)) == len(names), "two columns have the same name: rename one")
         _require_separator(names, separator)
         for number, cells in enumerate(filter(None, table), start=1):
-            yield Row(f"row {number}", lambda cells=cells: _of_cells(names, cells))  # type: ignore[misc]
+            yield Row("row", number, cells, partial(_of_cells, names))
     except csv.Error as error:
         raise UserError(f"line {table.line_num}: {error}") from error
 
@@ -211,4 +214,4 @@ def _read_text(lines: IO[str]) -> Iterator[Row]:
     """Every line that is not blank is a prompt."""
     for number, line in enumerate(lines, start=1):
         if text := line.strip():
-            yield parsed(f"line {number}", text)
+            yield parsed("line", number, text)

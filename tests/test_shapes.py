@@ -1,0 +1,188 @@
+"""Rows of one shape, checked together: the same prompts, ids, rejected rows and notes as one by one."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specgen.jobs.prompt_index import WHOLE, Shard, index_prompts
+from specgen.prompts import Prompt, PromptRun, Rejected, open_prompts
+from specgen.prompts.formats import Reading
+
+OWN = {"id": "%d", "prompt": "Say: %d"}
+FULL = {**OWN, "category": "math", "temperature": 0.5, "stop": ["x", "%"], "source": {"page": 1, "of": "a"}}
+CHAT = {"id": "%d", "messages": [{"role": "system", "content": "Hi"}, {"role": "user", "content": "%d"}]}
+BATCH = {
+    "custom_id": "%d",
+    "method": "POST",
+    "url": "/v1/chat/completions",
+    "body": {"model": "m", "messages": [{"role": "user", "content": "%d"}], "max_tokens": 9, "n": 1},
+}
+TEXTS = {"custom_id": "%d", "url": "/v1/completions", "body": {"prompt": "%d", "seed": 1}}
+NUM_ROWS = 40  # of a kind
+ODD = [
+    b"",
+    b" \t",
+    b"{",
+    b"[1]",
+    b'"a text"',
+    b'\xef\xbb\xbf{"id": "new", "prompt": "behind a byte order mark"}',
+    b'{"id": "new", "prompt": "CRLF"}\r',
+    b'{"id": "new", "prompt": "an \\"id\\": in a text", "id": "new"}',
+    b'{"id": "new", "prompt": "once", "prompt": "twice"}',
+    b'{"id": "new", "prompt": "it has \\"id\\": in it"}',
+    b'{"id": "new", "prompt": " \\u3000"}',
+    b'{"id": "new", "prompt": ""}',
+    b'{"id": "", "prompt": "x"}',
+    b'{"id": " ", "prompt": "x"}',
+    b'{"id": "a\\nb", "prompt": "x"}',
+    b'{"id": "7", "prompt": "an id that is there"}',
+    b'{"id": 7, "prompt": "and as a number"}',
+    b'{"id": 123, "prompt": "a number"}',
+    b'{"id": true, "prompt": "x"}',
+    b'{"id": null, "prompt": "x"}',
+    b'{"prompt": "x"}',
+    b'{"id": "new", "prompt": "\xff"}',
+    b'{"id": "new", "prompt": "\\ud800"}',
+    b'{"id": "new", "prompt": "\xc3\xa9\\u00e9 %d %b %"}',
+    b'{"id": "new", "prompt": "\xee\x80\x80"}',
+    b'{"id": "\xee\x80\x80", "prompt": "x"}',
+    b'{"id": "new", "prompt": "x", "temprature": 1}',
+    b'{"id": "new", "prompt": "x", "seed": 1, "seed": 2}',
+    b'{"id": "new", "prompt": "x", "turns": ["a"]}',
+    b'{"id": "new", "turns": ["a", "b"]}',
+    b'{"id": "7/turn-2", "prompt": "x"}',
+    b'{"id": "new", "prompt": "x", "question_id": 3}',
+    b'{"id": "new", "prompt_token_ids": [1]}',
+    b'{"id": "' + b"i" * 513 + b'", "prompt": "x"}',
+    json.dumps(FULL | {"id": "new", "temperature": 1}).encode(),
+    json.dumps(FULL | {"id": "new", "temperature": True}).encode(),
+    json.dumps(FULL | {"id": "new", "temperature": -1}).encode(),
+    json.dumps(FULL | {"id": "new", "category": " "}).encode(),
+    json.dumps(FULL | {"id": "new", "stop": "\ue000"}).encode(),
+    json.dumps(FULL | {"id": "new", "stop": "one", "source": {"page": 1, "of": 1}}).encode(),
+    json.dumps(FULL | {"id": "new", "stop": "x"}).encode()[:-1] + b', "stop": "x"}',
+    json.dumps(CHAT).replace("user", "assistant").encode(),
+    json.dumps(CHAT).replace("Hi", " ").encode(),
+    json.dumps(CHAT | {"messages": CHAT["messages"][1:]}).encode(),  # type: ignore[index]
+    json.dumps(BATCH).replace("POST", "GET").encode(),
+    json.dumps(BATCH).replace('"n": 1', '"n": 2').encode(),
+    json.dumps(BATCH).replace('"n": 1', '"n": null').encode(),
+    json.dumps(BATCH).replace('"m"', "3").encode(),
+    json.dumps(TEXTS).replace('"seed": 1', '"seed": "1"').encode(),
+]
+
+
+def lines_of(row: dict[str, Any], count: int = NUM_ROWS) -> list[bytes]:
+    """Rows that differ in id and texts."""
+    return [json.dumps(row).replace("%d", str(n)).encode() for n in range(count)]
+
+
+def num_together(path: Path, num_prompts: int | None = None, **how: Any) -> int:
+    """How many prompts of ``path`` come together; all is the same as one by one."""
+    prompts = open_prompts(str(path), data_path=None, num_prompts=num_prompts, how=Reading(**how))
+    one_by_one, notes = list(prompts), list(prompts.notes.sentences())
+    in_runs = list(prompts.in_runs())
+    assert list(prompts.notes.sentences()) == notes
+    assert [each for each in in_runs if isinstance(each, Rejected)] == [
+        each for each in one_by_one if isinstance(each, Rejected)
+    ]
+    if any(isinstance(each, Prompt) for each in one_by_one):
+        for shard in (WHOLE, Shard(index=1, count=3)):
+            index = index_prompts("a", in_runs, shard)
+            assert index == index_prompts("a", one_by_one, shard)
+            expected = [each for n, each in enumerate(one_by_one) if shard.holds(n)]
+            assert list(prompts.select(index.rows)) == expected
+    return sum(len(each.turns) for each in in_runs if isinstance(each, PromptRun))
+
+
+@pytest.mark.parametrize("row", [OWN, FULL, CHAT, BATCH, TEXTS])
+def test_rows_of_each_format_come_together(tmp_path: Path, row: dict[str, Any]) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines_of(row)))
+    assert num_together(tmp_path / "a.jsonl") == NUM_ROWS - 1  # the first is learnt from
+    assert num_together(tmp_path / "a.jsonl", num_prompts=7) == 6
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b"\n".join(lines_of(row))))
+    assert num_together(tmp_path / "b.jsonl.gz") == NUM_ROWS - 1
+    assert num_together(tmp_path) == NUM_ROWS - 1  # those of the second file are there already
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("row", [OWN, FULL, BATCH])
+def test_an_odd_row_is_what_it_is_alone(tmp_path: Path, row: dict[str, Any], odd: bytes) -> None:
+    lines = lines_of(row)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join([*lines[:20], odd, *lines[20:30], odd, *lines[30:]]))
+    assert num_together(path) >= NUM_ROWS - 1 - 2 * 8  # not many others are parsed
+    for num_prompts in (19, 20, 21, 25, 31, NUM_ROWS):
+        num_together(path, num_prompts=num_prompts)
+
+
+def test_settings_and_shapes_are_told_apart(tmp_path: Path) -> None:
+    kinds = (
+        FULL,
+        {**FULL, "temperature": 1},
+        {**FULL, "temperature": 1.0},
+        {**FULL, "stop": "a"},
+        {**FULL, "category": "b"},
+    )
+    mixed = [json.dumps({**kinds[n % 5], "id": f"{n}"}).encode() for n in range(100)]
+    (tmp_path / "settings.jsonl").write_bytes(b"\n".join(mixed))
+    assert num_together(tmp_path / "settings.jsonl") == 95
+    shapes = [{**OWN, "id": f"{n}", **{f"field{m}": m for m in range(n % 6)}} for n in range(120)]
+    (tmp_path / "shapes.jsonl").write_bytes(b"\n".join(json.dumps(row).encode() for row in shapes))
+    assert num_together(tmp_path / "shapes.jsonl") == 4 * 19  # no more than four are tried
+
+
+def test_a_key_that_is_there_twice_is_found_whatever_the_setting(tmp_path: Path) -> None:
+    """The quotes, or keys, that the other setting has more are as many as the repeated key has."""
+    rows = [
+        *({"id": f"a{n}", "prompt": "x", "seed": 2, "stop": ["x", "y"]} for n in range(9)),
+        *({"id": f"b{n}", "prompt": "x", "seed": 2, "stop": "x"} for n in range(9)),
+    ]
+    lines = [json.dumps(row).encode() for row in rows]
+    repeated = b'{"id": "c", "prompt": "x", "seed": 1, "seed": 2, "stop": "x"}'
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([*lines, repeated, *lines_of(OWN, 3)]))
+    assert num_together(tmp_path / "a.jsonl") == 18
+    prompts = open_prompts(str(tmp_path / "a.jsonl"), data_path=None, num_prompts=None)
+    assert [each.reason for each in prompts if isinstance(each, Rejected)] == [
+        "line 19: 'seed' is there twice in one object: keep the one that is meant"
+    ]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"temprature": 1},  # counted for a note
+        {"stop": "\ue000"},  # what stands for an id or a text while a shape is learnt
+        {"tags": [{"a": 1}]},  # a key may be there twice in another row's
+        {"entry_point": "f", "task_id": "t"},
+    ],
+)
+def test_rows_that_are_parsed_one_by_one(tmp_path: Path, field: dict[str, Any]) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines_of(OWN | field)))
+    assert num_together(tmp_path / "a.jsonl") == 0
+
+
+@pytest.mark.parametrize("how", [{"chat": True}, {"chat": False}, {"prompt_field": "prompt"}])
+def test_the_way_of_reading_is_kept(tmp_path: Path, how: dict[str, Any]) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines_of(OWN)))
+    assert num_together(tmp_path / "a.jsonl", **how) == (0 if "prompt_field" in how else NUM_ROWS - 1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_lines_with_some_bytes_changed(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    row = data.draw(st.sampled_from([OWN, FULL, CHAT, BATCH, TEXTS]))
+    lines = lines_of(row, 8)
+    for _ in range(data.draw(st.integers(1, 6))):
+        which = data.draw(st.integers(1, 7))
+        start, length = data.draw(st.integers(0, len(lines[which]))), data.draw(st.integers(0, 6))
+        other = data.draw(st.sampled_from(lines))[start : start + 9] + data.draw(st.binary(max_size=3))
+        lines[which] = lines[which][:start] + other + lines[which][start + length :]
+    path = tmp_path_factory.mktemp("lines") / "a.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    num_together(path)
