@@ -159,21 +159,12 @@ def _repeated(path: Path) -> None:
 
 EVIL = _Call(os.system, "touch evil")
 NESTED = "[" * 100_000 + "]" * 100_000
+# damage to the target's directory -> the reason
 REFUSED: dict[str, tuple[Damage, str]] = {
-    # config.json
     "config-missing": (lambda path: (path / "config.json").unlink(), "config.json cannot be read"),
-    "config-list": (_text("config.json", "[]"), "is not a JSON object"),
-    "config-not-utf8": (_text("config.json", b'{"a": "\xff"}'), "is not valid JSON"),
-    "config-nested": (_text("config.json", NESTED), "is not valid JSON"),
-    "config-long-number": (_text("config.json", '{"vocab_size": ' + "9" * 5000 + "}"), "is not valid JSON"),
     "config-100MB": (
         _text("config.json", '{"a": [' + "[]," * 33_000_000 + "[]]}"),
         "more than any such file needs",
-    ),
-    "config-pipe": (_replaced("config.json", os.mkfifo), "is not a regular file"),
-    "config-device": (
-        _replaced("config.json", lambda file: file.symlink_to("/dev/zero")),
-        "is not a regular file",
     ),
     "config-symlink-loop": (_replaced("config.json", lambda file: file.symlink_to(file)), "cannot be read"),
     "config-same-key-twice": (
@@ -224,85 +215,20 @@ REFUSED: dict[str, tuple[Damage, str]] = {
         _text("generation_config.json", '{"eos_token_id": [1, "2"]}'),
         "eos_token_id is",
     ),
-    "generation-list": (_text("generation_config.json", "[]"), "is not a JSON object"),
-    "generation-pipe": (_replaced("generation_config.json", os.mkfifo), "is not a regular file"),
-    # safetensors
     "weights-missing": (lambda path: (path / WEIGHTS).unlink(), "has no weights"),
     "weights-link-to-nothing": (
         _replaced(WEIGHTS, lambda file: file.symlink_to("nothing")),
         "has no weights",
     ),
-    "weights-directory": (_replaced(WEIGHTS, Path.mkdir), "is not a regular file"),
-    "weights-pipe": (_replaced(WEIGHTS, os.mkfifo), "is not a regular file"),
-    "weights-device": (
-        _replaced(WEIGHTS, lambda file: file.symlink_to("/dev/zero")),
-        "is not a regular file",
-    ),
-    "weights-of-passwords": (
-        _replaced(WEIGHTS, lambda file: file.symlink_to("/etc/passwd")),
-        "cannot be read as safetensors",
-    ),
-    "weights-empty": (_bytes(lambda data: b""), "cannot be read as safetensors"),
-    "header-cut": (_bytes(lambda data: data[:50]), "cannot be read as safetensors"),
-    "data-cut": (_bytes(lambda data: data[:-100]), "cannot be read as safetensors"),
-    "header-of-2^60": (
-        _bytes(lambda data: struct.pack("<Q", 1 << 60) + data[8:]),
-        "cannot be read as safetensors",
-    ),
-    "header-of-90MB": (
-        _bytes(lambda data: struct.pack("<Q", 90_000_000) + data[8:]),
-        "cannot be read as safetensors",
-    ),
-    "header-not-json": (_bytes(lambda data: _safetensors(b"hello")), "cannot be read as safetensors"),
-    "header-nested": (
-        _bytes(lambda data: _safetensors(b'{"a": ' + NESTED.encode() + b"}")),
-        "cannot be read as safetensors",
-    ),
-    "offsets-beyond": (_header(data_offsets=[0, 1 << 62]), "cannot be read as safetensors"),
-    "offsets-backward": (_header(data_offsets=[128, 0]), "cannot be read as safetensors"),
-    "offsets-overlap": (_header(data_offsets=[0, 128]), "cannot be read as safetensors"),
-    "dtype-unknown": (_header(dtype="F99"), "cannot be read as safetensors"),
-    "dtype-of-100kB": (_header(dtype="F" * 100_000), "cannot be read as safetensors"),
-    "dtype-of-other-width": (_header(dtype="F16"), "cannot be read as safetensors"),
     "dtype-float8": (_header(dtype="F8_E4M3", shape=[128]), r"has shape \[128\]"),
-    "shape-overflow": (_header(shape=[HUGE, HUGE]), "cannot be read as safetensors"),
-    "shape-negative": (_header(shape=[-32]), "cannot be read as safetensors"),
-    "shape-text": (_header(shape="32"), "cannot be read as safetensors"),
-    "shape-zero": (_header(shape=[0, HUGE]), "cannot be read as safetensors"),
     "shape-other": (_header(shape=[4, 8]), r"has shape \[4, 8\], but config.json asks for \[32\]"),
     "shape-of-1000-dims": (_header(shape=[1] * 1000 + [32]), "has shape"),
-    # the index of shards
-    "index-outside": (_index("../../../etc/passwd.safetensors"), "files beside the index"),
-    "index-absolute": (_index("/etc/passwd.safetensors"), "files beside the index"),
-    "index-parent": (_index(".."), "files beside the index"),
-    "index-other-file": (_index("config.json"), "files beside the index"),
-    "index-long-name": (_index("x" * 5000 + ".safetensors"), "which is missing"),
-    "index-nul": (_index("a\0.safetensors"), "which is missing"),
-    "index-of-numbers": (_text(INDEX, '{"weight_map": {"a": 1}}'), "files beside the index"),
     "index-list": (_text(INDEX, '{"weight_map": []}'), "has no weight_map"),
-    "index-pipe": (_replaced(INDEX, os.mkfifo), "is not a regular file"),
-    # pickles
     "pickle-of-code": (_pickled(torch.save, evil=EVIL), "imports 'posix system'"),
     "pickle-of-code-before-1.6": (_pickled(_legacy, evil=EVIL), "imports 'posix system'"),
-    "pickle-that-is-code": (
-        _pickled(lambda value, file: file.write_bytes(pickle.dumps(EVIL))),
-        "cannot be read as tensors",
-    ),
-    "pickle-pipe": (
-        lambda path: ((path / WEIGHTS).unlink(), os.mkfifo(path / PICKLE)),
-        "is not a regular file",
-    ),
-    "pickle-empty": (_pickled(_cut(torch.save, 0)), "cannot be read as tensors"),
-    "pickle-cut": (_pickled(_cut(torch.save, 20_000)), "cannot be read as tensors"),
-    "pickle-cut-before-1.6": (_pickled(_cut(_legacy, -3000)), "cannot be read as tensors"),
-    "pickle-text": (_pickled(lambda value, file: file.write_text("<html>")), "cannot be read as tensors"),
     "pickle-numbers": (
         _pickled(lambda value, file: torch.save({1: torch.ones(1)}, file)),
         "not a named tensor",
-    ),
-    "pickle-module": (
-        _pickled(lambda value, file: torch.save(torch.nn.Linear(2, 2), file)),
-        "cannot be read as tensors",
     ),
     "pickle-sparse": (
         _pickled(torch.save, model__norm__weight=torch.ones(32).to_sparse()),
@@ -319,6 +245,67 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "pickle-zip-bomb": (_pickled(_deflated(400_000_000)), "is compressed"),
     "pickle-repeated-value": (_repeated, "claim 2147"),
 }
+SAME_REASON: dict[str, dict[str, Damage]] = {
+    "cannot be read as safetensors": {
+        "weights-of-passwords": _replaced(WEIGHTS, lambda file: file.symlink_to("/etc/passwd")),
+        "weights-empty": _bytes(lambda data: b""),
+        "header-cut": _bytes(lambda data: data[:50]),
+        "data-cut": _bytes(lambda data: data[:-100]),
+        "header-of-2^60": _bytes(lambda data: struct.pack("<Q", 1 << 60) + data[8:]),
+        "header-of-90MB": _bytes(lambda data: struct.pack("<Q", 90_000_000) + data[8:]),
+        "header-not-json": _bytes(lambda data: _safetensors(b"hello")),
+        "header-nested": _bytes(lambda data: _safetensors(b'{"a": ' + NESTED.encode() + b"}")),
+        "offsets-beyond": _header(data_offsets=[0, 1 << 62]),
+        "offsets-backward": _header(data_offsets=[128, 0]),
+        "offsets-overlap": _header(data_offsets=[0, 128]),
+        "dtype-unknown": _header(dtype="F99"),
+        "dtype-of-100kB": _header(dtype="F" * 100_000),
+        "dtype-of-other-width": _header(dtype="F16"),
+        "shape-overflow": _header(shape=[HUGE, HUGE]),
+        "shape-negative": _header(shape=[-32]),
+        "shape-text": _header(shape="32"),
+        "shape-zero": _header(shape=[0, HUGE]),
+    },
+    "is not a regular file": {
+        "config-pipe": _replaced("config.json", os.mkfifo),
+        "config-device": _replaced("config.json", lambda file: file.symlink_to("/dev/zero")),
+        "generation-pipe": _replaced("generation_config.json", os.mkfifo),
+        "weights-directory": _replaced(WEIGHTS, Path.mkdir),
+        "weights-pipe": _replaced(WEIGHTS, os.mkfifo),
+        "weights-device": _replaced(WEIGHTS, lambda file: file.symlink_to("/dev/zero")),
+        "index-pipe": _replaced(INDEX, os.mkfifo),
+        "pickle-pipe": lambda path: ((path / WEIGHTS).unlink(), os.mkfifo(path / PICKLE)),
+    },
+    "files beside the index": {
+        "index-outside": _index("../../../etc/passwd.safetensors"),
+        "index-absolute": _index("/etc/passwd.safetensors"),
+        "index-parent": _index(".."),
+        "index-other-file": _index("config.json"),
+        "index-of-numbers": _text(INDEX, '{"weight_map": {"a": 1}}'),
+    },
+    "cannot be read as tensors": {
+        "pickle-that-is-code": _pickled(lambda value, file: file.write_bytes(pickle.dumps(EVIL))),
+        "pickle-empty": _pickled(_cut(torch.save, 0)),
+        "pickle-cut": _pickled(_cut(torch.save, 20_000)),
+        "pickle-cut-before-1.6": _pickled(_cut(_legacy, -3000)),
+        "pickle-text": _pickled(lambda value, file: file.write_text("<html>")),
+        "pickle-module": _pickled(lambda value, file: torch.save(torch.nn.Linear(2, 2), file)),
+    },
+    "is not valid JSON": {
+        "config-not-utf8": _text("config.json", b'{"a": "\xff"}'),
+        "config-nested": _text("config.json", NESTED),
+        "config-long-number": _text("config.json", '{"vocab_size": ' + "9" * 5000 + "}"),
+    },
+    "is not a JSON object": {
+        "config-list": _text("config.json", "[]"),
+        "generation-list": _text("generation_config.json", "[]"),
+    },
+    "which is missing": {
+        "index-long-name": _index("x" * 5000 + ".safetensors"),
+        "index-nul": _index("a\0.safetensors"),
+    },
+}
+REFUSED |= {name: (damage, reason) for reason, each in SAME_REASON.items() for name, damage in each.items()}
 
 
 def quick_and_slow(damages: dict[str, tuple[Damage, str]]) -> list[Any]:

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from specgen.checkpoints.checkpoint import build_target, mtp_part
-from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
-from specgen.checkpoints.weight_files import TensorInfo
+from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.config import EngineConfig, UserError
 from specgen.engine.build import new_cache, num_pages
 from specgen.engine.loading import load_models, open_checkpoints
@@ -19,8 +18,7 @@ from specgen.kv.pages import PageAllocator
 from specgen.models.families import family_of
 from specgen.models.model_config import LayerConfig
 from tests.commands import specgen
-from tests.test_published import GLM, PUBLISHED, tensors
-from tests.test_published import latent_tensors as glm_tensors
+from tests.test_published import GLM, PUBLISHED, checkpoint_of, latent_tensors, tensors
 
 GIB = 1 << 30
 
@@ -94,11 +92,7 @@ def test_one_sequence_more_does_not_fit(demo_path: Path, plan_of: int) -> None:
 def test_gpt_oss_on_a_gpu_of_80_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     """The published shape: 13.76 GB of weights in MXFP4, 48 KiB a token; 33 pages for 2,048 tokens and one row."""
     raw = PUBLISHED["gpt-oss-20b"][0]
-    infos = {
-        name: TensorInfo(file=Path("x"), shape=s, dtype=d)
-        for name, d, s in tensors(family_of(raw).config(raw))
-    }
-    published = Checkpoint(name="published", path=Path(), config=raw, generation={}, tensors=infos)
+    published = checkpoint_of(raw, tensors(family_of(raw).config(raw)))
     monkeypatch.setattr("specgen.engine.memory_plan.open_checkpoints", lambda config: {"model": published})
     (plan,) = memory_plans("published", None, 80 * GIB)
     assert plan.weights / 1e9 == pytest.approx(13.76, abs=0.01)
@@ -116,8 +110,7 @@ def test_gpt_oss_on_a_gpu_of_80_gib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_published_glm_fits_one_h100_with_its_mtp_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """With more than 8 GB for latents."""
-    infos = {name: TensorInfo(file=Path("x"), shape=s, dtype=d) for name, d, s in glm_tensors(GLM)}
-    published = Checkpoint(name="published", path=Path(), config=GLM, generation={}, tensors=infos)
+    published = checkpoint_of(GLM, latent_tensors(GLM))
     parts = {"model": published, "drafter": mtp_part(published)}
     monkeypatch.setattr("specgen.engine.memory_plan.open_checkpoints", lambda config: parts)
     three = memory_plans("published", "mtp", 79 * GIB)[3]

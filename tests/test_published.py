@@ -3,7 +3,7 @@
 What weights take, which ranks can share them, what heads fit; no weights.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,12 @@ from specgen.ops import reference
 from tests.marks import mostly_slow
 
 Shape = tuple[int, ...]
+
+
+def checkpoint_of(raw: dict[str, Any], tensors: Iterable[tuple[str, str, Shape]]) -> Checkpoint:
+    """One with that config and the names, dtypes and shapes of ``tensors``, and no weights."""
+    infos = {name: TensorInfo(file=Path("x"), shape=shape, dtype=dtype) for name, dtype, shape in tensors}
+    return Checkpoint(name="published", path=Path(), config=raw, generation={}, tensors=infos)
 
 
 def gpt_oss(layers: int, experts: int) -> dict[str, Any]:
@@ -144,9 +150,7 @@ PUBLISHED = {  # GB of weights and bytes of KV per token, in bfloat16
 def test_published_checkpoints_are_complete(name: str) -> None:
     raw, gigabytes, kv_bytes = PUBLISHED[name]
     config = family_of(raw).config(raw)
-    infos = {name: TensorInfo(file=Path("x"), shape=s, dtype=d) for name, d, s in tensors(config)}
-    checkpoint = Checkpoint(name="published", path=Path(), config=raw, generation={}, tensors=infos)
-    reader = TensorReader(checkpoint=checkpoint, dtype=torch.bfloat16, device=torch.device("meta"))
+    reader = TensorReader(checkpoint=checkpoint_of(raw, tensors(config)), dtype=torch.bfloat16, device=META)
     build_target(config, reader)
     assert sum(reader.taken.values()) / 1e9 == pytest.approx(gigabytes, abs=0.01)
     assert config.kv_spec.bytes_per_token(2) == kv_bytes
@@ -337,8 +341,7 @@ def latent_tensors(raw: dict[str, Any]) -> Iterator[tuple[str, str, tuple[int, .
 def test_published_latents_and_mtp_layers_are_complete(
     raw: dict[str, Any], billions: float, kv_bytes: int
 ) -> None:
-    infos = {name: TensorInfo(file=Path("x"), shape=s, dtype=d) for name, d, s in latent_tensors(raw)}
-    checkpoint = Checkpoint(name="published", path=Path(), config=raw, generation={}, tensors=infos)
+    checkpoint = checkpoint_of(raw, latent_tensors(raw))
     readers = [
         TensorReader(checkpoint=each, dtype=torch.bfloat16, device=META)
         for each in (checkpoint, mtp_part(checkpoint))
@@ -363,10 +366,7 @@ def test_published_latents_and_mtp_layers_are_complete(
 
 
 def test_deepseek_is_read_as_published() -> None:
-    infos = {name: TensorInfo(file=Path("x"), shape=s, dtype=d) for name, d, s in latent_tensors(DEEPSEEK)}
-    config = target_config(
-        Checkpoint(name="published", path=Path(), config=DEEPSEEK, generation={}, tensors=infos)
-    )
+    config = target_config(checkpoint_of(DEEPSEEK, latent_tensors(DEEPSEEK)))
     assert config.latent.scale == pytest.approx(192**-0.5 * 1.3688879454113936**2)  # 1 + 0.1 ln 40
     assert config.facts()["rotary"].endswith("cos and sin times 1")
     assert config.facts()["router"] == (
@@ -548,21 +548,16 @@ def test_published_checkpoints_are_complete_for_every_number_of_ranks(
     raw, separate, gigabytes, kv_format, fitting = FP8_CHECKPOINTS[name]
     raw = with_modelopt(raw, separate) if separate else raw
     config = family_of(raw).config(raw)
-    infos = {
-        tensor: TensorInfo(file=Path("x"), shape=shape, dtype=dtype)
-        for tensor, dtype, shape in published(config, kv_format is not None)
-    }
-    checkpoint = Checkpoint(name=name, path=Path(), config=raw, generation={}, tensors=infos)
+    checkpoint = checkpoint_of(raw, published(config, kv_format is not None))
     assert kv_scheme(checkpoint.config) == kv_format
     shapes: list[Shape] = []
     monkeypatch.setattr(reference, "fp8_linear", lambda weight, _: shapes.append(tuple(weight.data.shape)))
-    meta = torch.device("meta")
     for size in (1, 2, 4, 8, 16):
         for rank in {0, size - 1}:
             reader = TensorReader(
                 checkpoint=checkpoint,
                 dtype=torch.bfloat16,
-                device=meta,
+                device=META,
                 ranks=Ranks(rank=rank, size=size),
             )
             if size not in fitting:

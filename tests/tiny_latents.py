@@ -9,18 +9,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specgen.models.model_config import TargetConfig
-from tests.tiny_mixtures import read
+from tests.tiny_mixtures import TINY, read
+from tests.tiny_mixtures import YARN as OF_MIXTURES
 
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10_000.0,
-    "factor": 4.0,
-    "beta_fast": 4.0,
-    "beta_slow": 0.5,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.7,
-    "original_max_position_embeddings": 64,
-}
+YARN = OF_MIXTURES | {"mscale": 1.0, "mscale_all_dim": 0.7}
+del YARN["truncate"]
 
 
 def write_latent(
@@ -40,24 +33,16 @@ def write_latent(
     import transformers
 
     settings: dict[str, Any] = {
-        "vocab_size": 128,
-        "hidden_size": 64,
         "intermediate_size": 96,
         "moe_intermediate_size": 32,
         "num_hidden_layers": 3,
-        "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
         "kv_lora_rank": 24,
         "q_lora_rank": 32,
         "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 12,
         "v_head_dim": 20,
-        "max_position_embeddings": 256,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
-        "eos_token_id": 2,
-        "pad_token_id": None,
         "initializer_range": std,
     }
     if family == "deepseek":
@@ -69,7 +54,7 @@ def write_latent(
     }
     config_class, model_class = kinds[family]
     torch.manual_seed(seed)
-    model: Any = model_class(config_class(**settings | changes))
+    model: Any = model_class(config_class(**TINY | settings | changes))
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith("norm.weight"):

@@ -22,29 +22,33 @@ YARN = {
     "truncate": False,
 }
 
+TINY: dict[str, Any] = {  # what every tiny target of a family that ``transformers`` writes is like
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 256,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
 
 def write_gpt_oss(path: Path, *, std: float = 0.1, seed: int = 0, **changes: Any) -> TargetConfig:
     """A GPT-OSS of 4 layers and 6 experts, 2 per token, with sinks and gates that matter; ``changes`` of its config."""
     import transformers
 
     settings = {
-        "vocab_size": 128,
-        "hidden_size": 64,
         "intermediate_size": 32,
         "num_hidden_layers": 6,
         "num_local_experts": 6,
-        "num_experts_per_tok": 2,
-        "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
         "sliding_window": WINDOW,
-        "max_position_embeddings": 256,
         "rope_parameters": YARN,
-        "eos_token_id": 2,
-        "pad_token_id": None,
         "initializer_range": std,
     }
-    config = transformers.GptOssConfig(**settings | changes)
+    config = transformers.GptOssConfig(**TINY | settings | changes)
     torch.manual_seed(seed)
     return _save(transformers.GptOssForCausalLM(config), path)
 
@@ -54,24 +58,16 @@ def write_qwen3_moe(path: Path, *, std: float = 0.1, seed: int = 0, **changes: A
     import transformers
 
     settings = {
-        "vocab_size": 128,
-        "hidden_size": 64,
         "intermediate_size": 96,
         "moe_intermediate_size": 32,
         "num_hidden_layers": 6,
         "num_experts": 6,
-        "num_experts_per_tok": 2,
         "norm_topk_prob": True,
-        "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
-        "max_position_embeddings": 256,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
-        "eos_token_id": 2,
-        "pad_token_id": None,
         "initializer_range": std,
     }
-    config = transformers.Qwen3MoeConfig(**settings | changes)
+    config = transformers.Qwen3MoeConfig(**TINY | settings | changes)
     torch.manual_seed(seed)
     return _save(transformers.Qwen3MoeForCausalLM(config), path)
 
