@@ -203,7 +203,7 @@ def test_the_cache_is_as_large_as_the_requests_need(pair: Path, models: Models, 
     auto = replace(config, num_spec_tokens="auto", max_batch_size=1)
     need = kv_bytes(auto, models, requests)
     engine = build_engine(replace(auto, kv_memory=need, num_spec_tokens=7), models, lambda event: None)
-    costs = step_costs.measure(engine, 1, 7)
+    costs = step_costs.measure(engine, 1, DraftLength(most=7, auto=True))
     assert costs.lengths == tuple(range(8)), "short requests leave room to time the steps"
 
 

@@ -31,6 +31,7 @@ from specgen.experiments.plans import Yardstick
 from specgen.experiments.rounds import Repeats
 from specgen.experiments.throughput import table
 from specgen.experiments.turns import repeat_of
+from specgen.kv.layout import Layout
 from specgen.models.expert_counts import ExpertSize, num_touched
 from specgen.models.layers import Mixture
 from specgen.record.record_rows import EngineRow, PassRow, Touched
@@ -43,6 +44,14 @@ from tests.streams import fold, mixture_steps, pass_row, request
 KV = KVBytes(per_layer=3, windows=(None,))
 SIZE = ExpertSize(num_layers=2, num_experts=8, num_chosen=2, num_values=100, num_bytes=50)
 EXPERTS, CHOSEN = 16, 4
+
+
+def touched_of(ids: Tensor, active: list[bool], num_experts: int) -> Tensor:
+    """Of a pass in which every sequence has as many rows."""
+    tables = torch.zeros(len(active), 1, dtype=torch.int32)
+    rows = ids.shape[1] // len(active)
+    layout = Layout.uniform(tables, torch.zeros(len(active), dtype=torch.int64), rows, 16)
+    return num_touched(ids, layout, torch.tensor(active), num_experts)
 
 
 def fake_mixture(mlp: Any, calls: list[Tensor]) -> Mixture:
@@ -118,17 +127,17 @@ def decode_steps(events: Iterable[EngineRow]) -> list[PassRow]:
 
 def test_an_expert_counts_once_a_layer_and_padding_rows_do_not() -> None:
     ids = torch.tensor([[[0, 1], [1, 2], [7, 6]], [[3, 4], [3, 4], [3, 5]]])
-    assert num_touched(ids, torch.tensor([True, True, True]), 8).tolist() == [5 + 3, 5 + 3]
-    assert num_touched(ids, torch.tensor([True, True, False]), 8).tolist() == [3 + 2, 3 + 2]
-    assert num_touched(ids.int(), torch.tensor([False, False, False]), 8).tolist() == [0, 0]
+    assert touched_of(ids, [True, True, True], 8).tolist() == [5 + 3, 5 + 3]
+    assert touched_of(ids, [True, True, False], 8).tolist() == [3 + 2, 3 + 2]
+    assert touched_of(ids.int(), [False, False, False], 8).tolist() == [0, 0]
 
 
 def test_the_first_rows_of_sequences_are_those_of_a_plain_step() -> None:
     rows = [[0, 1], [1, 2], [7, 6], [1, 0], [0, 3], [1, 3]]  # two sequences of three
     ids = torch.tensor([rows])
-    assert num_touched(ids, torch.tensor([True, True]), 8).tolist() == [6, 2]
-    assert num_touched(ids, torch.tensor([False, True]), 8).tolist() == [3, 2]
-    assert num_touched(ids, torch.tensor([True, False]), 8).tolist() == [5, 2]
+    assert touched_of(ids, [True, True], 8).tolist() == [6, 2]
+    assert touched_of(ids, [False, True], 8).tolist() == [3, 2]
+    assert touched_of(ids, [True, False], 8).tolist() == [5, 2]
 
 
 @pytest.mark.parametrize("changes", [{"num_spec_tokens": 0}, {}, {"drafter_batch": "non-padded"}])
@@ -176,7 +185,7 @@ def test_a_dense_target_counts_nothing(dense: Path) -> None:
 def test_the_experts_of_independent_rows() -> None:
     size = replace(SIZE, num_experts=128, num_chosen=8)
     ids = torch.rand(2000, 5, 128, generator=torch.Generator().manual_seed(0)).topk(8).indices
-    drawn = num_touched(ids, torch.tensor([True] * 5), 128)[0] / len(ids)
+    drawn = touched_of(ids, [True] * 5, 128)[0] / len(ids)
     assert size.touched_by_chance(1) == pytest.approx(8)
     assert size.touched_by_chance(5) == pytest.approx(drawn.item(), rel=0.01)
     assert size.touched_by_chance(10_000) == pytest.approx(128)

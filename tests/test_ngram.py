@@ -16,7 +16,7 @@ from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError, ngram_length
 from specgen.config.bundled import data_directory, pair
 from specgen.core.sequence import Request
-from specgen.core.spec_length import CheapestLength, StepCosts
+from specgen.core.spec_length import BestPlan, StepCosts
 from specgen.decoding import ngram
 from specgen.decoding.ngram import lookup
 from specgen.decoding.outcome import NO_DRAFT
@@ -87,7 +87,7 @@ def test_a_search_equals_the_naive_one(longest: int, num_ids: int) -> None:
     texts = torch.randint(0, num_ids, (60, 40), generator=generator, dtype=torch.int32)
     lengths = torch.randint(1, 41, (60,), generator=generator)
     for k in range(1, 9):
-        found = lookup(texts, lengths, longest, k).tolist()
+        found = lookup(texts, lengths, longest, k)[0].tolist()
         for row, text, length in zip(found, texts.tolist(), lengths.tolist(), strict=True):
             assert row == (list(naive(text[:length], longest, k)) or [NO_DRAFT] * k), text[:length]
 
@@ -105,7 +105,7 @@ def test_a_search_equals_the_naive_one(longest: int, num_ids: int) -> None:
     ],
 )
 def test_what_is_proposed(text: list[int], drafts: list[int]) -> None:
-    found = lookup(torch.tensor([text], dtype=torch.int32), torch.tensor([len(text)]), 3, 4)[0].tolist()
+    found = lookup(torch.tensor([text], dtype=torch.int32), torch.tensor([len(text)]), 3, 4)[0][0].tolist()
     assert found == (drafts or [NO_DRAFT] * 4)
 
 
@@ -157,7 +157,7 @@ def test_rows_are_searched_in_parts(random_pair: Pair, monkeypatch: pytest.Monke
     whole = generate(random_pair, copying(12), drafter="ngram")
     sizes = set()
 
-    def counted(texts: Tensor, *asked: Any) -> Tensor:
+    def counted(texts: Tensor, *asked: Any) -> tuple[Tensor, Tensor]:
         sizes.add(len(texts))
         return lookup(texts, *asked)
 
@@ -278,12 +278,14 @@ def test_auto_falls_to_no_drafts_where_nothing_is_found(
 ) -> None:
     """A row without a draft costs as much as a rejected one, so it has to count as one there."""
     costs = StepCosts(seconds={(1, k): 1 + 0.1 * k for k in range(5)})
-    monkeypatch.setattr(
-        ngram, "lookup", lambda texts, lengths, longest, k: torch.full((len(texts), k), NO_DRAFT)
-    )
+
+    def nothing(texts: Tensor, lengths: Tensor, longest: int, k: int) -> tuple[Tensor, Tensor]:
+        return torch.full((len(texts), k), NO_DRAFT), torch.zeros(len(texts))
+
+    monkeypatch.setattr(ngram, "lookup", nothing)
     events: list[EngineRow] = []
     engine = build_engine(config_of(random_pair, drafter="ngram"), random_pair.models, events.append)
-    engine.spec_length = CheapestLength(costs)
+    engine.spec_length = BestPlan(costs)
     requests = copying(40, SamplingParams(max_tokens=30, ignore_eos=True))
     assert len(list(engine.generate(requests))) == 40
     lengths = [e.num_spec_tokens for e in events if isinstance(e, PassRow) and e.kind == "decode"]

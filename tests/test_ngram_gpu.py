@@ -39,7 +39,7 @@ def test_a_search_equals_the_naive_one(size: int, longest: int) -> None:
     generator = torch.Generator().manual_seed(size)
     texts = torch.randint(0, 3 + size // 100, (5, size), generator=generator, dtype=torch.int32)
     lengths = torch.randint(1, size + 1, (5,), generator=generator)
-    found = lookup(texts.cuda(), lengths.cuda(), longest, 8).tolist()
+    found = lookup(texts.cuda(), lengths.cuda(), longest, 8)[0].tolist()
     for row, text, length in zip(found, texts.tolist(), lengths.tolist(), strict=True):
         assert row == (list(naive(text[:length], longest, 8)) or [-1] * 8)
 

@@ -6,7 +6,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
-from specgen.core.spec_length import CheapestLength, FixedLength, RunningAcceptance, StepCosts
+from specgen.core.spec_length import BestPlan, FixedLength, RunningAcceptance, StepCosts, StepPlan
 from tests.marks import mostly_slow
 
 MOST = 7
@@ -44,7 +44,7 @@ def best(num_sequences: int, curve: Curve) -> float:
 class Decoding:
     """Steps under a policy; the results of a step are read after the next one was launched."""
 
-    def __init__(self, policy: CheapestLength, seed: int = 0) -> None:
+    def __init__(self, policy: BestPlan, seed: int = 0) -> None:
         self.policy = policy
         self.lengths: list[int] = []
         self._random = np.random.default_rng(seed)
@@ -54,9 +54,9 @@ class Decoding:
         """Tokens per second over ``num_steps``, from the expected tokens of the chosen lengths."""
         seconds = emitted = 0.0
         for _ in range(num_steps):
-            k = self.policy.choose(num_sequences)
+            k = self.policy.choose(num_sequences).num_drafts
             for drafted, accepted in self._unread:
-                self.policy.see(drafted, accepted)
+                self.policy.see((3,) * drafted, drafted, accepted)
             right = self._random.random((num_sequences, k)) < np.array(curve[:k])
             self._unread = [(k, int(many)) for many in np.cumprod(right, 1).sum(1)]
             self.lengths.append(k)
@@ -86,39 +86,46 @@ def test_costs_are_interpolated_between_measured_batch_sizes():
 # --- acceptance -----------------------------------------------------------------------------------
 
 
+def expected_tokens(acceptance: RunningAcceptance) -> list[float]:
+    """Tokens that a step with 0, 1, ... drafts is expected to give."""
+    acceptance.step()
+    survival = acceptance.survival(acceptance.chances())
+    return [1.0, *(1 + survival.mean(0).cumsum())]
+
+
 def test_observed_acceptance_outweighs_the_prior():
     acceptance = RunningAcceptance(3)
     for _ in range(100):
         for accepted in (0, 0, 1, 1, 1, 1, 3, 3, 3, 3):
-            acceptance.see(3, accepted)
-    a = acceptance.expected_tokens()
+            acceptance.see((3,) * 3, 3, accepted)
+    a = expected_tokens(acceptance)
     assert a == pytest.approx([1, 1.8, 2.2, 2.6], rel=0.02)
-    assert [acceptance.expected_tokens() for _ in range(3)] == [a] * 3  # no decay without new steps
+    assert [expected_tokens(acceptance) for _ in range(3)] == [a] * 3  # no decay without new steps
 
 
 def test_undrafted_positions_take_the_rate_of_the_last_drafted_one():
     acceptance = RunningAcceptance(4)
     for number in range(1000):
-        acceptance.see(1, number % 2)
-    assert acceptance.expected_tokens() == pytest.approx([1, 1.5, 1.75, 1.875, 1.9375], rel=0.01)
+        acceptance.see((3,), 1, number % 2)
+    assert expected_tokens(acceptance) == pytest.approx([1, 1.5, 1.75, 1.875, 1.9375], rel=0.01)
 
 
 def test_steps_without_drafts_do_not_change_the_estimate():
     seen, other = RunningAcceptance(2), RunningAcceptance(2)
     for _ in range(100):
-        seen.see(0, 0)
-    assert seen.expected_tokens() == other.expected_tokens()
+        seen.see((), 0, 0)
+    assert expected_tokens(seen) == expected_tokens(other)
 
 
 def test_one_large_step_does_not_erase_the_estimate():
     acceptance = RunningAcceptance(1)
     for _ in range(100):
         for _ in range(256):
-            acceptance.see(1, 1)
-        acceptance.expected_tokens()
+            acceptance.see((3,), 1, 1)
+        expected_tokens(acceptance)
     for _ in range(256):
-        acceptance.see(1, 0)
-    assert acceptance.expected_tokens()[1] > 1.8
+        acceptance.see((3,), 1, 0)
+    assert expected_tokens(acceptance)[1] > 1.8
 
 
 # --- the choice -----------------------------------------------------------------------------------
@@ -131,7 +138,7 @@ def test_one_large_step_does_not_erase_the_estimate():
     ),
 )
 def test_throughput_is_near_the_best_fixed_k_and_k_is_stable(rate, num_sequences):
-    curve, decoding = flat(rate), Decoding(CheapestLength(COSTS))
+    curve, decoding = flat(rate), Decoding(BestPlan(COSTS))
     found = decoding.run(STEPS, num_sequences, curve)
     assert found >= 0.97 * best(num_sequences, curve)
     assert found >= 0.98 * speed(num_sequences, 0, curve)
@@ -146,7 +153,7 @@ RISING, FALLING = (0.5, 0.6, 0.65, 0.7, 0.7, 0.7, 0.7), (0.8, 0.4, 0.2, 0.1, 0.1
     mostly_slow(product((RISING, FALLING), (1, 8, 32, 64, 128, 256)), (RISING, 64), (FALLING, 8)),
 )
 def test_acceptance_that_varies_by_position(curve, num_sequences):
-    decoding = Decoding(CheapestLength(COSTS))
+    decoding = Decoding(BestPlan(COSTS))
     assert decoding.run(STEPS, num_sequences, curve) >= 0.97 * best(num_sequences, curve)
     assert decoding.num_changes <= 30
 
@@ -161,7 +168,7 @@ def test_acceptance_that_varies_by_position(curve, num_sequences):
 )
 def test_k_follows_a_change_in_acceptance(rates, num_sequences):
     before, after = rates
-    decoding = Decoding(CheapestLength(COSTS))
+    decoding = Decoding(BestPlan(COSTS))
     decoding.run(STEPS // 2, num_sequences, flat(before))
     decoding.run(STEPS // 4, num_sequences, flat(after))  # time to adapt
     assert decoding.run(STEPS // 4, num_sequences, flat(after)) >= 0.97 * best(num_sequences, flat(after))
@@ -169,7 +176,7 @@ def test_k_follows_a_change_in_acceptance(rates, num_sequences):
 
 @pytest.mark.parametrize("rate", mostly_slow([0.3, 0.6, 0.75, 0.9], 0.75))
 def test_k_follows_a_shrinking_batch(rate):
-    curve, decoding, ideal, taken = flat(rate), Decoding(CheapestLength(COSTS)), 0.0, 0.0
+    curve, decoding, ideal, taken = flat(rate), Decoding(BestPlan(COSTS)), 0.0, 0.0
     for num_sequences in range(256, 0, -1):
         taken += num_sequences / decoding.run(8, num_sequences, curve)
         ideal += num_sequences / best(num_sequences, curve)
@@ -181,7 +188,7 @@ def test_k_follows_a_shrinking_batch(rate):
 @pytest.mark.parametrize("num_sequences", mostly_slow([1, 32, 256], 32))
 def test_exploration_takes_less_than_half_a_percent_of_the_time(num_sequences):
     """With a drafter that is never accepted, each probe is a full loss."""
-    decoding = Decoding(CheapestLength(COSTS))
+    decoding = Decoding(BestPlan(COSTS))
     decoding.run(500, num_sequences, flat(0.0))
     decoding.lengths.clear()
     decoding.run(STEPS, num_sequences, flat(0.0))
@@ -194,13 +201,13 @@ def test_k_does_not_alternate_between_equal_choices(change: Callable[[int], floa
     """The cost of each K is proportional to its tokens, so that noise decides."""
     curve = flat(0.7)
     seconds = {(size, k): tokens(k, curve) + change(k) for size in (1, 256) for k in range(MOST + 1)}
-    decoding = Decoding(CheapestLength(StepCosts(seconds=seconds)))
+    decoding = Decoding(BestPlan(StepCosts(seconds=seconds)))
     decoding.run(STEPS, 64, curve)
     assert decoding.num_changes <= 20
 
 
 def test_one_step_of_a_larger_batch_does_not_change_k():
-    decoding = Decoding(CheapestLength(COSTS))
+    decoding = Decoding(BestPlan(COSTS))
     decoding.run(100, 1, flat(0.95))
     for _ in range(20):
         decoding.run(3, 256, flat(0.95))
@@ -209,7 +216,7 @@ def test_one_step_of_a_larger_batch_does_not_change_k():
 
 
 def test_a_much_better_k_is_taken_at_once():
-    decoding = Decoding(CheapestLength(COSTS))
+    decoding = Decoding(BestPlan(COSTS))
     decoding.run(200, 1, flat(0.6))
     decoding.run(5, 256, flat(0.6))
     assert min(decoding.lengths[100:200]) > 2 >= max(decoding.lengths[200:])
@@ -218,14 +225,14 @@ def test_a_much_better_k_is_taken_at_once():
 def test_a_change_resets_what_other_lengths_would_have_saved():
     """K 1 is 70 % faster for one sequence, K 0 5 % faster for two."""
     seconds = {(1, 0): 1.0, (1, 1): 1.0, (2, 0): 1.0, (2, 1): 1.7 * 1.05}
-    length = CheapestLength(StepCosts(seconds=seconds))
-    assert [length.choose(size) for size in (2, 1, 2, 2)] == [0, 1, 1, 1]
+    length = BestPlan(StepCosts(seconds=seconds))
+    assert [length.choose(size).num_drafts for size in (2, 1, 2, 2)] == [0, 1, 1, 1]
 
 
 def test_a_gain_of_half_a_percent_does_not_change_k():
     seconds = {(1, k): 1.0 if k == 2 else 10.0 for k in range(4)}
     seconds |= {(2, 0): 9.0, (2, 1): 9.0, (2, 2): 3.0, (2, 3): 4.0 / 1.005}  # where every draft is right
-    decoding = Decoding(CheapestLength(StepCosts(seconds=seconds)))
+    decoding = Decoding(BestPlan(StepCosts(seconds=seconds)))
     decoding.run(100, 1, flat(1.0))
     decoding.run(STEPS, 2, flat(1.0))
     assert decoding.lengths.count(3) < 0.02 * STEPS
@@ -233,7 +240,7 @@ def test_a_gain_of_half_a_percent_does_not_change_k():
 
 def test_only_measured_lengths_are_chosen():
     seconds = {(size, k): cost(size, k) for size in SIZES for k in (0, 1, 3, 6)}
-    policy = CheapestLength(StepCosts(seconds=seconds))
+    policy = BestPlan(StepCosts(seconds=seconds))
     assert policy.most == 6
     decoding = Decoding(policy)
     for num_sequences in (1, 64, 256):
@@ -243,7 +250,7 @@ def test_only_measured_lengths_are_chosen():
 
 
 def test_the_choice_is_deterministic():
-    one, two = Decoding(CheapestLength(COSTS), seed=1), Decoding(CheapestLength(COSTS), seed=1)
+    one, two = Decoding(BestPlan(COSTS), seed=1), Decoding(BestPlan(COSTS), seed=1)
     for decoding in (one, two):
         decoding.run(300, 16, flat(0.6))
     assert one.lengths == two.lengths
@@ -251,6 +258,6 @@ def test_the_choice_is_deterministic():
 
 def test_a_fixed_k_never_changes():
     fixed = FixedLength(4)
-    fixed.see(4, 0)
-    assert [fixed.choose(size) for size in (1, 256)] == [4, 4]
+    fixed.see((3,) * 4, 4, 0)
+    assert [fixed.choose(size) for size in (1, 256)] == [StepPlan(num_drafts=4)] * 2
     assert fixed.most == 4

@@ -3,7 +3,7 @@
 import json
 import os
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -19,7 +19,8 @@ from specgen.config.bundled import data_directory
 from specgen.core.engine_core import EngineCore
 from specgen.core.graphs import StepGraphs
 from specgen.core.sequence import Request
-from specgen.core.spec_length import CheapestLength, StepCosts
+from specgen.core.spec_length import BestPlan, StepCosts, StepPlan
+from specgen.decoding.confidence import LEVELS
 from specgen.engine import build, step_costs
 from specgen.engine.build import build_engine
 from specgen.engine.choices import Checkpoints, resolve
@@ -45,20 +46,26 @@ from tests.tiny_mixtures import write_qwen3_moe
 GREEDY = SamplingParams(max_tokens=40)
 
 
-class AnyLength:
-    """A different K at every step."""
+class AnyPlan:
+    """Another K at every step, of which all drafts are verified, or some by chances that say nothing."""
 
-    def __init__(self, most: int) -> None:
-        self.most, self._draw = most, random.Random(3)
-        self.chosen: list[int] = []
+    def __init__(self, most: int, *, partial: bool = True) -> None:
+        self.most, self._draw, self._partial = most, random.Random(3), partial
+        self.chosen: list[StepPlan] = []
         self.seen: list[int] = []
 
-    def choose(self, num_sequences: int) -> int:
-        self.chosen.append(self._draw.randrange(self.most + 1))
+    def choose(self, num_sequences: int) -> StepPlan:
+        k = self._draw.randrange(self.most + 1)
+        quarters = (
+            self._draw.randrange(1, 4 * k) if k and self._partial and self._draw.random() < 0.7 else None
+        )
+        chances = tuple(tuple(self._draw.uniform(0.01, 0.99) for _ in LEVELS) for _ in range(self.most))
+        self.chosen.append(StepPlan(num_drafts=k, quarters=quarters, chances=chances))
         return self.chosen[-1]
 
-    def see(self, drafted: int, accepted: int) -> None:
-        self.seen.append(drafted)
+    def see(self, levels: Sequence[int], verified: int, accepted: int) -> None:
+        assert accepted <= verified <= len(levels)
+        self.seen.append(verified)
 
 
 def run(engine: EngineCore, requests: Iterable[Request]) -> dict[str, tuple[int, ...]]:
@@ -78,21 +85,24 @@ def test_k_may_change_at_every_step_without_changing_texts(
     events: list[EngineRow] = []
     config = config_of(demo_pair, num_spec_tokens=5, drafter_batch=batch, max_batch_size=6)
     engine = build_engine(config, demo_pair.models, events.append)
-    engine.spec_length = length = AnyLength(5)
+    engine.spec_length = length = AnyPlan(5)
     completions = {each.request.id: each for each in engine.generate(mixed_requests(GREEDY))}
     found = Outputs(completions=completions, passes=events)
     assert found.texts == plain.texts
     every = sorted((step for row in found.requests for step in row.steps or ()), key=lambda step: step.number)
     drafted, steps = [len(step.drafts) for step in every], found.steps
-    assert length.seen == drafted
+    assert sorted(length.seen) == sorted(drafted)
     assert set(drafted) == set(range(6))
-    assert [step.num_spec_tokens for step in steps] == length.chosen[: len(steps)]
-    assert all(step.target_rows >= step.num_sequences * (step.num_spec_tokens + 1) for step in steps)
+    for step, plan in zip(steps, length.chosen, strict=False):
+        verified = plan.num_verified(step.num_sequences)
+        assert step.num_spec_tokens == plan.num_drafts
+        assert step.num_accepted + step.num_rejected <= step.target_rows - step.num_sequences
+        assert step.target_rows >= step.num_sequences + (verified or step.num_sequences * plan.num_drafts)
     for position, each in enumerate(found.report(5).acceptance):
         assert each.drafted == sum(number > position for number in drafted)
     mixed, usual = drafts_by_position(found), drafts_by_position(fixed)
     both = mixed.keys() & usual.keys()
-    assert sum(bool(mixed[position]) for position in both) > 25
+    assert sum(bool(mixed[position]) for position in both) > 15
     for position in both:
         assert usual[position][: len(mixed[position])] == mixed[position], (
             "a head that missed a step would draft otherwise"
@@ -116,7 +126,7 @@ def test_timing_steps_leaves_no_state(random_pair: Pair) -> None:
     config = config_of(random_pair, num_spec_tokens=2, max_batch_size=6)
     engine = build_engine(config, random_pair.models, events.append)
     record, length = engine._record, engine.spec_length
-    costs = measure(engine, 6, 2)
+    costs = measure(engine, 6, DraftLength(most=2, auto=True))
     assert set(costs.seconds) == {(size, k) for size in (1, 2, 4, 6) for k in range(3)}
     assert all(0 < seconds < 5 for seconds in costs.seconds.values())
     assert (engine._record, engine.spec_length, events) == (record, length, [])
@@ -136,11 +146,11 @@ def test_all_graphs_are_captured_before_a_run_that_is_timed(
     runner = engine._runner
     runner.sizes = StepGraphs.sizes.__get__(runner)  # type: ignore[method-assign]
     runner.step = lambda key, function: (keys.add(key), function())[1]  # type: ignore[method-assign]
-    measure(engine, 6, 2)
+    measure(engine, 6, DraftLength(most=2, auto=True, uniform=True))
     timed = set(keys)
     capture_all(engine, 6, range(3))
     before = set(keys)
-    engine.spec_length = AnyLength(2)
+    engine.spec_length = AnyPlan(2, partial=False)
     run(engine, random_requests(16, 128, GREEDY))
     assert len(before) >= 3 * len(StepGraphs.sizes(runner, 6))  # type: ignore[arg-type]
     assert len(timed) == 3 * len({1, 2, 4, 6}), "what is not timed waits until it is needed"
@@ -169,7 +179,7 @@ def test_sequences_that_are_timed_touch_experts_of_their_own(
         return found
 
     monkeypatch.setattr(type(target), "forward", watched)
-    measure(engine, 8, 0)
+    measure(engine, 8, DraftLength(most=0))
     plain = [found for rows, found in touched if rows == 8]
     assert len(plain) > 5
     assert min(plain) > 4, "one sequence touches 2"
@@ -179,12 +189,12 @@ def test_sequences_that_are_timed_touch_experts_of_their_own(
 def test_batches_that_do_not_fit_are_not_timed(random_pair: Pair) -> None:
     config = config_of(random_pair, num_spec_tokens=2, max_batch_size=8, kv_memory=480_000)
     engine = build_engine(config, random_pair.models, lambda event: None)
-    sizes = {size for size, _ in measure(engine, 8, 2).seconds}
+    sizes = {size for size, _ in measure(engine, 8, DraftLength(most=2, auto=True)).seconds}
     assert {1, 2} <= sizes
     assert 8 not in sizes
     tight = build_engine(replace(config, kv_memory=10_000), random_pair.models, lambda event: None)
     with pytest.raises(UserError, match="too short to time 2 drafts: name a number"):
-        measure(tight, 1, 2)
+        measure(tight, 1, DraftLength(most=2, auto=True))
 
 
 def test_auto_picks_the_k_with_the_highest_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +216,7 @@ def test_auto_picks_the_k_with_the_highest_throughput(monkeypatch: pytest.Monkey
         monkeypatch.setattr("specgen.engine.step_costs.measure", lambda *asked, costs=costs: costs)
         events: list[EngineRow] = []
         engine = build_engine(config, models, events.append)
-        assert isinstance(engine.spec_length, CheapestLength)
+        assert isinstance(engine.spec_length, BestPlan)
         texts.append(run(engine, requests))
         steps: list[Any] = [e for e in events if isinstance(e, PassRow) and e.kind == "decode"]
         assert sum(step.num_spec_tokens == expected for step in steps) > 0.9 * len(steps)
@@ -231,7 +241,8 @@ class Machine:
     def measure(self) -> StepCosts:
         self.measured += 1
         return StepCosts(
-            seconds={(n, k): 0.01 * n + 0.001 * k + self.measured / 7 for n in self.sizes for k in (0, 1, 2)}
+            seconds={(n, k): 0.01 * n + 0.001 * k + self.measured / 7 for n in self.sizes for k in (0, 1, 2)},
+            partial={(n, part): 0.01 * n + 0.001 * part for n in self.sizes for part in (1, 4, 8)},
         )
 
 

@@ -39,20 +39,21 @@ _OUTPUT = option(
 
 
 def draft_lengths(text: str) -> tuple[DraftLength, ...]:
-    """The values of ``--k``: ``0-7,auto``; each once, in order."""
+    """The values of ``--k``: ``0-7,auto,uniform``; each once, in order."""
+    chosen = ("auto", "uniform")
     found: list[DraftLength] = []
     for part in (part.strip() for part in text.split(",")):
         first, dash, last = part.partition("-")
         ends = (first, last) if dash else (first, first)
         require(
-            part == "auto" or all(end.isascii() and end.isdecimal() for end in ends),
-            f"k is {text!r}: write numbers, ranges and auto, separated by commas, such as 0-7,auto",
+            part in chosen or all(end.isascii() and end.isdecimal() for end in ends),
+            f"k is {text!r}: write numbers, ranges, auto and uniform, separated by commas, such as 0-7,auto",
         )
         require(
-            part == "auto" or int(ends[1]) <= MOST_DRAFTS,
+            part in chosen or int(ends[1]) <= MOST_DRAFTS,
             f"k is {text!r}: use at most {MOST_DRAFTS} in {part}",
         )
-        values = ["auto"] if part == "auto" else list(range(int(ends[0]), int(ends[1]) + 1))
+        values = [part] if part in chosen else list(range(int(ends[0]), int(ends[1]) + 1))
         require(bool(values), f"k is {text!r}: {part} is empty: write the smaller number first")
         found += [DraftLength.of(value) for value in values]
     return tuple(dict.fromkeys(found))

@@ -54,12 +54,19 @@ _RENDERERS = {  # arguments of a chat template that are not the user's
 }
 
 
+DraftLengthKind = Literal["fixed", "auto", "uniform"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class DraftLength:
-    """K, the drafts per sequence and step: ``most``, or with ``auto`` the fastest at every step, up to ``most``."""
+    """K, the drafts per sequence and step: ``most``, or with ``auto`` the fastest at every step, up to ``most``.
+
+    ``auto`` also chooses how many of them are verified, the most likely ones of the batch; all with ``uniform``.
+    """
 
     most: int
     auto: bool = False
+    uniform: bool = False
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -67,21 +74,22 @@ class DraftLength:
             0 <= self.most <= MOST_DRAFTS,
             f"num-spec-tokens is {self.most}: use 1 to {MOST_DRAFTS}, or 0 for plain decoding",
         )
+        assert self.auto or not self.uniform
         require(
             not self.auto or self.most >= 1,
-            f"num-spec-tokens is auto and at most 0, which leaves no choice: use 1 to {MOST_DRAFTS}",
+            f"num-spec-tokens is {self.kind} and at most 0, which leaves no choice: use 1 to {MOST_DRAFTS}",
         )
 
     @classmethod
     def of(cls, asked: "DraftLength | int | str") -> "DraftLength":
-        """The draft length for a number, also as text, or ``auto``."""
+        """The draft length for a number, also as text, ``auto`` or ``uniform``."""
         if isinstance(asked, DraftLength):
             return asked
-        if asked == "auto":
-            return cls(most=_MAX_AUTO, auto=True)
+        if asked in ("auto", "uniform"):
+            return cls(most=_MAX_AUTO, auto=True, uniform=asked == "uniform")
         require(
             str(asked).isdecimal(),
-            f"num-spec-tokens is {shown(asked)}: use 1 to {MOST_DRAFTS}, 0 for plain decoding, or auto",
+            f"num-spec-tokens is {shown(asked)}: use 1 to {MOST_DRAFTS}, 0 for plain decoding, auto or uniform",
         )
         return cls(most=int(asked))
 
@@ -90,11 +98,15 @@ class DraftLength:
         """Every K that a step may have."""
         return tuple(range(self.most + 1)) if self.auto else (self.most,)
 
+    @property
+    def kind(self) -> DraftLengthKind:
+        return "fixed" if not self.auto else "uniform" if self.uniform else "auto"
+
     def __str__(self) -> str:
-        return f"auto, up to {self.most}" if self.auto else str(self.most)
+        return f"{self.kind}, up to {self.most}" if self.auto else str(self.most)
 
 
-NumSpecTokens = int | Literal["auto"] | DraftLength
+NumSpecTokens = int | Literal["auto", "uniform"] | DraftLength
 
 
 def ngram_length(drafter: str | None) -> int | None:
@@ -383,8 +395,9 @@ class EngineConfig:
         4,
         "Speculation",
         "Draft tokens per step, K; 0 is plain decoding; auto: at every step the fastest for the batch, by the "
-        f"measured cost of a step and the acceptance so far, up to {_MAX_AUTO}.",
-        metavar="INTEGER|auto",
+        f"measured cost of a step and the acceptance so far, up to {_MAX_AUTO}, of which those most likely to be "
+        "accepted are verified; uniform: the same, with all of them verified.",
+        metavar="INTEGER|auto|uniform",
         parse=DraftLength.of,
     )
     drafter_batch: DrafterBatchName = option(
@@ -504,7 +517,7 @@ class EngineConfig:
             del fields["kv_dtype"]
         if self.tensor_parallel == 1:
             del fields["tensor_parallel"]
-        auto = {"num_spec_tokens": length.most, "spec_length": "auto" if length.auto else "fixed"}
+        auto = {"num_spec_tokens": length.most, "spec_length": length.kind}
         return fields | auto | {"chat_template_kwargs": self.template_kwargs.values}
 
 

@@ -366,8 +366,8 @@ class EngineCore:
         self._reserve()
         if not self._scheduler.running:
             return False
-        num_drafts = self._spec_length.choose(len(self._scheduler.running))
-        launched = _attempt(lambda: self._passes.decode(num_drafts, self._waits.launch()))
+        plan = self._spec_length.choose(len(self._scheduler.running))
+        launched = _attempt(lambda: self._passes.decode(plan, self._waits.launch()))
         if launched is None:
             self._recover("decode")
             return False
@@ -450,8 +450,7 @@ class EngineCore:
     def _read_decode(self, done: Pass, found: Found, logprobs: Items[Items[Items[float]]]) -> list[Step]:
         """Returns the steps of the sequences, which keep them.
 
-        ``spec_length`` sees drafts and accepted drafts of every sequence; a draft that was missing counts there as a
-        rejected one, for its row cost as much.
+        ``spec_length`` sees them too, with the levels of all drafts.
         """
         number, k, steps = self._num_passes, done.num_drafts, list[Step]()
         for sequence, row in done.sequences:
@@ -462,8 +461,8 @@ class EngineCore:
             sequence.remove_in_flight(1, k + 1)
             emitted = sequence.append(tokens, logprobs[row])
             self._peers.see(*drafts, accepted, *tokens)
-            self._spec_length.see(k, accepted)
             proposed = drafts[: drafts.index(NO_DRAFT)] if NO_DRAFT in drafts else drafts
+            self._spec_length.see(found.levels[row], len(proposed), accepted)
             step = Step(number, proposed, accepted, emitted)
             sequence.steps.append(step)
             steps.append(step)

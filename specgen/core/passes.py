@@ -12,6 +12,7 @@ from specgen.core.packing import chunk_layout, chunk_tokens
 from specgen.core.running_batch import RunningBatch
 from specgen.core.scheduler import Chunk, Scheduler
 from specgen.core.sequence import Sequence
+from specgen.core.spec_length import StepPlan
 from specgen.core.step import StepResult, Steps
 from specgen.decoding.sampling import SamplingBatch, token_counts
 from specgen.device import HostCopy, Moment, on_device
@@ -191,14 +192,16 @@ class Passes:
         counts = token_counts(texts, self._vocab_size, self._device)
         return SamplingBatch.of(params, seeds, self._device, counts)
 
-    def decode(self, num_drafts: int, launch: Launch) -> Pass:
-        """One step of all running sequences, with ``num_drafts`` drafts each."""
+    def decode(self, plan: StepPlan, launch: Launch) -> Pass:
+        """One step of all running sequences."""
         running = self._scheduler.running
         self._batch.arrange(running)
-        num_rows = self._steps.runner.choose_rows(len(running), (num_drafts, self._batch.form))
-        result = self._steps.decode(self._batch.columns(num_rows), num_drafts)
+        num_rows = self._steps.runner.choose_rows(
+            len(running), (plan.num_drafts, plan.quarters, self._batch.form)
+        )
+        result = self._steps.decode(self._batch.columns(num_rows), plan)
         sequences: list[tuple[Sequence, int | None]] = [(each, row) for row, each in enumerate(running)]
-        return self._launched("decode", sequences, len(running), result, launch, num_drafts)
+        return self._launched("decode", sequences, len(running), result, launch, plan.num_drafts)
 
     def score(self, chunks: list[Chunk], launch: Launch) -> Pass:
         """Compute ``chunks`` of texts with the target alone, and look at every token that is asked for."""

@@ -1,12 +1,17 @@
-"""How many drafts the next decode step gets: always as many, or what pays best by measured costs and acceptance."""
+"""The drafts of the next decode step: always as many, or what pays best by measured costs and acceptance."""
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import exp
 from typing import Protocol
+
+import numpy as np
+
+from specgen.decoding.confidence import LEVELS
+from specgen.decoding.outcome import NO_DRAFT
 
 _PRIOR = 0.7  # acceptance rate of the first draft before anything is observed
 _WEIGHT = 8.0  # weight of that prior, in verify steps
@@ -14,14 +19,45 @@ _MEMORY = 100.0  # decay time of an observation, in verify steps per sequence
 _LEAST_MEMORY = 48.0  # lower bound of that decay time, in steps of the whole batch
 _MARGIN = 0.01  # relative gain below which another length is not considered better
 _PATIENCE = 0.25  # steps that another length must have saved in sum before it is taken
+# Of drafts verified of a sequence on average: few, as each is a CUDA graph for each size of a batch and each K
+_QUARTERS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24)
+_EVERY = 8  # steps between two looks at the plan, while the batch is about as large
+_SEQUENCES = 512  # whose confidence is remembered
+_LEAST_CHANCE = 0.005  # of a draft, and of its rejection
 _PROBE_SHARE = 0.004  # share of the time that may be spent on trying one length further
+
+
+Chances = tuple[
+    tuple[float, ...], ...
+]  # of a draft behind accepted ones, by position and level of confidence
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """The drafts of a step: ``num_drafts`` (K) of each sequence; all are verified, or ``quarters`` of one a sequence.
+
+    Which these are is by ``chances``: those that are most likely to be accepted, in the whole batch.
+    """
+
+    num_drafts: int
+    quarters: int | None = None
+    chances: Chances = ()
+
+    def num_verified(self, num_sequences: int) -> int | None:
+        """Drafts verified in all; None: all."""
+        return None if self.quarters is None else max(1, num_sequences * self.quarters // 4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """``seconds`` of a decode step by ``(num_sequences, K)``, as measured; several batch sizes for each K."""
+    """``seconds`` of a decode step by ``(num_sequences, K)``, as measured; several batch sizes for each K.
+
+    ``partial`` are those of steps with the largest K that verify a part of the drafts, by ``(num_sequences,
+    quarters)``, as of ``StepPlan``; empty where there are no such steps.
+    """
 
     seconds: Mapping[tuple[int, int], float]
+    partial: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -30,42 +66,66 @@ class StepCosts:
 
     def at(self, num_sequences: int, k: int) -> float:
         """Seconds of a step with ``k`` drafts: linear between measured batch sizes and beyond the largest one."""
-        sizes, seconds = self._curves[k]
-        if num_sequences <= sizes[0] or len(sizes) == 1:
-            return seconds[0]
-        right = min(bisect_left(sizes, num_sequences), len(sizes) - 1)
-        left = right - 1
-        slope = (seconds[right] - seconds[left]) / (sizes[right] - sizes[left])
-        if num_sequences > sizes[right]:
-            slope = max(slope, 0.0)  # more sequences take no less time, whatever two measurements say
-            left = right
-        return seconds[left] + slope * (num_sequences - sizes[left])
+        return _between(*self._curves[k], num_sequences)
+
+    def at_part(self, num_sequences: int, k: int, quarters: int) -> float:
+        """Seconds of a step with ``k`` drafts of which so many are verified: what fewer drafts save, and fewer rows."""
+        most = self.lengths[-1]
+        extra = max(self._partial(num_sequences, 4 * most) - self.at(num_sequences, most), 0.0)
+        saved = self._partial(num_sequences, 4 * k) - extra - self.at(num_sequences, k)
+        return self._partial(num_sequences, quarters) - max(saved, 0.0)
+
+    def _partial(self, num_sequences: int, quarters: int) -> float:
+        sizes = sorted(self._parts)
+        return _between(sizes, [_between(*self._parts[each], num_sequences) for each in sizes], quarters)
 
     @cached_property
     def _curves(self) -> dict[int, tuple[list[int], list[float]]]:
         """Of each K its measured batch sizes, ascending, and their seconds."""
-        curves: dict[int, tuple[list[int], list[float]]] = {}
-        for (num_sequences, k), seconds in sorted(self.seconds.items()):
-            sizes, times = curves.setdefault(k, ([], []))
-            sizes.append(num_sequences)
-            times.append(seconds)
-        return curves
+        return _by_second(self.seconds)
+
+    @cached_property
+    def _parts(self) -> dict[int, tuple[list[int], list[float]]]:
+        """The same of each number of quarters."""
+        return _by_second(self.partial)
+
+
+def _by_second(seconds: Mapping[tuple[int, int], float]) -> dict[int, tuple[list[int], list[float]]]:
+    curves: dict[int, tuple[list[int], list[float]]] = {}
+    for (first, second), value in sorted(seconds.items()):
+        xs, ys = curves.setdefault(second, ([], []))
+        xs.append(first)
+        ys.append(value)
+    return curves
+
+
+def _between(xs: list[int], ys: list[float], x: int) -> float:
+    """Linear between the points and beyond the last one; as the first one before it."""
+    if x <= xs[0] or len(xs) == 1:
+        return ys[0]
+    right = min(bisect_left(xs, x), len(xs) - 1)
+    left = right - 1
+    slope = (ys[right] - ys[left]) / (xs[right] - xs[left])
+    if x > xs[right]:
+        slope = max(slope, 0.0)  # more takes no less time, whatever two measurements say
+        left = right
+    return ys[left] + slope * (x - xs[left])
 
 
 class SpecLength(Protocol):
-    """Chooses before every decode step how many drafts each sequence gets, and observes how many are accepted."""
+    """Chooses before every decode step which drafts it has, and observes how many are accepted."""
 
     @property
     def most(self) -> int:
-        """The largest that ``choose`` gives."""
+        """The largest K that ``choose`` gives."""
         ...
 
-    def choose(self, num_sequences: int) -> int:
-        """K of the next decode step, which is one of ``num_sequences``; asked once per step."""
+    def choose(self, num_sequences: int) -> StepPlan:
+        """Of the next decode step, which is one of ``num_sequences``; asked once per step."""
         ...
 
-    def see(self, drafted: int, accepted: int) -> None:
-        """One sequence had ``drafted`` drafts in a step, ``accepted`` of which the target accepted."""
+    def see(self, levels: Sequence[int], verified: int, accepted: int) -> None:
+        """One sequence had drafts of so many ``levels``, of which the first were ``verified`` and ``accepted``."""
         ...
 
 
@@ -75,97 +135,180 @@ class FixedLength:
 
     most: int
 
-    def choose(self, num_sequences: int) -> int:
-        return self.most
+    def choose(self, num_sequences: int) -> StepPlan:
+        return StepPlan(num_drafts=self.most)
 
-    def see(self, drafted: int, accepted: int) -> None:
+    def see(self, levels: Sequence[int], verified: int, accepted: int) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class FixedPlan:
+    """The same drafts in every step."""
+
+    plan: StepPlan
+
+    @property
+    def most(self) -> int:
+        return self.plan.num_drafts
+
+    def choose(self, num_sequences: int) -> StepPlan:
+        return self.plan
+
+    def see(self, levels: Sequence[int], verified: int, accepted: int) -> None:
         pass
 
 
 class RunningAcceptance:
-    """The share of drafts accepted of late at each position, among the steps that accepted all before it.
+    """The share of drafts accepted of late at each position and level, among the steps that accepted all before it.
 
     What was seen counts the less the more verify steps came after it, but what a large batch gives is not forgotten
     in a few steps. What little is known of a position is filled up with the estimate of the one before it.
     """
 
     def __init__(self, most: int) -> None:
-        self._reached = [_WEIGHT, *[0.0] * (most - 1)]
-        self._accepted = [_WEIGHT * _PRIOR, *[0.0] * (most - 1)]
-        self._fresh: Counter[tuple[int, int]] = Counter()  # by drafted and accepted: not in the sums yet
-        self._num_steps = 0  # since the sums were last added to
+        self._most = most
+        shape = (most, len(LEVELS))
+        self._reached, self._accepted = np.zeros(shape), np.zeros(shape)
+        self._first = [_WEIGHT, _WEIGHT * _PRIOR]  # reached and accepted at the first position, of all levels
+        self._fresh: Counter[tuple[int, int, bool]] = (
+            Counter()
+        )  # position, level, accepted: not in the sums yet
+        self._num_fresh = 0  # verify steps of a sequence that they are of
+        self._num_steps = 0  # of the batch since the sums were last added to
+        self._levels: deque[Sequence[int]] = deque([(0,)], _SEQUENCES)
 
-    def see(self, drafted: int, accepted: int) -> None:
+    def see(self, levels: Sequence[int], verified: int, accepted: int) -> None:
         """Count one verify step of one sequence; without drafts it tells nothing."""
-        if drafted:
-            self._fresh[drafted, accepted] += 1
+        if levels:
+            self._levels.append(levels)
+            self._num_fresh += 1
+            for position in range(min(accepted + 1, verified)):  # missing drafts are not among them
+                self._fresh[position, levels[position], position < accepted] += 1
 
-    def expected_tokens(self) -> list[float]:
-        """Tokens that a step with 0, 1, ... drafts is expected to give; ``[most + 1]``. Asked once per step."""
+    def step(self) -> None:
+        """A step of the batch begins."""
         self._num_steps += 1
-        if self._fresh:
+
+    def chances(self) -> np.ndarray:
+        """Of a draft behind accepted ones, by position and level: ``[most, len(LEVELS)]``."""
+        if self._num_fresh:
             self._add_fresh()
-        tokens, all_accepted = [1.0], 1.0
-        estimate = self._accepted[0] / self._reached[0]
+        reached, accepted = self._first
+        estimate, found = np.full(len(LEVELS), accepted / reached), []
         for reached, accepted in zip(self._reached, self._accepted, strict=True):
             estimate = (accepted + _WEIGHT * estimate) / (reached + _WEIGHT)
-            all_accepted *= estimate
-            tokens.append(tokens[-1] + all_accepted)
-        return tokens
+            found.append(estimate)
+        return np.clip(found, _LEAST_CHANCE, 1 - _LEAST_CHANCE)
 
     def _add_fresh(self) -> None:
-        kept = exp(-min(self._fresh.total() / _MEMORY, self._num_steps / _LEAST_MEMORY))
-        for sums in (self._reached, self._accepted):
-            sums[:] = [kept * number for number in sums]
-        for (drafted, accepted), times in self._fresh.items():
-            for position in range(min(accepted + 1, drafted)):
-                self._reached[position] += times
-                self._accepted[position] += times * (position < accepted)
+        kept = exp(-min(self._num_fresh / _MEMORY, self._num_steps / _LEAST_MEMORY))
+        self._reached *= kept
+        self._accepted *= kept
+        self._first = [kept * number for number in self._first]
+        for (position, level, accepted), times in self._fresh.items():
+            self._reached[position, level] += times
+            self._accepted[position, level] += times * accepted
+            if position == 0:
+                self._first[0] += times
+                self._first[1] += times * accepted
         self._fresh.clear()
-        self._num_steps = 0
+        self._num_fresh = self._num_steps = 0
+
+    def survival(self, chances: np.ndarray) -> np.ndarray:
+        """Of the sequences seen last, the chance that a draft and all before it are accepted: ``[n, most]``.
+
+        A draft behind the last of a shorter K is taken to be of that one's level. A missing one has no chance.
+        """
+        most = self._most
+        rows = np.array([(*each[:most], *each[-1:] * (most - len(each))) for each in self._levels])
+        return np.cumprod(np.where(rows == NO_DRAFT, 0.0, chances[np.arange(most), rows]), 1)
 
 
-class CheapestLength:
+class BestPlan:
     """What gives most tokens per second: expected by the running acceptance, over the ``costs`` of a step.
 
-    It changes at once for what is far better, and for a little more only where that lasts, so that two lengths that
-    are alike do not alternate. Beyond the present length nothing is seen, and at 0 nothing at all: so now and then
-    one step has the next longer one. These steps, had they given no token more, would take ``_PROBE_SHARE`` of the
-    time.
+    It changes at once for what is far better, and for a little more only where that lasts, so that two plans that
+    are alike do not alternate. Beyond the present K nothing is seen, of drafts that are not verified neither, and at 0
+    nothing at all: so now and then one step verifies all drafts of the next longer K. These steps, had they given no
+    token more, would take ``_PROBE_SHARE`` of the time.
+
+    The drafts of a step are fixed before any of them is drawn, by what earlier steps have shown.
     """
 
     def __init__(self, costs: StepCosts) -> None:
         self.most = costs.lengths[-1]
         self._costs = costs
         self._acceptance = RunningAcceptance(self.most)
-        self._present: int | None = None
-        self._missed = 0.0  # steps' worth of time that another length would have saved, in steps running
+        self._present: StepPlan | None = None
+        self._planned_for = 0  # sequences
+        self._num_steps = 0  # since the plan was made
+        self._missed = 0.0  # steps' worth of time that another plan would have saved, in steps running
         self._saved = 0.0  # seconds, for the next probe
 
-    def choose(self, num_sequences: int) -> int:
-        tokens = self._acceptance.expected_tokens()
-        rates = {k: tokens[k] / self._costs.at(num_sequences, k) for k in self._costs.lengths}
-        best = max(rates, key=rates.__getitem__)
-        if self._present is None:
-            self._present = best
-        gain = rates[best] / rates[self._present] - 1
-        self._missed = self._missed + gain if gain > _MARGIN else 0.0
-        if self._missed >= _PATIENCE:
-            self._present, self._missed = best, 0.0
+    def choose(self, num_sequences: int) -> StepPlan:
+        self._acceptance.step()
+        self._num_steps += 1
+        changed = abs(num_sequences - self._planned_for) > self._planned_for // 8
+        if self._present is None or changed or self._num_steps >= _EVERY:
+            self._present = self._plan(num_sequences, self._present)
+            self._planned_for, self._num_steps = num_sequences, 0
         return self._probe(num_sequences, self._present)
 
-    def see(self, drafted: int, accepted: int) -> None:
-        self._acceptance.see(drafted, accepted)
+    def see(self, levels: Sequence[int], verified: int, accepted: int) -> None:
+        self._acceptance.see(levels, verified, accepted)
 
-    def _probe(self, num_sequences: int, present: int) -> int:
-        """The next longer length where enough was saved for a step of it, else ``present``."""
-        if present == self.most:
-            return present
-        longer = next(k for k in self._costs.lengths if k > present)
-        now = self._costs.at(num_sequences, present)
+    def _plan(self, num_sequences: int, present: StepPlan | None) -> StepPlan:
+        """The best plan where it is far better than ``present``, or was better for long."""
+        chances = self._acceptance.chances()
+        rates = self._rates(num_sequences, self._acceptance.survival(chances))
+        best = max(rates, key=rates.__getitem__)
+        now = best if present is None else (present.num_drafts, present.quarters)
+        gain = rates[best] / rates[now] - 1
+        steps = _EVERY if self._num_steps >= _EVERY else 1  # another batch may have had another plan
+        self._missed = self._missed + gain * steps if gain > _MARGIN else 0.0
+        if self._missed >= _PATIENCE:
+            now, self._missed = best, 0.0
+        k, quarters = now
+        return StepPlan(
+            num_drafts=k,
+            quarters=quarters,
+            chances=() if quarters is None else tuple(tuple(map(float, row)) for row in chances),
+        )
+
+    def _rates(self, num_sequences: int, survival: np.ndarray) -> dict[tuple[int, int | None], float]:
+        """Tokens per second of a sequence by K and quarters verified."""
+        costs, tokens = self._costs, 1 + np.cumsum(survival.mean(0))
+        rates: dict[tuple[int, int | None], float] = {
+            (k, None): (tokens[k - 1] if k else 1.0) / costs.at(num_sequences, k) for k in costs.lengths
+        }
+        if (
+            not costs.partial or num_sequences == 1
+        ):  # of one sequence the first drafts are the most likely ones
+            return rates
+        size = min(num_sequences, len(survival))
+        batches = survival[-(len(survival) // size * size) :].reshape(-1, size, self.most)
+        for k in costs.lengths[1:]:
+            drafts = np.sort(batches[:, :, :k].reshape(len(batches), -1), 1)[:, ::-1].mean(0).cumsum()
+            for quarters in (each for each in _QUARTERS if each < 4 * k):
+                count = max(1, size * quarters // 4)
+                seconds = costs.at_part(num_sequences, k, quarters)
+                rates[k, quarters] = (1 + drafts[count - 1] / size) / seconds
+        return rates
+
+    def _probe(self, num_sequences: int, present: StepPlan) -> StepPlan:
+        """All drafts of the next longer K where enough was saved for a step of it, else ``present``."""
+        k = present.num_drafts
+        if present.quarters is None:
+            if k == self.most:
+                return present
+            now = self._costs.at(num_sequences, k)
+        else:
+            now = self._costs.at_part(num_sequences, k, present.quarters)
+        longer = next((each for each in self._costs.lengths if each > k), k)
         price = self._costs.at(num_sequences, longer) - now
         self._saved += _PROBE_SHARE * now
         if self._saved < price:
             return present
         self._saved = 0.0
-        return longer
+        return StepPlan(num_drafts=longer)

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from specgen.attention import Attend, Backend
+from specgen.config import MOST_DRAFTS
 from specgen.core.graphs import Runner
 from specgen.core.packing import PromptBlocks, block_layout
 from specgen.core.running_batch import Columns
 from specgen.core.sequence import NOT_FINITE
+from specgen.core.spec_length import Chances, StepPlan
+from specgen.decoding.confidence import LEVELS, levels, most_likely
 from specgen.decoding.drafting import Drafter
-from specgen.decoding.outcome import NO_DRAFT, Drafts, DraftState, Outcome
+from specgen.decoding.outcome import NO_DRAFT, Drafts, DraftState, Outcome, no_drafts
 from specgen.decoding.sampling import (
     ACCEPT,
     EMIT,
@@ -65,15 +68,16 @@ class StepResult:
 class Found:
     """What a decode step found, on the host."""
 
-    drafts: list[list[int]]  # [B, K], see NO_DRAFT
+    drafts: list[list[int]]  # [B, K] that were verified, see NO_DRAFT
+    levels: list[list[int]]  # [B, K] of the drafter's confidence, also of what was not verified; see NO_DRAFT
     accepted: list[int]  # [B]
     tokens: list[list[int]]  # [B, K+1], see ``verify`` and NOT_FINITE
     touched: list[int]  # experts, see ``num_touched``; empty where they are not counted
 
 
-def pack(drafts: Tensor, accepted: Tensor, tokens: Tensor, touched: Tensor | None) -> Tensor:
-    """[B, K], [B], [B, K+1] and [2] or None as one matrix [B, n], which one copy takes to the host."""
-    columns = [drafts, accepted[:, None], tokens]
+def pack(drafts: Tensor, levels: Tensor, accepted: Tensor, tokens: Tensor, touched: Tensor | None) -> Tensor:
+    """[B, K] twice, [B], [B, K+1] and [2] or None as one matrix [B, n], which one copy takes to the host."""
+    columns = [drafts, levels, accepted[:, None], tokens]
     if touched is not None:
         columns.append(touched.expand(len(drafts), 2))
     return torch.cat(columns, 1)
@@ -81,13 +85,46 @@ def pack(drafts: Tensor, accepted: Tensor, tokens: Tensor, touched: Tensor | Non
 
 def unpack(numbers: list[list[int]], num_drafts: int) -> Found:
     """The rows of what ``pack`` made of a step with ``num_drafts`` (K) drafts."""
-    k, end = num_drafts, 2 * num_drafts + 2
+    k, end = num_drafts, 3 * num_drafts + 2
     return Found(
         drafts=[row[:k] for row in numbers],
-        accepted=[row[k] for row in numbers],
-        tokens=[row[k + 1 : end] for row in numbers],
+        levels=[row[k : 2 * k] for row in numbers],
+        accepted=[row[2 * k] for row in numbers],
+        tokens=[row[2 * k + 1 : end] for row in numbers],
         touched=numbers[0][end:],
     )
+
+
+class _Geometry:
+    """The rows of a verify pass: of all drafts, or, as many as ``num_verified``, of those that are most likely.
+
+    ``kept``: a layout, and what is derived from it, may be used twice; else a piece may be replayed alone.
+    """
+
+    def __init__(self, columns: Columns, plan: StepPlan, page_size: int, *, kept: bool) -> None:
+        self.num_verified = plan.num_verified(columns.num_rows)
+        self._columns = columns
+        self._query_len = plan.num_drafts + 1
+        self._page_size = page_size
+        self._layout: Layout | None = None
+        self._kept = kept
+
+    def layout(self, *lens: Tensor) -> Layout:
+        """``lens`` [B] are each sequence's rows, where ``num_verified`` is not None."""
+        if self._layout is None or not self._kept:
+            positions, tables = self._columns.state.positions, self._columns.block_tables
+            uniform = Layout.uniform(tables, positions, self._query_len, self._page_size)
+            self._layout = uniform
+            if self.num_verified is not None:
+                num_rows = len(positions) + self.num_verified
+                self._layout = replace(
+                    uniform, uniform_q=None, ragged_lens=lens[0], num_rows=num_rows, full=True
+                )
+        return self._layout
+
+    def rows(self, matrix: Tensor, layout: Layout) -> Tensor:
+        """Those of ``matrix`` [B, K + 1]."""
+        return matrix.flatten() if layout.uniform_q else matrix.flatten()[layout.padded]
 
 
 class Steps:
@@ -110,6 +147,9 @@ class Steps:
         self._experts = experts
         self.runner = runner
         self._spoilt: set[int] = set()  # pages that are to be cleared
+        # of drafts, by position and level; at an address that stays, as captured steps read it
+        self._chances = torch.zeros(MOST_DRAFTS, len(LEVELS), device=target.device)
+        self._uploaded: Chances = ()
 
     def prefill(
         self, layout: Layout, token_ids: Tensor, next_tokens: Tensor, fresh: Tensor, sampling: SamplingBatch
@@ -122,9 +162,8 @@ class Steps:
         self._clear_spoilt()
         hidden, features = self._prompts(token_ids, layout)
         last = layout.ends - 1
-        none = Drafts(tokens=last.new_empty(len(last), 0), probs=None)
-        logits = self._logits(hidden[last], sampling)[:, None]
-        chosen = self._accept(none, logits, layout.kv_lens - 1, sampling)
+        none = no_drafts(last)
+        chosen = self._accept(none, self._logits(hidden[last], sampling), layout.kv_lens - 1, sampling)
         next_tokens[last] = torch.where(fresh, chosen.tokens[:, 0], next_tokens[last])
         sampling.count(chosen.tokens, fresh)
         state, fill_rows = self._drafter.observe(
@@ -140,49 +179,62 @@ class Steps:
             numbers=chosen.shown, logprobs=chosen.logprobs, target_rows=layout.num_rows, fill_rows=fill_rows
         )
 
-    def decode(self, columns: Columns, num_drafts: int) -> StepResult:
-        """One step of every row of ``columns``, with ``num_drafts`` (K) drafts each; leaves the next state there.
+    def decode(self, columns: Columns, plan: StepPlan) -> StepResult:
+        """One step of every row of ``columns``, with the drafts of ``plan``; leaves the next state there.
 
         Without drafts the head still takes in what the target accepts, so that any later step can draft.
         """
         self._clear_spoilt()
-        key = ("step", columns.num_rows, num_drafts, columns.sampling.form)
-        return self.runner.step(key, lambda: self._decode(columns, num_drafts))
+        if plan.chances and plan.chances is not self._uploaded:
+            self._chances[: len(plan.chances)] = on_device(plan.chances, self._target.device, torch.float32)
+            self._uploaded = plan.chances
+        key = ("step", columns.num_rows, plan.num_drafts, (plan.quarters, columns.sampling.form))
+        return self.runner.step(key, lambda: self._decode(columns, plan))
 
-    def _decode(self, columns: Columns, k: int) -> StepResult:
-        state, tables, sampling = columns.state, columns.block_tables, columns.sampling
-        num_rows = columns.num_rows
+    def _decode(self, columns: Columns, plan: StepPlan) -> StepResult:
+        state, sampling, num_rows, k = columns.state, columns.sampling, columns.num_rows, plan.num_drafts
+        geometry = _Geometry(columns, plan, self._cache.page_size, kept=not self.runner.pieces_alone)
 
-        shared = Layout.uniform(tables, state.positions, k + 1, self._cache.page_size)
+        def propose() -> tuple[Drafts, Tensor]:
+            drafts = self._drafter.propose(state, k, columns.block_tables, sampling)
+            return drafts, torch.where(drafts.tokens == NO_DRAFT, NO_DRAFT, levels(drafts.confidence))
 
-        def layout() -> Layout:  # with what is derived from it, unless a piece may run alone
-            return replace(shared) if self.runner.pieces_alone else shared
-
-        def verify(drafts: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        def verify(drafts: Tensor, *lens: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
             newest = state.tokens[:, None]  # also where there is no draft: a row of a token that the text has
-            rows = torch.cat([newest, torch.where(drafts == NO_DRAFT, newest, drafts)], 1)
-            if self._experts is None:
-                hidden, features = self._forward(rows.flatten(), layout())
+            every = torch.cat([newest, torch.where(drafts == NO_DRAFT, newest, drafts)], 1)
+            layout, experts = geometry.layout(*lens), self._experts
+            if experts is None:
+                hidden, features = self._forward(geometry.rows(every, layout), layout)
                 touched = None
             else:
                 chosen = list[Tensor]()
-                hidden, features = self._forward(rows.flatten(), layout(), chosen)
-                touched = num_touched(torch.stack(chosen), columns.active, self._experts.num_experts)
-            return self._logits(hidden, sampling).view(*rows.shape, -1), features, touched
+                hidden, features = self._forward(geometry.rows(every, layout), layout, chosen)
+                touched = num_touched(torch.stack(chosen), layout, columns.active, experts.num_experts)
+            return self._logits(hidden, sampling), features, touched
 
-        def observe(features: Tensor, tokens: Tensor, keep: Tensor) -> tuple[DraftState, int]:
-            outcome = Outcome(features=features, next_tokens=tokens.flatten(), layout=layout(), keep=keep)
-            return self._drafter.observe(outcome)
+        def observe(features: Tensor, tokens: Tensor, keep: Tensor, *lens: Tensor) -> tuple[DraftState, int]:
+            layout = geometry.layout(*lens)
+            following = geometry.rows(tokens, layout)
+            return self._drafter.observe(
+                Outcome(features=features, next_tokens=following, layout=layout, keep=keep)
+            )
 
-        piece, what = self.runner.piece, (num_rows, k, sampling.form)
-        drafts = piece(("propose", *what), lambda: self._drafter.propose(state, k, tables, sampling))
-        logits, features, touched = piece(("verify", *what), verify, drafts.tokens)
-        found = self._accept(drafts, logits, state.positions, sampling)
-        next_state, fill_rows = piece(("observe", *what), observe, features, found.tokens, found.accepted + 1)
+        piece, what = self.runner.piece, (num_rows, k, (plan.quarters, sampling.form))
+        drafts, sure = piece(("propose", *what), propose)
+        lens: tuple[Tensor, ...] = ()
+        if geometry.num_verified is not None:
+            drafts, left = most_likely(drafts, sure, self._chances, columns.active, geometry.num_verified)
+            lens = (left + 1,)
+        logits, features, touched = piece(("verify", *what), verify, drafts.tokens, *lens)
+        rows = geometry.layout(*lens).rows_of(k + 1) if lens else None
+        found = self._accept(drafts, logits, state.positions, sampling, rows)
+        next_state, fill_rows = piece(
+            ("observe", *what), observe, features, found.tokens, found.accepted + 1, *lens
+        )
         result = StepResult(
-            numbers=pack(drafts.tokens, found.accepted, found.shown, touched),
+            numbers=pack(drafts.tokens, sure, found.accepted, found.shown, touched),
             logprobs=found.logprobs,
-            target_rows=num_rows * (k + 1),
+            target_rows=len(features),
             fill_rows=fill_rows,
             loop_rows=num_rows * k * self._drafter.rows_per_draft,
             experts=self._experts,
@@ -243,10 +295,27 @@ class Steps:
         share = vocabulary.share(hidden)
         return share if sampling.form.greedy_only else vocabulary.whole(share)
 
-    def _accept(self, drafts: Drafts, logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> _Verdict:
-        """Drafts against logits ``[B, K+1, V]`` (see ``_logits``) of the rows from ``positions`` ``[B]`` on."""
-        decisive = penalised(biased(logits, sampling), drafts.tokens, sampling)
-        greedy_tokens, largest = self._target.vocabulary.argmax(decisive)
+    def _accept(
+        self,
+        drafts: Drafts,
+        logits: Tensor,
+        positions: Tensor,
+        sampling: SamplingBatch,
+        rows: Tensor | None = None,
+    ) -> _Verdict:
+        """Drafts against logits of the rows from ``positions`` ``[B]`` on.
+
+        ``logits`` ``[B * (K+1), V]`` are as of ``_logits``; or those of a ragged pass, of which ``rows`` ``[B, K+1]`` are
+        each sequence's, and its last one where it has no more.
+        """
+        argmax = self._target.vocabulary.argmax
+        if rows is not None and sampling.form.greedy_only:  # logits take much memory, and it is on them alone
+            greedy_tokens, largest = (each[rows] for each in argmax(logits))
+        else:
+            num_sequences, k = drafts.tokens.shape
+            logits = logits.view(num_sequences, k + 1, -1) if rows is None else logits[rows]
+            decisive = penalised(biased(logits, sampling), drafts.tokens, sampling)
+            greedy_tokens, largest = argmax(decisive)
         if sampling.form.kind == "greedy":
             accepted, tokens = accept_greedy(drafts.tokens, greedy_tokens)
         else:

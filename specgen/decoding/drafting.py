@@ -7,7 +7,7 @@ of the K that draft, and without drafts there is none.
 """
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,8 +28,13 @@ from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
 from specgen.models.protocols import Head, MaskSlot
 
-# the target's ids of drafts [B, n], and the probabilities [B, n, Vd] they were drawn from: the verifier needs them
-Chosen = tuple[Tensor, Tensor | None]
+
+class Chosen(NamedTuple):
+    """Drafts at ``n`` positions of each sequence."""
+
+    ids: Tensor  # [B, n] of the target
+    confidence: Tensor  # [B, n]
+    probs: Tensor | None  # [B, n, Vd] they were drawn from: the verifier needs them
 
 
 class Drafter(Protocol):
@@ -73,7 +78,7 @@ class NoDrafter:
         self, state: DraftState, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch
     ) -> Drafts:
         assert num_drafts == 0
-        return no_drafts(state)
+        return no_drafts(state.tokens)
 
     def clear(self, pages: Tensor) -> None:
         pass
@@ -120,15 +125,17 @@ class HeadDrafter:
     ) -> Drafts:
         """K passes of one row per sequence, or one of K rows for a head that drafts in parallel."""
         if num_drafts == 0:
-            return no_drafts(state)
+            return no_drafts(state.tokens)
         mask = self._head.mask
         if mask is None:
             chosen = list(self._one_by_one(state, num_drafts, block_tables, sampling))
         else:
             chosen = [self._at_once(mask, state, num_drafts, block_tables, sampling)]
-        sampled = [self._to_target(probs) for _, probs in chosen if probs is not None]
+        sampled = [self._to_target(each.probs) for each in chosen if each.probs is not None]
         return Drafts(
-            tokens=torch.cat([ids for ids, _ in chosen], 1), probs=torch.cat(sampled, 1) if sampled else None
+            tokens=torch.cat([each.ids for each in chosen], 1),
+            probs=torch.cat(sampled, 1) if sampled else None,
+            confidence=torch.cat([each.confidence for each in chosen], 1),
         )
 
     def _one_by_one(
@@ -141,9 +148,9 @@ class HeadDrafter:
             head = self._head.of_pass(index)
             layout = Layout.uniform(block_tables, positions, 1, self._cache.page_size)
             hidden, normed = head.forward(ids, hidden, self._attend(layout))
-            chosen, probs = self._choose(head, normed[:, None], positions[:, None], sampling)
-            ids = chosen[:, 0]
-            yield chosen, probs
+            chosen = self._choose(head, normed[:, None], positions[:, None], sampling)
+            ids = chosen.ids[:, 0]
+            yield chosen
 
     def _at_once(
         self, mask: MaskSlot, state: DraftState, k: int, block_tables: Tensor, sampling: SamplingBatch
@@ -169,10 +176,12 @@ class HeadDrafter:
         logits = head.logits(hidden.flatten(0, 1)).view(*positions.shape, -1)
         draft_to_target = self._head.draft_to_target
         if not self._sampled_drafts:
-            return self._head.largest(logits, draft_to_target)[0], None
-        probs = draft_probs(logits, logits.argmax(-1), sampling)
+            ids, confidence = self._head.most_likely(logits, draft_to_target)
+            return Chosen(ids, confidence, None)
+        largest, confidence = self._head.most_likely(logits)
+        probs = draft_probs(logits, largest, sampling)
         drawn = draw(probs, uniform(sampling.seeds, positions + 2, DRAFT))  # for the token after the next
-        return draft_to_target[drawn], probs
+        return Chosen(draft_to_target[drawn], confidence, probs)
 
     def _to_target(self, probs: Tensor) -> Tensor:
         """Probabilities over the draft vocabulary ``[B, n, Vd]``, laid out over the target's ``[B, n, V]``."""

@@ -53,7 +53,7 @@ class NgramDrafter:
     ) -> Drafts:
         """K drafts for every sequence whose last token occurred before, none for the others."""
         if num_drafts == 0:
-            return no_drafts(state)
+            return no_drafts(state.tokens)
         width = block_tables.shape[1] * self._texts.shape[1]
         rows = max(1, _AT_ONCE // width)
         found = [
@@ -62,14 +62,16 @@ class NgramDrafter:
                 torch.split(block_tables, rows), torch.split(state.positions, rows), strict=True
             )
         ]
-        return Drafts(tokens=torch.cat(found), probs=None)
+        drafts, matched = (torch.cat(each) for each in zip(*found, strict=True))
+        confidence = (matched / self._longest)[:, None].expand_as(drafts)
+        return Drafts(tokens=drafts, probs=None, confidence=confidence)
 
     def clear(self, pages: Tensor) -> None:
         """Nothing: no id is NaN, and what lies behind the end of a text is never looked at."""
 
 
-def lookup(texts: Tensor, lengths: Tensor, longest: int, num_drafts: int) -> Tensor:
-    """Drafts ``[B, K]`` behind the first ``lengths`` ``[B]`` (at least 1) tokens of ``texts`` ``[B, L]`` int32.
+def lookup(texts: Tensor, lengths: Tensor, longest: int, num_drafts: int) -> tuple[Tensor, Tensor]:
+    """Drafts ``[B, K]``, and how many last tokens matched ``[B]``, behind the first ``lengths`` ``[B]`` (at least 1) tokens of ``texts`` ``[B, L]`` int32.
 
     They follow the latest earlier occurrence of the most last tokens, at most ``longest`` (N). Where that overlaps the
     end, the text repeats itself and the drafts go on repeating it. NO_DRAFT where not even the last token occurred.
@@ -88,4 +90,4 @@ def lookup(texts: Tensor, lengths: Tensor, longest: int, num_drafts: int) -> Ten
     end, found = best % size, best >= size
     behind = torch.arange(num_drafts, device=texts.device) % (last - end).clamp(min=1)
     drafts = texts.gather(1, torch.where(found, end + 1 + behind, 0))
-    return torch.where(found, drafts.to(torch.int64), NO_DRAFT)
+    return torch.where(found, drafts.to(torch.int64), NO_DRAFT), (best // size).squeeze(1)

@@ -61,11 +61,13 @@ class Drafts:
 
     tokens: Tensor  # [B, K] target token ids; NO_DRAFT from a sequence's first missing draft on
     probs: Tensor | None  # [B, K, V]
+    confidence: Tensor  # [B, K] float32 in [0, 1]: how sure the drafter is, see ``confidence``
 
 
-def no_drafts(state: DraftState) -> Drafts:
-    """What a step of plain decoding verifies."""
-    return Drafts(tokens=state.tokens.new_empty(len(state.tokens), 0), probs=None)
+def no_drafts(tokens: Tensor) -> Drafts:
+    """What a step of plain decoding verifies behind ``tokens`` [B]."""
+    none = tokens.new_empty(len(tokens), 0)
+    return Drafts(tokens=none, probs=None, confidence=none.float())
 
 
 @dataclass(frozen=True, kw_only=True)

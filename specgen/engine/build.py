@@ -16,7 +16,7 @@ from specgen.core.packing import BLOCK
 from specgen.core.running_batch import ROW_BYTES, RunningBatch
 from specgen.core.scheduler import Limits, Scheduler
 from specgen.core.sequence import Request
-from specgen.core.spec_length import CheapestLength, FixedLength
+from specgen.core.spec_length import BestPlan, FixedLength
 from specgen.core.step import Steps
 from specgen.decoding.drafting import Drafter, HeadDrafter, NoDrafter
 from specgen.decoding.ngram import NgramDrafter
@@ -70,10 +70,10 @@ def build_engine(
         )
     if config.draft_length.auto:
         most = min(config.max_batch_size, pages)
-        measure = partial(step_costs.measure, engine, most, config.draft_length.most)
+        measure = partial(step_costs.measure, engine, most, config.draft_length)
         with phase("step costs"):  # with a runner around it, steps take longer
             costs = measure() if around else step_costs.costs_for(config, models.checkpoints, measure)
-        engine.spec_length = CheapestLength(costs)
+        engine.spec_length = BestPlan(costs)
     return engine
 
 

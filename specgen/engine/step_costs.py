@@ -20,10 +20,11 @@ import torch
 
 from specgen.checkpoints.cache_files import cache_directory, read_cached, write_cached
 from specgen.checkpoints.tensor_reader import Checkpoint
-from specgen.config import EngineConfig, SamplingParams, require
+from specgen.config import DraftLength, EngineConfig, SamplingParams, require
 from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Request
-from specgen.core.spec_length import FixedLength, StepCosts
+from specgen.core.spec_length import FixedPlan, StepCosts, StepPlan
+from specgen.decoding.confidence import LEVELS
 from specgen.engine.choices import Checkpoints
 from specgen.ops.jit_modules import runs_on
 from specgen.record.provenance import device, machine_state, uuid, versions
@@ -38,22 +39,38 @@ _SET = ("CUDA_", "NCCL_", "TORCH", "PYTORCH", "TRITON_", "FLASHINFER_", "TRTLLM_
 _STATE = ("driver", "max_clock_mhz", "power_limit_watts")  # of a GPU, that last
 
 
-def measure(engine: EngineCore, max_batch_size: int, most: int) -> StepCosts:
-    """The costs of steps with 0 to ``most`` drafts, for ``timed_sizes``.
+def plans(length: DraftLength) -> list[StepPlan]:
+    """What is timed: steps with 0 to the largest K, and with ``auto`` some that verify a part of the largest."""
+    most = length.most
+    every = [StepPlan(num_drafts=k) for k in range(most + 1)]
+    if length.kind == "auto":
+        quarters = sorted({1, 4, 8, 16, 4 * most} & set(range(4 * most + 1)))
+        even = ((0.5,) * len(LEVELS),) * most
+        every += [StepPlan(num_drafts=most, quarters=each, chances=even) for each in quarters]
+    return every
+
+
+def measure(engine: EngineCore, max_batch_size: int, length: DraftLength) -> StepCosts:
+    """The costs of the steps of ``plans``, for ``timed_sizes``.
 
     Leaves the engine idle. Sizes for which the cache has no room are left out; ``UserError`` where not even one
     sequence has.
     """
-    seconds: dict[tuple[int, int], float] = {}
+    seconds, partial = dict[tuple[int, int], float](), dict[tuple[int, int], float]()
     for size in timed_sizes(max_batch_size):
-        times = _step_times(engine, size, range(most + 1), _UNTIMED + _TIMED)
-        seconds |= {(size, k): median(found[_UNTIMED:]) for k, found in times.items()}
+        timed = plans(length)
+        for plan, found in zip(timed, _step_times(engine, size, timed, _UNTIMED + _TIMED), strict=False):
+            taken = median(found[_UNTIMED:])
+            if plan.quarters is None:
+                seconds[size, plan.num_drafts] = taken
+            else:
+                partial[size, plan.quarters] = taken
     require(
         bool(seconds),
-        f"num-spec-tokens is auto, and the model's context or its cache is too short to time {most} drafts: "
-        "name a number",
+        f"num-spec-tokens is {length.kind}, and the model's context or its cache is too short to time {length.most} "
+        "drafts: name a number",
     )
-    return StepCosts(seconds=seconds)
+    return StepCosts(seconds=seconds, partial=partial)
 
 
 def timed_sizes(max_batch_size: int) -> list[int]:
@@ -64,29 +81,29 @@ def timed_sizes(max_batch_size: int) -> list[int]:
 def capture_all(engine: EngineCore, max_batch_size: int, lengths: Sequence[int]) -> None:
     """One step of every size and each number of drafts in ``lengths``: no later greedy step captures a CUDA graph."""
     for size in engine.sizes(max_batch_size):
-        _step_times(engine, size, lengths, 1)
+        _step_times(engine, size, [StepPlan(num_drafts=k) for k in lengths], 1)
 
 
-def positions(most: int) -> int:
-    """How long a sequence may become while steps with 0 to ``most`` drafts are timed."""
-    return _PROMPT + _new_tokens(range(most + 1), _UNTIMED + _TIMED)
+def positions(length: DraftLength) -> int:
+    """How long a sequence may become while the steps of ``plans`` are timed."""
+    return _PROMPT + _new_tokens(plans(length), _UNTIMED + _TIMED)
 
 
-def _new_tokens(lengths: Sequence[int], enough: int) -> int:
-    """What ``enough`` steps of each number of drafts may give, and as many as may be in flight."""
-    return (enough + 2) * sum(k + 1 for k in lengths)
+def _new_tokens(timed: Sequence[StepPlan], enough: int) -> int:
+    """What ``enough`` steps of each plan may give, and as many as may be in flight."""
+    return (enough + 2) * sum(plan.num_drafts + 1 for plan in timed)
 
 
-def _step_times(engine: EngineCore, size: int, lengths: Sequence[int], enough: int) -> dict[int, list[float]]:
-    """Seconds of ``enough`` steps of ``size`` sequences by the number of drafts; none where so many have no room."""
-    times: dict[int, list[float]] = {k: [] for k in lengths}
+def _step_times(engine: EngineCore, size: int, timed: Sequence[StepPlan], enough: int) -> list[list[float]]:
+    """Seconds of ``enough`` steps of ``size`` sequences by plan; none where so many have no room."""
+    times: list[list[float]] = []
 
     def record(row: EngineRow) -> None:
         if isinstance(row, PassRow) and row.kind == "decode" and row.num_sequences == size:
             # with what the device waits for the host, where that is slower
-            times[row.num_spec_tokens].append(row.seconds + row.idle)
+            times[-1].append(row.seconds + row.idle)
 
-    sampling = SamplingParams(max_tokens=_new_tokens(lengths, enough), ignore_eos=True)
+    sampling = SamplingParams(max_tokens=_new_tokens(timed, enough), ignore_eos=True)
     draw = random.Random(0)  # distinct tokens: equal sequences would share the experts that each touches
     prompts = [
         Request(
@@ -98,11 +115,13 @@ def _step_times(engine: EngineCore, size: int, lengths: Sequence[int], enough: i
     ]
     with engine.rehearsal(record):
         finished = [refused for request in prompts if (refused := engine.submit(request)) is not None]
-        for k, found in times.items():
-            engine.spec_length = FixedLength(k)
-            while len(found) < enough and not finished:
+        for plan in timed:
+            engine.spec_length = FixedPlan(plan)
+            times.append([])
+            while len(times[-1]) < enough and not finished:
                 finished = engine.step()
-    return {} if finished else times
+            finished = finished or engine.drain()  # what is in flight is of this plan
+    return [] if finished else times
 
 
 def forget() -> None:
@@ -121,17 +140,30 @@ def costs_for(config: EngineConfig, checkpoints: Checkpoints, measure: Callable[
     if key is None:
         return measure()
     points = {
-        (size, k) for size in timed_sizes(config.max_batch_size) for k in range(config.draft_length.most + 1)
+        (size, plan.num_drafts, plan.quarters)
+        for size in timed_sizes(config.max_batch_size)
+        for plan in plans(config.draft_length)
     }
     file = cache_directory(_KIND) / f"{hashlib.sha256(_text(key).encode()).hexdigest()}.json"
     kept = read_cached(file, _WHAT, partial(_checked, key=key, points=points))
     if kept is not None:
         return kept
     costs = measure()
-    if costs.seconds.keys() == points:
-        seconds = [[*point, each] for point, each in sorted(costs.seconds.items())]
-        write_cached(file, _WHAT, {"key": key, "seconds": seconds})
+    if _points(costs) == points:
+        found = {
+            name: [[*point, each] for point, each in sorted(vars(costs)[name].items())] for name in _TABLES
+        }
+        write_cached(file, _WHAT, {"key": key, **found})
     return costs
+
+
+_TABLES = ("seconds", "partial")
+
+
+def _points(costs: StepCosts) -> set[tuple[int, int, int | None]]:
+    """Size, K and quarters of each step that was timed."""
+    whole = {(size, k, None) for size, k in costs.seconds}
+    return {*whole, *((size, costs.lengths[-1], quarters) for size, quarters in costs.partial)}
 
 
 def key_of(config: EngineConfig, checkpoints: Checkpoints) -> dict[str, Any] | None:
@@ -174,12 +206,20 @@ def _source() -> str:
     return total.hexdigest()
 
 
-def _checked(found: Any, key: Mapping[str, Any], points: set[tuple[int, int]]) -> StepCosts | None:  # noqa: ANN401
+def _checked(
+    found: Any,  # noqa: ANN401
+    key: Mapping[str, Any],
+    points: set[tuple[int, int, int | None]],
+) -> StepCosts | None:
     """None for what is not of ``key`` and ``points``."""
-    seconds = {(int(size), int(k)): float(each) for size, k, each in found["seconds"]}
-    sound = all(math.isfinite(each) and each > 0 for each in seconds.values())
-    same = _text(found["key"]) == _text(key) and seconds.keys() == points
-    return StepCosts(seconds=seconds) if same and sound else None
+    tables = {
+        name: {(int(size), int(other)): float(each) for size, other, each in found[name]} for name in _TABLES
+    }
+    sound = all(math.isfinite(each) and each > 0 for table in tables.values() for each in table.values())
+    if not sound or _text(found["key"]) != _text(key):
+        return None
+    costs = StepCosts(**tables)
+    return costs if _points(costs) == points else None
 
 
 def _text(key: Any) -> str:  # noqa: ANN401

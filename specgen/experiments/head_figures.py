@@ -163,7 +163,7 @@ def _read(directory: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         f"{directory} is plain decoding, which has no acceptance to compare: give runs with a drafter",
     )
     require(
-        manifest["engine"].get("spec_length") != "auto",
+        manifest["engine"].get("spec_length", "fixed") == "fixed",
         f"{directory} chose K at every step (num-spec-tokens auto), so its length cannot be compared: generate with a "
         "fixed K",
     )

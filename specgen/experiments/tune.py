@@ -30,6 +30,7 @@ from specgen.report.table import Column, Row, Table
 from specgen.report.terminal import Part
 
 NAME = "tune"  # of its files
+_CHOSEN = ("auto", "uniform")  # by the engine at every step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ class TuneJob:
     def _arms(self, batch: int) -> Iterator[Arm]:
         each: list[dict[str, Any]] = [{"K": 0}]
         for length in (length for length in self.draft_lengths if length.most):
-            k: int | str = "auto" if length.auto else length.most
+            k: int | str = length.kind if length.auto else length.most
             if self.engine.ngram is not None:  # n-grams have no drafter batch
                 each.append({"K": k})
             else:
@@ -461,7 +462,7 @@ def _others(ranking: Ranking, arms: Mapping[str, Arm]) -> Iterator[str]:
     twins = [arm for arm, changes in others.items() if changes["K"] == k]
     for arm in twins:
         yield _beside(ranking, arm, others[arm]["drafter_batch"])
-    autos = [arm for arm, changes in others.items() if changes["K"] == "auto" and k != "auto"]
+    autos = [arm for arm, changes in others.items() if changes["K"] in _CHOSEN and changes["K"] != k]
     if autos:
         fastest = max(autos, key=lambda arm: ranking.over_best(arm).ratio)
         yield _beside(ranking, fastest, label(others[fastest]).removeprefix("K "))
@@ -502,7 +503,7 @@ def command(arm: Arm, engine: EngineConfig, workload: Workload, data_path: Path 
         words += ["--chat-template-kwargs", str(engine.template_kwargs)]
     words += ["--max-batch-size", str(config.max_batch_size)]
     length = config.draft_length
-    words += ["--num-spec-tokens", "auto" if length.auto else str(length.most)]
+    words += ["--num-spec-tokens", length.kind if length.auto else str(length.most)]
     if config.head is not None:
         words += ["--drafter-batch", config.drafter_batch]
     if workload.output_lens == "fixed":

@@ -39,6 +39,7 @@ class Layout:
     uniform_q: int | None
     ragged_lens: Tensor | None = None  # [B] int64: rows of the sequence where uniform_q is None
     host: HostLens | None = None
+    full: bool = False  # of a ragged layout: there are no padding rows
     chained: bool = (
         False  # sequences may continue one another: rows attend to KV that others of the pass write
     )
@@ -129,6 +130,16 @@ class Layout:
         if self.uniform_q is None:
             owned &= self.positions < self.kv_lens[self.sequences]
         return torch.where(owned, pages * self.page_size, 0) + offset
+
+    @cached_property
+    def padded(self) -> Tensor:
+        """Where each row is in a uniform layout of ``max_query_len`` rows a sequence, ``[rows]``."""
+        return self.sequences * self.max_query_len + self.positions - self.starts[self.sequences]
+
+    def rows_of(self, query_len: int) -> Tensor:
+        """The first ``query_len`` rows of each sequence, ``[B, query_len]``; its last one where it has fewer."""
+        offsets = torch.arange(query_len, device=self.starts.device)
+        return self.first_rows[:, None] + torch.minimum(offsets, self.query_lens[:, None] - 1)
 
     def leading(self, keep: Tensor, num_rows: int) -> tuple[Tensor, "Layout"]:
         """The first ``keep[b]`` rows of every sequence: their indices, and the ragged layout of them alone.

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specgen.kv.layout import Layout
 from specgen.models.model_config import LayerConfig
 
 _FIRST = "model.layers.{}.mlp.experts.0.gate_proj"
@@ -59,19 +60,19 @@ class ExpertSize:
         return self.num_layers * touched * self.num_bytes
 
 
-def num_touched(ids: Tensor, active: Tensor, num_experts: int) -> Tensor:
+def num_touched(ids: Tensor, layout: Layout, active: Tensor, num_experts: int) -> Tensor:
     """The distinct ``ids`` [layers, rows, k] in each layer, summed over the layers: [2] int64.
 
     The first number is that of all rows, the second that of the first row of each sequence, which is all that a plain
-    step computes. The rows are those of the sequences ``active`` [B] bool, equally many each. An expert counts once for
-    each layer, however many rows chose it. Padding rows choose as well; what no real row has chosen is not counted.
+    step computes. The rows are those of ``layout``. An expert counts once for each
+    layer, however many rows chose it. Rows of sequences that are not ``active`` [B] choose as well; what no other
+    row has chosen is not counted.
     """
     nowhere = num_experts  # a column that is left out
-    by_sequence = ids.view(len(ids), len(active), -1, ids.shape[-1]).long()
-    chosen = torch.where(active[:, None, None], by_sequence, nowhere)
+    chosen = torch.where(active[layout.sequences][:, None], ids.long(), nowhere)
     marks = torch.zeros(len(ids), num_experts + 1, dtype=torch.int32, device=ids.device)
     # all layers together: a few kernels for each layer would show in the time of a step
     marks.scatter_(1, chosen.flatten(1), 1)
-    marks.scatter_(1, chosen[:, :, 0].flatten(1), 2)
+    marks.scatter_(1, chosen[:, layout.first_rows].flatten(1), 2)
     marks = marks[:, :num_experts]
     return torch.stack(((marks > 0).sum(), (marks > 1).sum()))

@@ -12,7 +12,7 @@ from specgen.models.layers import Chosen
 from specgen.models.llama import Vocabulary
 from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.rotary import rope_of
-from specgen.ops import Largest, Ops, Rope
+from specgen.ops import MostLikely, Ops, Rope
 
 
 class Target(Protocol):
@@ -50,7 +50,7 @@ class Head(ABC):
 
     config: HeadConfig
     draft_to_target: Tensor  # [Vd] int64: the target's id of each draft id
-    largest: Largest  # of logits
+    most_likely: MostLikely  # of logits
     rope: Rope
     mask: MaskSlot | None = None  # of one that drafts all tokens in one pass
 
@@ -58,7 +58,7 @@ class Head(ABC):
     def common(config: HeadConfig, draft_to_target: Tensor, ops: Ops) -> dict[str, Any]:
         """The fields that every kind has, from its config."""
         rope = rope_of(config.rope, config.rotary_dim, ops, draft_to_target.device)
-        return {"draft_to_target": draft_to_target, "largest": ops.largest, "rope": rope}
+        return {"draft_to_target": draft_to_target, "most_likely": ops.most_likely, "rope": rope}
 
     def of_pass(self, index: int) -> Self:
         """What computes ``forward`` and ``logits`` of the pass that drafts token ``index`` of a step."""

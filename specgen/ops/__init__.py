@@ -99,6 +99,14 @@ class Largest(Protocol):
         ...
 
 
+class MostLikely(Protocol):
+    """The most likely token of each row, and its probability."""
+
+    def __call__(self, x: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As ``Largest``, with the softmax's value there in float32 in place of the logit; NaN where a row has NaN."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ops:
     """The operations of a model; every implementation rounds where ``transformers`` rounds.
@@ -120,6 +128,7 @@ class Ops:
     # concatenated with the normed x, [rows, 2 * N].
     embed_norm_concat: Callable[[Tensor, Tensor, Tensor, float], Pair]
     largest: Largest
+    most_likely: MostLikely
     rope: MakeRope
     ranks: Ranks = SINGLE_RANK  # over which ``Norm.add`` sums parts, as layers that are split need it
 

@@ -26,7 +26,7 @@ from specgen.ops.measured_choices import Tile
 from specgen.ops.reference import gated, linear, linear_float32, one_part
 from specgen.ops.rope import TritonRope
 from specgen.ops.router_kernel import fused_choice, fused_sigmoid_choice
-from specgen.ops.row_kernels import TritonEmbedNormConcat, TritonNorm, largest, silu_and_mul
+from specgen.ops.row_kernels import TritonEmbedNormConcat, TritonNorm, largest, most_likely, silu_and_mul
 from specgen.ops.skinny import skinny_gated_linear, skinny_linear
 from specgen.ops.weight import Weight
 
@@ -47,6 +47,7 @@ def cuda_ops(dtype: torch.dtype) -> Ops:
         rms_norm=TritonNorm,
         embed_norm_concat=TritonEmbedNormConcat,
         largest=largest,
+        most_likely=most_likely,
         rope=TritonRope,
     )
 

@@ -28,6 +28,7 @@ def torch_ops() -> Ops:
         rms_norm=RmsNorm,
         embed_norm_concat=embed_norm_concat,
         largest=largest,
+        most_likely=most_likely,
         rope=rope,
     )
 
@@ -36,6 +37,12 @@ def largest(x: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See ``Largest``."""
     index = x.argmax(-1)
     return index if ids is None else ids[index], x.gather(-1, index[..., None]).squeeze(-1)
+
+
+def most_likely(x: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """See ``MostLikely``."""
+    index, value = largest(x, ids)
+    return index, (value.float() - x.float().logsumexp(-1)).exp()
 
 
 def linear(weight: Weight) -> Map:

@@ -287,6 +287,7 @@ def _chunk_kernel(
     x: tl.tensor,
     best: tl.tensor,
     where: tl.tensor,
+    total: tl.tensor,
     size: int,
     CHUNK: tl.constexpr,  # noqa: N803
 ) -> None:
@@ -301,12 +302,15 @@ def _chunk_kernel(
     slot = row * tl.num_programs(1) + chunk
     tl.store(best + slot, largest)
     tl.store(where + slot, chunk * CHUNK + index)
+    if total is not None:
+        tl.store(total + slot, tl.sum(tl.exp(values - largest), 0))
 
 
 @triton.jit
 def _row_kernel(
     best: tl.tensor,
     where: tl.tensor,
+    total: tl.tensor,
     ids: tl.tensor,
     index: tl.tensor,
     value: tl.tensor,
@@ -323,11 +327,24 @@ def _row_kernel(
     if ids is not None:
         found = tl.load(ids + found)
     tl.store(index + row, found)
-    tl.store(value + row, largest)
+    if total is not None:
+        totals = tl.load(total + row * num_chunks + chunks, chunks < num_chunks, 0)
+        tl.store(value + row, 1 / tl.sum(totals * tl.exp(values - largest), 0))
+    else:
+        tl.store(value + row, largest)
 
 
 def largest(x: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See ``Largest``; the maximum in float32, of a row with NaN infinite."""
+    return _largest(x, ids, probability=False)
+
+
+def most_likely(x: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """See ``MostLikely``: the sum of the softmax is taken on the way, in the kernels of ``largest``."""
+    return _largest(x, ids, probability=True)
+
+
+def _largest(x: Tensor, ids: Tensor | None, *, probability: bool) -> tuple[Tensor, Tensor]:
     size = x.shape[-1]
     index = torch.empty(x.shape[:-1], dtype=torch.int64, device=x.device)
     value = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
@@ -336,7 +353,9 @@ def largest(x: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         assert x.is_contiguous(), "rows must be contiguous"
         best = torch.empty(rows, num_chunks, dtype=torch.float32, device=x.device)
         where = torch.empty(rows, num_chunks, dtype=torch.int32, device=x.device)
-        _chunk_kernel[(rows, num_chunks)](x, best, where, size, CHUNK=_CHUNK, num_warps=4, **PDL)
+        total = torch.empty_like(best) if probability else None
+        _chunk_kernel[(rows, num_chunks)](x, best, where, total, size, CHUNK=_CHUNK, num_warps=4, **PDL)
         block = triton.next_power_of_2(num_chunks)
-        _row_kernel[(rows,)](best, where, ids, index, value, num_chunks, BLOCK=block, num_warps=1, **PDL)
+        args = (best, where, total, ids, index, value, num_chunks)
+        _row_kernel[(rows,)](*args, BLOCK=block, num_warps=1, **PDL)
     return index, value

@@ -217,7 +217,7 @@ def _settings(manifest: Mapping[str, Any]) -> Row:
     k = engine["num_spec_tokens"]
     drafter = checkpoint_name(_text(engine["drafter"])) if k else "plain decoding"
     is_head = k and ngram_length(drafter) is None
-    auto = engine.get("spec_length") == "auto"
+    kind = engine.get("spec_length", "fixed")
     shard = data.get("shard", WHOLE)
     source = Path(_text(data["dataset"])).name if "dataset" in data else ", ".join(data["tasks"])
     return {
@@ -225,7 +225,7 @@ def _settings(manifest: Mapping[str, Any]) -> Row:
         "when": _when(manifest["created"]),
         "model": checkpoint_name(_text(manifest.get("served_model_name", engine["model"]))),
         "drafter": f"{drafter}, {engine['drafter_batch']}" if is_head else drafter,
-        "k": "auto" if auto else _number(k),
+        "k": _number(k) if kind == "fixed" else _text(kind),
     }
 
 

@@ -28,7 +28,8 @@ def _drafting(engine: Mapping[str, Any]) -> str:
     drafter, length = engine.get("drafter"), engine["num_spec_tokens"]
     if drafter is None or length == 0:
         return "alone"
-    k = "auto" if engine.get("spec_length") == "auto" else length
+    kind = engine.get("spec_length", "fixed")
+    k = length if kind == "fixed" else kind
     batch = "" if ngram_length(drafter) is not None else f", {engine['drafter_batch']}"
     return f"with {checkpoint_name(drafter)} (K {k}{batch})"
 
