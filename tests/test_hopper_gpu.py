@@ -4,7 +4,7 @@ GEMMs in FP8 are in test_fp8_gpu.py. 80 s, compiled.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import pytest
@@ -223,6 +223,26 @@ def test_all_lengths_windows_and_sinks(shape: tuple[int, int, int], query_len: i
         world = World.of(lens, query_len, shape, page_size)
         for window, sinks in ((None, False), (128, True), (7, False)):
             check(world, layer_of(shape, window, sinks=sinks))
+
+
+@pytest.mark.parametrize(("shape", "query_len"), [each for each in cases() if each[1] in (2, 5, 8, 16)])
+def test_sequences_with_fewer_rows(shape: tuple[int, int, int], query_len: int) -> None:
+    for lens, (window, sinks) in product(LENS, ((None, False), (128, True))):
+        world, layer = World.of(lens, query_len, shape, 64), layer_of(shape, window, sinks=sinks)
+        exact, _, _ = world.expected(layer)
+        counts = torch.tensor([1 + 3 * row % query_len for row in range(len(lens))], device=CUDA)
+        layout = replace(
+            world.layout, uniform_q=None, ragged_lens=counts, num_rows=int(counts.sum()), full=True
+        )
+        rows = layout.padded
+        keys, values = world.keys.clone(), world.values.clone()
+        kernel = HopperDecode(layout=layout, rope=world.rope)  # type: ignore[arg-type]
+        out = kernel(layer, world.qkv[rows], keys, values)
+        torch.testing.assert_close(out.float(), exact[rows], rtol=0.02, atol=0.02)
+        written, values_too = world.keys.clone(), world.values.clone()
+        world.rope(layout)(world.qkv[rows], written, values_too)  # type: ignore[operator]
+        assert torch.equal(keys[1:].view(torch.int16), written[1:].view(torch.int16))
+        assert torch.equal(values[1:].view(torch.int16), values_too[1:].view(torch.int16))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16])

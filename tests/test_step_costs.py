@@ -462,8 +462,8 @@ def test_an_engine_takes_what_is_kept(
     first = build_engine(config, random_pair.models, lambda event: None).spec_length
     monkeypatch.setattr(build.step_costs, "measure", lambda *asked: pytest.fail("measured again"))
     second = build_engine(config, random_pair.models, lambda event: None).spec_length
-    assert isinstance(first, CheapestLength)
-    assert isinstance(second, CheapestLength)
+    assert isinstance(first, BestPlan)
+    assert isinstance(second, BestPlan)
     assert first._costs.seconds == second._costs.seconds
     with pytest.raises(pytest.fail.Exception):  # watched steps take longer than others, and are not kept
         build_engine(config, random_pair.models, lambda event: None, lambda runner: runner)

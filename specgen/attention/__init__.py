@@ -140,6 +140,9 @@ class Use:
     prefills: bool  # whether it attends in passes of any lengths too
     num_sequences: int  # at most in a uniform pass
     chained: bool = False  # as ``Layout.chained``
+    partial: bool = (
+        False  # whether steps may verify a part of their drafts: fewer rows than the longest, by sequence
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +239,9 @@ class Capabilities:
         return None
 
 
-Rows = int | Literal["ragged", "prefill"]  # of each sequence; in a ragged pass only the device knows them
+# Of each sequence; in the others only the device knows them: there may be padding rows in a ragged pass, and in a
+# partial one, which verifies a part of the drafts, there are none
+Rows = int | Literal["ragged", "partial", "prefill"]
 
 
 class Kernel(Protocol):

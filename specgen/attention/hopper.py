@@ -12,7 +12,7 @@ from torch import Tensor
 from specgen.attention import Backend, Gpu, Kernel, LayerAttention, RotatingKernel, Rows, Use
 from specgen.attention.flashinfer_paged import latent_kernel, latent_modules, prefill_modules
 from specgen.attention.latent_decode import LatentDecode, LatentPrefill, list_module, refuse_latents
-from specgen.attention.trtllm import TrtllmBackend, xqa_module
+from specgen.attention.trtllm import TrtllmBackend, xqa_module, xqa_partial_modules
 from specgen.kv.layout import HostLens, Layout
 from specgen.ops import Rope
 from specgen.ops.jit_modules import Module, compiled, current_stream, num_sms, pointers, runs_on, source_spec
@@ -59,6 +59,8 @@ class HopperBackend(Backend):
                 found.append(hopper_decode_module(rows, heads.group, heads.head_dim))
             else:  # XQA where fewer sequences are left
                 decoding += [xqa_module(heads, rows, windowed) for windowed in use.windowed]
+        if use.partial and HopperBackend.kernel(gpu, use, "partial", use.num_sequences) != OWN:
+            decoding += xqa_partial_modules(use)
         return [*found, *decoding, *(prefill_modules("fa2", use) if UNSPLIT in chosen.values() else [])]
 
     @staticmethod
@@ -66,6 +68,10 @@ class HopperBackend(Backend):
         heads = use.heads
         if heads.latent is not None:
             return latent_kernel(rows)
+        if rows == "partial" and serves(
+            heads.max_query_len, heads.group, heads.head_dim, heads.dtype, heads.kv_dtype
+        ):
+            return OWN
         if isinstance(rows, int):
             if not use.chained and serves(rows, heads.group, heads.head_dim, heads.dtype, heads.kv_dtype):
                 return OWN
@@ -97,7 +103,7 @@ class HopperBackend(Backend):
         return self._expanded.plan(host)
 
     def rotating(self, layout: Layout, rope: Rope) -> RotatingKernel | None:
-        if layout.uniform_q is None or layout.host is not None or layout.chained:
+        if layout.host is not None or layout.chained or not (layout.uniform_q or layout.full):
             return None
         from specgen.ops.rope import TritonRope
 
@@ -239,23 +245,21 @@ def hopper_decode_module(query_len: int, heads_per_kv: int, head_dim: int) -> Mo
 class HopperDecode:
     """See ``RotatingKernel``; of a decode pass."""
 
-    layout: Layout  # uniform
+    layout: Layout  # uniform, or full
     rope: "TritonRope"
 
     def fits(self, layer: LayerAttention, qkv: Tensor, keys: Tensor) -> bool:
         num_kv_heads, head_dim = keys.shape[2:]
         group = qkv.shape[1] // num_kv_heads - 2
-        assert self.layout.uniform_q is not None
         return (
             layer.value_dim is None
             and len(self.rope.frequencies) * 2 == head_dim
-            and serves(self.layout.uniform_q, group, head_dim, qkv.dtype, keys.dtype)
+            and serves(self.layout.max_query_len, group, head_dim, qkv.dtype, keys.dtype)
             and runs_on(qkv.device)
         )
 
     def __call__(self, layer: LayerAttention, qkv: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        layout, query_len = self.layout, self.layout.uniform_q
-        assert query_len is not None
+        layout, query_len = self.layout, self.layout.max_query_len
         num_kv_heads, head_dim = keys.shape[2:]
         num_heads = qkv.shape[1] - 2 * num_kv_heads
         group = cluster_heads(query_len, num_heads // num_kv_heads)
@@ -264,6 +268,8 @@ class HopperDecode:
         assert keys.stride() == values.stride(), "keys and values must have the same strides"
         assert keys.stride(3) == 1, keys.stride()
         starts, tables = layout.starts, layout.block_tables
+        ends = None if layout.uniform_q else layout.ends
+        assert ends is None or ends.dtype == torch.int64, ends.dtype
         assert starts.dtype == torch.int64, starts.dtype
         assert tables.dtype == torch.int32, tables.dtype
         assert tables.stride(1) == 1, tables.stride()
@@ -283,7 +289,7 @@ class HopperDecode:
         error = compiled(
             _spec, "hopper_decode_run", head_dim, _row_tile(query_len, num_heads // num_kv_heads)
         )(
-            *pointers((qkv, self.rope.frequencies, keys, values, starts, tables, layer.sinks, out)),
+            *pointers((qkv, self.rope.frequencies, keys, values, starts, ends, tables, layer.sinks, out)),
             *(ctypes.c_int64(each) for each in strides),
             *numbers,
             ctypes.c_float(layer.scale),

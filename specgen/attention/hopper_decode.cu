@@ -55,13 +55,14 @@ struct Room {
 };
 
 struct Problem {
-  const bf16* heads;         // [batch * query_len, num_heads + 2 * num_kv_heads, DIM]: q, k and v before the rotation
+  const bf16* heads;         // [rows, num_heads + 2 * num_kv_heads, DIM]: q, k and v before the rotation
   const float* frequencies;  // [DIM / 2]
   bf16 *keys, *values;       // [pages, page_size, num_kv_heads, DIM], strided
   const int64_t* starts;     // [batch]: positions before the new rows
+  const int64_t* ends;       // [batch]: behind a sequence's last row, of which none has more than query_len; null: all have
   const int* tables;         // [batch, table_stride]
   const float* sinks;        // [num_heads] or null
-  bf16* out;                 // [batch * query_len, num_heads, DIM]
+  bf16* out;                 // [rows, num_heads, DIM]
   int64_t page_stride, slot_stride, head_stride, table_stride;
   int batch, num_sms, table_width, page_shift, query_len, num_heads, num_kv_heads, group, window;  // group: heads of a cluster
   float scale, rope_scale;   // of logits, times log2(e); of cos and sin
@@ -228,6 +229,19 @@ __device__ __forceinline__ int64_t slot_of(const Problem& p, int page, int posit
   return page * p.page_stride + (position & ((1 << p.page_shift) - 1)) * p.slot_stride + kv_head * p.head_stride;
 }
 
+// The rows of a sequence.
+struct Rows {
+  int64_t first;
+  int count;
+
+  __device__ __forceinline__ Rows(const Problem& p, int sequence) {
+    first = static_cast<int64_t>(sequence) * p.query_len, count = p.query_len;
+    if (p.ends == nullptr) return;
+    first = sequence > 0 ? __ldcg(p.ends + sequence - 1) : 0;
+    count = static_cast<int>(__ldcg(p.ends + sequence) - first);
+  }
+};
+
 // Positions of earlier passes that a sequence's rows attend to, in whole blocks: the first of them, and behind the last.
 struct Range {
   int oldest, end;
@@ -265,6 +279,7 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(co
   asm volatile("griddepcontrol.launch_dependents;");
   // The kernel in front lets this one start when it has itself waited for those before: see ops/launch.py.
   const Range range(p, sequence);
+  const Rows its(p, sequence);
   const int start = range.end, splits = num_splits(p, range, gridDim.x), columns = DIM / splits;
   if (split >= splits) return;
   if (splits > 1) {
@@ -309,7 +324,7 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(co
   constexpr int kTurns = kPieces / 2;  // of eight pairs, in a row
   static_assert(MROWS * kTurns <= kThreads && kMostQuery * kTurns <= kThreads, "one each for a thread");
   const int piece = threadIdx.x % kTurns, row = threadIdx.x / kTurns;
-  const bool fresh = split == splits - 1, has_key = fresh && row < p.query_len;
+  const bool fresh = split == splits - 1, has_key = fresh && row < its.count, has_query = row < its.count * p.group;
   int64_t key_at = 0;
   if (has_key) key_at = slot_of(p, page_of(p, sequence, start + row), start + row, kv_head);
   __syncthreads();
@@ -317,10 +332,10 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(co
 
   asm volatile("griddepcontrol.wait;" ::: "memory");
   const int row_stride = (p.num_heads + 2 * p.num_kv_heads) * DIM;
-  const bf16* rows = p.heads + static_cast<int64_t>(sequence) * p.query_len * row_stride + piece * 8;
+  const bf16* rows = p.heads + its.first * row_stride + piece * 8;
   const uint4 zeros = make_uint4(0, 0, 0, 0);
   uint4 low = zeros, high = zeros, key_low = zeros, key_high = zeros, value_low = zeros, value_high = zeros;
-  if (row < num_rows) {
+  if (has_query) {
     const bf16* head = rows + row / p.group * row_stride + (first_head + row % p.group) * DIM;
     low = __ldcg(reinterpret_cast<const uint4*>(head));
     high = __ldcg(reinterpret_cast<const uint4*>(head + DIM / 2));
@@ -333,7 +348,7 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(co
     value_low = __ldcg(reinterpret_cast<const uint4*>(head));
     value_high = __ldcg(reinterpret_cast<const uint4*>(head + DIM / 2));
   }
-  if (row < num_rows) rotate(low, high, turns + row / p.group * (DIM / 2) + piece * 8);
+  if (has_query) rotate(low, high, turns + row / p.group * (DIM / 2) + piece * 8);
   if (row < MROWS) {
     *reinterpret_cast<uint4*>(shared + swizzled(row, piece)) = low;
     *reinterpret_cast<uint4*>(shared + swizzled(row, piece + kTurns)) = high;
@@ -374,7 +389,7 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(co
   }
   asm volatile("cp.async.wait_group 0;" ::: "memory");
   if (fresh && part == kParts - 1)
-    attend<true>(p, state, q, 16 * row_tile, q + kFresh, start, start, start + p.query_len);
+    attend<true>(p, state, q, 16 * row_tile, q + kFresh, start, start, start + its.count);
   __syncthreads();  // the stages are free
 
   // Of the warps: largest logits and totals [kParts, num_rows], then sums [kParts, num_rows, kSumPitch].
@@ -396,6 +411,7 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(co
   }
   __syncthreads();
   const auto store = [&](int row, int column, float largest, float whole, float4 result) {
+    if (row / p.group >= its.count) return;
     const int head = first_head + row % p.group;
     if (p.sinks != nullptr) {
       const float sink = p.sinks[head] * kLog2e, new_largest = fmaxf(largest, sink);
@@ -404,7 +420,7 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(co
       result.x *= kept, result.y *= kept, result.z *= kept, result.w *= kept;
     }
     const float inverse = 1.0f / whole;
-    bf16* out = p.out + (static_cast<int64_t>(sequence * p.query_len + row / p.group) * p.num_heads + head) * DIM;
+    bf16* out = p.out + ((its.first + row / p.group) * p.num_heads + head) * DIM;
     *reinterpret_cast<uint2*>(out + column) =
         make_uint2(packed(result.x * inverse, result.y * inverse), packed(result.z * inverse, result.w * inverse));
   };
@@ -466,13 +482,13 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(co
 }  // namespace
 
 extern "C" int hopper_decode_run(const void* heads, const float* frequencies, void* keys, void* values,
-                                 const int64_t* starts, const int* tables, const float* sinks, void* out,
+                                 const int64_t* starts, const int64_t* ends, const int* tables, const float* sinks, void* out,
                                  int64_t page_stride, int64_t slot_stride, int64_t head_stride, int64_t table_stride,
                                  int table_width, int page_shift, int batch, int query_len, int num_heads,
                                  int num_kv_heads, int group, int window, int cluster, int num_sms, float scale,
                                  float rope_scale, void* stream) {
   const Problem p = {static_cast<const bf16*>(heads), frequencies, static_cast<bf16*>(keys), static_cast<bf16*>(values),
-                     starts, tables, sinks, static_cast<bf16*>(out), page_stride, slot_stride, head_stride, table_stride,
+                     starts, ends, tables, sinks, static_cast<bf16*>(out), page_stride, slot_stride, head_stride, table_stride,
                      batch, num_sms, table_width, page_shift, query_len, num_heads, num_kv_heads, group, window,
                      scale * kLog2e, rope_scale};
   static const cudaError_t prepared = [] {

@@ -90,7 +90,8 @@ class TrtllmBackend(Backend):
         if gpu.major == 10:
             return found  # trtllm-gen comes compiled
         shapes = product(use.query_lens, use.windowed)
-        return [*found, *(xqa_module(use.heads, rows, windowed) for rows, windowed in shapes)]
+        found += [xqa_module(use.heads, rows, windowed) for rows, windowed in shapes]
+        return found + (xqa_partial_modules(use) if use.partial else [])
 
     @staticmethod
     def kernel(gpu: Gpu, use: Use, rows: Rows, num_sequences: int) -> str:
@@ -222,20 +223,33 @@ def _prefill_kernels(major: int) -> FlashAttention:
     return "fa3" if major == 9 else "fa2"
 
 
-def xqa_module(heads: Heads, rows: int, windowed: bool) -> Module:
-    """What uniform passes of ``rows`` rows a sequence need compiled, for layers with a window or without."""
-    kinds = (", FP8 KV" if heads.fp8_pages else "") + (", windows" if windowed else "")
+def xqa_partial_modules(use: Use) -> list[Module]:
+    """What passes over a part of the drafts need compiled, each K an own one."""
+    longest = [rows for rows in use.query_lens if rows > 1]
+    return [
+        xqa_module(use.heads, rows, windowed, ragged=True)
+        for rows, windowed in product(longest, use.windowed)
+    ]
+
+
+def xqa_module(heads: Heads, rows: int, windowed: bool, *, ragged: bool = False) -> Module:
+    """What passes of ``rows`` rows a sequence, or of up to so many, need compiled, for layers with a window or without."""
+    kinds = (
+        (", ragged" if ragged else "")
+        + (", FP8 KV" if heads.fp8_pages else "")
+        + (", windows" if windowed else "")
+    )
     what = f"XQA, {rows} {'row' if rows == 1 else 'rows'}, heads of {heads.head_dim}{kinds}"
-    return Module(what=what, spec=partial(_xqa_spec, heads, rows, windowed))
+    return Module(what=what, spec=partial(_xqa_spec, heads, rows, windowed, ragged or heads.fp8_pages))
 
 
-def _xqa_spec(heads: Heads, rows: int, windowed: bool) -> Any:  # noqa: ANN401
-    """The module that a uniform pass gets; FP8 pages are read by the one for ragged queries."""
+def _xqa_spec(heads: Heads, rows: int, windowed: bool, ragged: bool) -> Any:  # noqa: ANN401
+    """The module that a pass gets; FP8 pages are read by the one for ragged queries."""
     from flashinfer.jit.xqa import gen_xqa_module
 
     shape = (heads.page_size, heads.head_dim, heads.group, windowed)
-    rows = max(rows, 2) if heads.fp8_pages else rows
-    return gen_xqa_module(heads.dtype, heads.kv_dtype, *shape, heads.dtype, rows, heads.fp8_pages)
+    rows = max(rows, 2) if ragged else rows
+    return gen_xqa_module(heads.dtype, heads.kv_dtype, *shape, heads.dtype, rows, ragged)
 
 
 def causal_mask(offsets: Tensor) -> Tensor:

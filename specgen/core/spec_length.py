@@ -21,7 +21,7 @@ _MARGIN = 0.01  # relative gain below which another length is not considered bet
 _PATIENCE = 0.25  # steps that another length must have saved in sum before it is taken
 # Of drafts verified of a sequence on average: few, as each is a CUDA graph for each size of a batch and each K
 _QUARTERS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24)
-_EVERY = 8  # steps between two looks at the plan, while the batch is about as large
+_EVERY = 16  # steps between two looks at the plan, while the batch is about as large
 _SEQUENCES = 512  # whose confidence is remembered
 _LEAST_CHANCE = 0.005  # of a draft, and of its rejection
 _PROBE_SHARE = 0.004  # share of the time that may be spent on trying one length further
@@ -196,8 +196,8 @@ class RunningAcceptance:
             self._add_fresh()
         reached, accepted = self._first
         estimate, found = np.full(len(LEVELS), accepted / reached), []
-        for reached, accepted in zip(self._reached, self._accepted, strict=True):
-            estimate = (accepted + _WEIGHT * estimate) / (reached + _WEIGHT)
+        for tried, right in zip(self._reached, self._accepted, strict=True):
+            estimate = (right + _WEIGHT * estimate) / (tried + _WEIGHT)
             found.append(estimate)
         return np.clip(found, _LEAST_CHANCE, 1 - _LEAST_CHANCE)
 
@@ -221,7 +221,7 @@ class RunningAcceptance:
         A draft behind the last of a shorter K is taken to be of that one's level. A missing one has no chance.
         """
         most = self._most
-        rows = np.array([(*each[:most], *each[-1:] * (most - len(each))) for each in self._levels])
+        rows = np.array([[*each, *[each[-1]] * (most - len(each))] for each in self._levels])
         return np.cumprod(np.where(rows == NO_DRAFT, 0.0, chances[np.arange(most), rows]), 1)
 
 

@@ -305,8 +305,8 @@ class Steps:
     ) -> _Verdict:
         """Drafts against logits of the rows from ``positions`` ``[B]`` on.
 
-        ``logits`` ``[B * (K+1), V]`` are as of ``_logits``; or those of a ragged pass, of which ``rows`` ``[B, K+1]`` are
-        each sequence's, and its last one where it has no more.
+        ``logits`` ``[B * (K+1), V]`` are as of ``_logits``; or those of a ragged pass, of which ``rows`` ``[B, K+1]``
+        are each sequence's, and its last one where it has no more.
         """
         argmax = self._target.vocabulary.argmax
         if rows is not None and sampling.form.greedy_only:  # logits take much memory, and it is on them alone

@@ -71,10 +71,11 @@ class NgramDrafter:
 
 
 def lookup(texts: Tensor, lengths: Tensor, longest: int, num_drafts: int) -> tuple[Tensor, Tensor]:
-    """Drafts ``[B, K]``, and how many last tokens matched ``[B]``, behind the first ``lengths`` ``[B]`` (at least 1) tokens of ``texts`` ``[B, L]`` int32.
+    """Drafts ``[B, K]`` behind the first ``lengths`` ``[B]`` (at least 1) tokens of ``texts`` ``[B, L]`` int32.
 
     They follow the latest earlier occurrence of the most last tokens, at most ``longest`` (N). Where that overlaps the
     end, the text repeats itself and the drafts go on repeating it. NO_DRAFT where not even the last token occurred.
+    Also says how many last tokens occurred there, ``[B]``.
     """
     size = texts.shape[1]
     places = torch.arange(size, dtype=torch.int32, device=texts.device)

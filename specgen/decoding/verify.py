@@ -26,10 +26,11 @@ def accept_sampled(
 ) -> tuple[Tensor, Tensor]:
     """Exact rejection sampling (Leviathan et al., 2023; Chen et al., 2023): tokens are distributed as ``probs``.
 
-    drafts ``[B, K]``; draft_probs ``[B, K, V]`` that they were drawn from, zeros of a missing one, or None where each was
-    chosen outright (a one-hot distribution) or is missing; probs ``[B, K+1, V]`` of the target; u_accept ``[B, K]`` and u_emit
-    ``[B, K+1]`` uniform in [0, 1). Draft i is accepted with probability min(1, p/q); at the first rejection the bonus
-    token is drawn from max(0, p - q), after the last draft from p. Returns accepted ``[B]`` and tokens ``[B, K+1]``.
+    drafts ``[B, K]``; draft_probs ``[B, K, V]`` that they were drawn from, zeros of a missing one, or None where each
+    was chosen outright (a one-hot distribution) or is missing; probs ``[B, K+1, V]`` of the target; u_accept ``[B, K]``
+    and u_emit ``[B, K+1]`` uniform in [0, 1). Draft i is accepted with probability min(1, p/q); at the first rejection
+    the bonus token is drawn from max(0, p - q), after the last draft from p. Returns accepted ``[B]`` and tokens
+    ``[B, K+1]``.
     """
     proposed, drafts = drafts != NO_DRAFT, drafts.clamp(min=0)
     chosen = drafts[..., None]

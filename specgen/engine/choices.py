@@ -167,6 +167,8 @@ def attention_note(config: EngineConfig, checkpoints: Checkpoints) -> str:
             runs(alone, what)
             if most != alone:
                 runs(most, f"{what} of many sequences")
+        if each.partial:
+            runs(backend.kernel(gpu, each, "partial", each.num_sequences), "a part of the drafts")
         if each.prefills:
             runs(backend.kernel(gpu, each, "prefill", 1), "prefill")
     kernels = "; ".join(f"{kernel}: {', '.join(found)}" for kernel, found in passes.items())
@@ -178,7 +180,8 @@ def attention_uses(config: EngineConfig, checkpoints: Checkpoints) -> list[Use]:
     lengths = config.draft_length.lengths
     target = target_config(checkpoints["model"]).shared(config.tensor_parallel)
     rows = tuple(1 + num_drafts for num_drafts in lengths)
-    uses = [_use(config, target, target_kv_dtype(config), rows, prefills=True)]
+    main = _use(config, target, target_kv_dtype(config), rows, prefills=True)
+    uses = [replace(main, partial=config.draft_length.kind == "auto")]
     if config.cuda_graphs in ("step", "pass") and target.latent is None:
         short = _use(config, target, target_kv_dtype(config), (BLOCK,), prefills=False)
         uses.append(replace(short, num_sequences=MOST_BLOCKS, chained=True))
