@@ -65,7 +65,7 @@ class Outputs:
     def verified(self) -> dict[str, list[tuple[Any, ...]]]:
         """Each sequence's steps without their passes."""
         return {
-            row.name: [(tuple(step.drafts), *step[2:]) for step in row.steps or ()] for row in self.requests
+            row.name: [(tuple(step.drafts), *step[2:4]) for step in row.steps or ()] for row in self.requests
         }
 
     @property

@@ -7,11 +7,12 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from specgen.decoding.confidence import LEVELS, levels, most_likely
+from specgen.config import CONFIDENCE_LEVELS
+from specgen.decoding.confidence import levels, most_likely
 from specgen.decoding.outcome import NO_DRAFT, Drafts
 from specgen.decoding.verify import accept_sampled
 
-CHANCES = torch.linspace(0.05, 0.95, len(LEVELS)).repeat(8, 1)
+CHANCES = torch.linspace(0.05, 0.95, len(CONFIDENCE_LEVELS)).repeat(8, 1)
 
 
 def drafts_of(tokens: Tensor, probs: Tensor | None = None) -> Drafts:
@@ -26,7 +27,7 @@ def test_levels_are_tenths_and_finer_near_certainty():
 @pytest.mark.parametrize("num_verified", range(1, 24))
 def test_the_most_likely_drafts_are_verified_and_each_behind_all_before_it(num_verified):
     torch.manual_seed(num_verified)
-    found_levels = torch.randint(len(LEVELS), (6, 4))
+    found_levels = torch.randint(len(CONFIDENCE_LEVELS), (6, 4))
     tokens = torch.arange(24).view(6, 4)
     left, counts = most_likely(
         drafts_of(tokens), found_levels, CHANCES, torch.ones(6, dtype=torch.bool), num_verified
@@ -42,7 +43,7 @@ def test_the_most_likely_drafts_are_verified_and_each_behind_all_before_it(num_v
 
 def test_missing_drafts_and_padding_rows_come_last():
     tokens = torch.tensor([[5, 6], [7, NO_DRAFT], [8, 9], [NO_DRAFT, NO_DRAFT]])
-    highest = torch.full((4, 2), len(LEVELS) - 1)
+    highest = torch.full((4, 2), len(CONFIDENCE_LEVELS) - 1)
     active = torch.tensor([True, True, False, True])
     left, counts = most_likely(drafts_of(tokens), highest, CHANCES, active, 3)
     assert left.tokens.tolist() == [[5, 6], [7, NO_DRAFT], [NO_DRAFT] * 2, [NO_DRAFT] * 2]

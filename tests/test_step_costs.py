@@ -14,13 +14,19 @@ import torch
 
 from specgen.checkpoints.cache_files import cache_directory
 from specgen.checkpoints.checkpoint import load_target
-from specgen.config import DraftLength, EngineConfig, SamplingParams, TemplateKwargs, UserError
+from specgen.config import (
+    CONFIDENCE_LEVELS,
+    DraftLength,
+    EngineConfig,
+    SamplingParams,
+    TemplateKwargs,
+    UserError,
+)
 from specgen.config.bundled import data_directory
 from specgen.core.engine_core import EngineCore
 from specgen.core.graphs import StepGraphs
 from specgen.core.sequence import Request
 from specgen.core.spec_length import BestPlan, StepCosts, StepPlan
-from specgen.decoding.confidence import LEVELS
 from specgen.engine import build, step_costs
 from specgen.engine.build import build_engine
 from specgen.engine.choices import Checkpoints, resolve
@@ -59,7 +65,9 @@ class AnyPlan:
         quarters = (
             self._draw.randrange(1, 4 * k) if k and self._partial and self._draw.random() < 0.7 else None
         )
-        chances = tuple(tuple(self._draw.uniform(0.01, 0.99) for _ in LEVELS) for _ in range(self.most))
+        chances = tuple(
+            tuple(self._draw.uniform(0.01, 0.99) for _ in CONFIDENCE_LEVELS) for _ in range(self.most)
+        )
         self.chosen.append(StepPlan(num_drafts=k, quarters=quarters, chances=chances))
         return self.chosen[-1]
 

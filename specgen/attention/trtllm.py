@@ -233,7 +233,10 @@ def xqa_partial_modules(use: Use) -> list[Module]:
 
 
 def xqa_module(heads: Heads, rows: int, windowed: bool, *, ragged: bool = False) -> Module:
-    """What passes of ``rows`` rows a sequence, or of up to so many, need compiled, for layers with a window or without."""
+    """What passes of ``rows`` rows a sequence need compiled, for layers with a window or without.
+
+    With ``ragged`` no sequence has more.
+    """
     kinds = (
         (", ragged" if ragged else "")
         + (", FP8 KV" if heads.fp8_pages else "")

@@ -45,6 +45,8 @@ MAX_LOGPROBS = 20  # per token
 MAX_PENALTY = 2.0  # presence and frequency, as OpenAI and vLLM have it
 REPETITION_PENALTIES = (0.01, 100.0)  # beyond, logits would leave what float32 holds
 MOST_DRAFTS = 16  # per sequence and step
+# Where levels of a drafter's confidence begin: tenths, and finer near certainty, where most drafts are
+CONFIDENCE_LEVELS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 PINNED_DATE = "strftime_now"  # the argument of a chat template that is the date it sees
 _RENDERERS = {  # arguments of a chat template that are not the user's
     *("messages", "conversation", "conversations", "chat_template", "add_generation_prompt"),

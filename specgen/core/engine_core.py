@@ -462,8 +462,10 @@ class EngineCore:
             emitted = sequence.append(tokens, logprobs[row])
             self._peers.see(*drafts, accepted, *tokens)
             proposed = drafts[: drafts.index(NO_DRAFT)] if NO_DRAFT in drafts else drafts
-            self._spec_length.see(found.levels[row], len(proposed), accepted)
-            step = Step(number, proposed, accepted, emitted)
+            levels = found.levels[row]
+            self._spec_length.see(levels, len(proposed), accepted)
+            made = levels[: levels.index(NO_DRAFT)] if NO_DRAFT in levels else levels
+            step = Step(number, proposed, accepted, emitted, made)
             sequence.steps.append(step)
             steps.append(step)
             self._end(sequence)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from specgen.decoding.confidence import LEVELS
+from specgen.config import CONFIDENCE_LEVELS
 from specgen.decoding.outcome import NO_DRAFT
 
 _PRIOR = 0.7  # acceptance rate of the first draft before anything is observed
@@ -168,7 +168,7 @@ class RunningAcceptance:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        shape = (most, len(LEVELS))
+        shape = (most, len(CONFIDENCE_LEVELS))
         self._reached, self._accepted = np.zeros(shape), np.zeros(shape)
         self._first = [_WEIGHT, _WEIGHT * _PRIOR]  # reached and accepted at the first position, of all levels
         self._fresh: Counter[tuple[int, int, bool]] = (
@@ -191,11 +191,11 @@ class RunningAcceptance:
         self._num_steps += 1
 
     def chances(self) -> np.ndarray:
-        """Of a draft behind accepted ones, by position and level: ``[most, len(LEVELS)]``."""
+        """Of a draft behind accepted ones, by position and level: ``[most, len(CONFIDENCE_LEVELS)]``."""
         if self._num_fresh:
             self._add_fresh()
         reached, accepted = self._first
-        estimate, found = np.full(len(LEVELS), accepted / reached), []
+        estimate, found = np.full(len(CONFIDENCE_LEVELS), accepted / reached), []
         for tried, right in zip(self._reached, self._accepted, strict=True):
             estimate = (right + _WEIGHT * estimate) / (tried + _WEIGHT)
             found.append(estimate)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from specgen.attention import Attend, Backend
-from specgen.config import MOST_DRAFTS
+from specgen.config import CONFIDENCE_LEVELS, MOST_DRAFTS
 from specgen.core.graphs import Runner
 from specgen.core.packing import PromptBlocks, block_layout
 from specgen.core.running_batch import Columns
 from specgen.core.sequence import NOT_FINITE
 from specgen.core.spec_length import Chances, StepPlan
-from specgen.decoding.confidence import LEVELS, levels, most_likely
+from specgen.decoding.confidence import levels, most_likely
 from specgen.decoding.drafting import Drafter
 from specgen.decoding.outcome import NO_DRAFT, Drafts, DraftState, Outcome, no_drafts
 from specgen.decoding.sampling import (
@@ -148,7 +148,7 @@ class Steps:
         self.runner = runner
         self._spoilt: set[int] = set()  # pages that are to be cleared
         # of drafts, by position and level; at an address that stays, as captured steps read it
-        self._chances = torch.zeros(MOST_DRAFTS, len(LEVELS), device=target.device)
+        self._chances = torch.zeros(MOST_DRAFTS, len(CONFIDENCE_LEVELS), device=target.device)
         self._uploaded: Chances = ()
 
     def prefill(

@@ -8,16 +8,16 @@ ones would else be biased towards tokens that the drafter finds likely.
 import torch
 from torch import Tensor
 
+from specgen.config import CONFIDENCE_LEVELS
 from specgen.decoding.outcome import NO_DRAFT, Drafts
-
-# Where levels begin: tenths, and what is nearly certain in finer ones, as half of all drafts are there
-LEVELS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
 
 def levels(confidence: Tensor) -> Tensor:
     """The level of each ``confidence`` in [0, 1], int64 of the same shape. NaN is in the lowest."""
     tenths = (confidence.nan_to_num(0) * 10).clamp(0, 9).long()
-    return tenths + (confidence >= LEVELS[-2]).long() + (confidence >= LEVELS[-1]).long()
+    return (
+        tenths + (confidence >= CONFIDENCE_LEVELS[-2]).long() + (confidence >= CONFIDENCE_LEVELS[-1]).long()
+    )
 
 
 def most_likely(
@@ -25,10 +25,10 @@ def most_likely(
 ) -> tuple[Drafts, Tensor]:
     """``drafts`` less all but the ``num_verified`` that are most likely to be accepted with all before them.
 
-    ``chances`` ``[n, len(LEVELS)]`` are those of a draft whose predecessors are accepted, by position and level
-    (``levels`` ``[B, K]``), above 0 and below 1: the product over a draft and its predecessors then is the less the
-    later it is, so that what is left of a sequence are its first drafts. Missing drafts, and those of sequences that
-    are not ``active`` ``[B]``, come last. Also says how many are left of each sequence, ``[B]``.
+    ``chances`` ``[n, len(CONFIDENCE_LEVELS)]`` are those of a draft whose predecessors are accepted, by position and
+    level (``levels`` ``[B, K]``), above 0 and below 1: the product over a draft and its predecessors then is the less
+    the later it is, so that what is left of a sequence are its first drafts. Missing drafts, and those of sequences
+    that are not ``active`` ``[B]``, come last. Also says how many are left of each sequence, ``[B]``.
     """
     num_sequences, k = drafts.tokens.shape
     likely = chances[torch.arange(k, device=levels.device), levels].cumprod(1)

@@ -20,11 +20,10 @@ import torch
 
 from specgen.checkpoints.cache_files import cache_directory, read_cached, write_cached
 from specgen.checkpoints.tensor_reader import Checkpoint
-from specgen.config import DraftLength, EngineConfig, SamplingParams, require
+from specgen.config import CONFIDENCE_LEVELS, DraftLength, EngineConfig, SamplingParams, require
 from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Request
 from specgen.core.spec_length import FixedPlan, StepCosts, StepPlan
-from specgen.decoding.confidence import LEVELS
 from specgen.engine.choices import Checkpoints
 from specgen.ops.jit_modules import runs_on
 from specgen.record.provenance import device, machine_state, uuid, versions
@@ -45,7 +44,7 @@ def plans(length: DraftLength) -> list[StepPlan]:
     every = [StepPlan(num_drafts=k) for k in range(most + 1)]
     if length.kind == "auto":
         quarters = sorted({1, 4, 8, 16, 4 * most} & set(range(4 * most + 1)))
-        even = ((0.5,) * len(LEVELS),) * most
+        even = ((0.5,) * len(CONFIDENCE_LEVELS),) * most
         every += [StepPlan(num_drafts=most, quarters=each, chances=even) for each in quarters]
     return every
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from specgen.config import UserError, require
+from specgen.config import CONFIDENCE_LEVELS, UserError, require
 
 PARTS = ("reasoning", "answer")
 
@@ -18,29 +18,44 @@ PARTS = ("reasoning", "answer")
 class Step(NamedTuple):
     """One verify step of one request: its drafts, how many the target accepted, how many tokens became output.
 
-    ``emitted`` is ``accepted + 1`` unless the text ended within the step. Plain decoding has no drafts.
+    ``emitted`` is ``accepted + 1`` unless the text ended within the step. Plain decoding has no drafts. ``levels`` are
+    those of the drafter's confidence in what it drafted, of which ``drafts`` were the first ones; not kept in rows.
     """
 
     number: int  # of its pass
     drafts: Sequence[int]
     accepted: int
     emitted: int
+    levels: Sequence[int] = ()
 
 
 class StepCounts:
-    """The verify steps of a request, or of several, by draft position: lists of ``[K]``, the histogram ``[K + 1]``."""
+    """The verify steps of a request, or of several, by draft position: lists of ``[K]``, the histogram ``[K + 1]``.
+
+    ``level_reached`` and ``level_accepted`` are by level of confidence (see ``config.CONFIDENCE_LEVELS``), of drafts
+    behind accepted ones; ``unverified`` counts the drafts that the target was not asked about.
+    """
 
     def __init__(self, num_spec_tokens: int) -> None:
         self.drafted = [0] * num_spec_tokens
         self.reached = [0] * num_spec_tokens
         self.accepted = [0] * num_spec_tokens
         self.histogram = [0] * (num_spec_tokens + 1)
-        self.without_drafts = 0
+        self.without_drafts = self.unverified = 0
+        self.level_reached = [0] * len(CONFIDENCE_LEVELS)
+        self.level_accepted = [0] * len(CONFIDENCE_LEVELS)
 
     @classmethod
     def of(cls, steps: Iterable[Step], num_spec_tokens: int) -> Self:
         """The counts of ``steps``; ``UserError`` for one that cannot belong to a run with this K."""
-        counts, most = cls(num_spec_tokens), num_spec_tokens
+        counts, most, steps = cls(num_spec_tokens), num_spec_tokens, list(steps)
+        for step in steps:
+            verified = len(step.drafts)
+            counts.unverified += max(len(step.levels) - verified, 0)
+            for level in step.levels[: min(step.accepted + 1, verified)]:
+                counts.level_reached[level] += 1
+            for level in step.levels[: step.accepted]:
+                counts.level_accepted[level] += 1
         for (drafted, accepted), number in Counter(
             (len(each.drafts), each.accepted) for each in steps
         ).items():
@@ -62,10 +77,11 @@ class StepCounts:
     def __add__(self, other: "StepCounts") -> "StepCounts":
         """The counts of both, as of one run."""
         found = StepCounts(len(self.drafted))
-        for name in ("drafted", "reached", "accepted", "histogram"):
+        for name in ("drafted", "reached", "accepted", "histogram", "level_reached", "level_accepted"):
             pairs = zip(getattr(self, name), getattr(other, name), strict=True)
             setattr(found, name, [ours + theirs for ours, theirs in pairs])
         found.without_drafts = self.without_drafts + other.without_drafts
+        found.unverified = self.unverified + other.unverified
         return found
 
     @classmethod
@@ -77,7 +93,8 @@ class StepCounts:
         )
         counts, more = cls(num_spec_tokens), [0] * (num_spec_tokens - most)
         for name, value in row.items():
-            setattr(counts, name, value if name == "without_drafts" else value + more)
+            by_position = name in ("drafted", "reached", "accepted", "histogram")
+            setattr(counts, name, value + more if by_position else value)
         return counts
 
     @property

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from specgen.config import CONFIDENCE_LEVELS
 from specgen.record.record_rows import Step, StepCounts
 from specgen.report.intervals import Interval, Ratio
 
@@ -49,11 +50,35 @@ class Position:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Level:
+    """Drafts of which the drafter was so sure, behind accepted ones; ``share`` of them were accepted."""
+
+    at_least: float  # of its confidence
+    drafts: int
+    accepted: int
+    share: float | None
+    ci95: Interval | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Confidence:
+    """What the drafter's confidence is worth.
+
+    ``auc`` is the chance that of an accepted and a rejected draft, any two, the drafter was surer of the accepted one
+    (half a chance where both are of one level): 0.5 says nothing, 1 tells all. None without both kinds.
+    """
+
+    levels: tuple[Level, ...]
+    auc: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Speculation:
     """Counters and acceptance of a set of requests; ``mean_acceptance_length`` is pooled over their steps.
 
     ``num_drafts`` counts the steps with drafts, ``num_accepted_tokens`` all accepted drafts, including those after
-    the end of a text. Intervals (95 %) treat conversations, not steps, as independent: see ``intervals.Ratio``.
+    the end of a text. Drafts are those that were verified, but for ``num_unverified_tokens``. Intervals (95 %) treat
+    conversations, not steps, as independent: see ``intervals.Ratio``.
     """
 
     num_requests: int
@@ -68,6 +93,8 @@ class Speculation:
     draft_acceptance_rate: float | None
     acceptance: tuple[Position, ...]  # [K]
     acceptance_histogram: tuple[int, ...]  # [K + 1]: steps that accepted exactly j drafts
+    num_unverified_tokens: int  # drafts that were found too unlikely to be accepted
+    confidence: Confidence
 
 
 def fold_request(verified: Iterable[Step], num_spec_tokens: int) -> RequestMetrics:
@@ -104,7 +131,8 @@ class RequestSum:
         self._joint = [Ratio() for _ in range(num_spec_tokens)]
         self._conditional = [Ratio() for _ in range(num_spec_tokens)]
         self._histogram = [0] * (num_spec_tokens + 1)
-        self._without_drafts = 0
+        self._without_drafts = self._unverified = 0
+        self._levels = [Ratio() for _ in CONFIDENCE_LEVELS]
         self._open: dict[str, StepCounts] = {}  # of conversations
 
     def add(
@@ -117,6 +145,7 @@ class RequestSum:
         number, accepted = self._accepted_in.get(steps, (0, 0))
         self._accepted_in[steps] = number + 1, accepted + sum(counts.accepted)
         self._without_drafts += counts.without_drafts
+        self._unverified += counts.unverified
         self._histogram = [a + b for a, b in zip(self._histogram, counts.histogram, strict=True)]
         earlier = self._open.pop(conversation, None)
         unit = counts if earlier is None else earlier + counts
@@ -131,6 +160,8 @@ class RequestSum:
         for position, hits in enumerate(unit.accepted):
             self._joint[position].add(hits, unit.drafted[position])
             self._conditional[position].add(hits, unit.reached[position])
+        for level, hits in enumerate(unit.level_accepted):
+            self._levels[level].add(hits, unit.level_reached[level])
 
     def result(self) -> Speculation:
         """The counters and rates of all requests; none may follow."""
@@ -150,6 +181,30 @@ class RequestSum:
             draft_acceptance_rate=length.hits / drafted if drafted else None,
             acceptance=tuple(self._position(position) for position in range(len(self._joint))),
             acceptance_histogram=tuple(self._histogram),
+            num_unverified_tokens=self._unverified,
+            confidence=self._confidence(),
+        )
+
+    def _confidence(self) -> Confidence:
+        accepted = [level.hits for level in self._levels]
+        rejected = [level.trials - level.hits for level in self._levels]
+        below, surer = 0, 0.0  # rejected ones of lower levels; pairs
+        for right, wrong in zip(accepted, rejected, strict=True):
+            surer += right * (below + wrong / 2)
+            below += wrong
+        pairs = sum(accepted) * sum(rejected)
+        return Confidence(
+            levels=tuple(
+                Level(
+                    at_least=at_least,
+                    drafts=level.trials,
+                    accepted=level.hits,
+                    share=level.rate,
+                    ci95=level.share_interval(),
+                )
+                for at_least, level in zip(CONFIDENCE_LEVELS, self._levels, strict=True)
+            ),
+            auc=surer / pairs if pairs else None,
         )
 
     def _mean_over_requests(self) -> float | None:

@@ -43,6 +43,12 @@ _HISTOGRAM = (
     Column(name="steps"),
     Column(name="share", show=percent),
 )
+_CONFIDENCE = (
+    Column(name="confidence"),
+    Column(name="drafts"),
+    Column(name="accepted"),
+    Column(name="share", show=percent, interval="ci95"),
+)
 _GROUP = (
     Column(name="num_requests", title="requests"),
     Column(name="num_drafts", title="drafts"),
@@ -143,6 +149,8 @@ def _counts(report: Mapping[str, Any]) -> Iterator[_Item]:
         yield "mean acceptance length", plain(report["mean_acceptance_length"]), note
         drafts = f"({count(report['num_accepted_tokens'])} of {count(report['num_draft_tokens'])} drafts)"
         yield "draft acceptance rate", percent(report["draft_acceptance_rate"]), drafts
+    if (auc := report.get("confidence", {}).get("auc")) is not None:
+        yield "confidence of drafts", f"AUC {plain(auc)}", "1 knows which are accepted, 0.5 says nothing"
     others = {name: report[f"num_{name}"] for name in ("errors", "unfinished", "preemptions")}
     reasons = (f"{count(n)} {name}" for name, n in (report["finish_reasons"] | others).items() if n)
     yield "ended by", ", ".join(reasons) or DASH, ""
@@ -186,10 +194,32 @@ def _acceptance(report: Mapping[str, Any]) -> Iterator[Table]:
         bars="share",
         ticks=quarters(max(shares)),
     )
+    yield from confidence_table(report)
     parts = report.get("parts", {})  # reports of earlier versions have none
     for kind, groups in (("part", parts), ("category", report["categories"]), ("turn", report["turns"])):
         if groups:
             yield _breakdown(kind, groups)
+
+
+def confidence_table(report: Mapping[str, Any]) -> Iterator[Table]:
+    """Whether the drafter knows when it is right; nothing where it did not say, as in reports of earlier versions."""
+    found = report.get("confidence", {"levels": ()})
+    levels = found["levels"]
+    ends = [*(each["at_least"] for each in levels[1:]), 1.0]
+    rows = tuple(
+        {"confidence": f"{each['at_least']:.2f} to {end:.2f}", **each}
+        for each, end in zip(levels, ends, strict=False)
+        if each["drafts"]
+    )
+    if rows:
+        yield Table(
+            title="Accepted by the drafter's confidence",
+            note=f"AUC {plain(found['auc'])}; drafts behind accepted ones, with 95 % intervals",
+            columns=_CONFIDENCE,
+            rows=rows,
+            bars="share",
+            ticks=quarters(1),
+        )
 
 
 def _breakdown(kind: str, groups: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -317,6 +347,11 @@ def remarks(report: Mapping[str, Any]) -> Iterator[str]:
         yield "Plain decoding: there are no drafts, so there is no acceptance to report."
     elif report["num_drafts"] == 0:
         yield "No verify step had drafts, so there is no acceptance to report."
+    elif number := report.get("num_unverified_tokens", 0):
+        yield (
+            f"{count(number)} of {count(number + report['num_draft_tokens'])} drafts were not verified, as the drafter "
+            "was not sure of them: acceptance is of those that were, and not to be compared with that of a fixed K."
+        )
     elif report["mean_acceptance_length"] < DEAD_LENGTH:
         yield (
             f"The drafter is dead: the mean acceptance length is under {DEAD_LENGTH}. `specgen inspect` says whether a "
