@@ -116,7 +116,9 @@ def test_other_values_on_an_axis() -> None:
         Axis(name="attention", values=("sdpa", "foo"))
     with pytest.raises(UserError, match="axis batch has 'x': use whole numbers"):
         Axis(name="batch", values=("x",))
-    with pytest.raises(UserError, match="num-spec-tokens is 'x': use 1 to 16, 0 for plain decoding, or auto"):
+    with pytest.raises(
+        UserError, match="num-spec-tokens is 'x': use 1 to 16, 0 for plain decoding, auto or uniform"
+    ):
         find_matrix("batch-and-k").with_values(["K=x"])
     with pytest.raises(UserError, match="matrix is 'x': use one of vllm-25196, "):
         find_matrix("x")

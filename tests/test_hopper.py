@@ -136,8 +136,8 @@ def test_python_and_the_kernel_agree_on_what_is_passed() -> None:
     kinds = [each.split()[:-1] for each in declared[declared.index("(") + 1 : declared.index(")")].split(",")]
     wide = [" ".join(each) for each in kinds]
     pointers = [each for each in wide if each.endswith("*")]
-    assert len(pointers) == 9, "eight tensors and a stream"
-    assert wide[8:12] == ["int64_t"] * 4
-    assert wide[12:22] == ["int"] * 10
-    assert wide[22:24] == ["float"] * 2
-    assert len(wide) == 25
+    assert len(pointers) == 10, "nine tensors and a stream"
+    assert wide[9:13] == ["int64_t"] * 4
+    assert wide[13:23] == ["int"] * 10
+    assert wide[23:25] == ["float"] * 2
+    assert len(wide) == 26

@@ -404,7 +404,8 @@ def test_a_pair_needs_what_its_passes_use(
     plain = of_pair(tmp_path, num_spec_tokens=0)
     assert plain == ["FA3, heads of 16", head]
     several = of_pair(tmp_path, num_spec_tokens=DraftLength(most=2, auto=True))
-    assert several == ["FA3, heads of 16", head, target.format(2), target.format(3), head]
+    ragged = [f"{target.format(rows)}, ragged" for rows in (2, 3)]
+    assert several == ["FA3, heads of 16", head, target.format(2), target.format(3), *ragged, head]
     monkeypatch.setattr("specgen.decoding.sampling._HAS_FLASHINFER", True)
     assert of_pair(tmp_path, SamplingParams(temperature=1.0), num_spec_tokens=0) == plain
     filtered = SamplingParams(temperature=1.0, top_p=0.9)
@@ -464,7 +465,9 @@ def test_a_head_that_drafts_at_once_attends_with_all_its_rows(tmp_path: Path) ->
     write_head(tmp_path / "drafter", config, draft_vocab_size=None, mask_token=("mask_token_id", 5))
     found = of_pair(tmp_path, num_spec_tokens=DraftLength(most=2, auto=True))
     assert found[-2:] == ["XQA, 1 row, heads of 16", "XQA, 2 rows, heads of 16"]
-    assert found[1:-2] == [f"XQA, {rows}, heads of 16" for rows in ("1 row", "2 rows", "3 rows")]
+    several = ("1 row", "2 rows", "3 rows")
+    ragged = [f"XQA, {rows}, heads of 16, ragged" for rows in several[1:]]
+    assert found[1:-2] == [*(f"XQA, {rows}, heads of 16" for rows in several), *ragged]
 
 
 @pytest.mark.parametrize(

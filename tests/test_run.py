@@ -306,7 +306,7 @@ def test_plain_decoding_needs_no_drafter(pair: Path, data: Path) -> None:
         (["--seed", str(2**70)], [f"seed is {2**70}", "64 bits"]),
         (["--stop", "\udcff"], ["stop is '\\udcff': it holds a lone surrogate"]),
         (["--num-spec-tokens", "99"], ["num-spec-tokens is 99"]),
-        (["--num-spec-tokens", "some"], ["num-spec-tokens is 'some'", "or auto"]),
+        (["--num-spec-tokens", "some"], ["num-spec-tokens is 'some'", "auto or uniform"]),
         (["--kv-memory", "lots"], ["'lots'", "512MiB"]),
         (["--kv-memory", "²MiB"], ["'²MiB'", "512MiB"]),
         (["--num-prompts", "0"], ["num-prompts is 0"]),

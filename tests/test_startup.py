@@ -14,6 +14,7 @@ from specgen.config import Cluster, EngineConfig, SamplingParams, UserError
 from specgen.config.bundled import data_directory
 from specgen.core.engine_core import EngineCore
 from specgen.core.running_batch import Columns
+from specgen.core.spec_length import StepPlan
 from specgen.core.step import StepResult, Steps
 from specgen.engine.engine import Engine
 from specgen.jobs.ray_engine import _resources
@@ -75,9 +76,9 @@ def test_graphs_of_every_size_and_k_are_captured_where_it_is_asked_for(
     asked: list[tuple[int, int]] = []
     decode = Steps.decode
 
-    def noted(self: Steps, columns: Columns, num_drafts: int) -> StepResult:
-        asked.append((columns.num_rows, num_drafts))
-        return decode(self, columns, num_drafts)
+    def noted(self: Steps, columns: Columns, plan: StepPlan) -> StepResult:
+        asked.append((columns.num_rows, plan.num_drafts))
+        return decode(self, columns, plan)
 
     monkeypatch.setattr(Steps, "decode", noted)
     monkeypatch.setattr(EngineCore, "sizes", lambda self, most: [1, 2, most])

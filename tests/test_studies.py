@@ -113,7 +113,7 @@ def test_the_arms_of_two_caches():
         ({"arms": [{"name": "a", "num_spec_tokens": 17}]}, "num-spec-tokens is 17"),
         (
             {"arms": [{"name": "a", "num_spec_tokens": "many"}]},
-            "num-spec-tokens is 'many': use 1 to 16, 0 .* or auto",
+            "num-spec-tokens is 'many': use 1 to 16, 0 .* auto or uniform",
         ),
         ({"arms": [{"name": "a", "num_spec_tokens": -1}]}, "num-spec-tokens is -1"),
         ({"arms": [{"name": "a", "temperature": -1}]}, "use 0 .greedy. or more"),

@@ -11,7 +11,6 @@ from typing import Protocol
 import numpy as np
 
 from specgen.config import CONFIDENCE_LEVELS
-from specgen.decoding.outcome import NO_DRAFT
 
 _PRIOR = 0.7  # acceptance rate of the first draft before anything is observed
 _WEIGHT = 8.0  # weight of that prior, in verify steps
@@ -125,7 +124,10 @@ class SpecLength(Protocol):
         ...
 
     def see(self, levels: Sequence[int], verified: int, accepted: int) -> None:
-        """One sequence had drafts of so many ``levels``, of which the first were ``verified`` and ``accepted``."""
+        """One sequence had drafts of so many ``levels``, of which the first were ``verified`` and ``accepted``.
+
+        Below 0 is the level of a draft that is missing.
+        """
         ...
 
 
@@ -222,7 +224,7 @@ class RunningAcceptance:
         """
         most = self._most
         rows = np.array([[*each, *[each[-1]] * (most - len(each))] for each in self._levels])
-        return np.cumprod(np.where(rows == NO_DRAFT, 0.0, chances[np.arange(most), rows]), 1)
+        return np.cumprod(np.where(rows < 0, 0.0, chances[np.arange(most), rows]), 1)
 
 
 class BestPlan:
