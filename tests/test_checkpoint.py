@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specgen.checkpoints import fingerprint as fingerprints
+from specgen.checkpoints import weight_files
 from specgen.checkpoints.checkpoint import (
     draft_to_target,
     drafter_config,
@@ -96,6 +97,28 @@ def test_pickles_hold_the_same_target(tmp_path: Path, zipped: bool) -> None:
         name: tuple(tensor.shape) for name, tensor in tensors.items()
     }
     assert torch.equal(_load(path).embedding, _load(tmp_path / "safetensors").embedding)
+
+
+def test_a_pickle_is_read_once_however_many_tensors_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, loads, load = tmp_path / "pytorch_model.bin", list[Path](), torch.load
+
+    def counted(path: Path, **how: Any) -> Any:
+        loads.append(path)
+        return load(path, **how)
+
+    monkeypatch.setattr(torch, "load", counted)
+    for value in (1.0, 2.0):
+        tensors = {name: torch.full((5,), value) for name in "abcdefgh"}
+        torch.save(tensors, tmp_path / "new")
+        (tmp_path / "new").replace(file)
+        infos = weight_files.tensor_infos(tmp_path)
+        for name in [*tensors, *tensors]:
+            found = weight_files.read_tensor(name, infos[name])
+            assert torch.equal(found, tensors[name])
+            found.zero_()  # it is the reader's own
+    assert loads == [file, file]
 
 
 def _beside_shards(path: Path, whole: dict[str, Tensor], *, pickled: bool) -> None:

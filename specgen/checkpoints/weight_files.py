@@ -92,7 +92,7 @@ def read_tensors(infos: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Tensor]
             tensors = read_pickle(file)
             for name in names:
                 cut = infos[name].cut
-                yield name, tensors[name] if cut is None else cut.of(tensors[name])
+                yield name, (tensors[name] if cut is None else cut.of(tensors[name])).clone()
 
 
 def are_equal(one: tuple[str, TensorInfo], other: tuple[str, TensorInfo]) -> bool:
@@ -213,24 +213,35 @@ _LEGACY_PICKLES = 4  # magic number, version, system, tensors
 def read_pickle(file: Path) -> dict[str, Tensor]:
     """The tensors of a file by name, on the CPU, mapped into memory where the format (torch 1.6 and later) allows it.
 
-    ``UserError`` where it is corrupt, has anything but tensors by name, or claims more bytes than it has.
+    Those are the same for all who ask: not to be written to. ``UserError`` where the file is corrupt, has anything but
+    tensors by name, or claims more bytes than it has.
     """
     try:
         with file.open("rb") as content:
             zipped = content.read(len(_ZIP)) == _ZIP
-        _require_plain(file, zipped)
-        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
-        require(isinstance(tensors, dict), f"it holds {type(tensors).__name__}, not tensors by name")
-        for name, value in tensors.items():
-            named = isinstance(name, str) and isinstance(value, Tensor)
-            require(named, f"{shown(name)} is {type(value).__name__}, not a named tensor")
-        claimed, held = sum(tensor.nbytes for tensor in tensors.values()), file.stat().st_size
-        # A view may repeat a value without limit. Twice: tied tensors share their values.
-        require(claimed <= 2 * held, f"its tensors claim {claimed} bytes, and it has {held}")
+        return _mapped(file, file_state(file)) if zipped else _unpickled(file, zipped)
     except Exception as error:  # the library raises whatever its parsers raise
         raise UserError(
             f"{file} cannot be read as tensors ({first_line(error)}): use a safetensors version"
         ) from error
+
+
+@lru_cache(maxsize=64)  # tensors are asked for one by one, each time all of them would be unpickled
+def _mapped(file: Path, state: object) -> dict[str, Tensor]:
+    del state  # of the file: another one has other tensors
+    return _unpickled(file, zipped=True)
+
+
+def _unpickled(file: Path, zipped: bool) -> dict[str, Tensor]:
+    _require_plain(file, zipped)
+    tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
+    require(isinstance(tensors, dict), f"it holds {type(tensors).__name__}, not tensors by name")
+    for name, value in tensors.items():
+        named = isinstance(name, str) and isinstance(value, Tensor)
+        require(named, f"{shown(name)} is {type(value).__name__}, not a named tensor")
+    claimed, held = sum(tensor.nbytes for tensor in tensors.values()), file.stat().st_size
+    # A view may repeat a value without limit. Twice: tied tensors share their values.
+    require(claimed <= 2 * held, f"its tensors claim {claimed} bytes, and it has {held}")
     return dict(tensors)
 
 
