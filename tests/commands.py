@@ -1,13 +1,16 @@
 """The command line as tests call it, and the rows of the files that it reads and leaves."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from specgen.cli.main import app
+from specgen.config import UserError
 
 
 def specgen(*arguments: object, columns: int = 100) -> Result:
@@ -22,6 +25,14 @@ def printed(*arguments: object, columns: int = 100) -> str:
         raise result.exception
     assert result.exit_code == 0, result.output
     return result.stdout
+
+
+@contextmanager
+def refused(reason: str) -> Iterator[None]:
+    """What is done there is a ``UserError`` of one line, in which the pattern ``reason`` is."""
+    with pytest.raises(UserError, match=reason) as caught:
+        yield
+    assert "\n" not in str(caught.value)
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

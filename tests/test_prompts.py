@@ -27,6 +27,7 @@ from specgen.prompts import (
     prompt_ids,
 )
 from specgen.text.tokenizer import load_tokenizer
+from tests.commands import refused
 from tests.tiny_tokenizers import write_byte_level
 
 PUBLIC = Path(os.environ.get("SPECGEN_DATASETS", Path(__file__).parents[2] / "shared" / "datasets"))
@@ -502,9 +503,8 @@ def test_a_directory_or_file_without_rows(tmp_path):
 def test_a_truncated_file_is_refused(tmp_path, name):
     path = tmp_path / name
     path.write_bytes(gzip.compress(json.dumps(OWN).encode())[:-9] if name.endswith(".gz") else b"PAR1")
-    with pytest.raises(UserError, match=r"cannot be read .*: check that it is whole") as caught:
+    with refused(r"cannot be read .*: check that it is whole"):
         load("gsm8k", path)
-    assert "\n" not in str(caught.value)
 
 
 # --- the hub ----------------------------------------------------------------------------------------------

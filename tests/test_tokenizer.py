@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from specgen.config import UserError
 from specgen.text.tokenizer import Message, StopStrings, Tokenizer, load_tokenizer
+from tests.commands import refused
 from tests.marks import mostly_slow
 from tests.tiny_tokenizers import TEXT, write_byte_fallback, write_byte_level
 
@@ -121,9 +122,8 @@ def test_a_template_that_refuses_the_messages_is_one_line(tmp_path):
 
 
 def test_a_directory_without_a_tokenizer_is_one_line(tmp_path):
-    with pytest.raises(UserError, match=r"^no tokenizer could be loaded from .*: give a directory") as caught:
+    with refused(r"^no tokenizer could be loaded from .*: give a directory"):
         load_tokenizer(str(tmp_path))
-    assert "\n" not in str(caught.value)
 
 
 def test_a_hub_id_is_downloaded_once_and_then_read_from_disk(monkeypatch, byte_level_path):
@@ -147,11 +147,8 @@ def test_a_hub_id_out_of_reach_is_one_line(monkeypatch, hub_id):
         raise ConnectionError("no network\n(a traceback)")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    with pytest.raises(
-        UserError, match=r"^no tokenizer could be loaded from .* \(no network\): give"
-    ) as caught:
+    with refused(r"^no tokenizer could be loaded from .* \(no network\): give"):
         load_tokenizer(hub_id)
-    assert "\n" not in str(caught.value)
 
 
 def test_loading_the_tokenizer_does_not_load_torch(byte_level_path):
