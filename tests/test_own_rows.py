@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specgen.config import UserError
-from specgen.prompts import Message, Prompt, Rejected, load_prompts, open_prompts
+from specgen.prompts import Message, Prompt, Rejected, open_prompts
 from specgen.prompts.formats import Reading
 from tests.commands import write_rows
 
@@ -235,7 +235,7 @@ def test_another_separator_or_encoding_is_named(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=re.escape(words)):
-        load_prompts(str(tmp_path / name), data_path=None, num_prompts=None)
+        list(open_prompts(str(tmp_path / name), data_path=None, num_prompts=None))
 
 
 @pytest.mark.parametrize("array", [False, True])

@@ -22,7 +22,6 @@ from specgen.prompts import (
     Prompt,
     Rejected,
     json_rows,
-    load_prompts,
     open_prompts,
     prompt_ids,
 )
@@ -83,7 +82,10 @@ def table(rows: list[dict]):
 
 
 def load(dataset: str | Path, data_path: Path | None = None, num_prompts: int | None = None):
-    return load_prompts(str(dataset), data_path=data_path, num_prompts=num_prompts)
+    """The prompts, and the rejected rows."""
+    found = list(open_prompts(str(dataset), data_path=data_path, num_prompts=num_prompts))
+    prompts = [each for each in found if isinstance(each, Prompt)]
+    return prompts, [each for each in found if isinstance(each, Rejected)]
 
 
 # --- formats and files ------------------------------------------------------------------------------------
@@ -551,9 +553,9 @@ def test_without_the_network_the_error_is_one_line_with_the_remedy(monkeypatch, 
 
 def test_the_bundled_prompts_are_found_from_any_directory(tmp_path):
     code = (
-        "from specgen.prompts import load_prompts\n"
-        "prompts, rejected = load_prompts('bundled', data_path=None, num_prompts=None)\n"
-        "assert len(prompts) >= 24 and not rejected\n"
+        "from specgen.prompts import Prompt, open_prompts\n"
+        "prompts = list(open_prompts('bundled', data_path=None, num_prompts=None))\n"
+        "assert len(prompts) >= 24 and all(isinstance(prompt, Prompt) for prompt in prompts)\n"
         "assert all(len(prompt.follow_ups) == 1 and prompt.category for prompt in prompts)\n"
         "import sys; assert 'datasets' not in sys.modules and 'torch' not in sys.modules\n"
     )

@@ -13,7 +13,7 @@ from specgen.cli import main as cli
 from specgen.config import UserError
 from specgen.config.errors import did_you_mean, nearest
 from specgen.experiments.matrices import find_matrix
-from specgen.prompts import load_prompts
+from specgen.prompts import open_prompts
 from tests.commands import printed, specgen
 
 
@@ -180,7 +180,7 @@ def test_an_interrupted_command_says_so(monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_a_data_set_is_suggested(name: str, meant: str | None) -> None:
     with pytest.raises(UserError) as refused:
-        load_prompts(name, data_path=None, num_prompts=None)
+        list(open_prompts(name, data_path=None, num_prompts=None))
     hint = "" if meant is None else f" (did you mean {meant}?)"
     assert str(refused.value).startswith(
         f"dataset is {name!r}, neither a known name nor a file{hint}: use bundled"
@@ -195,7 +195,7 @@ def test_a_matrix_is_suggested() -> None:
 def test_a_row_without_a_prompt_says_how_to_name_its_field(tmp_path: Path) -> None:
     file = tmp_path / "own.jsonl"
     file.write_text('{"a": "x"}\n')
-    _, (rejected,) = load_prompts(str(file), data_path=None, num_prompts=None)
+    (rejected,) = open_prompts(str(file), data_path=None, num_prompts=None)
     assert "name a field with --prompt-field; this one has 'a'" in rejected.reason
 
 

@@ -1,7 +1,7 @@
 """Prompts, the data sets they come from, and rejected rows. May import text and record."""
 
 from specgen.prompts.formats import DATASETS
-from specgen.prompts.load import PromptSet, load_prompts, open_prompts
+from specgen.prompts.load import PromptSet, open_prompts
 from specgen.prompts.prompt import Prompt, Rejected, failure, prompt_ids
 from specgen.prompts.shapes import PromptRun, content_of
 from specgen.text.tokenizer import Message
@@ -15,7 +15,6 @@ __all__ = [
     "Rejected",
     "content_of",
     "failure",
-    "load_prompts",
     "open_prompts",
     "prompt_ids",
 ]

@@ -205,20 +205,6 @@ def open_prompts(
     )
 
 
-def load_prompts(
-    dataset: str, *, data_path: Path | None, num_prompts: int | None, how: Reading = AS_IT_IS
-) -> tuple[list[Prompt], list[Rejected]]:
-    """``open_prompts`` read into two lists."""
-    prompts: list[Prompt] = []
-    rejected: list[Rejected] = []
-    for result in open_prompts(dataset, data_path=data_path, num_prompts=num_prompts, how=how):
-        if isinstance(result, Prompt):
-            prompts.append(result)
-        else:
-            rejected.append(result)
-    return prompts, rejected
-
-
 def _open(dataset: str, data_path: Path | None, split: str | None) -> tuple[Format, Source]:
     names = ", ".join(DATASETS)
     if known := DATASETS.get(dataset):
