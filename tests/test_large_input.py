@@ -33,8 +33,7 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "max_tokens": 256,
     }
     row = {"method": "POST", "url": "/v1/chat/completions", "body": body}
-    write_rows(path, ({"custom_id": f"r{n}", **row} for n in range(NUM_ROWS)))
-    return path
+    return write_rows(path, ({"custom_id": f"r{n}", **row} for n in range(NUM_ROWS)))
 
 
 @pytest.fixture

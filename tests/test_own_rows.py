@@ -20,8 +20,7 @@ def load(path: Path, **how: Any) -> tuple[list[Prompt | Rejected], list[str]]:
 
 
 def written(path: Path, *rows: object) -> Path:
-    write_rows(path, rows)
-    return path
+    return write_rows(path, rows)
 
 
 def said(prompt: Prompt | Rejected) -> tuple[str, ...]:

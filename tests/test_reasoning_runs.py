@@ -64,11 +64,9 @@ def reasoning_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Conversations of two turns without a full stop, which the renamed tokenizer lacks."""
-    path = tmp_path_factory.mktemp("questions") / "question.jsonl"
     turns = [[f"Tom has {n} apples and buys 3 more, how many?", "And then 2 more?"] for n in range(4, 7)]
     lines = [{"question_id": n, "category": "math", "turns": each} for n, each in enumerate(turns)]
-    write_rows(path, lines)
-    return path
+    return write_rows(tmp_path_factory.mktemp("questions") / "question.jsonl", lines)
 
 
 @pytest.fixture(scope="module")

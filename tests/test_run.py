@@ -35,9 +35,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    path = tmp_path / "question.jsonl"
-    write_rows(path, TURNS)
-    return path
+    return write_rows(tmp_path / "question.jsonl", TURNS)
 
 
 def run(pair: Path, *arguments: object) -> Result:

@@ -34,10 +34,8 @@ NUM_PROMPTS = 24
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("stopped") / "prompts.jsonl"
     rows = ({"id": f"p{n}", "prompt": f"Tom has {n} apples."} for n in range(NUM_PROMPTS))
-    write_rows(path, rows)
-    return path
+    return write_rows(tmp_path_factory.mktemp("stopped") / "prompts.jsonl", rows)
 
 
 @pytest.fixture(scope="module", autouse=True)
