@@ -51,9 +51,12 @@ class Lines(NamedTuple):
     texts: list[bytes]
 
     def rows(self) -> Iterator[Row]:
-        for number, line in enumerate(self.texts, self.first):
-            if text := line.removeprefix(_BOM).strip():
-                yield Row(self.place, number, text, _value)
+        return filter(None, map(self.row, range(len(self.texts))))
+
+    def row(self, index: int) -> Row | None:
+        """That of the line at ``index``, if it is one."""
+        text = self.texts[index].removeprefix(_BOM).strip()
+        return Row(self.place, self.first + index, text, _value) if text else None
 
     def part(self, begin: int, end: int) -> Self:
         """Those from index ``begin`` to before ``end``."""

@@ -121,7 +121,8 @@ class Shapes:
                 yield Alike(lines.part(begin, index), matches)
                 matches = []
             if match is None:
-                yield from lines.part(index, index + 1).rows()
+                if (row := lines.row(index)) is not None:
+                    yield row
                 continue
             if not matches:
                 begin = index
