@@ -12,7 +12,8 @@ text; its routers read them (calibrated_mixtures.py).
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from calibrated_cycle import Cycle
@@ -29,6 +30,8 @@ class Codes:
 
     embedding: Tensor  # [V, H]; the row of the mask token has no code
     turns: Tensor  # [kv_size / 2] float64, radians from a token to the next one of the text
+    # What a head's probability of its guess after each token is to be; empty: nearly 1
+    probabilities: Mapping[int, float] = field(default_factory=dict)
 
     @classmethod
     def draw(cls, shape: Shape, cycle: Cycle, source: Source) -> "Codes":

@@ -6,8 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 FILE = "cycle.json"
+# Of a trained head (EAGLE3, measured on MT-Bench and GSM8K): the share of its drafts that are right, by tenths of its
+# probability; and its AUC, .916 there
+RIGHT_BY_TENTH = (0.08, 0.13, 0.21, 0.28, 0.34, 0.46, 0.64, 0.69, 0.81, 0.98)
+Confidence = Literal["none", "trained", "perfect"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +79,35 @@ class Cycle:
     def parallel_guesses(self, token: int, count: int) -> tuple[int, ...]:
         """The drafts after ``token`` of a head that drafts all at once: each is the guess after a token of the text."""
         return tuple(self.guess[before] for before in (token, *self.after(token, count - 1)))
+
+    def probabilities(self, confidence: Confidence, seed: int) -> Mapping[int, float]:
+        """What a head says of its guess after each token: its own probability of it.
+
+        ``trained``: in the last tenth as many guesses as make ``accept`` of all right, and equally many in the others.
+        ``none``: it knows nothing of itself, and is sure. ``perfect``: it knows each guess that is wrong.
+        """
+        if confidence == "none":
+            return dict.fromkeys(self.tokens, 0.999)
+        rng, unknown = random.Random(f"confidence {seed}"), set(self.unknown)
+        if confidence == "perfect":
+            return {token: 0.05 if token in unknown else 0.999 for token in self.tokens}
+        *low, last = RIGHT_BY_TENTH
+        each = (last - self.accept) / (
+            len(low) * last - sum(low)
+        )  # share of all guesses in each of the others
+        if not 0 <= len(low) * each <= 1:
+            raise ValueError(
+                f"accept is {self.accept} and confidence 'trained': use {sum(low) / len(low):.2f} to {last}"
+            )
+        shares = [each] * len(low) + [1 - len(low) * each]
+        tenths = range(len(shares))
+        right = [share * each for share, each in zip(shares, RIGHT_BY_TENTH, strict=True)]
+        wrong = [share - each for share, each in zip(shares, right, strict=True)]
+        found = {}
+        for token in self.tokens:
+            (tenth,) = rng.choices(tenths, wrong if token in unknown else right)
+            found[token] = min((tenth + rng.random()) / 10, 0.999)
+        return found
 
     def slice(self, start: int, length: int) -> tuple[int, ...]:
         """``length`` tokens of the cyclic text from position ``start``."""

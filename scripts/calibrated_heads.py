@@ -35,6 +35,7 @@ So each slot drafts the guess after a token of the known text: slot 1 after the 
 token behind it, and so on. The first i + 1 drafts are right with accept^(i + 1), as with the other heads, for i < 2^n.
 """
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -158,9 +159,17 @@ def _code_of_query(shape: Shape, rows: Tensor) -> Tensor:
 def _head_lm_head(shape: Shape, codes: Codes, cycle: Cycle, kept: Tensor, sign: float) -> Tensor:
     """``[Vd, H]`` for the target ids ``kept`` [Vd]: each row is the embedding of the token that drafts it."""
     guessed_by = {guess: token for token, guess in cycle.guess.items()}
-    tokens = torch.tensor([guessed_by[token] for token in kept.tolist()], device=kept.device)
-    rows = codes.embedding[tokens] * (sign * LOGIT / shape.kv_size)
+    drafted_by = [guessed_by[token] for token in kept.tolist()]
+    rows = codes.embedding[torch.tensor(drafted_by, device=kept.device)] * (sign * LOGIT / shape.kv_size)
     rows[:, shape.kv_size :] *= NOISE  # only the code part of a state depends on the token
+    if codes.probabilities:
+        said = torch.tensor([codes.probabilities[token] for token in drafted_by], device=kept.device)
+        # of the other rows, whose logits are normal: the log of the sum of their exponentials
+        logits, others = said.logit(), math.log(len(kept))
+        for _ in range(4):  # logits decide how far the others' spread
+            spread = ((logits + others).square().mean() / (2 * shape.kv_size)).item()
+            others = math.log(len(kept)) + spread
+        rows *= ((logits + others) / LOGIT)[:, None]
     return rows
 
 

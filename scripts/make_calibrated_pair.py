@@ -4,6 +4,7 @@
     python scripts/make_calibrated_pair.py OUT --head eagle3 eagle1 eagle3-2 peagle-2
     python scripts/make_calibrated_pair.py OUT --shape gpt-oss-20b --expert-overlap 0.5
     python scripts/make_calibrated_pair.py OUT --weights fp8    # or fp8-block
+    python scripts/make_calibrated_pair.py OUT --confidence trained    # a head that is as sure as a trained one
     python scripts/make_calibrated_pair.py OUT --shape qwen3-30b-a3b --layers 24    # 31 GB; all 48 take 61 GB
     python scripts/make_calibrated_pair.py OUT --shape qwen3-30b-a3b --weights fp8-block    # 31 GB
     python scripts/make_calibrated_pair.py OUT --shape glm-4.7-flash --weights fp8-block    # 33 GB; 64 GB in bf16
@@ -30,7 +31,7 @@ from typing import Any, cast, get_args
 
 import torch
 from calibrated_codes import Codes
-from calibrated_cycle import Cycle
+from calibrated_cycle import Confidence, Cycle
 from calibrated_heads import eagle1_tensors, eagle3_tensors, peagle_tensors
 from calibrated_mixtures import LatentLayers, MixtureLayers, common_share, mtp_tensors
 from calibrated_shapes import SHAPES, GptOssShape, LatentShape, Mixture, Shape
@@ -77,15 +78,17 @@ def write_pair(
     source: Source,
     heads: Sequence[HeadKind] = (HeadKind.find("eagle3"),),
     layer: Layer | None = None,
+    probabilities: Mapping[int, float] | None = None,
 ) -> None:
     """Write all checkpoints and the cycle below ``out``; ``WRITERS`` + 1 shards and three tables are in memory.
 
-    ``layer`` makes the tensors of one layer of the target; None: a dense one.
+    ``layer`` makes the tensors of one layer of the target; None: a dense one. ``probabilities`` are those that a head
+    with its own ``lm_head`` has of its guess after each token; None: nearly 1.
     """
     folder = out / "target"
     folder.mkdir(parents=True, exist_ok=True)
     cycle.write(out)
-    codes = Codes.draw(shape, cycle, source)
+    codes = replace(Codes.draw(shape, cycle, source), probabilities=probabilities or {})
     tensors = list(target_tensors(shape, codes.embedding, cycle, source, layer))
     if isinstance(shape, LatentShape) and layer is not None:
         tensors += layer(f"model.layers.{shape.num_layers}.", source)
@@ -246,6 +249,13 @@ def _parser() -> argparse.ArgumentParser:
         default="bf16",
         help="of the target's layers",
     )
+    parser.add_argument(
+        "--confidence",
+        choices=get_args(Confidence),
+        default="none",
+        help="what a head's probability says of its drafts: nothing (it is nearly 1), as much as a trained head's, or "
+        "all; not of eagle1, which has the target's lm_head",
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     return parser
@@ -262,9 +272,11 @@ def main() -> None:
         usual = [] if isinstance(shape, LatentShape) else ["eagle3"]
         heads = [HeadKind.find(name) for name in arguments.head or usual]
         cycle = chosen_cycle(shape, arguments.accept, arguments.seed)
+        known = arguments.confidence != "none"
+        said = cycle.probabilities(arguments.confidence, arguments.seed) if known else None
     except ValueError as error:
         parser.error(str(error))
-    write_pair(arguments.out, shape, cycle, Source(arguments.device, arguments.seed), heads, layer)
+    write_pair(arguments.out, shape, cycle, Source(arguments.device, arguments.seed), heads, layer, said)
     size = sum(file.stat().st_size for file in arguments.out.rglob("*.safetensors"))
     alike = f", expert overlap {arguments.expert_overlap or 0:g}" if isinstance(shape, Mixture) else ""
     print(

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from specgen.attention.hopper import HopperBackend
-from specgen.config import SamplingParams, UserError
+from specgen.config import CONFIDENCE_LEVELS, SamplingParams, UserError
 from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Request
+from specgen.core.spec_length import FixedPlan, SpecLength, StepPlan
 from specgen.core.step import Steps
 from specgen.decoding.sampling import SamplingBatch, target_probs
 from specgen.engine.build import _memory_for_kv, build_engine
@@ -23,6 +24,7 @@ from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, 
 from tests.marks import on_gpu
 from tests.test_faults import Setting, require_no_change, run_without_fault
 from tests.test_per_request import all_different, answers
+from tests.test_step_costs import AnyPlan
 
 pytestmark = on_gpu()
 GREEDY = SamplingParams(max_tokens=48)
@@ -195,9 +197,9 @@ def test_an_error_during_graph_replay_changes_no_text(
     right = generate(gpu_pair, mixed(GREEDY), max_batch_size=7, **EXACT).texts
     decode, calls = Steps.decode, [0]
 
-    def fails_once(self: Steps, columns: Any, num_drafts: int) -> Any:
+    def fails_once(self: Steps, columns: Any, plan: StepPlan) -> Any:
         calls[0] += 1
-        result = decode(self, columns, num_drafts)
+        result = decode(self, columns, plan)
         if calls[0] == 5:
             raise RuntimeError("planted")
         return result
@@ -372,12 +374,46 @@ def test_captured_kernels_give_the_reference_texts(
     assert same >= len(reference.texts) - 4  # bfloat16 rounds differently by batch and kernel
 
 
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_part_of_the_drafts_may_be_verified(gpu_pair: Pair, mode: str, batch: str) -> None:
+    """Another part at every step, by chances that say nothing."""
+    plain = generate(gpu_pair, mixed(GREEDY), num_spec_tokens=0, max_batch_size=7, **EXACT)
+    settings = EXACT | {"cuda_graphs": mode, "drafter_batch": batch}
+    config = config_of(gpu_pair, num_spec_tokens=5, max_batch_size=7, **settings)
+    engine = build_engine(config, gpu_pair.models, lambda row: None)
+    for _ in range(2):  # graphs are captured, and replayed
+        engine.spec_length = plans = AnyPlan(5)
+        texts = {each.request.id: each.token_ids for each in engine.generate(mixed(GREEDY))}
+        assert texts == plain.texts
+    assert any(plan.quarters for plan in plans.chosen)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("attention", ["hopper", "trtllm"])
+def test_captured_kernels_give_the_reference_texts_of_a_part(
+    bfloat16_pair: Pair, attention: str, mode: str
+) -> None:
+    reference = generate(bfloat16_pair, mixed(GREEDY), num_spec_tokens=0, max_batch_size=7, **FAST)
+    settings = FAST | {"cuda_graphs": mode, "attention": attention}
+    config = config_of(bfloat16_pair, num_spec_tokens=4, max_batch_size=7, **settings)
+    engine = build_engine(config, bfloat16_pair.models, lambda row: None)
+    engine.spec_length = FixedPlan(PARTIAL)
+    texts = {each.request.id: each.token_ids for each in engine.generate(mixed(GREEDY))}
+    same = sum(texts[name] == text for name, text in reference.texts.items())
+    assert same >= len(reference.texts) - 4  # bfloat16 rounds differently by batch and kernel
+
+
+PARTIAL = StepPlan(num_drafts=4, quarters=6, chances=((0.5,) * len(CONFIDENCE_LEVELS),) * 4)
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 
 
-def running_engine(pair: Pair, sampling: SamplingParams = LONG, **settings: Any) -> EngineCore:
+def running_engine(
+    pair: Pair, sampling: SamplingParams = LONG, spec_length: SpecLength | None = None, **settings: Any
+) -> EngineCore:
     """An engine in steady-state decoding, with its graphs captured."""
     engine = build_engine(config_of(pair, **settings), pair.models, lambda event: None)
+    engine.spec_length = spec_length or engine.spec_length
     for request in bundled_requests(8, sampling):
         engine.submit(request)
     for _ in range(4):
@@ -417,6 +453,15 @@ def test_a_steady_state_step_has_no_host_sync(
 ) -> None:
     asked = FAST | {"cuda_graphs": mode, "num_spec_tokens": 4} | settings
     advance_without_sync(running_engine(bfloat16_pair, sampling, **asked))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("drafter", [{}, {"drafter": "ngram"}])
+def test_a_step_that_verifies_a_part_has_no_host_sync(
+    bfloat16_pair: Pair, mode: str, drafter: dict[str, Any]
+) -> None:
+    asked = FAST | {"cuda_graphs": mode, "num_spec_tokens": 4} | drafter
+    advance_without_sync(running_engine(bfloat16_pair, LONG, FixedPlan(PARTIAL), **asked))
 
 
 def test_the_host_sync_check_detects_a_sync(bfloat16_pair: Pair) -> None:

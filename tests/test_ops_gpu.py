@@ -199,6 +199,16 @@ def test_the_first_maximum(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(0, 9), (1, 128256), (2, 5, 32000), (300, 4096), (3, 1)], ids=str)
+def test_the_probability_of_the_first_maximum(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = random(*shape, dtype=dtype, scale=3.0)
+    ids = torch.randperm(shape[-1], device=x.device)
+    index, probability = fast(dtype).most_likely(x, ids)
+    assert torch.equal(index, ids[x.argmax(-1)])
+    torch.testing.assert_close(probability, x.float().softmax(-1).amax(-1), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_maximum_is_nan_where_there_is_one(dtype: torch.dtype) -> None:
     x = random(4, 32000, dtype=dtype)
     x[1, 20000] = float("nan")

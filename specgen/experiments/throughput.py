@@ -298,7 +298,7 @@ def best_lengths(rows: Sequence[Row]) -> Iterator[str]:
         return
     for batch in dict.fromkeys(row["batch"] for row in rows):
         mine = [row for row in rows if row["batch"] == batch]
-        fixed = [row for row in mine if row["K"] != "auto"]
+        fixed = [row for row in mine if isinstance(row["K"], int)]
         if not fixed:
             continue
         best = max(fixed, key=_speed)
@@ -306,7 +306,7 @@ def best_lengths(rows: Sequence[Row]) -> Iterator[str]:
         if isinstance(best[PLAIN], float):
             text += f", {display.ratio(best[PLAIN])} plain decoding"
         auto = [
-            f"; auto has {display.percent(_speed(row) / _speed(best))} of it"
+            f"; {row['K']} has {display.percent(_speed(row) / _speed(best))} of it"
             for row in mine
             if row not in fixed
         ]
