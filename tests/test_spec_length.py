@@ -6,7 +6,14 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
-from specgen.core.spec_length import BestPlan, FixedLength, RunningAcceptance, StepCosts, StepPlan
+from specgen.core.spec_length import (
+    BestPlan,
+    FixedLength,
+    RunningAcceptance,
+    SpecLength,
+    StepCosts,
+    StepPlan,
+)
 from tests.marks import mostly_slow
 
 MOST = 7
@@ -17,7 +24,12 @@ Curve = Sequence[float]  # conditional acceptance by position
 
 def cost(num_sequences: int, k: int) -> float:
     """Seconds per step, like an 8B model on an H100: memory-bound in a small batch, compute-bound in a large one."""
-    rows = num_sequences * (k + 1)
+    return cost_of(num_sequences, k, num_sequences * k)
+
+
+def cost_of(num_sequences: int, k: int, num_verified: float) -> float:
+    """The same where so many drafts are verified in all."""
+    rows = num_sequences + num_verified
     return ((5.8**3 + (0.0336 * rows) ** 3) ** (1 / 3) + 0.02 * num_sequences + 0.35 * k) / 1000
 
 
@@ -261,3 +273,73 @@ def test_a_fixed_k_never_changes():
     fixed.see((3,) * 4, 4, 0)
     assert [fixed.choose(size) for size in (1, 256)] == [StepPlan(num_drafts=4)] * 2
     assert fixed.most == 4
+
+
+# --- a part of the drafts -------------------------------------------------------------------------
+
+RIGHT = np.array([0.08, 0.13, 0.21, 0.28, 0.34, 0.46, 0.64, 0.69, 0.81, 0.93, 0.97, 0.995])  # by level
+SHARES = np.array([0.04] * 9 + [0.15, 0.2, 0.29])  # of drafts
+WITH_PARTS = StepCosts(
+    seconds=COSTS.seconds,
+    partial={
+        (size, part): cost_of(size, MOST, size * part / 4) for size in SIZES for part in (1, 4, 8, 16, 28)
+    },
+)
+
+
+def speed_of(policy: SpecLength, num_sequences: int, *, tells: bool, num_steps: int = 400) -> float:
+    """Tokens per second with a drafter that knows how likely each draft is, or says anything."""
+    random = np.random.default_rng(0)
+    unread: list[tuple[tuple[int, ...], int, int]] = []
+    seconds = emitted = 0.0
+    for step in range(num_steps):
+        plan = policy.choose(num_sequences)
+        for each in unread:
+            policy.see(*each)
+        k, count = plan.num_drafts, plan.num_verified(num_sequences)
+        known = random.choice(len(RIGHT), (num_sequences, k), p=SHARES)
+        said = known if tells else random.integers(0, len(RIGHT), known.shape)
+        right = random.random(known.shape) < RIGHT[known]
+        kept = np.ones(known.shape, dtype=bool)
+        if count is not None:
+            likely = np.cumprod(np.array(plan.chances)[np.arange(k), said], 1)
+            kept = (likely >= np.sort(likely.flatten())[-count]) & (likely > 0)
+        accepted = np.cumprod(right & kept, 1).sum(1)
+        unread = [
+            (tuple(map(int, row)), int(verified), int(many))
+            for row, verified, many in zip(said, kept.sum(1), accepted, strict=True)
+        ]
+        if step >= 100:
+            seconds += cost_of(num_sequences, k, num_sequences * k if count is None else count)
+            emitted += num_sequences + int(accepted.sum())
+    return emitted / seconds
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "least"), mostly_slow([(64, 1.04), (128, 1.07), (256, 1.07)], (128, 1.07))
+)
+def test_verifying_what_is_likely_pays_in_large_batches(num_sequences, least):
+    uniform, auto = (speed_of(BestPlan(costs), num_sequences, tells=True) for costs in (COSTS, WITH_PARTS))
+    assert auto > least * uniform
+
+
+@pytest.mark.parametrize("num_sequences", mostly_slow([1, 8, 32, 64, 128], 64))
+def test_a_drafter_that_knows_nothing_of_itself_costs_nothing(num_sequences):
+    uniform, auto = (speed_of(BestPlan(costs), num_sequences, tells=False) for costs in (COSTS, WITH_PARTS))
+    assert auto >= 0.985 * uniform
+
+
+def test_a_batch_that_drains_to_one_sequence_verifies_all_again():
+    policy = BestPlan(WITH_PARTS)
+    speed_of(policy, 128, tells=True, num_steps=150)
+    assert policy.choose(128).quarters is not None
+    assert policy.choose(1).quarters is None
+
+
+def test_costs_of_a_part_are_those_of_its_drafts_and_rows():
+    """One draft takes 2 ms, a row 1 ms, and the form of a part 3 ms."""
+    seconds = {(4, k): 2.0 * k + 4 * (k + 1) for k in range(5)}
+    partial = {(4, part): 2.0 * 4 + 4 + part + 3 for part in (1, 4, 16)}
+    costs = StepCosts(seconds=seconds, partial=partial)
+    for k, part in ((4, 8), (3, 8), (2, 4), (1, 1)):
+        assert costs.at_part(4, k, part) == pytest.approx(2.0 * k + 4 + part + 3)

@@ -173,18 +173,19 @@ class RunningAcceptance:
         shape = (most, len(CONFIDENCE_LEVELS))
         self._reached, self._accepted = np.zeros(shape), np.zeros(shape)
         self._first = [_WEIGHT, _WEIGHT * _PRIOR]  # reached and accepted at the first position, of all levels
-        self._fresh: Counter[tuple[int, int, bool]] = (
-            Counter()
-        )  # position, level, accepted: not in the sums yet
-        self._num_fresh = 0  # verify steps of a sequence that they are of
+        # of all drafts, verified or not, by position: how many are expected behind accepted ones, and to be accepted
+        self._expected = np.zeros((2, most))
+        self._fresh = Counter[tuple[int, int, bool]]()  # position, level, accepted: not in the sums yet
+        self._num_fresh = self._num_unexpected = 0  # verify steps of a sequence that are not in the sums yet
         self._num_steps = 0  # of the batch since the sums were last added to
-        self._levels: deque[Sequence[int]] = deque([(0,)], _SEQUENCES)
+        self._levels: deque[Sequence[int]] = deque([()], _SEQUENCES)
 
     def see(self, levels: Sequence[int], verified: int, accepted: int) -> None:
         """Count one verify step of one sequence; without drafts it tells nothing."""
         if levels:
             self._levels.append(levels)
             self._num_fresh += 1
+            self._num_unexpected += 1
             for position in range(min(accepted + 1, verified)):  # missing drafts are not among them
                 self._fresh[position, levels[position], position < accepted] += 1
 
@@ -205,8 +206,8 @@ class RunningAcceptance:
 
     def _add_fresh(self) -> None:
         kept = exp(-min(self._num_fresh / _MEMORY, self._num_steps / _LEAST_MEMORY))
-        self._reached *= kept
-        self._accepted *= kept
+        for sums in (self._reached, self._accepted, self._expected):
+            sums *= kept
         self._first = [kept * number for number in self._first]
         for (position, level, accepted), times in self._fresh.items():
             self._reached[position, level] += times
@@ -220,11 +221,21 @@ class RunningAcceptance:
     def survival(self, chances: np.ndarray) -> np.ndarray:
         """Of the sequences seen last, the chance that a draft and all before it are accepted: ``[n, most]``.
 
-        A draft behind the last of a shorter K is taken to be of that one's level. A missing one has no chance.
+        A missing draft has no chance. One behind the last of a shorter K has the mean chance at its position of late.
         """
-        most = self._most
-        rows = np.array([[*each, *[each[-1]] * (most - len(each))] for each in self._levels])
-        return np.cumprod(np.where(rows < 0, 0.0, chances[np.arange(most), rows]), 1)
+        most, lens = self._most, np.array([len(each) for each in self._levels])
+        rows = np.array([[*each, *[0] * (most - len(each))] for each in self._levels])
+        each = np.where(rows < 0, 0.0, chances[np.arange(most), rows])
+        new = slice(max(len(rows) - self._num_unexpected, 0), None)
+        found, before, usual = np.empty_like(each), np.ones(len(each)), self._first[1] / self._first[0]
+        for position in range(most):
+            made, chance = before * (lens > position), each[:, position]
+            self._expected[:, position] += made[new].sum(), made[new] @ chance[new]
+            reached, accepted = self._expected[:, position]
+            usual = (accepted + _WEIGHT * usual) / (reached + _WEIGHT)
+            before = found[:, position] = before * np.where(lens > position, chance, usual)
+        self._num_unexpected = 0
+        return found
 
 
 class BestPlan:
@@ -244,17 +255,20 @@ class BestPlan:
         self._acceptance = RunningAcceptance(self.most)
         self._present: StepPlan | None = None
         self._planned_for = 0  # sequences
-        self._num_steps = 0  # since the plan was made
+        self._age = 0  # of the plan, in steps
+        self._num_steps = 0
         self._missed = 0.0  # steps' worth of time that another plan would have saved, in steps running
         self._saved = 0.0  # seconds, for the next probe
 
     def choose(self, num_sequences: int) -> StepPlan:
         self._acceptance.step()
+        self._age += 1
         self._num_steps += 1
         changed = abs(num_sequences - self._planned_for) > self._planned_for // 8
-        if self._present is None or changed or self._num_steps >= _EVERY:
+        settled = self._num_steps > _EVERY and not self._missed and not changed
+        if self._present is None or not settled or self._age >= _EVERY:
             self._present = self._plan(num_sequences, self._present)
-            self._planned_for, self._num_steps = num_sequences, 0
+            self._planned_for, self._age = num_sequences, 0
         return self._probe(num_sequences, self._present)
 
     def see(self, levels: Sequence[int], verified: int, accepted: int) -> None:
@@ -266,9 +280,8 @@ class BestPlan:
         rates = self._rates(num_sequences, self._acceptance.survival(chances))
         best = max(rates, key=rates.__getitem__)
         now = best if present is None else (present.num_drafts, present.quarters)
-        gain = rates[best] / rates[now] - 1
-        steps = _EVERY if self._num_steps >= _EVERY else 1  # another batch may have had another plan
-        self._missed = self._missed + gain * steps if gain > _MARGIN else 0.0
+        gain = rates[best] / rates[now] - 1 if now in rates else _PATIENCE  # one sequence has no part
+        self._missed = self._missed + gain if gain > _MARGIN else 0.0
         if self._missed >= _PATIENCE:
             now, self._missed = best, 0.0
         k, quarters = now
