@@ -195,7 +195,7 @@ def test_sequences_that_are_timed_touch_experts_of_their_own(
 
 @pytest.mark.slow
 def test_batches_that_do_not_fit_are_not_timed(random_pair: Pair) -> None:
-    config = config_of(random_pair, num_spec_tokens=2, max_batch_size=8, kv_memory=480_000)
+    config = config_of(random_pair, num_spec_tokens=2, max_batch_size=8, kv_memory=300_000)
     engine = build_engine(config, random_pair.models, lambda event: None)
     sizes = {size for size, _ in measure(engine, 8, DraftLength(most=2, auto=True)).seconds}
     assert {1, 2} <= sizes

@@ -44,8 +44,9 @@ def plans(length: DraftLength) -> list[StepPlan]:
     every = [StepPlan(num_drafts=k) for k in range(most + 1)]
     if length.kind == "auto":
         quarters = sorted({1, 4, 8, 16, 4 * most} & set(range(4 * most + 1)))
-        even = ((0.5,) * len(CONFIDENCE_LEVELS),) * most
-        every += [StepPlan(num_drafts=most, quarters=each, chances=even) for each in quarters]
+        # by the drafter's confidence, so that sequences have as different numbers of rows as in a run
+        rising = tuple((level + 0.5) / len(CONFIDENCE_LEVELS) for level in range(len(CONFIDENCE_LEVELS)))
+        every += [StepPlan(num_drafts=most, quarters=each, chances=(rising,) * most) for each in quarters]
     return every
 
 
@@ -57,9 +58,11 @@ def measure(engine: EngineCore, max_batch_size: int, length: DraftLength) -> Ste
     """
     seconds, partial = dict[tuple[int, int], float](), dict[tuple[int, int], float]()
     for size in timed_sizes(max_batch_size):
-        timed = plans(length)
-        for plan, found in zip(timed, _step_times(engine, size, timed, _UNTIMED + _TIMED), strict=False):
-            taken = median(found[_UNTIMED:])
+        found = {plan: _step_times(engine, size, plan, _UNTIMED + _TIMED) for plan in plans(length)}
+        if not all(found.values()):
+            continue
+        for plan, times in found.items():
+            taken = median(times[_UNTIMED:])
             if plan.quarters is None:
                 seconds[size, plan.num_drafts] = taken
             else:
@@ -80,29 +83,30 @@ def timed_sizes(max_batch_size: int) -> list[int]:
 def capture_all(engine: EngineCore, max_batch_size: int, lengths: Sequence[int]) -> None:
     """One step of every size and each number of drafts in ``lengths``: no later greedy step captures a CUDA graph."""
     for size in engine.sizes(max_batch_size):
-        _step_times(engine, size, [StepPlan(num_drafts=k) for k in lengths], 1)
+        for k in lengths:
+            _step_times(engine, size, StepPlan(num_drafts=k), 1)
 
 
 def positions(length: DraftLength) -> int:
     """How long a sequence may become while the steps of ``plans`` are timed."""
-    return _PROMPT + _new_tokens(plans(length), _UNTIMED + _TIMED)
+    return _PROMPT + _new_tokens(length.most, _UNTIMED + _TIMED)
 
 
-def _new_tokens(timed: Sequence[StepPlan], enough: int) -> int:
-    """What ``enough`` steps of each plan may give, and as many as may be in flight."""
-    return (enough + 2) * sum(plan.num_drafts + 1 for plan in timed)
+def _new_tokens(num_drafts: int, enough: int) -> int:
+    """What ``enough`` steps may give, and as many as may be in flight."""
+    return (enough + 2) * (num_drafts + 1)
 
 
-def _step_times(engine: EngineCore, size: int, timed: Sequence[StepPlan], enough: int) -> list[list[float]]:
-    """Seconds of ``enough`` steps of ``size`` sequences by plan; none where so many have no room."""
-    times: list[list[float]] = []
+def _step_times(engine: EngineCore, size: int, plan: StepPlan, enough: int) -> list[float]:
+    """Seconds of ``enough`` steps of ``size`` new sequences, so that contexts are alike; none where they have no room."""
+    times: list[float] = []
 
     def record(row: EngineRow) -> None:
         if isinstance(row, PassRow) and row.kind == "decode" and row.num_sequences == size:
             # with what the device waits for the host, where that is slower
-            times[-1].append(row.seconds + row.idle)
+            times.append(row.seconds + row.idle)
 
-    sampling = SamplingParams(max_tokens=_new_tokens(timed, enough), ignore_eos=True)
+    sampling = SamplingParams(max_tokens=_new_tokens(plan.num_drafts, enough), ignore_eos=True)
     draw = random.Random(0)  # distinct tokens: equal sequences would share the experts that each touches
     prompts = [
         Request(
@@ -114,12 +118,9 @@ def _step_times(engine: EngineCore, size: int, timed: Sequence[StepPlan], enough
     ]
     with engine.rehearsal(record):
         finished = [refused for request in prompts if (refused := engine.submit(request)) is not None]
-        for plan in timed:
-            engine.spec_length = FixedPlan(plan)
-            times.append([])
-            while len(times[-1]) < enough and not finished:
-                finished = engine.step()
-            finished = finished or engine.drain()  # what is in flight is of this plan
+        engine.spec_length = FixedPlan(plan)
+        while len(times) < enough and not finished:
+            finished = engine.step()
     return [] if finished else times
 
 
