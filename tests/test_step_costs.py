@@ -250,7 +250,6 @@ class Machine:
         self.measured += 1
         return StepCosts(
             seconds={(n, k): 0.01 * n + 0.001 * k + self.measured / 7 for n in self.sizes for k in (0, 1, 2)},
-            partial={(n, part): 0.01 * n + 0.001 * part for n in self.sizes for part in (1, 4, 8)},
         )
 
 

@@ -5,7 +5,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import exp
+from math import exp, inf
 from typing import Protocol
 
 import numpy as np
@@ -66,6 +66,11 @@ class StepCosts:
     def at(self, num_sequences: int, k: int) -> float:
         """Seconds of a step with ``k`` drafts: linear between measured batch sizes and beyond the largest one."""
         return _between(*self._curves[k], num_sequences)
+
+    @cached_property
+    def fewest(self) -> float:
+        """Sequences of which steps that verify a part have a known cost."""
+        return min((size for size, _ in self.partial), default=inf)
 
     def at_part(self, num_sequences: int, k: int, quarters: int) -> float:
         """Seconds of a step with ``k`` drafts of which so many are verified: what fewer drafts save, and fewer rows."""
@@ -280,7 +285,7 @@ class BestPlan:
         rates = self._rates(num_sequences, self._acceptance.survival(chances))
         best = max(rates, key=rates.__getitem__)
         now = best if present is None else (present.num_drafts, present.quarters)
-        gain = rates[best] / rates[now] - 1 if now in rates else _PATIENCE  # one sequence has no part
+        gain = rates[best] / rates[now] - 1 if now in rates else _PATIENCE  # few sequences have no part
         self._missed = self._missed + gain if gain > _MARGIN else 0.0
         if self._missed >= _PATIENCE:
             now, self._missed = best, 0.0
@@ -297,9 +302,7 @@ class BestPlan:
         rates: dict[tuple[int, int | None], float] = {
             (k, None): (tokens[k - 1] if k else 1.0) / costs.at(num_sequences, k) for k in costs.lengths
         }
-        if (
-            not costs.partial or num_sequences == 1
-        ):  # of one sequence the first drafts are the most likely ones
+        if num_sequences < costs.fewest:
             return rates
         size = min(num_sequences, len(survival))
         batches = survival[-(len(survival) // size * size) :].reshape(-1, size, self.most)

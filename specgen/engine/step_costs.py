@@ -31,6 +31,7 @@ from specgen.record.record_rows import EngineRow, PassRow
 
 _UNTIMED = 3  # steps: the first compiles and captures, and the host is a step ahead
 _TIMED = 6
+_FEWEST = 4  # sequences of which some are worth more drafts than others
 _PROMPT = 16  # tokens: what a longer context adds is much the same for any number of drafts
 _KIND, _WHAT = "step-costs", "costs of steps"
 # variables that may change kernels
@@ -38,27 +39,33 @@ _SET = ("CUDA_", "NCCL_", "TORCH", "PYTORCH", "TRITON_", "FLASHINFER_", "TRTLLM_
 _STATE = ("driver", "max_clock_mhz", "power_limit_watts")  # of a GPU, that last
 
 
-def plans(length: DraftLength) -> list[StepPlan]:
-    """What is timed: steps with 0 to the largest K, and with ``auto`` some that verify a part of the largest."""
-    most = length.most
-    every = [StepPlan(num_drafts=k) for k in range(most + 1)]
-    if length.kind == "auto":
-        quarters = sorted({1, 4, 8, 16, 4 * most} & set(range(4 * most + 1)))
-        # by the drafter's confidence, so that sequences have as different numbers of rows as in a run
-        rising = tuple((level + 0.5) / len(CONFIDENCE_LEVELS) for level in range(len(CONFIDENCE_LEVELS)))
-        every += [StepPlan(num_drafts=most, quarters=each, chances=(rising,) * most) for each in quarters]
-    return every
+def timed_plans(max_batch_size: int, length: DraftLength) -> dict[int, list[StepPlan]]:
+    """What is timed, by number of sequences: steps with 0 to the largest K, and with ``auto`` parts of the largest.
+
+    Parts are timed for every other size, from the largest down to ``_FEWEST``, and their costs are interpolated: each
+    takes as long as a step with the largest K.
+    """
+    most, sizes = length.most, timed_sizes(max_batch_size)
+    whole = [StepPlan(num_drafts=k) for k in range(most + 1)]
+    # by the drafter's confidence, so that sequences have as different numbers of rows as in a run
+    rising = tuple((level + 0.5) / len(CONFIDENCE_LEVELS) for level in range(len(CONFIDENCE_LEVELS)))
+    parts = [
+        StepPlan(num_drafts=most, quarters=quarters, chances=(rising,) * most)
+        for quarters in sorted({1, 4, 8, 16, 4 * most} & set(range(4 * most + 1)))
+    ]
+    with_parts = {size for size in sizes[::-2] if size >= _FEWEST} if length.kind == "auto" else set()
+    return {size: [*whole, *(parts if size in with_parts else ())] for size in sizes}
 
 
 def measure(engine: EngineCore, max_batch_size: int, length: DraftLength) -> StepCosts:
-    """The costs of the steps of ``plans``, for ``timed_sizes``.
+    """The costs of the steps of ``timed_plans``.
 
     Leaves the engine idle. Sizes for which the cache has no room are left out; ``UserError`` where not even one
     sequence has.
     """
     seconds, partial = dict[tuple[int, int], float](), dict[tuple[int, int], float]()
-    for size in timed_sizes(max_batch_size):
-        found = {plan: _step_times(engine, size, plan, _UNTIMED + _TIMED) for plan in plans(length)}
+    for size, plans in timed_plans(max_batch_size, length).items():
+        found = {plan: _step_times(engine, size, plan, _UNTIMED + _TIMED) for plan in plans}
         if not all(found.values()):
             continue
         for plan, times in found.items():
@@ -88,7 +95,7 @@ def capture_all(engine: EngineCore, max_batch_size: int, lengths: Sequence[int])
 
 
 def positions(length: DraftLength) -> int:
-    """How long a sequence may become while the steps of ``plans`` are timed."""
+    """How long a sequence may become while steps are timed."""
     return _PROMPT + _new_tokens(length.most, _UNTIMED + _TIMED)
 
 
@@ -98,7 +105,7 @@ def _new_tokens(num_drafts: int, enough: int) -> int:
 
 
 def _step_times(engine: EngineCore, size: int, plan: StepPlan, enough: int) -> list[float]:
-    """Seconds of ``enough`` steps of ``size`` new sequences, so that contexts are alike; none where they have no room."""
+    """Seconds of ``enough`` steps of ``size`` new sequences, so that contexts are alike; none without room for them."""
     times: list[float] = []
 
     def record(row: EngineRow) -> None:
@@ -141,8 +148,8 @@ def costs_for(config: EngineConfig, checkpoints: Checkpoints, measure: Callable[
         return measure()
     points = {
         (size, plan.num_drafts, plan.quarters)
-        for size in timed_sizes(config.max_batch_size)
-        for plan in plans(config.draft_length)
+        for size, plans in timed_plans(config.max_batch_size, config.draft_length).items()
+        for plan in plans
     }
     file = cache_directory(_KIND) / f"{hashlib.sha256(_text(key).encode()).hexdigest()}.json"
     kept = read_cached(file, _WHAT, partial(_checked, key=key, points=points))
