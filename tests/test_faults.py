@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import specgen
-from specgen.config import SamplingParams
+from specgen.config import CONFIDENCE_LEVELS, SamplingParams
 from specgen.core.engine_core import EngineCore, discard
 from specgen.core.sequence import Completion, Request, ScoreRequest
+from specgen.core.spec_length import FixedPlan, StepPlan
 from specgen.core.step import Steps
 from specgen.device import HostCopy
 from specgen.engine.build import build_engine
@@ -156,14 +157,14 @@ class Run:
 
     completions: dict[str, Completion] = field(default_factory=dict)
 
-    def differences(self, other: "Run") -> list[str]:
+    def differences(self, other: "Run", with_steps: bool = True) -> list[str]:
         """The requests in which ``other`` differs, except those that failed."""
         found = [] if self.completions.keys() == other.completions.keys() else ["other requests"]
         for name, theirs in other.completions.items():
             mine = self.completions[name]
             if theirs.error is None and (
                 mine.token_ids != theirs.token_ids
-                or _steps(mine) != _steps(theirs)
+                or (with_steps and _steps(mine) != _steps(theirs))
                 or not _same_logprobs(mine, theirs)
             ):
                 found.append(name)
@@ -195,6 +196,9 @@ class Setting:
     prefix_cache: bool
     ahead: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
+    plan: StepPlan | None = (
+        None  # of every step; which drafts are verified then is by who else is in the batch
+    )
 
     @property
     def config(self) -> tuple[str, int, bool, bool]:
@@ -228,7 +232,10 @@ class Setting:
             "max_batch_size": 3,
             "max_prefill_tokens": 48,  # some prompts are prefilled in two chunks
         } | self.settings
-        return build_engine(config_of(self.pair, **changes), self.pair.models, record)
+        engine = build_engine(config_of(self.pair, **changes), self.pair.models, record)
+        if self.plan is not None:
+            engine.spec_length = FixedPlan(self.plan)
+        return engine
 
 
 def run(engine: EngineCore, setting: Setting, result: Run, *, close_at: int | None = None) -> Run:
@@ -351,6 +358,26 @@ def test_an_error_changes_no_result_with_other_heads(
     require_no_change(setting, run_without_fault(setting), error)
 
 
+RISING = tuple((level + 0.5) / len(CONFIDENCE_LEVELS) for level in range(len(CONFIDENCE_LEVELS)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("drafter", [None, "ngram"])
+def test_an_error_changes_no_text_where_a_part_is_verified(
+    demo_pair: Pair, device_like: Callable[[], None], drafter: str | None, error: type[RuntimeError]
+) -> None:
+    device_like()
+    plan = StepPlan(num_drafts=4, quarters=6, chances=(RISING,) * 4)
+    settings = {} if drafter is None else {"drafter": drafter}
+    setting = Setting(demo_pair, "greedy", 4, True, True, settings, plan)
+    right = run_without_fault(setting)
+    plain = Setting(demo_pair, "greedy", 4, True, True, settings)
+    for mine, theirs in zip(run_without_fault(plain).results, right.results, strict=True):
+        assert mine.differences(theirs, with_steps=False) == []
+    require_no_change(setting, right, error)
+
+
 def planned_faults(setting: Setting, right: FaultFree, error: type[RuntimeError]) -> list[AtOp]:
     """One in each function that launches anything; of some a second one, in what goes on after the first."""
     index = setting.index + ERRORS.index(error)
@@ -369,7 +396,7 @@ def require_no_change(setting: Setting, right: FaultFree, error: type[RuntimeErr
         found = attempt(setting, in_steps(fault))
         assert fault.raised == len(fault.numbers), fault
         for mine, theirs in zip(right.results, found, strict=True):
-            assert mine.differences(theirs) == [], fault
+            assert mine.differences(theirs, setting.plan is None) == [], fault
         assert len(found[0].errors) <= fault.raised - 1, fault
         assert not found[1].errors, fault
 
@@ -389,7 +416,7 @@ def test_an_error_that_shows_when_results_are_read_changes_none(
     found = attempt(setting, planted(HostCopy, "read", fault))
     assert fault.raised == 2
     for mine, theirs in zip(right.results, found, strict=True):
-        assert mine.differences(theirs) == []
+        assert mine.differences(theirs, setting.plan is None) == []
     assert len(found[0].errors) <= 1
 
 
@@ -416,7 +443,7 @@ def test_a_page_is_shared_only_after_its_pass_was_launched(demo_pair: Pair) -> N
         found = attempt(setting)
     assert fault.raised == 1
     for mine, theirs in zip(right, found, strict=True):
-        assert mine.differences(theirs) == []
+        assert mine.differences(theirs, setting.plan is None) == []
 
 
 def scored(pair: Pair, engine: EngineCore | None = None) -> tuple[EngineCore, dict[str, list[float]]]:

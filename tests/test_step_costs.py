@@ -117,6 +117,45 @@ def test_k_may_change_at_every_step_without_changing_texts(
         )
 
 
+@pytest.mark.parametrize(
+    ("draft_sampling", "settings"),
+    mostly_slow(
+        product(
+            ("greedy", "probabilistic"),
+            ({"kv_memory": 2_900_000}, {"drafter": "ngram"}),
+        ),
+        ("probabilistic", {"kv_memory": 2_900_000}),
+    ),
+)
+def test_a_part_is_verified_with_preemption_sampling_and_penalties(
+    demo_pair: Pair, device_like: Callable[[], None], draft_sampling: str, settings: dict[str, Any]
+) -> None:
+    """Greedy texts are those of plain decoding, beside texts that are sampled and the same in every run."""
+    device_like()
+    greedy = [replace(GREEDY, repetition_penalty=1.1), replace(GREEDY, logprobs=2), GREEDY]
+    sampled = SamplingParams(max_tokens=40, temperature=0.9, top_p=0.95, seed=3)
+    requests = [
+        replace(each, sampling=[*greedy, sampled][number % 4])
+        for number, each in enumerate(mixed_requests(GREEDY))
+    ]
+    plain = generate(demo_pair, requests, num_spec_tokens=0)
+    found = []
+    for _ in range(2):
+        config = config_of(
+            demo_pair, num_spec_tokens=5, max_batch_size=6, draft_sampling=draft_sampling, **settings
+        )
+        rows: list[EngineRow] = []
+        engine = build_engine(config, demo_pair.models, rows.append)
+        engine.spec_length = AnyPlan(5)
+        found.append(run(engine, requests))
+        preempted = sum(row.num_preempted for row in rows if isinstance(row, PassRow))
+        assert (preempted > 0) == ("kv_memory" in settings)
+    assert found[0] == found[1]
+    for request in requests:
+        if request.sampling != sampled:
+            assert found[0][request.id] == plain.texts[request.id]
+
+
 def drafts_by_position(outputs: Outputs) -> dict[tuple[str, int], tuple[int, ...]]:
     """The drafts of a sequence by the number of tokens before them."""
     found = {}

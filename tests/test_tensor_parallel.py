@@ -117,7 +117,10 @@ def test_sampled_texts_are_those_of_one_process(shared: Models, alone: Models, d
 @pytest.mark.slow
 def test_k_auto_is_decided_by_rank_0(shared: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its costs are measured; another rank would measure others. That all have the same K is compared in each pass."""
-    costs = StepCosts(seconds={(size, k): 1.0 + 0.2 * k * size for size in (1, 2) for k in range(4)})
+    costs = StepCosts(
+        seconds={(size, k): 1.0 + 0.2 * k * size for size in (1, 2) for k in range(4)},
+        partial={(2, part): 1.0 + 0.1 * part for part in (1, 4, 8, 12)},
+    )
     measured = build.step_costs.measure
 
     def measure(*asked: Any) -> StepCosts:
