@@ -39,7 +39,16 @@ OF_OTHERS = {
 }  # pip's, chromium's
 
 
-OF_SCRIPTS = {"--layers", "--experts", "--expert-overlap", "--weights", "--head", "--shape", "--accept"}
+OF_SCRIPTS = {
+    "--layers",
+    "--experts",
+    "--expert-overlap",
+    "--weights",
+    "--head",
+    "--shape",
+    "--accept",
+    "--confidence",
+}
 
 
 OF_ALL = {"--help"}
