@@ -12,6 +12,7 @@ from specgen.decoding.confidence import levels, most_likely
 from specgen.decoding.outcome import NO_DRAFT, Drafts
 from specgen.decoding.verify import accept_sampled
 
+BEGINS = torch.tensor(CONFIDENCE_LEVELS)
 CHANCES = torch.linspace(0.05, 0.95, len(CONFIDENCE_LEVELS)).repeat(8, 1)
 
 
@@ -20,8 +21,8 @@ def drafts_of(tokens: Tensor, probs: Tensor | None = None) -> Drafts:
 
 
 def test_levels_are_tenths_and_finer_near_certainty():
-    given = torch.tensor([0.0, 0.05, 0.1, 0.5, 0.899, 0.9, 0.94, 0.96, 0.985, 0.995, 1.0, float("nan")])
-    assert levels(given).tolist() == [0, 0, 1, 5, 8, 9, 9, 10, 10, 11, 11, 0]
+    given = torch.tensor([-1.0, 0.0, 0.05, 0.1, 0.5, 0.899, 0.9, 0.94, 0.96, 0.985, 0.995, 1.0, float("nan")])
+    assert levels(given, BEGINS).tolist() == [-1, 0, 0, 1, 5, 8, 9, 9, 10, 10, 11, 11, 11]
 
 
 @pytest.mark.parametrize("num_verified", range(1, 24))
@@ -85,7 +86,7 @@ def p_value(rule: Rule) -> float:
     q = torch.stack((drafter[V].expand(MANY, V), drafter[one[:, 0]]), 1)
     drafts = drafts_of(torch.cat((one, two), 1), q)
     drawn = q.gather(2, drafts.tokens[..., None])[..., 0]
-    sure = levels(rule(q.amax(2), drawn, drafts))
+    sure = levels(rule(q.amax(2), drawn, drafts), BEGINS)
     left, _ = most_likely(drafts, sure, CHANCES, torch.ones(MANY, dtype=torch.bool), MANY)
     p = torch.stack((target[V].expand(MANY, V), target[one[:, 0]], target[two[:, 0]]), 1)
     accepted, tokens = accept_sampled(left.tokens, left.probs, p, torch.rand(MANY, 2), torch.rand(MANY, 3))

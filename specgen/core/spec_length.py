@@ -26,9 +26,8 @@ _LEAST_CHANCE = 0.005  # of a draft, and of its rejection
 _PROBE_SHARE = 0.004  # share of the time that may be spent on trying one length further
 
 
-Chances = tuple[
-    tuple[float, ...], ...
-]  # of a draft behind accepted ones, by position and level of confidence
+# Of a draft behind accepted ones, by position and level of confidence
+Chances = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)

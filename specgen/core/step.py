@@ -69,7 +69,9 @@ class Found:
     """What a decode step found, on the host."""
 
     drafts: list[list[int]]  # [B, K] that were verified, see NO_DRAFT
-    levels: list[list[int]]  # [B, K] of the drafter's confidence, also of what was not verified; see NO_DRAFT
+    levels: list[
+        list[int]
+    ]  # [B, K] of the drafter's confidence, also of what was not verified; -1 of missing ones
     accepted: list[int]  # [B]
     tokens: list[list[int]]  # [B, K+1], see ``verify`` and NOT_FINITE
     touched: list[int]  # experts, see ``num_touched``; empty where they are not counted
@@ -150,6 +152,7 @@ class Steps:
         # of drafts, by position and level; at an address that stays, as captured steps read it
         self._chances = torch.zeros(MOST_DRAFTS, len(CONFIDENCE_LEVELS), device=target.device)
         self._uploaded: Chances = ()
+        self._begins = torch.tensor(CONFIDENCE_LEVELS, device=target.device)
 
     def prefill(
         self, layout: Layout, token_ids: Tensor, next_tokens: Tensor, fresh: Tensor, sampling: SamplingBatch
@@ -197,7 +200,7 @@ class Steps:
 
         def propose() -> tuple[Drafts, Tensor]:
             drafts = self._drafter.propose(state, k, columns.block_tables, sampling)
-            return drafts, torch.where(drafts.tokens == NO_DRAFT, NO_DRAFT, levels(drafts.confidence))
+            return drafts, levels(drafts.confidence, self._begins)
 
         def verify(drafts: Tensor, *lens: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
             newest = state.tokens[:, None]  # also where there is no draft: a row of a token that the text has

@@ -8,16 +8,15 @@ ones would else be biased towards tokens that the drafter finds likely.
 import torch
 from torch import Tensor
 
-from specgen.config import CONFIDENCE_LEVELS
 from specgen.decoding.outcome import NO_DRAFT, Drafts
 
 
-def levels(confidence: Tensor) -> Tensor:
-    """The level of each ``confidence`` in [0, 1], int64 of the same shape. NaN is in the lowest."""
-    tenths = (confidence.nan_to_num(0) * 10).clamp(0, 9).long()
-    return (
-        tenths + (confidence >= CONFIDENCE_LEVELS[-2]).long() + (confidence >= CONFIDENCE_LEVELS[-1]).long()
-    )
+def levels(confidence: Tensor, begins: Tensor) -> Tensor:
+    """The level of each ``confidence``, int64 of the same shape: the last of ``begins`` that it reaches.
+
+    ``begins`` are ``CONFIDENCE_LEVELS`` on the device. NaN is in the last level, and what is below 0 in level -1.
+    """
+    return torch.bucketize(confidence.contiguous(), begins, right=True) - 1
 
 
 def most_likely(

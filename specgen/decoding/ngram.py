@@ -63,7 +63,7 @@ class NgramDrafter:
             )
         ]
         drafts, matched = (torch.cat(each) for each in zip(*found, strict=True))
-        confidence = (matched / self._longest)[:, None].expand_as(drafts)
+        confidence = torch.where(matched > 0, matched / self._longest, -1)[:, None].expand_as(drafts)
         return Drafts(tokens=drafts, probs=None, confidence=confidence)
 
     def clear(self, pages: Tensor) -> None:

@@ -61,7 +61,9 @@ class Drafts:
 
     tokens: Tensor  # [B, K] target token ids; NO_DRAFT from a sequence's first missing draft on
     probs: Tensor | None  # [B, K, V]
-    confidence: Tensor  # [B, K] float32 in [0, 1]: how sure the drafter is, see ``confidence``
+    confidence: (
+        Tensor  # [B, K] float32 in [0, 1]: how sure the drafter is, see ``confidence``; -1 of missing ones
+    )
 
 
 def no_drafts(tokens: Tensor) -> Drafts:
