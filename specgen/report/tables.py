@@ -150,7 +150,7 @@ def _counts(report: Mapping[str, Any]) -> Iterator[_Item]:
         drafts = f"({count(report['num_accepted_tokens'])} of {count(report['num_draft_tokens'])} drafts)"
         yield "draft acceptance rate", percent(report["draft_acceptance_rate"]), drafts
     if (auc := report.get("confidence", {}).get("auc")) is not None:
-        yield "confidence of drafts", f"AUC {plain(auc)}", "1 knows which are accepted, 0.5 says nothing"
+        yield "confidence of drafts", plain(auc), "(AUC: 0.5 says nothing, 1 all)"
     others = {name: report[f"num_{name}"] for name in ("errors", "unfinished", "preemptions")}
     reasons = (f"{count(n)} {name}" for name, n in (report["finish_reasons"] | others).items() if n)
     yield "ended by", ", ".join(reasons) or DASH, ""
