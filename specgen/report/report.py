@@ -41,11 +41,6 @@ DEFINITIONS = (
     ("mean acceptance length", "1 + accepted / drafts over verify steps with drafts; no prefill, no padding"),
     ("acceptance at token i", "steps that accepted more than i drafts / that drafted more than i (joint)"),
     ("conditional at token i", "the same among the steps that accepted all drafts before i"),
-    (
-        "confidence",
-        "the drafter's probability of its most likely token; of n-grams, tokens matched / longest match",
-    ),
-    ("AUC", "chance that it was surer of an accepted draft than of a rejected one; 0.5 says nothing"),
     ("[low, high]", "95 % interval, computed over conversations, not steps"),
 )
 _FINISHED = "finished"

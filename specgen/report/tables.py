@@ -49,6 +49,10 @@ _CONFIDENCE = (
     Column(name="accepted"),
     Column(name="share", show=percent, interval="ci95"),
 )
+_CONFIDENCE_TERMS = (
+    ("confidence", "its probability of its most likely token; of n-grams, tokens matched / longest match"),
+    ("AUC", "chance that it was surer of an accepted draft than of a rejected one; 0.5 says nothing"),
+)
 _GROUP = (
     Column(name="num_requests", title="requests"),
     Column(name="num_drafts", title="drafts"),
@@ -131,7 +135,8 @@ def page(
 
 
 def _terms(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [*(DEFINITIONS if report["num_drafts"] else ()), *expert_terms(report)]
+    known = _CONFIDENCE_TERMS if any(confidence_table(report)) else ()
+    return [*(DEFINITIONS if report["num_drafts"] else ()), *known, *expert_terms(report)]
 
 
 def _numbers(report: Mapping[str, Any]) -> tuple[Table, Table]:
