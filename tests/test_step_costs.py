@@ -72,7 +72,8 @@ class AnyPlan:
         return self.chosen[-1]
 
     def see(self, levels: Sequence[int], verified: int, accepted: int) -> None:
-        assert accepted <= verified <= len(levels)
+        assert accepted <= verified <= len(levels) <= self.most
+        assert all(0 <= level < len(CONFIDENCE_LEVELS) for level in levels[:verified])
         self.seen.append(verified)
 
 
