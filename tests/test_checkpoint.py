@@ -207,7 +207,9 @@ def test_broken_directories_are_refused_in_one_line_and_no_code_is_run(
     assert [file.name for file in tmp_path.iterdir()] == ["target"]
 
 
-@pytest.mark.parametrize("name", ["nowhere", "./no/where", "/no/where", "a/b/c", "owner/", "../no-such-checkpoint"])
+@pytest.mark.parametrize(
+    "name", ["nowhere", "./no/where", "/no/where", "a/b/c", "owner/", "../no-such-checkpoint"]
+)
 def test_neither_a_directory_nor_a_hub_id_is_refused(name: str) -> None:
     with pytest.raises(UserError, match="neither a directory nor a hub id"):
         open_checkpoint(name)
