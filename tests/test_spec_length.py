@@ -8,7 +8,7 @@ import pytest
 
 from specgen.core.spec_length import (
     BestPlan,
-    FixedLength,
+    FixedPlan,
     RunningAcceptance,
     SpecLength,
     StepCosts,
@@ -269,7 +269,7 @@ def test_the_choice_is_deterministic():
 
 
 def test_a_fixed_k_never_changes():
-    fixed = FixedLength(4)
+    fixed = FixedPlan(StepPlan(num_drafts=4))
     fixed.see((3,) * 4, 4, 0)
     assert [fixed.choose(size) for size in (1, 256)] == [StepPlan(num_drafts=4)] * 2
     assert fixed.most == 4

@@ -136,19 +136,6 @@ class SpecLength(Protocol):
 
 
 @dataclass(frozen=True)
-class FixedLength:
-    """As many drafts in every step."""
-
-    most: int
-
-    def choose(self, num_sequences: int) -> StepPlan:
-        return StepPlan(num_drafts=self.most)
-
-    def see(self, levels: Sequence[int], verified: int, accepted: int) -> None:
-        pass
-
-
-@dataclass(frozen=True)
 class FixedPlan:
     """The same drafts in every step."""
 

@@ -16,7 +16,7 @@ from specgen.core.packing import BLOCK
 from specgen.core.running_batch import ROW_BYTES, RunningBatch
 from specgen.core.scheduler import Limits, Scheduler
 from specgen.core.sequence import Request
-from specgen.core.spec_length import BestPlan, FixedLength
+from specgen.core.spec_length import BestPlan, FixedPlan, StepPlan
 from specgen.core.step import Steps
 from specgen.decoding.drafting import Drafter, HeadDrafter, NoDrafter
 from specgen.decoding.ngram import NgramDrafter
@@ -109,7 +109,7 @@ def assemble(
             limits=Limits(max_batch_size=num_sequences, max_prefill_tokens=config.max_prefill_tokens),
             step_rows=step_rows,
         ),
-        spec_length=FixedLength(config.draft_length.most),
+        spec_length=FixedPlan(StepPlan(num_drafts=config.draft_length.most)),
         lookahead=0 if backend.capabilities.needs_host_lens else 1,
         device=target.device,
         tokenizer=models.tokenizer,
