@@ -282,7 +282,9 @@ SHARES = np.array([0.04] * 9 + [0.15, 0.2, 0.29])  # of drafts
 WITH_PARTS = StepCosts(
     seconds=COSTS.seconds,
     partial={
-        (size, part): cost_of(size, MOST, size * part / 4) for size in SIZES for part in (1, 4, 8, 16, 28)
+        (size, k, part): cost_of(size, k, size * part / 4)
+        for size in SIZES
+        for k, part in ((1, 1), *((MOST, part) for part in (1, 4, 8, 16, 28)))
     },
 )
 
@@ -339,7 +341,7 @@ def test_a_batch_that_drains_to_one_sequence_verifies_all_again():
 def test_costs_of_a_part_are_those_of_its_drafts_and_rows():
     """One draft takes 2 ms, a row 1 ms, and the form of a part 3 ms."""
     seconds = {(4, k): 2.0 * k + 4 * (k + 1) for k in range(5)}
-    partial = {(4, part): 2.0 * 4 + 4 + part + 3 for part in (1, 4, 16)}
+    partial = {(4, k, part): 2.0 * k + 4 + part + 3 for k, part in ((1, 1), (4, 1), (4, 4), (4, 16))}
     costs = StepCosts(seconds=seconds, partial=partial)
     for k, part in ((4, 8), (3, 8), (2, 4), (1, 1)):
         assert costs.at_part(4, k, part) == pytest.approx(2.0 * k + 4 + part + 3)

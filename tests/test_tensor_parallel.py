@@ -119,7 +119,7 @@ def test_k_auto_is_decided_by_rank_0(shared: Models, monkeypatch: pytest.MonkeyP
     """Its costs are measured; another rank would measure others. That all have the same K is compared in each pass."""
     costs = StepCosts(
         seconds={(size, k): 1.0 + 0.2 * k * size for size in (1, 2) for k in range(4)},
-        partial={(2, part): 1.0 + 0.1 * part for part in (1, 4, 8, 12)},
+        partial={(2, k, part): 1.0 + 0.1 * part for k, part in ((1, 1), (3, 1), (3, 4), (3, 8), (3, 12))},
     )
     measured = build.step_costs.measure
 

@@ -2,11 +2,11 @@
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import exp, inf
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ _EVERY = 16  # steps between two looks at the plan, while the batch is about as 
 _SEQUENCES = 512  # whose confidence is remembered
 _LEAST_CHANCE = 0.005  # of a draft, and of its rejection
 _PROBE_SHARE = 0.004  # share of the time that may be spent on trying one length further
+_Kind = TypeVar("_Kind", int, tuple[int, int])
 
 
 # Of a draft behind accepted ones, by position and level of confidence
@@ -50,12 +51,13 @@ class StepPlan:
 class StepCosts:
     """``seconds`` of a decode step by ``(num_sequences, K)``, as measured; several batch sizes for each K.
 
-    ``partial`` are those of steps with the largest K that verify a part of the drafts, by ``(num_sequences,
-    quarters)``, as of ``StepPlan``; empty where there are no such steps.
+    ``partial`` are those of steps that verify a part of the drafts, by ``(num_sequences, K, quarters)``, as of
+    ``StepPlan``: several with the largest K, and one quarter with K = 1, which tells what it costs to make a draft.
+    Empty where there are no such steps.
     """
 
     seconds: Mapping[tuple[int, int], float]
-    partial: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    partial: Mapping[tuple[int, int, int], float] = field(default_factory=dict)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -69,36 +71,40 @@ class StepCosts:
     @cached_property
     def fewest(self) -> float:
         """Sequences of which steps that verify a part have a known cost."""
-        return min((size for size, _ in self.partial), default=inf)
+        return min((size for size, _, _ in self.partial), default=inf)
 
     def at_part(self, num_sequences: int, k: int, quarters: int) -> float:
-        """Seconds of a step with ``k`` drafts of which so many are verified: what fewer drafts save, and fewer rows."""
+        """Seconds of a step with ``k`` drafts of which so many are verified."""
         most = self.lengths[-1]
-        extra = max(self._partial(num_sequences, 4 * most) - self.at(num_sequences, most), 0.0)
-        saved = self._partial(num_sequences, 4 * k) - extra - self.at(num_sequences, k)
-        return self._partial(num_sequences, quarters) - max(saved, 0.0)
+        parts = sorted(part for each, part in self._parts if each == most)
+        seconds = [self._part_at(num_sequences, most, part) for part in parts]
+        per_draft = 0.0
+        if most > 1:
+            made = self._part_at(num_sequences, most, 1) - self._part_at(num_sequences, 1, 1)
+            per_draft = max(made, 0.0) / (most - 1)
+        return _between(parts, seconds, quarters) - per_draft * (most - k)
 
-    def _partial(self, num_sequences: int, quarters: int) -> float:
-        sizes = sorted(self._parts)
-        return _between(sizes, [_between(*self._parts[each], num_sequences) for each in sizes], quarters)
+    def _part_at(self, num_sequences: int, k: int, quarters: int) -> float:
+        return _between(*self._parts[k, quarters], num_sequences)
 
     @cached_property
     def _curves(self) -> dict[int, tuple[list[int], list[float]]]:
         """Of each K its measured batch sizes, ascending, and their seconds."""
-        return _by_second(self.seconds)
+        return _curves_of((size, k, seconds) for (size, k), seconds in self.seconds.items())
 
     @cached_property
-    def _parts(self) -> dict[int, tuple[list[int], list[float]]]:
-        """The same of each number of quarters."""
-        return _by_second(self.partial)
+    def _parts(self) -> dict[tuple[int, int], tuple[list[int], list[float]]]:
+        """The same of each K and number of quarters."""
+        return _curves_of((size, (k, part), seconds) for (size, k, part), seconds in self.partial.items())
 
 
-def _by_second(seconds: Mapping[tuple[int, int], float]) -> dict[int, tuple[list[int], list[float]]]:
-    curves: dict[int, tuple[list[int], list[float]]] = {}
-    for (first, second), value in sorted(seconds.items()):
-        xs, ys = curves.setdefault(second, ([], []))
-        xs.append(first)
-        ys.append(value)
+def _curves_of(points: Iterable[tuple[int, _Kind, float]]) -> dict[_Kind, tuple[list[int], list[float]]]:
+    """Of each kind of step its batch sizes, ascending, and their seconds."""
+    curves: dict[_Kind, tuple[list[int], list[float]]] = {}
+    for size, kind, seconds in sorted(points):
+        sizes, times = curves.setdefault(kind, ([], []))
+        sizes.append(size)
+        times.append(seconds)
     return curves
 
 

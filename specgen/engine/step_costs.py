@@ -40,7 +40,7 @@ _STATE = ("driver", "max_clock_mhz", "power_limit_watts")  # of a GPU, that last
 
 
 def timed_plans(max_batch_size: int, length: DraftLength) -> dict[int, list[StepPlan]]:
-    """What is timed, by number of sequences: steps with 0 to the largest K, and with ``auto`` parts of the largest.
+    """What is timed, by number of sequences: steps with 0 to the largest K, and with ``auto`` parts of the drafts.
 
     Parts are timed for every other size, from the largest down to ``_FEWEST``, and their costs are interpolated: each
     takes as long as a step with the largest K.
@@ -50,8 +50,10 @@ def timed_plans(max_batch_size: int, length: DraftLength) -> dict[int, list[Step
     # by the drafter's confidence, so that sequences have as different numbers of rows as in a run
     rising = tuple((level + 0.5) / len(CONFIDENCE_LEVELS) for level in range(len(CONFIDENCE_LEVELS)))
     parts = [
-        StepPlan(num_drafts=most, quarters=quarters, chances=(rising,) * most)
-        for quarters in sorted({1, 4, 8, 16, 4 * most} & set(range(4 * most + 1)))
+        StepPlan(num_drafts=k, quarters=quarters, chances=(rising,) * k)
+        for k, quarters in sorted(
+            {(1, 1), *((most, each) for each in (1, 4, 8, 16, 4 * most) if each <= 4 * most)}
+        )
     ]
     with_parts = {size for size in sizes[::-2] if size >= _FEWEST} if length.kind == "auto" else set()
     return {size: [*whole, *(parts if size in with_parts else ())] for size in sizes}
@@ -63,7 +65,7 @@ def measure(engine: EngineCore, max_batch_size: int, length: DraftLength) -> Ste
     Leaves the engine idle. Sizes for which the cache has no room are left out; ``UserError`` where not even one
     sequence has.
     """
-    seconds, partial = dict[tuple[int, int], float](), dict[tuple[int, int], float]()
+    seconds, partial = dict[tuple[int, int], float](), dict[tuple[int, int, int], float]()
     for size, plans in timed_plans(max_batch_size, length).items():
         found = {plan: _step_times(engine, size, plan, _UNTIMED + _TIMED) for plan in plans}
         if not all(found.values()):
@@ -73,7 +75,7 @@ def measure(engine: EngineCore, max_batch_size: int, length: DraftLength) -> Ste
             if plan.quarters is None:
                 seconds[size, plan.num_drafts] = taken
             else:
-                partial[size, plan.quarters] = taken
+                partial[size, plan.num_drafts, plan.quarters] = taken
     require(
         bool(seconds),
         f"num-spec-tokens is {length.kind}, and the model's context or its cache is too short to time {length.most} "
@@ -169,8 +171,7 @@ _TABLES = ("seconds", "partial")
 
 def _points(costs: StepCosts) -> set[tuple[int, int, int | None]]:
     """Size, K and quarters of each step that was timed."""
-    whole = {(size, k, None) for size, k in costs.seconds}
-    return {*whole, *((size, costs.lengths[-1], quarters) for size, quarters in costs.partial)}
+    return {*((size, k, None) for size, k in costs.seconds), *costs.partial}
 
 
 def key_of(config: EngineConfig, checkpoints: Checkpoints) -> dict[str, Any] | None:
@@ -219,8 +220,8 @@ def _checked(
     points: set[tuple[int, int, int | None]],
 ) -> StepCosts | None:
     """None for what is not of ``key`` and ``points``."""
-    tables = {
-        name: {(int(size), int(other)): float(each) for size, other, each in found[name]} for name in _TABLES
+    tables: dict[str, Any] = {
+        name: {tuple(map(int, point)): float(each) for *point, each in found[name]} for name in _TABLES
     }
     sound = all(math.isfinite(each) and each > 0 for table in tables.values() for each in table.values())
     if not sound or _text(found["key"]) != _text(key):
