@@ -91,10 +91,7 @@ ERRORS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "sinks-scaled": ("gpt-oss", _attention(sinks=lambda layer: layer.sinks * layer.scale)),
     "sinks-of-other-heads": ("gpt-oss", _attention(sinks=lambda layer: layer.sinks.roll(1))),
     "window-of-one-more": ("gpt-oss", _attention(window=_wider)),
-    "windows-in-the-other-layers": (
-        "gpt-oss",
-        misread(windows=(None, WINDOW, None, WINDOW, None, WINDOW)),
-    ),
+    "windows-in-the-other-layers": ("gpt-oss", misread(windows=(None, WINDOW, None, WINDOW, None, WINDOW))),
     "truncated-bounds": ("gpt-oss", _rope(truncate=True)),
     "exact-bounds": ("truncated", _rope(truncate=False)),
     "no-concentration": ("gpt-oss", _rope(concentration=1.0)),

@@ -8,16 +8,7 @@ import pytest
 
 from specgen.experiments.study_tables import _ACCURACY
 from specgen.report import display, page
-from specgen.report.charts import (
-    DRAFT_LENGTHS,
-    STYLES,
-    Bars,
-    Lines,
-    Point,
-    quarters,
-    styles_of,
-    svg,
-)
+from specgen.report.charts import DRAFT_LENGTHS, STYLES, Bars, Lines, Point, quarters, styles_of, svg
 from specgen.report.display import ratio
 
 SVG = "{http://www.w3.org/2000/svg}"

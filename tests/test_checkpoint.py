@@ -403,10 +403,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "attention-bias": ({"attention_bias": True}, "has no tensor 'model.layers.0.self_attn.q_proj.bias'"),
     "mlp-bias": ({"mlp_bias": True}, "has no tensor 'model.layers.0.mlp.gate_proj.bias'"),
     "longrope": ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "rope type 'longrope'"),
-    "yarn-incomplete": (
-        {"rope_parameters": {"rope_type": "yarn"}},
-        "has no factor",
-    ),
+    "yarn-incomplete": ({"rope_parameters": {"rope_type": "yarn"}}, "has no factor"),
     "yarn-bounds": (
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_slow": 40}, "rope_parameters": None},
         "beta_slow is 40.0 and beta_fast 32.0",

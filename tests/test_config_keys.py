@@ -408,11 +408,7 @@ def test_defaults_of_generation_in_config_json_count_without_a_file_of_their_own
     import transformers
 
     assert (
-        transformers.GenerationConfig().to_dict().keys()
-        - {
-            *OF_GENERATION,
-            "_from_model_config",
-        }
+        transformers.GenerationConfig().to_dict().keys() - {*OF_GENERATION, "_from_model_config"}
         == GENERATION
     )
     write_target(tmp_path, num_layers=1)

@@ -92,11 +92,7 @@ def test_k_0_runs_no_head_pass(random_pair: Pair, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", BUGS)
 @pytest.mark.parametrize("batch", mostly_slow(["padded", "non-padded"], "padded"))
 def test_planted_bugs_are_caught(
-    random_pair: Pair,
-    random_reference: ReferenceHead,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    batch: str,
+    random_pair: Pair, random_reference: ReferenceHead, monkeypatch: pytest.MonkeyPatch, name: str, batch: str
 ) -> None:
     plant(monkeypatch, *BUGS[name])
     wrong = wrong_drafts(generate(random_pair, REQUESTS, drafter_batch=batch), random_reference)

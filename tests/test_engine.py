@@ -131,13 +131,7 @@ def test_a_stopped_run_yields_finished_outputs_and_drops_the_rest(
 ) -> None:
     events.clear()
     prompts = [Prompt(id=str(n), text="Tom", sampling={"max_tokens": n}) for n in (2, 200)]
-    outputs = list(
-        engine.generate(
-            prompts,
-            SHORT,
-            until=lambda: len(passes_of(events)) > 1,
-        )
-    )
+    outputs = list(engine.generate(prompts, SHORT, until=lambda: len(passes_of(events)) > 1))
     assert [output.id for output in outputs] == ["2"]
     assert len(list(engine.generate(["Tom"], SHORT))) == 1, "the engine is free again"
 

@@ -48,9 +48,7 @@ def test_a_chat_completion_with_its_speculation(tmp_path):
     body = line["response"]["body"]
     assert (body["object"], body["model"], body["created"]) == ("chat.completion", "m", 1_700_000_000)
     message = {"role": "assistant", "content": "Hi you", "refusal": None}
-    assert body["choices"] == [
-        {"index": 0, "message": message, "logprobs": None, "finish_reason": "length"},
-    ]
+    assert body["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}]
     assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
     assert body["metrics"]["speculative_decoding"] == {
         "mean_acceptance_length": 2.0,

@@ -159,9 +159,7 @@ def test_pages_of_a_failed_sequence_are_not_shared(
     token = unused(random_pair, requests, right)
     made: list[PageAllocator] = []
     monkeypatch.setattr(
-        build,
-        "PageAllocator",
-        lambda *sizes, **flag: made.append(PageAllocator(*sizes, **flag)) or made[-1],
+        build, "PageAllocator", lambda *sizes, **flag: made.append(PageAllocator(*sizes, **flag)) or made[-1]
     )
     wrong_token_once(monkeypatch, 1, token)
     outputs = generate(nan_at(random_pair, token), requests)

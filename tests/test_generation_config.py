@@ -277,9 +277,7 @@ def test_verify_judges_with_the_same_settings(target: Path, tmp_path: Path) -> N
 def test_a_divergence_is_judged_by_penalised_logits() -> None:
     """Token 1 is chosen because token 0 was said: that token 0 has the largest logit explains nothing."""
     judge = Judge(
-        logits_after=lambda tokens: torch.tensor([4.0, 3.0, 2.999, -1.0]),
-        dtype=torch.float32,
-        token_text=str,
+        logits_after=lambda tokens: torch.tensor([4.0, 3.0, 2.999, -1.0]), dtype=torch.float32, token_text=str
     )
     sampling = SamplingParams(repetition_penalty=2.0)
     near = judge.first_divergence("a", (0,), (1,), (2,), sampling)

@@ -204,11 +204,7 @@ def test_all_but_the_kernels_of_gpus_works_without_their_packages():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("said", "count"),
-    [
-        ({}, "1500"),
-        ({"OMP_WAIT_POLICY": "active"}, "30000000000"),
-        ({"GOMP_SPINCOUNT": "7"}, "7"),
-    ],
+    [({}, "1500"), ({"OMP_WAIT_POLICY": "active"}, "30000000000"), ({"GOMP_SPINCOUNT": "7"}, "7")],
     ids=["nothing", "policy", "count"],
 )
 def test_threads_do_not_spin_for_long_unless_the_user_says_so(said: dict[str, str], count: str) -> None:

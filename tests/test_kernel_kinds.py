@@ -3,20 +3,10 @@
 import pytest
 
 from specgen.experiments.bound import DeviceSpeed, Work
-from specgen.experiments.explain import (
-    PARTS,
-    KernelTime,
-    StepTime,
-    kind_of,
-    kind_rows,
-    step_table,
-)
+from specgen.experiments.explain import PARTS, KernelTime, StepTime, kind_of, kind_rows, step_table
 
 DEVICE = DeviceSpeed(bytes_per_second=1e12, flops_per_second=1e14)
-WORKS = {
-    "verify": Work(num_bytes=5e9, flops=4e11, cache_bytes=1e9),
-    "accept": Work(num_bytes=1e6, flops=0.0),
-}
+WORKS = {"verify": Work(num_bytes=5e9, flops=4e11, cache_bytes=1e9), "accept": Work(num_bytes=1e6, flops=0.0)}
 
 
 def step(*, kernels: bool) -> StepTime:

@@ -199,22 +199,10 @@ def unflushed(self: RunDirectory, row: dict[str, Any], record: RequestRow | None
         (RunDirectory, "texts", {}, Kill(where="completions", number=5)),
         (RowFile, "arrange", lambda self, ids: None, Kill(where="completions", number=5)),
     ],
-    ids=[
-        "torn completion",
-        "torn pass",
-        "lost passes",
-        "asked again",
-        "order",
-    ],
+    ids=["torn completion", "torn pass", "lost passes", "asked again", "order"],
 )
 def test_planted_bugs_are_found(
-    job: Job,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    owner: Any,
-    name: str,
-    bug: Any,
-    kill: Kill,
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, bug: Any, kill: Kill
 ) -> None:
     """Planted bugs are seen: in the files, or because the run does not resume."""
     kills = (kill, Kill(where="completions", number=1), None)

@@ -176,9 +176,7 @@ ERRORS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "not-scaled": _routing(scale=lambda given: 1.0),
     "not-normalized": _routing(normalized=lambda given: not given["normalized"]),
     "no-shared-expert": _wrong(
-        layers.Mixture,
-        "build",
-        lambda *rest, real=layers.Mixture.build: replace(real(*rest), shared=None),
+        layers.Mixture, "build", lambda *rest, real=layers.Mixture.build: replace(real(*rest), shared=None)
     ),
     "values-for-keys": _wrong(LatentLayer, "absorb", _values_for_keys),
 }

@@ -35,9 +35,7 @@ def demo_texts(demo_reference: ReferenceHead) -> Texts:
 @pytest.mark.parametrize(
     ("k", "batch_size", "batch"),
     mostly_slow(
-        product((0, 1, 2, 4, 8), (1, 5, 32), ("padded", "non-padded")),
-        (0, 5, "padded"),
-        (8, 5, "non-padded"),
+        product((0, 1, 2, 4, 8), (1, 5, 32), ("padded", "non-padded")), (0, 5, "padded"), (8, 5, "non-padded")
     ),
 )
 def test_greedy_text_equals_transformers(

@@ -111,10 +111,7 @@ def test_a_rank_that_hangs(models: Models) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [("memory", MEMORY), ("bug", "KeyError: 'planted' is missing")],
-)
+@pytest.mark.parametrize(("name", "why"), [("memory", MEMORY), ("bug", "KeyError: 'planted' is missing")])
 def test_a_rank_that_fails(models: Models, name: str, why: str) -> None:
     lost = lose(models, lambda: together(models, fail_in_decode, config(2), name))
     assert lost.reason == f"rank 1 of 2 on cpu: {why}"

@@ -124,10 +124,7 @@ SETTINGS: tuple[tuple[int, int, dict[str, Any]], ...] = (
 
 @pytest.mark.parametrize(
     ("longest", "k", "changes", "ahead"),
-    mostly_slow(
-        [(*each, ahead) for each in SETTINGS for ahead in (False, True)],
-        (*SETTINGS[0], True),
-    ),
+    mostly_slow([(*each, ahead) for each in SETTINGS for ahead in (False, True)], (*SETTINGS[0], True)),
 )
 def test_drafts_equal_the_naive_search(
     random_pair: Pair,
@@ -170,8 +167,7 @@ def test_rows_are_searched_in_parts(random_pair: Pair, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("k", "batch_size"),
-    mostly_slow([(4, 8), (1, 12), *product((2, 8), (1, 5, 12))], (4, 8)),
+    ("k", "batch_size"), mostly_slow([(4, 8), (1, 12), *product((2, 8), (1, 5, 12))], (4, 8))
 )
 def test_greedy_text_is_plain_decodings(demo_pair: Pair, k: int, batch_size: int) -> None:
     requests = [

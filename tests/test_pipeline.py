@@ -167,9 +167,7 @@ def test_no_page_leaks_and_page_0_holds_padding_rows(
 ) -> None:
     made: list[PageAllocator] = []
     monkeypatch.setattr(
-        build,
-        "PageAllocator",
-        lambda *sizes, **flag: made.append(PageAllocator(*sizes, **flag)) or made[-1],
+        build, "PageAllocator", lambda *sizes, **flag: made.append(PageAllocator(*sizes, **flag)) or made[-1]
     )
     device_like()
     requests = random_requests(16, 128, SamplingParams(max_tokens=30), lengths=(1, 40))
@@ -200,11 +198,7 @@ def test_texts_reach_the_context_limit_with_lookahead(
     ("where", "ahead"), mostly_slow(product(("prefill", "decode"), (False, True)), ("decode", True))
 )
 def test_out_of_memory_lowers_the_limits_and_changes_no_text(
-    demo_pair: Pair,
-    device_like: Callable[[], None],
-    monkeypatch: pytest.MonkeyPatch,
-    where: str,
-    ahead: bool,
+    demo_pair: Pair, device_like: Callable[[], None], monkeypatch: pytest.MonkeyPatch, where: str, ahead: bool
 ) -> None:
     requests = bundled_requests(10, GREEDY)
     plain = generate(demo_pair, requests, num_spec_tokens=4, max_batch_size=8)

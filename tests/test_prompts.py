@@ -16,15 +16,7 @@ import pytest
 
 from specgen.config import UserError
 from specgen.config.bundled import data_directory
-from specgen.prompts import (
-    DATASETS,
-    Message,
-    Prompt,
-    Rejected,
-    json_rows,
-    open_prompts,
-    prompt_ids,
-)
+from specgen.prompts import DATASETS, Message, Prompt, Rejected, json_rows, open_prompts, prompt_ids
 from specgen.text.tokenizer import load_tokenizer
 from tests.commands import refused
 from tests.tiny_tokenizers import write_byte_level

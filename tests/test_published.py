@@ -555,10 +555,7 @@ def test_published_checkpoints_are_complete_for_every_number_of_ranks(
     for size in (1, 2, 4, 8, 16):
         for rank in {0, size - 1}:
             reader = TensorReader(
-                checkpoint=checkpoint,
-                dtype=torch.bfloat16,
-                device=META,
-                ranks=Ranks(rank=rank, size=size),
+                checkpoint=checkpoint, dtype=torch.bfloat16, device=META, ranks=Ranks(rank=rank, size=size)
             )
             if size not in fitting:
                 with pytest.raises(UserError, match=f"use one of {', '.join(map(str, fitting))}$"):

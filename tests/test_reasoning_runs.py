@@ -342,10 +342,7 @@ def test_a_run_resumed_on_another_day_has_the_prompts_of_the_first(
     assert report(out)["num_requests"] == report(whole)["num_requests"] == 6
     for other, field in (
         ('{"reasoning_effort": "low"}', r"chat_template_kwargs.reasoning_effort high -> low"),
-        (
-            '{"reasoning_effort": "high", "strftime_now": "2026-03-08"}',
-            r"strftime_now 2026-03-07 -> 2026",
-        ),
+        ('{"reasoning_effort": "high", "strftime_now": "2026-03-08"}', r"strftime_now 2026-03-07 -> 2026"),
         ("{}", r"reasoning_effort high -> not given"),
     ):
         refused = generate(harmony_pair, questions, out, *SHORT, "--chat-template-kwargs", other)

@@ -80,8 +80,7 @@ def test_a_request_is_read_as_it_was_recorded(dropped: int) -> None:
     row: dict[str, Any] = {"id": "a", "token_ids": [1] * whole.num_output_tokens, "finish_reason": "stop"}
     row |= {"num_prompt_tokens": 5, "category": "x", "record": whole.to_json()}
     assert RequestRow.of_row(json.loads(json.dumps(row, default=vars))) == replace(
-        whole,
-        steps=[each._replace(drafts=list(each.drafts)) for each in whole.steps],
+        whole, steps=[each._replace(drafts=list(each.drafts)) for each in whole.steps]
     )
     assert [RequestRow.of_row(row | {"text": text}).is_empty for text in ("a", " \n", "")] == [
         False,

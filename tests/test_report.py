@@ -268,11 +268,7 @@ def test_a_report_with_a_baseline():
 
 
 @pytest.mark.parametrize(
-    ("steps", "reason"),
-    [
-        ([(4, 0)], "4 drafts but K is 3"),
-        ([(2, 3)], "accepted 3 of 2"),
-    ],
+    ("steps", "reason"), [([(4, 0)], "4 drafts but K is 3"), ([(2, 3)], "accepted 3 of 2")]
 )
 def test_rows_of_no_single_run_are_refused(steps, reason):
     with pytest.raises(UserError, match=reason):

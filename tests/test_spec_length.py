@@ -6,14 +6,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
-from specgen.core.spec_length import (
-    BestPlan,
-    FixedPlan,
-    RunningAcceptance,
-    SpecLength,
-    StepCosts,
-    StepPlan,
-)
+from specgen.core.spec_length import BestPlan, FixedPlan, RunningAcceptance, SpecLength, StepCosts, StepPlan
 from tests.marks import mostly_slow
 
 MOST = 7

@@ -121,10 +121,7 @@ def test_k_may_change_at_every_step_without_changing_texts(
 @pytest.mark.parametrize(
     ("draft_sampling", "settings"),
     mostly_slow(
-        product(
-            ("greedy", "probabilistic"),
-            ({"kv_memory": 2_900_000}, {"drafter": "ngram"}),
-        ),
+        product(("greedy", "probabilistic"), ({"kv_memory": 2_900_000}, {"drafter": "ngram"})),
         ("probabilistic", {"kv_memory": 2_900_000}),
     ),
 )
@@ -289,7 +286,7 @@ class Machine:
     def measure(self) -> StepCosts:
         self.measured += 1
         return StepCosts(
-            seconds={(n, k): 0.01 * n + 0.001 * k + self.measured / 7 for n in self.sizes for k in (0, 1, 2)},
+            seconds={(n, k): 0.01 * n + 0.001 * k + self.measured / 7 for n in self.sizes for k in (0, 1, 2)}
         )
 
 

@@ -137,9 +137,7 @@ def test_k_auto_is_decided_by_rank_0(shared: Models, monkeypatch: pytest.MonkeyP
 def test_conversations_and_a_run_that_ends_early(shared: Models, alone: Models) -> None:
     prompts = [
         Prompt(
-            id=f"q{n}",
-            messages=(Message(role="user", content=f"Tom has {n} apples."),),
-            follow_ups=("Why?",),
+            id=f"q{n}", messages=(Message(role="user", content=f"Tom has {n} apples."),), follow_ups=("Why?",)
         )
         for n in range(3)
     ]

@@ -318,10 +318,7 @@ def test_a_browser_filters_by_label(byte_level, tmp_path: Path):
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
 def test_on_a_phone_wide_tables_scroll_and_names_stay_whole(tmp_path: Path):
     names = ["drafter-two-layers", "a question of several words that the model saw " * 3]
-    columns = (
-        Column(name="name", title=""),
-        *(Column(name=f"number {n}") for n in range(6)),
-    )
+    columns = (Column(name="name", title=""), *(Column(name=f"number {n}") for n in range(6)))
     rows = tuple({"name": name, **{f"number {n}": 0.5 for n in range(6)}} for name in names)
     html = Page(title="Page", settings={}, tables=[Table(title="Wide", columns=columns, rows=rows)]).to_html()
     cells = f"{all_of('tbody th')}.map(each => each.clientHeight < 40 ? 'line' : each.clientWidth > 150 ? 'text' : 0)"

@@ -99,16 +99,7 @@ def test_a_data_engineer_trusts_a_batch_file_to_a_machine_that_stops(tmp_path: P
     questions = [json.loads(line)["question"] for line in (SHARED / "gsm8k" / "test.jsonl").open()][:400]
     rows = [batch_row(f"request-{number}", questions[number % 400]) for number in range(NUM_ROWS)]
     (tmp_path / "batch.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    words = [
-        "generate",
-        "--dataset",
-        "batch.jsonl",
-        "--output",
-        "out",
-        "--no-steps",
-        "--format",
-        "openai",
-    ]
+    words = ["generate", "--dataset", "batch.jsonl", "--output", "out", "--no-steps", "--format", "openai"]
     command = [sys.executable, "-m", "specgen", *words]
     with (tmp_path / "log").open("w") as log:
         first = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log)
