@@ -131,6 +131,12 @@ def loaded(config: EngineConfig) -> Models:
     return load_models(resolve(config, checkpoints), checkpoints)
 
 
+def page_bytes(pair: Pair) -> int:
+    """Of the KV cache of such a configuration."""
+    parts = (pair.models.target, pair.models.head)
+    return 4 * sum(part.config.kv_spec.bytes_per_token(4) for part in parts if part is not None)
+
+
 def generate(pair: Pair, requests: Iterable[Request], **changes: Any) -> Outputs:
     """Run ``requests`` through an engine of ``config_of(pair, **changes)``."""
     passes: list[EngineRow] = []

@@ -30,10 +30,12 @@ class Padded(Runner):
 
 
 @pytest.fixture
-def device_like(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def device_like(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """When called, engines run as on a GPU: with lookahead, padding rows and packed drafter rows."""
 
-    def switch() -> None:
+    def switch(when: bool = True) -> None:
+        if not when:
+            return
         engine = build.EngineCore
 
         def ahead(**parts: Any) -> Any:

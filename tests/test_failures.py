@@ -20,7 +20,6 @@ from specgen.engine import build
 from specgen.engine.build import build_engine
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
-from specgen.kv.pages import PageAllocator
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, nan_at, random_requests
 from tests.marks import mostly_slow
 
@@ -57,7 +56,7 @@ def batch_sizes_of(outputs: Outputs, name: str) -> set[int]:
 )
 def test_nan_logits_fail_only_their_request(
     random_pair: Pair,
-    device_like: Callable[[], None],
+    device_like: Callable[..., None],
     k: int,
     batch: str,
     ahead: bool,
@@ -66,8 +65,7 @@ def test_nan_logits_fail_only_their_request(
     requests = [replace(request, sampling=sampling) for request in REQUESTS]
     settings: dict[str, Any] = {"num_spec_tokens": k, "drafter_batch": batch, "max_batch_size": 5}
     right = generate(random_pair, requests, **settings).texts
-    if ahead:
-        device_like()
+    device_like(ahead)
     outputs = generate(nan_at(random_pair, BAD), requests, **settings)
     expected = {r.id: fails_at(r, right[r.id], BAD) for r in requests}
     assert {1, None} < set(expected.values()), "some fail at once, some later, some never"
@@ -124,7 +122,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[KVCache]:
 )
 def test_a_retried_request_gives_the_right_text(
     demo_pair: Pair,
-    device_like: Callable[[], None],
+    device_like: Callable[..., None],
     caches: list[KVCache],
     monkeypatch: pytest.MonkeyPatch,
     batch: str,
@@ -135,8 +133,7 @@ def test_a_retried_request_gives_the_right_text(
     settings: dict[str, Any] = {"num_spec_tokens": 4, "drafter_batch": batch, "max_batch_size": 6}
     right = generate(demo_pair, requests, **settings)
     token = unused(demo_pair, requests, right.texts)
-    if ahead:
-        device_like()
+    device_like(ahead)
     monkeypatch.setattr(build, "NonPaddedBatch", build.PackedBatch)  # padding rows repeat the last sequence
     wrong_token_once(monkeypatch, number, token, place=0 if ahead else -1)
     outputs = generate(nan_at(demo_pair, token), requests, **settings)
@@ -157,15 +154,12 @@ def test_pages_of_a_failed_sequence_are_not_shared(
     requests = [Request(id=f"{n}", prompt_token_ids=(*prefix, n + 3), sampling=GREEDY) for n in range(8)]
     right = generate(random_pair, requests).texts
     token = unused(random_pair, requests, right)
-    made: list[PageAllocator] = []
-    monkeypatch.setattr(
-        build, "PageAllocator", lambda *sizes, **flag: made.append(PageAllocator(*sizes, **flag)) or made[-1]
-    )
     wrong_token_once(monkeypatch, 1, token)
-    outputs = generate(nan_at(random_pair, token), requests)
-    assert outputs.texts == right
-    assert all(completion.error is None for completion in outputs.completions.values())
-    (allocator,) = made
+    failing = nan_at(random_pair, token)
+    engine = build_engine(config_of(failing), failing.models, lambda event: None)
+    found = {each.request.id: (each.token_ids, each.error) for each in engine.generate(requests)}
+    assert found == {name: (text, None) for name, text in right.items()}
+    allocator = engine._scheduler._allocator
     assert allocator.num_free == allocator.num_pages
 
 
@@ -200,7 +194,7 @@ class Broken:
 )
 def test_a_device_error_changes_no_text(
     demo_pair: Pair,
-    device_like: Callable[[], None],
+    device_like: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
     where: str,
     number: int,
@@ -208,8 +202,7 @@ def test_a_device_error_changes_no_text(
 ) -> None:
     requests = bundled_requests(9, GREEDY)
     right = generate(demo_pair, requests, num_spec_tokens=3, max_batch_size=4).texts
-    if ahead:
-        device_like()
+    device_like(ahead)
     Broken(monkeypatch, where, lambda calls, first: calls == number)
     outputs = generate(demo_pair, requests, num_spec_tokens=3, max_batch_size=4)
     assert outputs.texts == right
@@ -297,7 +290,7 @@ def test_a_lost_device_ends_the_run_and_names_the_requests_in_flight(
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_request_retried_alone_is_the_only_one_in_flight(
-    random_pair: Pair, device_like: Callable[[], None], monkeypatch: pytest.MonkeyPatch, ahead: bool
+    random_pair: Pair, device_like: Callable[..., None], monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
     right = generate(random_pair, REQUESTS).texts
     add, num_passes = EngineCore._add, [0, 0]
@@ -311,8 +304,7 @@ def test_a_request_retried_alone_is_the_only_one_in_flight(
         assert not alone or admitted == in_flight | admitted == {min(admitted)}
 
     monkeypatch.setattr(EngineCore, "_add", watched)
-    if ahead:
-        device_like()
+    device_like(ahead)
     suspects = {request.id for request in REQUESTS[5:]}
     requests = [replace(request, alone=request.id in suspects) for request in REQUESTS]
     assert generate(random_pair, requests, max_batch_size=4).texts == right

@@ -290,10 +290,9 @@ def in_settings(
 
 
 @pytest.fixture
-def setting(request: pytest.FixtureRequest, demo_pair: Pair, device_like: Callable[[], None]) -> Setting:
+def setting(request: pytest.FixtureRequest, demo_pair: Pair, device_like: Callable[..., None]) -> Setting:
     kind, k, prefix_cache, ahead = request.param
-    if ahead:
-        device_like()
+    device_like(ahead)
     return Setting(demo_pair, kind, k, prefix_cache, ahead)
 
 
@@ -350,7 +349,7 @@ OTHER_HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("name", OTHER_HEADS)
 def test_an_error_changes_no_result_with_other_heads(
-    tmp_path: Path, device_like: Callable[[], None], name: str, error: type[RuntimeError]
+    tmp_path: Path, device_like: Callable[..., None], name: str, error: type[RuntimeError]
 ) -> None:
     OTHER_HEADS[name](tmp_path / "drafter", write_target(tmp_path / "target", vocab_size=3072))
     device_like()
@@ -365,7 +364,7 @@ RISING = tuple((level + 0.5) / len(CONFIDENCE_LEVELS) for level in range(len(CON
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("drafter", [None, "ngram"])
 def test_an_error_changes_no_text_where_a_part_is_verified(
-    demo_pair: Pair, device_like: Callable[[], None], drafter: str | None, error: type[RuntimeError]
+    demo_pair: Pair, device_like: Callable[..., None], drafter: str | None, error: type[RuntimeError]
 ) -> None:
     device_like()
     plan = StepPlan(num_drafts=4, quarters=6, chances=(RISING,) * 4)

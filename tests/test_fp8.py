@@ -224,7 +224,7 @@ def test_greedy_texts_with_a_drafter_are_those_of_plain_decoding(
     judge = replace(Judge.of(config_of(pair), pair.models), token_text=str)
     assert judge.fp8
     plain, drafted = (generate(pair, requests, num_spec_tokens=k) for k in (0, 4))
-    lengths = [step[1] for steps in drafted.verified.values() for step in steps]
+    lengths = drafted.accepted
     assert sum(lengths) / len(lengths) > 2
     for request in requests:
         name, prompt = request.id, request.prompt_token_ids

@@ -332,7 +332,7 @@ def test_an_eagle3_head_drafts_for_latents_with_keys_and_values_of_its_own(tmp_p
     )
     assert plain.texts == padded.texts == non_padded.texts
     assert padded.verified == non_padded.verified
-    assert max(step[1] for steps in padded.verified.values() for step in steps) >= 1
+    assert max(padded.accepted) >= 1
 
 
 @pytest.mark.parametrize(("nope", "heads"), [(128, 128), (192, 20)], ids=["deepseek-v3", "glm-4.7-flash"])

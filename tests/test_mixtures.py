@@ -25,7 +25,7 @@ from specgen.ops.experts import Experts, Gating, from_mxfp4, grouped_experts
 from specgen.ops.reference import torch_ops
 from specgen.ops.weight import Weight
 from tests.dense import DenseAttend
-from tests.engines import Pair, generate, load_pair, random_requests
+from tests.engines import Pair, generate, load_pair, page_bytes, random_requests
 from tests.marks import mostly_slow
 from tests.mixture_errors import ERRORS, misread
 from tests.reference_heads import DenseTarget, reference_head
@@ -333,7 +333,7 @@ def test_greedy_text_equals_transformers(pair: Pair, texts: dict[str, tuple[int,
     for k, batch in ((1, "non-padded"), (3, "padded"), (4, "non-padded")):
         outputs = generate(pair, requests(), num_spec_tokens=k, drafter_batch=batch, **changes)
         assert outputs.texts == texts, (k, batch)
-        accepted |= {step[1] for steps in outputs.verified.values() for step in steps}
+        accepted |= set(outputs.accepted)
     assert accepted >= {0, 1, 2}, "drafts must be right and wrong"
 
 
@@ -359,12 +359,10 @@ def test_no_setting_changes_a_text(pair: Pair, texts: dict[str, tuple[int, ...]]
 def test_preemption_changes_no_text(
     pair: Pair, texts: dict[str, tuple[int, ...]], device_like: Callable[[], None]
 ) -> None:
-    head = pair.models.head
-    layers = pair.models.target.config.num_layers + head.config.num_layers
-    page = 4 * layers * 2 * 2 * 16 * 4  # positions, layers, k and v, heads, dim, bytes
+    memory = 24 * page_bytes(pair)
     device_like()
     for batch in ("padded", "non-padded"):
-        tight = generate(pair, requests(), num_spec_tokens=4, drafter_batch=batch, kv_memory=24 * page)
+        tight = generate(pair, requests(), num_spec_tokens=4, drafter_batch=batch, kv_memory=memory)
         assert tight.num_preempted > 0
         assert tight.texts == texts
 

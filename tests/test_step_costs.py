@@ -85,12 +85,11 @@ def run(engine: EngineCore, requests: Iterable[Request]) -> dict[str, tuple[int,
     ("batch", "ahead"), mostly_slow(product(("padded", "non-padded"), (False, True)), ("non-padded", True))
 )
 def test_k_may_change_at_every_step_without_changing_texts(
-    demo_pair: Pair, device_like: Callable[[], None], batch: str, ahead: bool
+    demo_pair: Pair, device_like: Callable[..., None], batch: str, ahead: bool
 ) -> None:
     plain = generate(demo_pair, mixed_requests(GREEDY), num_spec_tokens=0)
     fixed = generate(demo_pair, mixed_requests(GREEDY), num_spec_tokens=5, drafter_batch=batch)
-    if ahead:
-        device_like()
+    device_like(ahead)
     events: list[EngineRow] = []
     config = config_of(demo_pair, num_spec_tokens=5, drafter_batch=batch, max_batch_size=6)
     engine = build_engine(config, demo_pair.models, events.append)
@@ -126,7 +125,7 @@ def test_k_may_change_at_every_step_without_changing_texts(
     ),
 )
 def test_a_part_is_verified_with_preemption_sampling_and_penalties(
-    demo_pair: Pair, device_like: Callable[[], None], draft_sampling: str, settings: dict[str, Any]
+    demo_pair: Pair, device_like: Callable[..., None], draft_sampling: str, settings: dict[str, Any]
 ) -> None:
     """Greedy texts are those of plain decoding, beside texts that are sampled and the same in every run."""
     device_like()
@@ -182,7 +181,7 @@ def test_timing_steps_leaves_no_state(random_pair: Pair) -> None:
 
 @pytest.mark.slow
 def test_all_graphs_are_captured_before_a_run_that_is_timed(
-    random_pair: Pair, device_like: Callable[[], None]
+    random_pair: Pair, device_like: Callable[..., None]
 ) -> None:
     device_like()
     config = config_of(random_pair, num_spec_tokens=2, max_batch_size=6)

@@ -161,9 +161,8 @@ def test_shards_ran_side_by_side_and_a_prefill_alone_has_no_steps() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_the_parts_of_a_run(demo_pair: Pair, device_like: Callable[[], None], ahead: bool) -> None:
-    if ahead:
-        device_like()
+def test_the_parts_of_a_run(demo_pair: Pair, device_like: Callable[..., None], ahead: bool) -> None:
+    device_like(ahead)
     events: list[EngineRow] = []
     engine = build_engine(config_of(demo_pair, max_batch_size=2), demo_pair.models, events.append)
     engine.warm_up()
