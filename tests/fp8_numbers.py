@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specgen.attention import LayerAttention
 from specgen.kv.layout import Layout
 from specgen.models.llama import Llama
+from tests.tiny_checkpoints import change_tensors
 
 # sign, 4 bits of exponent, 3 of mantissa; the numbers that are not negative, in order of their codes
 NUMBERS = torch.tensor(
@@ -74,10 +74,11 @@ def add_scales(
     statement: Mapping[str, object] | None = MODELOPT,
 ) -> None:
     """Give the checkpoint in ``path`` the scales, and modelopt's statement that its KV cache is FP8."""
-    tensors = load_file(path / "model.safetensors")
-    for layer, pair in enumerate(scales):
-        for name, scale in zip(names, pair, strict=True):
-            tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(scale)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    tensors = {
+        f"model.layers.{layer}.self_attn.{name}": torch.tensor(scale)
+        for layer, pair in enumerate(scales)
+        for name, scale in zip(names, pair, strict=True)
+    }
+    change_tensors(path, tensors)
     if statement is not None:
         (path / "hf_quant_config.json").write_text(json.dumps(statement))

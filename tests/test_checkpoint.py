@@ -31,7 +31,7 @@ from specgen.models.families import family_of
 from specgen.models.llama import Llama
 from tests.commands import refused
 from tests.test_malformed_checkpoint import REFUSED
-from tests.tiny_checkpoints import LLAMA3_SCALING, write_head, write_target
+from tests.tiny_checkpoints import LLAMA3_SCALING, change_json, change_tensors, write_head, write_target
 
 CPU = torch.device("cpu")
 AUX = "eagle_aux_hidden_state_layer_ids"
@@ -67,8 +67,7 @@ def _copy(source: Path, path: Path, **changes: Any) -> Path:
     for file in source.iterdir():
         (path / file.name).write_bytes(file.read_bytes())
     if changes:
-        config = json.loads((path / "config.json").read_text()) | changes
-        (path / "config.json").write_text(json.dumps(config))
+        change_json(path / "config.json", **changes)
     return path
 
 
@@ -259,9 +258,9 @@ def test_an_unreachable_hub_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_fingerprint_depends_on_contents_only(tmp_path: Path, target_path: Path) -> None:
     same, other = _copy(target_path, tmp_path / "same"), _copy(target_path, tmp_path / "other")
-    tensors = load_file(other / "model.safetensors")
-    tensors["model.norm.weight"][3] += 1
-    save_file(tensors, other / "model.safetensors")
+    norm = open_checkpoint(str(other)).read("model.norm.weight")
+    norm[3] += 1
+    _change(other, model__norm__weight=norm)
     prints = [fingerprint(open_checkpoint(str(path))) for path in (target_path, same, other)]
     assert prints[0] == prints[1] != prints[2]
     assert len(prints[0]) == 64
@@ -474,13 +473,7 @@ def test_an_unused_window_is_accepted(tmp_path: Path, target_path: Path) -> None
 
 def _change(path: Path, **tensors: Tensor | None) -> Path:
     """Replace, add or (None) remove tensors; ``__`` in a name is a dot."""
-    stored = load_file(path / "model.safetensors")
-    for key, tensor in tensors.items():
-        name = key.replace("__", ".")
-        stored.pop(name, None)
-        if tensor is not None:
-            stored[name] = tensor
-    save_file(stored, path / "model.safetensors")
+    change_tensors(path, {name.replace("__", "."): tensor for name, tensor in tensors.items()})
     return path
 
 
@@ -515,8 +508,7 @@ def test_an_eos_token_that_the_model_has_not_is_refused(tmp_path: Path, target_p
     (path / "generation_config.json").unlink(missing_ok=True)
 
     def eos(value: object) -> str | None:
-        known = json.loads((path / file).read_text()) if file == "config.json" else {}
-        (path / file).write_text(json.dumps({**known, "eos_token_id": value}))
+        change_json(path / file, eos_token_id=value)
         try:
             target_config(open_checkpoint(str(path)))
         except UserError as error:

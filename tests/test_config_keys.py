@@ -34,7 +34,7 @@ from tests.test_mixtures import ids_of, loaded, paged_logits
 from tests.test_published import DEEPSEEK, GLM, gpt_oss, qwen3_moe
 from tests.test_rope_config import DEFAULT
 from tests.test_rope_config import FAMILIES as WRITERS
-from tests.tiny_checkpoints import write_head, write_target
+from tests.tiny_checkpoints import change_json, write_head, write_target
 from tests.tiny_latents import write_latent
 from tests.tiny_mixtures import change
 
@@ -330,20 +330,12 @@ def test_which_layers_have_experts_may_be_left_out(
 
 def test_null_booleans_are_false_as_in_transformers(tmp_path: Path) -> None:
     write_latent(tmp_path, "deepseek", rope_parameters=DEFAULT)
-    file = tmp_path / "config.json"
-    file.write_text(
-        json.dumps(json.loads(file.read_text()) | {"norm_topk_prob": None, "rope_interleave": None})
-    )
+    change_json(tmp_path / "config.json", norm_topk_prob=None, rope_interleave=None)
     config = _as_in_transformers(tmp_path)
     assert not config.latent.interleaved
 
 
 # ---- what nothing reads
-
-
-def _changed(path: Path, **changes: Any) -> None:
-    file = path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def test_keys_that_nothing_reads_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -356,8 +348,11 @@ def test_keys_that_nothing_reads_are_named(tmp_path: Path, caplog: pytest.LogCap
     assert "not read" not in describe(*paths).to_text()
     load_models(config, open_checkpoints(config))
     assert "nothing reads" not in caplog.text
-    _changed(tmp_path / "target", norm_gain=2, attention_sink=True, softer=None, temperature=0.5)
-    _changed(tmp_path / "head", head_gain=3, eagle_config={"use_aux_hidden_state": True, "fusion": "late"})
+    change_json(
+        tmp_path / "target" / "config.json", norm_gain=2, attention_sink=True, softer=None, temperature=0.5
+    )
+    late = {"use_aux_hidden_state": True, "fusion": "late"}
+    change_json(tmp_path / "head" / "config.json", head_gain=3, eagle_config=late)
     text = describe(*paths).to_text()
     assert "not read    attention_sink, norm_gain\n" in text
     assert "not read    fusion, head_gain\n" in text
@@ -412,7 +407,7 @@ def test_defaults_of_generation_in_config_json_count_without_a_file_of_their_own
         == GENERATION
     )
     write_target(tmp_path, num_layers=1)
-    _changed(tmp_path, temperature=0.6, top_k=None, eos_token_id=3)
+    change_json(tmp_path / "config.json", temperature=0.6, top_k=None, eos_token_id=3)
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     checkpoint = open_checkpoint(str(tmp_path))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)

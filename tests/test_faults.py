@@ -331,7 +331,16 @@ def run_without_fault(setting: Setting) -> FaultFree:
     return FaultFree(setting=setting, results=results)
 
 
-@in_settings("error", [ERRORS], (GREEDY, torch.OutOfMemoryError))
+@pytest.mark.parametrize(
+    ("setting", "error"),
+    mostly_slow(
+        # so each place has its turn with lookahead and without
+        [(config, ERRORS[(config[0] == "sampled") == config[2]]) for config in CONFIGS],
+        (GREEDY, torch.OutOfMemoryError),
+    ),
+    indirect=["setting"],
+    ids=_name,
+)
 def test_an_error_at_any_launch_changes_no_result(
     setting: Setting, right: FaultFree, error: type[RuntimeError]
 ) -> None:

@@ -12,7 +12,7 @@ from weakref import ref
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -33,7 +33,7 @@ from tests.dense import DenseAttend
 from tests.engines import bundled_requests, config_of, generate, load_pair, random_requests
 from tests.marks import mostly_slow
 from tests.operations import Operations
-from tests.tiny_checkpoints import write_head, write_target
+from tests.tiny_checkpoints import change_tensors, write_head, write_target
 from tests.tiny_fp8 import CONFIGS, E4M3, matrix, quantize, reference
 from tests.tiny_mixtures import read, write_qwen3_moe
 
@@ -162,7 +162,7 @@ def test_transposed_blocks_are_seen(tmp_path: Path) -> None:
     tensors = load_file(path / "model.safetensors")
     square = {name for name, value in tensors.items() if "_scale" in name and value.shape == (2, 2)}
     assert square
-    save_file(tensors | {name: tensors[name].mT.contiguous() for name in square}, path / "model.safetensors")
+    change_tensors(path, {name: tensors[name].mT for name in square})
     assert furthest(logits(load(path)), right)[0] > 5e-3
     _alter(path, "model.layers.0.mlp.gate_proj.weight_scale_inv", lambda scale: scale.mT.contiguous())
     with pytest.raises(
@@ -207,9 +207,7 @@ def test_inputs_are_clamped_before_they_are_rounded(activations: Any) -> None:
 
 def _alter(path: Path, name: str, change: Any) -> None:
     """Replace a tensor; what ``change`` makes None is removed."""
-    tensors = load_file(path / "model.safetensors")
-    tensors[name] = change(tensors[name])
-    save_file({key: value for key, value in tensors.items() if value is not None}, path / "model.safetensors")
+    change_tensors(path, {name: change(load_file(path / "model.safetensors")[name])})
 
 
 @pytest.mark.parametrize("form", mostly_slow(["dynamic", "block"], "block"))
@@ -430,9 +428,8 @@ def test_bytes_of_experts_are_those_of_their_tensors(tmp_path: Path, form: str) 
 
 
 def test_gate_and_up_of_an_expert_have_one_input_scale(tmp_path: Path) -> None:
-    tensors = load_file(write_experts(tmp_path, "modelopt") / "model.safetensors")
-    tensors["model.layers.1.mlp.experts.3.up_proj.input_scale"] *= 2
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    write_experts(tmp_path, "modelopt")
+    _alter(tmp_path, "model.layers.1.mlp.experts.3.up_proj.input_scale", lambda scale: scale * 2)
     with pytest.raises(
         UserError, match=r"1.mlp.experts.3.gate_proj, .*3.up_proj have the same inputs, but diff"
     ):

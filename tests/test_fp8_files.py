@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from specgen.checkpoints.checkpoint import drafter_config, load_target, open_checkpoint, target_config
 from specgen.checkpoints.inspect_checkpoint import describe
@@ -16,7 +16,7 @@ from specgen.models.fp8_config import fp8_config
 from tests.commands import refused
 from tests.engines import load_pair
 from tests.test_fp8 import exact, fp8_weight
-from tests.tiny_checkpoints import write_head, write_target
+from tests.tiny_checkpoints import change_json, change_tensors, write_head, write_target
 from tests.tiny_fp8 import CONFIGS, E4M3, quantize
 
 CPU = torch.device("cpu")
@@ -36,14 +36,11 @@ def load(path: Path) -> None:
 
 def change(path: Path, **tensors: Any) -> None:
     """Replace tensors of the first layer, or (None) remove them; ``__`` in a name is a dot."""
-    stored = load_file(path / "model.safetensors")
-    stored |= {LAYER + name.replace("__", "."): tensor for name, tensor in tensors.items()}
-    save_file({name: x for name, x in stored.items() if x is not None}, path / "model.safetensors")
+    change_tensors(path, {LAYER + name.replace("__", "."): tensor for name, tensor in tensors.items()})
 
 
 def configure(path: Path, file: str = "config.json", **settings: Any) -> None:
-    written = json.loads((path / file).read_text()) if (path / file).exists() else {}
-    (path / file).write_text(json.dumps(written | settings))
+    change_json(path / file, **settings)
 
 
 def is_refused(path: Path, message: str) -> None:
@@ -303,10 +300,8 @@ def test_a_layer_that_no_name_ignores_may_be_plain(tmp_path: Path) -> None:
 
 def test_an_output_layer_is_plain_unless_it_is_stored_in_fp8(tmp_path: Path) -> None:
     path = write(tmp_path, "dynamic")
-    stored = load_file(path / "model.safetensors")
     weight = fp8_weight(128, 192, "token")
-    stored |= {"lm_head.weight": weight.data, "lm_head.weight_scale": weight.scale}
-    save_file(stored, path / "model.safetensors")
+    change_tensors(path, {"lm_head.weight": weight.data, "lm_head.weight_scale": weight.scale})
     is_refused(path, "lm_head is in FP8, but config.json names it")
     configure(path, quantization_config={**CONFIGS["dynamic"][2], "ignore": []})
     target = load_target(open_checkpoint(str(path)), torch.float32, CPU)

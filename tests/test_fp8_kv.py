@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from specgen.checkpoints.checkpoint import load_target, open_checkpoint
 from specgen.checkpoints.inspect_checkpoint import describe
@@ -25,7 +24,7 @@ from tests.commands import specgen
 from tests.engines import Pair, bundled_requests, config_of, generate, load_pair, nan_at, random_requests
 from tests.fp8_numbers import MODELOPT, Fp8Attend, Scales, add_scales
 from tests.marks import mostly_slow
-from tests.tiny_checkpoints import write_head, write_target
+from tests.tiny_checkpoints import change_tensors, write_head, write_target
 
 LAYERS = 6
 # no two a power of two apart, where codes would be the same; in the first layers large keys and values saturate
@@ -96,9 +95,7 @@ def test_a_scale_that_is_no_number_is_refused(tmp_path: Path, value: float, mess
 
 def test_several_scales_of_a_layer_are_refused(tmp_path: Path) -> None:
     write_target(tmp_path / "target", num_layers=1)
-    tensors = load_file(tmp_path / "target" / "model.safetensors")
-    tensors["model.layers.0.self_attn.k_scale"] = torch.ones(2)
-    save_file(tensors, tmp_path / "target" / "model.safetensors", metadata={"format": "pt"})
+    change_tensors(tmp_path / "target", {"model.layers.0.self_attn.k_scale": torch.ones(2)})
     problems = describe(str(tmp_path / "target")).misfits
     assert len(problems) == 1
     assert problems[0].endswith(

@@ -35,6 +35,7 @@ from specgen.prompts import Prompt
 from tests.commands import rows, specgen, write_rows
 from tests.jobs import Silent
 from tests.test_penalties import expected_text
+from tests.tiny_checkpoints import change_json
 
 DEMO = data_directory() / "demo"
 SAID = {
@@ -61,8 +62,7 @@ def saying(path: Path, said: dict[str, Any], **config: Any) -> Path:
         (path / "generation_config.json").write_text(json.dumps(said))
     else:
         (path / "generation_config.json").unlink(missing_ok=True)
-    whole = json.loads((path / "config.json").read_text()) | config
-    (path / "config.json").write_text(json.dumps(whole))
+    change_json(path / "config.json", **config)
     return path
 
 

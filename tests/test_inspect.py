@@ -18,7 +18,7 @@ from specgen.config.bundled import data_directory, heads
 from specgen.models.eagle import Eagle3Config
 from specgen.models.families import FAMILIES, HEAD_FAMILIES
 from specgen.models.model_config import TargetConfig
-from tests.tiny_checkpoints import LLAMA3_SCALING, write_head, write_target
+from tests.tiny_checkpoints import LLAMA3_SCALING, change_json, write_head, write_target
 
 
 @pytest.fixture(scope="module")
@@ -199,8 +199,7 @@ def test_a_new_architecture_is_one_table_entry(
         family = "OTHER"
 
     shutil.copytree(target_path, tmp_path / "target")
-    file = tmp_path / "target" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["OtherForCausalLM"]}))
+    change_json(tmp_path / "target" / "config.json", architectures=["OtherForCausalLM"])
     write_head(tmp_path / "head", config)
     with pytest.raises(UserError, match="'OtherForCausalLM' is not supported"):
         describe(str(tmp_path / "target"))

@@ -35,7 +35,7 @@ from tests.commands import rows, specgen, write_rows
 from tests.engines import generate, load_pair, random_requests
 from tests.test_fp8 import unrounded_inputs
 from tests.test_mixtures import ids_of, loaded, paged_logits
-from tests.tiny_checkpoints import write_head
+from tests.tiny_checkpoints import change_tensors, write_head
 from tests.tiny_fp8 import matrix, quantize
 from tests.tiny_latents import YARN, write_latent
 from tests.tiny_mixtures import change, read
@@ -284,9 +284,7 @@ def test_architectures_that_are_not_built_say_what_is_missing() -> None:
 def test_the_dense_layers_of_a_published_config(tmp_path: Path) -> None:
     """Which has first_k_dense_replace and not the names that ``transformers`` writes."""
     write_latent(tmp_path)
-    raw = json.loads((tmp_path / "config.json").read_text()) | {"first_k_dense_replace": 2}
-    del raw["mlp_layer_types"], raw["norm_topk_prob"]
-    (tmp_path / "config.json").write_text(json.dumps(raw))
+    change(tmp_path, {}, first_k_dense_replace=2, mlp_layer_types=None, norm_topk_prob=None)
     found = read(tmp_path).mixture
     assert found.layers == (False, False, True)
     assert found.weights == SigmoidWeights(num_groups=1, num_chosen_groups=1, normalized=True, scale=1.8)
@@ -435,12 +433,8 @@ def test_inspect_refuses_mtp_without_a_target(target: Path) -> None:
 
 
 def test_a_missing_part_of_an_mtp_layer_is_named(target: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    stored = load_file(target / "model.safetensors")
-    del stored["model.layers.3.hnorm.weight"]
-    save_file(stored, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((target / "config.json").read_text())
+    shutil.copytree(target, tmp_path, dirs_exist_ok=True)
+    change_tensors(tmp_path, {"model.layers.3.hnorm.weight": None})
     found = describe(str(tmp_path), "mtp")
     assert any("has no tensor 'model.layers.3.hnorm.weight'" in reason for reason in found.misfits)
 

@@ -35,7 +35,9 @@ def demo_texts(demo_reference: ReferenceHead) -> Texts:
 @pytest.mark.parametrize(
     ("k", "batch_size", "batch"),
     mostly_slow(
-        product((0, 1, 2, 4, 8), (1, 5, 32), ("padded", "non-padded")), (0, 5, "padded"), (8, 5, "non-padded")
+        [(0, 5, "padded"), (0, 32, "padded"), *product((1, 8), (1, 5, 32), ("padded", "non-padded"))],
+        (0, 5, "padded"),
+        (8, 5, "non-padded"),
     ),
 )
 def test_greedy_text_equals_transformers(
@@ -48,7 +50,7 @@ def test_greedy_text_equals_transformers(
     assert outputs.texts == {r.id: random_texts[r.id] for r in requests}
 
 
-@pytest.mark.parametrize("k", mostly_slow(range(1, 9), 4))
+@pytest.mark.parametrize("k", mostly_slow([1, 2, 4, 7], 4))
 def test_greedy_text_with_mixed_acceptance(demo_pair: Pair, demo_texts: Texts, k: int) -> None:
     padded = generate(demo_pair, demo_requests(), num_spec_tokens=k, drafter_batch="padded")
     non_padded = generate(demo_pair, demo_requests(), num_spec_tokens=k, drafter_batch="non-padded")

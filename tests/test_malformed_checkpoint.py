@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 import specgen
@@ -24,6 +24,7 @@ from specgen.checkpoints.checkpoint import open_checkpoint
 from specgen.checkpoints.fingerprint import fingerprint
 from specgen.config import UserError
 from tests.forked import Ended, generate_with_pair, inspect_pair, write_pair
+from tests.tiny_checkpoints import change_json, change_tensors
 
 CPU = torch.device("cpu")
 WEIGHTS, PICKLE, INDEX = "model.safetensors", "pytorch_model.bin", "model.safetensors.index.json"
@@ -45,10 +46,6 @@ def copied(pair: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _changed(file: Path, **changes: Any) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
 def _files(path: Path) -> dict[str, int]:
     """The files of a directory, except those of a run."""
     found = (file.relative_to(path) for file in path.rglob("*"))
@@ -59,7 +56,7 @@ def _files(path: Path) -> dict[str, int]:
 
 
 def _config(**changes: Any) -> Damage:
-    return lambda path: _changed(path / "config.json", **changes)
+    return lambda path: change_json(path / "config.json", **changes)
 
 
 def _text(name: str, text: str | bytes) -> Damage:
@@ -154,7 +151,7 @@ def _repeated(path: Path) -> None:
     """A vocabulary of 2^24 tokens whose embeddings are one stored number."""
     table = torch.zeros(1, dtype=torch.float16).expand(1 << 24, 32)
     _pickled(torch.save, model__embed_tokens__weight=table, lm_head__weight=table)(path)
-    _changed(path / "config.json", vocab_size=1 << 24)
+    change_json(path / "config.json", vocab_size=1 << 24)
 
 
 EVIL = _Call(os.system, "touch evil")
@@ -346,10 +343,7 @@ def _check_refused(ended: Ended, reason: str) -> None:
 
 
 def _head_tensors(**tensors: Tensor) -> Damage:
-    def damage(path: Path) -> None:
-        save_file(load_file(path / WEIGHTS) | tensors, path / WEIGHTS)
-
-    return damage
+    return lambda path: change_tensors(path, tensors)
 
 
 HEADS: dict[str, tuple[Damage, str]] = {
@@ -390,10 +384,10 @@ def test_code_in_a_checkpoint_directory_is_not_run(copied: Path) -> None:
         "AutoTokenizer": ["evil.E", "evil.E"],
     }
     for path in (copied / "target", copied / "head"):
-        _changed(path / "config.json", auto_map=classes, model_type="evil")
+        change_json(path / "config.json", auto_map=classes, model_type="evil")
         (path / "evil.py").write_text("from pathlib import Path\nPath('evil').touch()\nclass E: pass\n")
         (path / "__init__.py").write_text("from .evil import E\n")
-    _changed(copied / "target" / "tokenizer_config.json", auto_map=classes, tokenizer_class="E")
+    change_json(copied / "target" / "tokenizer_config.json", auto_map=classes, tokenizer_class="E")
     before = _files(copied)
     assert inspect_pair(copied).code == 0
     assert generate_with_pair(copied).code == 0

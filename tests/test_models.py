@@ -1,6 +1,5 @@
 """Targets against ``transformers``, heads against dense references, kernels bit for bit."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from specgen.ops.reference import rotate, silu_and_mul, torch_ops
 from specgen.ops.weight import Weight
 from tests.dense import DenseAttend
 from tests.reference_heads import ReferenceEagle3
-from tests.tiny_checkpoints import LLAMA3_SCALING, write_head, write_target
+from tests.tiny_checkpoints import LLAMA3_SCALING, change_json, write_head, write_target
 from tests.tiny_fp8 import quantize
 
 CPU = torch.device("cpu")
@@ -93,8 +92,7 @@ def test_output_weights_in_the_file_win_over_a_tied_embedding(tmp_path: Path, ke
     import transformers
 
     write_target(tmp_path, num_layers=2, max_shard_size="40KB" if kept == "shards" else "5GB")
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    change_json(tmp_path / "config.json", tie_word_embeddings=True)
     file = max(tmp_path.glob("*.safetensors"))
     if output == "copy":
         stored = {name: x for each in tmp_path.glob("*.safetensors") for name, x in load_file(each).items()}
@@ -117,9 +115,9 @@ def test_output_weights_in_the_file_win_over_a_tied_embedding(tmp_path: Path, ke
 def test_output_weights_in_fp8_win_over_a_tied_embedding(tmp_path: Path) -> None:
     write_target(tmp_path, num_layers=2)
     quantize(tmp_path, "modelopt", spread=1.0, output_layer=True)
-    config, found = json.loads((tmp_path / "config.json").read_text()), []
+    found = []
     for tied in (False, True):
-        (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": tied}))
+        change_json(tmp_path / "config.json", tie_word_embeddings=tied)
         model = load_target(open_checkpoint(str(tmp_path)), torch.float32, CPU)
         found.append(_logits(model, _ids(model.config)))
     assert torch.equal(*found)

@@ -40,19 +40,18 @@ def mixed_requests(sampling: SamplingParams) -> list[Request]:
 
 
 @pytest.mark.parametrize(
-    ("batch", "sampling"),
-    [
-        pytest.param("padded", GREEDY, marks=pytest.mark.slow),
-        ("padded", SAMPLED),
-        ("non-padded", GREEDY),
-        pytest.param("non-padded", SAMPLED, marks=pytest.mark.slow),
-    ],
-    ids=["padded-greedy", "padded-sampled", "non-padded-greedy", "non-padded-sampled"],
+    ("max_batch_size", "k", "batch", "sampling"),
+    mostly_slow(
+        [
+            *product((6,), (4,), ("padded", "non-padded"), (GREEDY, SAMPLED)),
+            *[(1, k, "padded", sampling) for k, sampling in ((0, SAMPLED), (1, GREEDY), (4, SAMPLED))],
+            *[(6, 0, "padded", GREEDY), (6, 1, "non-padded", SAMPLED)],
+        ],
+        (6, 4, "padded", SAMPLED),
+        (6, 4, "non-padded", GREEDY),
+    ),
+    ids={GREEDY: "greedy", SAMPLED: "sampled"}.get,
 )
-@pytest.mark.parametrize(
-    "k", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 4]
-)
-@pytest.mark.parametrize("max_batch_size", [pytest.param(1, marks=pytest.mark.slow), 6])
 def test_lookahead_changes_no_text_and_no_step(
     demo_pair: Pair,
     device_like: Callable[..., None],

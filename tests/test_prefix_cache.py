@@ -15,6 +15,7 @@ from specgen.engine.build import build_engine
 from specgen.kv.pages import PageAllocator, extend_digests
 from specgen.record.record_rows import EngineRow, PassRow
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, random_requests
+from tests.marks import mostly_slow
 
 GREEDY = SamplingParams(max_tokens=20)
 SAMPLED = SamplingParams(max_tokens=20, temperature=1.0, seed=5)
@@ -110,18 +111,28 @@ def test_eviction_is_lru_and_from_the_end_of_a_text() -> None:
     assert [cache.num_known(text) for text in names] == [1, 1]
 
 
+def test_of_a_prompt_that_was_there_the_last_position_alone_is_computed(random_pair: Pair) -> None:
+    requests = [Request(id=name, prompt_token_ids=tuple(range(3, 16)), sampling=GREEDY) for name in "ab"]
+    outputs = generate(random_pair, requests, max_batch_size=1)
+    assert num_cached(outputs) == 12
+    assert outputs.texts["a"] == outputs.texts["b"]
+
+
 @pytest.mark.parametrize(
-    ("drafter_batch", "sampling"),
-    [
-        ("padded", GREEDY),
-        pytest.param("padded", SAMPLED, marks=pytest.mark.slow),
-        pytest.param("non-padded", GREEDY, marks=pytest.mark.slow),
-        ("non-padded", SAMPLED),
-    ],
-    ids=["padded-greedy", "padded-sampled", "non-padded-greedy", "non-padded-sampled"],
+    ("max_prefill_tokens", "num_spec_tokens", "drafter_batch", "sampling"),
+    mostly_slow(
+        [
+            (33, 3, "padded", GREEDY),
+            (33, 3, "non-padded", SAMPLED),
+            (33, 0, "padded", SAMPLED),
+            (2048, 3, "padded", SAMPLED),
+            (2048, 3, "non-padded", GREEDY),
+        ],
+        (33, 3, "padded", GREEDY),
+        (33, 3, "non-padded", SAMPLED),
+    ),
+    ids={GREEDY: "greedy", SAMPLED: "sampled"}.get,
 )
-@pytest.mark.parametrize("num_spec_tokens", [pytest.param(0, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("max_prefill_tokens", [pytest.param(2048, marks=pytest.mark.slow), 33])
 def test_the_prefix_cache_changes_no_text_draft_or_acceptance(
     random_pair: Pair,
     num_spec_tokens: int,

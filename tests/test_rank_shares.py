@@ -1,6 +1,5 @@
 """A target in shares of several ranks: logits and argmax tokens of the whole, what is read, planted errors."""
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from specgen.checkpoints import rank_share
@@ -25,7 +24,7 @@ from specgen.ops.weight import Weight
 from tests.dense import DenseAttend
 from tests.marks import mostly_slow
 from tests.rank_threads import ThreadRanks, together
-from tests.tiny_checkpoints import write_target
+from tests.tiny_checkpoints import change_json, change_tensors, write_target
 from tests.tiny_fp8 import quantize
 from tests.tiny_latents import write_latent
 from tests.tiny_mixtures import in_one_tensor, packed_in_mxfp4, write_gpt_oss, write_qwen3_moe
@@ -70,16 +69,14 @@ def latents_in_blocks(path: Path) -> None:
 def called_tied(path: Path, write: Callable[[Path], object] = write_target) -> None:
     """Output weights of its own beside a config that ties them to the embedding."""
     write(path)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    change_json(path / "config.json", tie_word_embeddings=True)
 
 
 def in_fp8_with_vectors(path: Path) -> None:
     """The scales of channels as [out] instead of [out, 1]."""
     in_fp8(path, "dynamic", head_dim=32)
     stored = load_file(path / "model.safetensors")
-    flat = {name: x.flatten() if name.endswith("weight_scale") else x for name, x in stored.items()}
-    save_file(flat, path / "model.safetensors")
+    change_tensors(path, {name: x.flatten() for name, x in stored.items() if name.endswith("weight_scale")})
 
 
 BLOCKS = {"hidden_size": 256, "head_dim": 128, "num_heads": 4, "num_kv_heads": 2}

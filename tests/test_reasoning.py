@@ -188,13 +188,26 @@ def test_a_stop_string_ends_any_text_without_parts(think: Tokenizer) -> None:
     assert stop_finder(think, ["STOP"], []).feed(ids) == len(ids)
 
 
-def test_what_is_dropped_at_the_end_of_a_text_changes_no_part(think: Tokenizer) -> None:
+@pytest.mark.parametrize(
+    ("max_length", "step", "kept", "changes"),
+    [
+        (50, "closes 9", 2, [(3, "answer")]),
+        (50, "9 4 closes 9", 2, []),  # a step may go on behind the end token
+        (5, "9 closes 9", 2, []),  # or beyond the limit
+    ],
+)
+def test_what_is_dropped_at_the_end_of_a_text_changes_no_part(
+    think: Tokenizer, max_length: int, step: str, kept: int, changes: list[tuple[int, str]]
+) -> None:
     opens, closes = (think.encode_rendered(marker)[0] for marker in THINK)
-    parts = part_finder(think, [])
-    request = Request(id="a", prompt_token_ids=(7,), sampling=SamplingParams())
     sequence = Sequence(
-        request=request, tokens=[7], max_length=50, seed=0, eos_token_ids=frozenset([4]), parts=parts
+        request=Request(id="a", prompt_token_ids=(7,), sampling=SamplingParams()),
+        tokens=[7],
+        max_length=max_length,
+        seed=0,
+        eos_token_ids=frozenset([4]),
+        parts=part_finder(think, []),
     )
     assert sequence.append([opens, 9]) == 2
-    assert sequence.append([9, 4, closes, 9]) == 2, "a step may go on behind the end token"
-    assert sequence.switches == [(0, "reasoning")]
+    assert sequence.append([closes if each == "closes" else int(each) for each in step.split()]) == kept
+    assert sequence.switches == [(0, "reasoning"), *changes]

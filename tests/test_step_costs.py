@@ -46,7 +46,7 @@ from tests.engines import (
 )
 from tests.marks import mostly_slow
 from tests.test_pipeline import mixed_requests
-from tests.tiny_checkpoints import write_head, write_target
+from tests.tiny_checkpoints import change_json, write_head, write_target
 from tests.tiny_mixtures import write_qwen3_moe
 
 GREEDY = SamplingParams(max_tokens=40)
@@ -381,8 +381,7 @@ def test_other_weights_are_measured_again(machine: Machine, pair: EngineConfig) 
     weights = Path(pair.model) / "model.safetensors"
     os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 1))
     costs_for(pair, open_checkpoints(pair), machine.measure)
-    config = Path(pair.model) / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "some": "thing"}))
+    change_json(Path(pair.model) / "config.json", some="thing")
     costs_for(pair, open_checkpoints(pair), machine.measure)
     assert machine.measured == 3
 

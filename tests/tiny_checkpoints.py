@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from specgen.models.families import family_of
 from specgen.models.model_config import TargetConfig
@@ -74,8 +74,27 @@ def write_target(
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.5)
     model.save_pretrained(path, max_shard_size=max_shard_size)
+    return read(path)
+
+
+def read(path: Path) -> TargetConfig:
+    """The config of the target in ``path``."""
     written = json.loads((path / "config.json").read_text())
     return family_of(written).config(written)
+
+
+def change_json(file: Path, **changes: Any) -> None:
+    """Replace or add fields of a JSON object in ``file``, or of one that is not there yet."""
+    known = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(known | changes))
+
+
+def change_tensors(path: Path, tensors: Mapping[str, torch.Tensor | None]) -> None:
+    """Replace, add or (None) remove tensors of a checkpoint in one file."""
+    file = path / "model.safetensors"
+    changed = load_file(file) | dict(tensors)
+    present = {name: tensor.contiguous() for name, tensor in changed.items() if tensor is not None}
+    save_file(present, file, metadata={"format": "pt"})
 
 
 def write_head(

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
+
+from tests.tiny_checkpoints import change_json, change_tensors
 
 E4M3 = torch.float8_e4m3fn
 BLOCK = 128
@@ -118,12 +120,11 @@ def quantize(
         stated = {**_MODELOPT, "exclude_modules": []} if output_layer else _MODELOPT
         separate = {"producer": {"name": "modelopt", "version": "0.27.0"}, "quantization": stated}
         (path / "hf_quant_config.json").write_text(json.dumps(separate))
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    written = json.loads((path / "config.json").read_text())
+    change_tensors(path, tensors)
     if output_layer:
         config = {name: value for name, value in config.items() if name not in _IGNORING}
-    written |= {"quantization_config": config} if config else {}
-    (path / "config.json").write_text(json.dumps(written))
+    if config:
+        change_json(path / "config.json", quantization_config=config)
 
 
 def _stored(scale: Tensor, form: str) -> Tensor:

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from specgen.models.model_config import TargetConfig
-from tests.tiny_mixtures import TINY, read
+from tests.tiny_checkpoints import change_json, change_tensors, read
+from tests.tiny_mixtures import TINY
 from tests.tiny_mixtures import YARN as OF_MIXTURES
 
 YARN = OF_MIXTURES | {"mscale": 1.0, "mscale_all_dim": 0.7}
@@ -71,8 +72,8 @@ def write_latent(
 
 def _add_mtp(path: Path, num_mtp: int, own: bool, std: float) -> None:
     """Layers of the shapes of the target's last, in its one file, as DeepSeek names them."""
-    file, settings = path / "model.safetensors", json.loads((path / "config.json").read_text())
-    tensors, first = load_file(file), settings["num_hidden_layers"]
+    settings = json.loads((path / "config.json").read_text())
+    tensors, first = load_file(path / "model.safetensors"), settings["num_hidden_layers"]
     hidden, vocab = settings["hidden_size"], settings["vocab_size"]
     last = f"model.layers.{first - 1}."
     shapes = {name.removeprefix(last): t.shape for name, t in tensors.items() if name.startswith(last)}
@@ -88,8 +89,8 @@ def _add_mtp(path: Path, num_mtp: int, own: bool, std: float) -> None:
         tensors |= {
             f"model.layers.{index}.{name}": _random(name, shape, std) for name, shape in shapes.items()
         }
-    save_file(tensors, file)
-    (path / "config.json").write_text(json.dumps(settings | {"num_nextn_predict_layers": num_mtp}))
+    change_tensors(path, tensors)
+    change_json(path / "config.json", num_nextn_predict_layers=num_mtp)
 
 
 def _random(name: str, shape: torch.Size, std: float) -> Tensor:

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from specgen.models.families import family_of
 from specgen.models.model_config import TargetConfig
+from tests.tiny_checkpoints import change_tensors, read
 
 WINDOW = 8
 YARN = {
@@ -89,21 +89,12 @@ def _save(model: Any, path: Path) -> TargetConfig:
     return read(path)
 
 
-def read(path: Path) -> TargetConfig:
-    """The config of the checkpoint in ``path``."""
-    written = json.loads((path / "config.json").read_text())
-    return family_of(written).config(written)
-
-
 def change(path: Path, tensors: dict[str, Tensor | None], **config: Any) -> None:
     """Replace, add or (None) remove tensors and settings of a checkpoint in one file."""
-    stored = load_file(path / "model.safetensors") | tensors
+    change_tensors(path, tensors)
     file = path / "config.json"
     settings = json.loads(file.read_text()) | config
     file.write_text(json.dumps({name: value for name, value in settings.items() if value is not None}))
-    save_file(
-        {name: t.contiguous() for name, t in stored.items() if t is not None}, path / "model.safetensors"
-    )
 
 
 def packed_in_mxfp4(path: Path) -> TargetConfig:
