@@ -272,14 +272,15 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(co
   const int split = blockIdx.x, sequence = blockIdx.z, first_head = blockIdx.y * p.group;
   const int heads_per_kv = p.num_heads / p.num_kv_heads, kv_head = first_head / heads_per_kv;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % kParts, row_tile = warp / kParts;
-  const int num_rows = p.query_len * p.group;
-  const Room room(num_rows, p.query_len, gridDim.x);
   const uint32_t q = shared_address(shared), barrier = q + kBarrier;
   const uint32_t stages = q + kSized + part * kStages * kStageBytes;
   asm volatile("griddepcontrol.launch_dependents;");
   // The kernel in front lets this one start when it has itself waited for those before: see ops/launch.py.
   const Range range(p, sequence);
   const Rows its(p, sequence);
+  const int num_rows = its.count * p.group;
+  const bool idle = row_tile * 16 >= num_rows;  // warps that only load, where a sequence has few rows
+  const Room room(num_rows, its.count, gridDim.x);
   const int start = range.end, splits = num_splits(p, range, gridDim.x), columns = DIM / splits;
   if (split >= splits) return;
   if (splits > 1) {
@@ -319,12 +320,12 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(co
   for (int i = 0; i < kStages; i++) load_next();
 
   uint32_t* turns = reinterpret_cast<uint32_t*>(shared + room.turns);
-  for (int i = threadIdx.x; i < p.query_len * (DIM / 2); i += kThreads)
+  for (int i = threadIdx.x; i < its.count * (DIM / 2); i += kThreads)
     turns[i] = turn(p, start + i / (DIM / 2), i % (DIM / 2));
   constexpr int kTurns = kPieces / 2;  // of eight pairs, in a row
   static_assert(MROWS * kTurns <= kThreads && kMostQuery * kTurns <= kThreads, "one each for a thread");
   const int piece = threadIdx.x % kTurns, row = threadIdx.x / kTurns;
-  const bool fresh = split == splits - 1, has_key = fresh && row < its.count, has_query = row < its.count * p.group;
+  const bool fresh = split == splits - 1, has_key = fresh && row < its.count, has_query = row < num_rows;
   int64_t key_at = 0;
   if (has_key) key_at = slot_of(p, page_of(p, sequence, start + row), start + row, kv_head);
   __syncthreads();
@@ -379,16 +380,16 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(co
     asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
     meet();
     const uint32_t at = stages + done % kStages * kStageBytes;
-    if (first + kTokens <= until && p.window <= 0) {
+    if (!idle && first + kTokens <= until && p.window <= 0) {
       attend<false>(p, state, q, 16 * row_tile, at, first, start, until);
-    } else {
+    } else if (!idle) {
       attend<true>(p, state, q, 16 * row_tile, at, first, start, until);
     }
     meet();
     load_next();
   }
   asm volatile("cp.async.wait_group 0;" ::: "memory");
-  if (fresh && part == kParts - 1)
+  if (fresh && part == kParts - 1 && !idle)
     attend<true>(p, state, q, 16 * row_tile, q + kFresh, start, start, start + its.count);
   __syncthreads();  // the stages are free
 
@@ -411,7 +412,6 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(co
   }
   __syncthreads();
   const auto store = [&](int row, int column, float largest, float whole, float4 result) {
-    if (row / p.group >= its.count) return;
     const int head = first_head + row % p.group;
     if (p.sinks != nullptr) {
       const float sink = p.sinks[head] * kLog2e, new_largest = fmaxf(largest, sink);
