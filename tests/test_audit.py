@@ -117,18 +117,9 @@ def test_the_first_difference(reference: tuple[int, ...], tokens: tuple[int, ...
 
 
 def divergence(**changes: Any) -> Divergence:
-    fields = {
-        "request": "a",
-        "position": 3,
-        "reference_token": 1,
-        "token": 2,
-        "reference_text": "x",
-        "text": "y",
-        "reference_logit": 20.0,
-        "logit": 19.5,
-        "gap": 0.5,
-        "rounding": 1.0,
-    }
+    fields: dict[str, Any] = {"request": "a", "position": 3, "gap": 0.5, "rounding": 1.0}
+    fields |= {"reference_token": 1, "reference_text": "x", "reference_logit": 20.0}
+    fields |= {"token": 2, "text": "y", "logit": 19.5}
     return Divergence(**(fields | changes))
 
 

@@ -44,46 +44,26 @@ def test_text_requests_with_text_and_with_token_ids(tmp_path):
     assert second == Prompt(id="s", token_ids=(3, 1), endpoint=TEXT)
 
 
+OF_NO_EFFECT = {"user": "me", "metadata": {"a": "b"}, "store": True, "n": 1, "stream": False, "tools": []}
+
+
 @pytest.mark.parametrize(
     ("row", "sampling"),
     [
         (chat(max_tokens=5, max_completion_tokens=7), {"max_tokens": 7}),
         (chat(max_tokens=5, max_completion_tokens=None), {"max_tokens": 5}),
-        (
-            chat(temperature=0.5, top_p=1, seed=-3, stop="\n"),
-            {"temperature": 0.5, "top_p": 1, "seed": -3, "stop": ("\n",)},
-        ),
+        (chat(temperature=0.5, top_p=1, seed=-3), {"temperature": 0.5, "top_p": 1, "seed": -3}),
+        (chat(stop="\n"), {"stop": ("\n",)}),
         (text(stop=["a", "b"], top_k=-1, min_p=0.1), {"stop": ("a", "b"), "top_k": 0, "min_p": 0.1}),
         (text(ignore_eos=True), {"ignore_eos": True}),
-        (
-            chat(
-                user="me", metadata={"a": "b"}, store=True, n=1, stream=False, presence_penalty=None, tools=[]
-            ),
-            {},
-        ),
-        (
-            chat(presence_penalty=0.5, frequency_penalty=-2),
-            {"presence_penalty": 0.5, "frequency_penalty": -2},
-        ),
-        (
-            text(repetition_penalty=1.05, suppress_tokens=[4, 2]),
-            {"repetition_penalty": 1.05, "suppress_tokens": (4, 2)},
-        ),
+        (chat(**OF_NO_EFFECT, presence_penalty=None), {}),
+        (chat(presence_penalty=0.5), {"presence_penalty": 0.5}),
+        (chat(frequency_penalty=-2), {"frequency_penalty": -2}),
+        (text(repetition_penalty=1.05), {"repetition_penalty": 1.05}),
+        (text(suppress_tokens=[4, 2]), {"suppress_tokens": (4, 2)}),
         (text(suppress_tokens=[]), {"suppress_tokens": ()}),
-        (
-            {"id": "r", "prompt": "x", "temperature": 0, "max_tokens": 3, "else": []},
-            {"temperature": 0, "max_tokens": 3},
-        ),
-    ],
-)
-def test_sampling_by_row(tmp_path, row, sampling):
-    (prompt,) = read(tmp_path, row)
-    assert prompt.sampling == sampling
-
-
-@pytest.mark.parametrize(
-    ("row", "sampling"),
-    [
+        ({"id": "r", "prompt": "x", "temperature": 0, "max_tokens": 3}, {"temperature": 0, "max_tokens": 3}),
+        ({"id": "r", "prompt": "x", "else": []}, {}),
         (chat(logprobs=True, top_logprobs=3), {"logprobs": 3}),
         (chat(logprobs=True), {"logprobs": 0}),
         (chat(logprobs=False), {}),
@@ -92,7 +72,7 @@ def test_sampling_by_row(tmp_path, row, sampling):
         (chat(logit_bias={"50": -100, "7": 1.5, "9": None}), {"logit_bias": ((7, 1.5), (50, -100))}),
     ],
 )
-def test_log_probabilities_and_biases_by_row(tmp_path, row, sampling):
+def test_sampling_by_row(tmp_path, row, sampling):
     (prompt,) = read(tmp_path, row)
     assert prompt.sampling == sampling
 

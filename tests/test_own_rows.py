@@ -30,47 +30,21 @@ def said(prompt: Prompt | Rejected) -> tuple[str, ...]:
     return prompt.messages[0].content, *prompt.follow_ups
 
 
+TALK = {"id": 1, "task": "CM", "history": [{"user": "a", "bot": "x"}, {"user": "b"}]}
+CODE = {"task_id": "H/0", "prompt": "def f", "entry_point": "f", "test": ""}
+TREE = {"message_tree_id": "m", "prompt": {"text": "a", "replies": []}}
+ASKED = {"id": "t", "instruction": "a"}
 KINDS = [  # of public files: a row, its id, what the user says, and the warning
     ({"question_id": 81, "category": "c", "turns": ["a", "b"]}, "81", ("a", "b"), "read as mt-bench: "),
     ({"id": "s", "conversations": [{"from": "human", "value": "a"}]}, "s", ("a",), "read as sharegpt: "),
     ({"id": "g", "question": "a", "answer": "b"}, "g", ("a",), "read as gsm8k: "),
-    (
-        {"task_id": "H/0", "prompt": "def f", "entry_point": "f", "test": ""},
-        "H/0",
-        ("def f",),
-        "read as humaneval: ",
-    ),
+    (CODE, "H/0", ("def f",), "read as humaneval: "),
     ({"task_id": 3, "text": "a", "code": "b"}, "3", ("a",), "read by the field text, "),
-    (
-        {"id": "t", "instruction": "a", "instances": [{"input": "", "output": "b"}]},
-        "t",
-        ("a",),
-        "read as instruct",
-    ),
-    (
-        {"id": "t", "instruction": "a", "instances": [{"input": "b"}]},
-        "t",
-        ("a\n\nb",),
-        "read as instructions: ",
-    ),
-    (
-        {"id": "t", "instruction": "a", "input": "b", "output": "c"},
-        "t",
-        ("a\n\nb",),
-        "read as instructions: ",
-    ),
-    (
-        {"id": 1, "task": "CM", "history": [{"user": "a", "bot": "x"}, {"user": "b"}]},
-        "1",
-        ("a", "b"),
-        "read as mt-b",
-    ),
-    (
-        {"message_tree_id": "m", "prompt": {"text": "a", "replies": []}},
-        "m",
-        ("a",),
-        "read as trees of messages: ",
-    ),
+    (ASKED | {"instances": [{"input": "", "output": "b"}]}, "t", ("a",), "read as instruct"),
+    (ASKED | {"instances": [{"input": "b"}]}, "t", ("a\n\nb",), "read as instructions: "),
+    (ASKED | {"input": "b", "output": "c"}, "t", ("a\n\nb",), "read as instructions: "),
+    (TALK, "1", ("a", "b"), "read as mt-b"),
+    (TREE, "m", ("a",), "read as trees of messages: "),
 ]
 
 

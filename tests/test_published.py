@@ -3,6 +3,7 @@
 What weights take, which ranks can share them, what heads fit; no weights.
 """
 
+import json
 from collections.abc import Iterable, Iterator
 from math import prod
 from pathlib import Path
@@ -39,66 +40,42 @@ def checkpoint_of(raw: dict[str, Any], tensors: Iterable[tuple[str, str, Shape]]
     return Checkpoint(name="published", path=Path(), config=raw, generation={}, tensors=infos)
 
 
+GPT_OSS = """{
+  "architectures": ["GptOssForCausalLM"], "attention_bias": true, "experts_per_token": 4, "head_dim": 64,
+  "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096, "intermediate_size": 2880,
+  "max_position_embeddings": 131072, "num_attention_heads": 64, "num_experts_per_tok": 4, "num_key_value_heads": 8,
+  "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"}, "rms_norm_eps": 1e-05,
+  "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+    "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": false},
+  "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": false,
+  "vocab_size": 201088
+}"""
+
+
 def gpt_oss(layers: int, experts: int) -> dict[str, Any]:
-    return {
-        "architectures": ["GptOssForCausalLM"],
-        "attention_bias": True,
-        "experts_per_token": 4,
-        "head_dim": 64,
-        "hidden_act": "silu",
-        "hidden_size": 2880,
-        "initial_context_length": 4096,
-        "intermediate_size": 2880,
+    return json.loads(GPT_OSS) | {
         "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)],
-        "max_position_embeddings": 131072,
-        "num_attention_heads": 64,
-        "num_experts_per_tok": 4,
         "num_hidden_layers": layers,
-        "num_key_value_heads": 8,
         "num_local_experts": experts,
-        "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
-        "rms_norm_eps": 1e-5,
-        "rope_scaling": {
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "factor": 32.0,
-            "original_max_position_embeddings": 4096,
-            "rope_type": "yarn",
-            "truncate": False,
-        },
-        "rope_theta": 150000,
-        "sliding_window": 128,
-        "swiglu_limit": 7.0,
-        "tie_word_embeddings": False,
-        "vocab_size": 201088,
     }
 
 
+QWEN3_MOE = """{
+  "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false, "decoder_sparse_step": 1, "head_dim": 128,
+  "hidden_act": "silu", "max_position_embeddings": 40960, "mlp_only_layers": [], "norm_topk_prob": true,
+  "num_experts": 128, "num_experts_per_tok": 8, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+  "rope_scaling": null, "rope_theta": 1000000.0, "sliding_window": null, "tie_word_embeddings": false,
+  "use_sliding_window": false, "vocab_size": 151936
+}"""
+
+
 def qwen3_moe(layers: int, hidden: int, width: int, heads: int) -> dict[str, Any]:
-    return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "attention_bias": False,
-        "decoder_sparse_step": 1,
-        "head_dim": 128,
-        "hidden_act": "silu",
+    return json.loads(QWEN3_MOE) | {
         "hidden_size": hidden,
         "intermediate_size": 3 * hidden,
-        "max_position_embeddings": 40960,
-        "mlp_only_layers": [],
         "moe_intermediate_size": width,
-        "norm_topk_prob": True,
         "num_attention_heads": heads,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
         "num_hidden_layers": layers,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-6,
-        "rope_scaling": None,
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
     }
 
 
@@ -207,83 +184,32 @@ def test_published_heads_fit(target: str, changes: dict[str, Any], inputs: tuple
 
 META = torch.device("meta")
 
-
-GLM: dict[str, Any] = {
-    "architectures": ["Glm4MoeLiteForCausalLM"],
-    "attention_bias": False,
-    "eos_token_id": [154820, 154827, 154829],
-    "first_k_dense_replace": 1,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 10240,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 202752,
-    "moe_intermediate_size": 1536,
-    "n_group": 1,
-    "n_routed_experts": 64,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 20,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 47,
-    "num_key_value_heads": 20,
-    "num_nextn_predict_layers": 1,
-    "partial_rotary_factor": 1.0,
-    "q_lora_rank": 768,
-    "qk_nope_head_dim": 192,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "routed_scaling_factor": 1.8,
-    "tie_word_embeddings": False,
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-    "v_head_dim": 256,
-    "vocab_size": 154880,
-}
+GLM: dict[str, Any] = json.loads("""{
+  "architectures": ["Glm4MoeLiteForCausalLM"], "attention_bias": false, "eos_token_id": [154820, 154827, 154829],
+  "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 10240,
+  "kv_lora_rank": 512, "max_position_embeddings": 202752, "moe_intermediate_size": 1536, "n_group": 1,
+  "n_routed_experts": 64, "n_shared_experts": 1, "norm_topk_prob": true, "num_attention_heads": 20,
+  "num_experts_per_tok": 4, "num_hidden_layers": 47, "num_key_value_heads": 20, "num_nextn_predict_layers": 1,
+  "partial_rotary_factor": 1.0, "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64,
+  "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 1000000, "routed_scaling_factor": 1.8,
+  "tie_word_embeddings": false, "topk_group": 1, "topk_method": "noaux_tc", "v_head_dim": 256, "vocab_size": 154880
+}""")
 
 
-DEEPSEEK: dict[str, Any] = GLM | {  # of 61 layers here are five
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "eos_token_id": 1,
-    "first_k_dense_replace": 3,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "max_position_embeddings": 163840,
-    "moe_intermediate_size": 2048,
-    "moe_layer_freq": 1,
-    "n_group": 8,
-    "n_routed_experts": 256,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 5,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "quantization_config": {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-    },
-    "rms_norm_eps": 1e-6,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-    "rope_theta": 10000,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "topk_group": 4,
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-}
+# of 61 layers here are five
+DEEPSEEK: dict[str, Any] = GLM | json.loads("""{
+  "architectures": ["DeepseekV3ForCausalLM"], "eos_token_id": 1, "first_k_dense_replace": 3, "hidden_size": 7168,
+  "intermediate_size": 18432, "max_position_embeddings": 163840, "moe_intermediate_size": 2048, "moe_layer_freq": 1,
+  "n_group": 8, "n_routed_experts": 256, "num_attention_heads": 128, "num_experts_per_tok": 8,
+  "num_hidden_layers": 5, "num_key_value_heads": 128, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+  "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3",
+    "quant_method": "fp8", "weight_block_size": [128, 128]},
+  "rms_norm_eps": 1e-06,
+  "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096, "type": "yarn"},
+  "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_group": 4, "v_head_dim": 128,
+  "vocab_size": 129280
+}""")
 
 
 def matrices(raw: dict[str, Any], layer: int) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -383,23 +309,20 @@ LLAMA3 = {
     "rope_type": "llama3",
 }
 
+DENSE = """{
+  "hidden_act": "silu", "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128,
+  "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+  "vocab_size": 128256
+}"""
+
 
 def dense(family: str, hidden: int, width: int, layers: int, heads: int, **changes: Any) -> dict[str, Any]:
-    return {
+    return json.loads(DENSE) | {
         "architectures": [f"{family}ForCausalLM"],
-        "hidden_act": "silu",
         "hidden_size": hidden,
         "intermediate_size": width,
-        "max_position_embeddings": 131072,
         "num_attention_heads": heads,
         "num_hidden_layers": layers,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 128256,
         **changes,
     }
 
@@ -408,7 +331,6 @@ MODELOPT = {
     "producer": {"name": "modelopt", "version": "0.23.0"},
     "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]},
 }
-
 
 FLOAT8: dict[str, Any] = {
     "actorder": None,
@@ -419,7 +341,6 @@ FLOAT8: dict[str, Any] = {
     "symmetric": True,
     "type": "float",
 }
-
 
 DYNAMIC = {
     "config_groups": {
@@ -438,9 +359,7 @@ DYNAMIC = {
     "quantization_status": "compressed",
 }
 
-
 AUTO = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
-
 
 BLOCKS = {
     "activation_scheme": "dynamic",
