@@ -29,6 +29,7 @@ from specgen.ops.experts import Experts, Gating, grouped_experts
 from specgen.ops.fp8 import block_scales, dequantised, rounded
 from specgen.ops.reference import torch_ops
 from specgen.ops.weight import Weight
+from tests.commands import refused
 from tests.dense import DenseAttend
 from tests.engines import bundled_requests, config_of, generate, load_pair, random_requests
 from tests.marks import mostly_slow
@@ -38,8 +39,6 @@ from tests.tiny_fp8 import CONFIGS, E4M3, matrix, quantize, reference
 from tests.tiny_mixtures import read, write_qwen3_moe
 
 CPU = torch.device("cpu")
-
-
 PROMPTS = torch.randint(0, 128, (4, 8), generator=torch.Generator().manual_seed(3))
 
 
@@ -77,9 +76,14 @@ def agrees(got: Tensor, right: Tensor) -> bool:
     return bool(apart[-2] < 1e-3 and apart[-1] < 0.2)
 
 
+# with biases, else a factor of q is as good as one of k; and as many heads of k as of q
+QWEN2: dict[str, Any] = {"family": "qwen2", "num_kv_heads": 4, "head_dim": None}
+
+
+@pytest.mark.parametrize("family", [{}, QWEN2], ids=["llama", "qwen2"])
 @pytest.mark.parametrize("form", CONFIGS)
-def test_logits_are_those_of_the_formulas(tmp_path: Path, form: str) -> None:
-    path = write(tmp_path, form)
+def test_logits_are_those_of_the_formulas(tmp_path: Path, form: str, family: dict[str, Any]) -> None:
+    path = write(tmp_path, form, **family)
     right = expected(path, form)
     assert right.std() > 0.5
     assert agrees(logits(load(path)), right)
@@ -101,61 +105,6 @@ def test_with_unrounded_inputs_logits_are_those_of_dequantized_weights(
     assert furthest(logits(load(path)), right)[-1] < 1e-4
 
 
-def next_rows_scales(patch: pytest.MonkeyPatch) -> None:
-    right = TensorReader._scales
-    patch.setattr(
-        TensorReader,
-        "_scales",
-        lambda *args: {name: scale.roll(1, 0) for name, scale in right(*args).items()},
-    )
-
-
-def swapped_scales_of_q_and_k(patch: pytest.MonkeyPatch) -> None:
-    right = TensorReader._scales
-
-    def scales(reader: TensorReader, names: list[str], shape: tuple[int, int]) -> dict[str, Tensor]:
-        swapped = {"q_proj": "k_proj", "k_proj": "q_proj"}
-        pairs = {name: name[:-6] + swapped.get(name[-6:], name[-6:]) for name in names}
-        found = right(reader, list(pairs.values()), shape)
-        return {name: found[other] for name, other in pairs.items()}
-
-    patch.setattr(TensorReader, "_scales", scales)
-
-
-def unrounded_inputs(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fp8, "through_e4m3", lambda x, scale: (x / scale).clamp(-448, 448) * scale)
-
-
-def inputs_by_row(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fp8, "_by_group", fp8._by_token)
-
-
-# with biases, else a factor of q is as good as one of k; and as many heads of k as of q
-QWEN2: dict[str, Any] = {"family": "qwen2", "num_kv_heads": 4, "head_dim": None}
-
-
-ERRORS = {
-    "next-rows-scales": ("dynamic", next_rows_scales),
-    "next-rows-scales-of-blocks": ("block", next_rows_scales),
-    "swapped-scales-of-q-and-k": ("modelopt", swapped_scales_of_q_and_k),
-    "unrounded-static": ("static", unrounded_inputs),
-    "unrounded-tokens": ("dynamic", unrounded_inputs),
-    "unrounded-groups": ("block", unrounded_inputs),
-    "inputs-by-row": ("block", inputs_by_row),
-}
-
-
-@pytest.mark.parametrize(("form", "plant"), ERRORS.values(), ids=ERRORS)
-def test_a_planted_error_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, plant: Any
-) -> None:
-    path = write(tmp_path, form, **QWEN2)
-    right = expected(path, form)
-    assert agrees(logits(load(path)), right)
-    plant(monkeypatch)
-    assert furthest(logits(load(path)), right)[0] > 5e-3
-
-
 def test_transposed_blocks_are_seen(tmp_path: Path) -> None:
     path = write(tmp_path, "block")
     right = expected(path, "block")
@@ -165,9 +114,7 @@ def test_transposed_blocks_are_seen(tmp_path: Path) -> None:
     change_tensors(path, {name: tensors[name].mT for name in square})
     assert furthest(logits(load(path)), right)[0] > 5e-3
     _alter(path, "model.layers.0.mlp.gate_proj.weight_scale_inv", lambda scale: scale.mT.contiguous())
-    with pytest.raises(
-        UserError, match=r"weight_scale_inv has shape \[2, 3\], but config.json asks for \[3, 2\]"
-    ):
+    with refused(r"weight_scale_inv has shape \[2, 3\], but config.json asks for \[3, 2\]"):
         load(path)
 
 
@@ -318,8 +265,6 @@ def test_halves_that_are_no_whole_blocks_are_not_taken_for_one() -> None:
 
 
 EXPERT_FORMS = ("dynamic", "block", "compressed-block", "static", "modelopt", "autofp8")
-
-
 WIDTHS: dict[str, int] = {"hidden_size": 192, "moe_intermediate_size": 160, "head_dim": 48}  # no whole blocks
 
 
@@ -335,50 +280,6 @@ def test_logits_of_experts_are_those_of_the_formulas(tmp_path: Path, form: str) 
     right = expected(path, form)
     assert right.std() > 0.5
     assert agrees(logits(load(path)), right)
-
-
-def swapped_gate_and_up(patch: pytest.MonkeyPatch) -> None:
-    right = TensorReader._scales
-
-    def scales(reader: TensorReader, names: list[str], shape: tuple[int, int]) -> dict[str, Tensor]:
-        found = list(right(reader, names, shape).values())
-        if "gate_proj" in names[0] and len(names) > 2:
-            found[::2], found[1::2] = found[1::2], found[::2]
-        return dict(zip(names, found, strict=True))
-
-    patch.setattr(TensorReader, "_scales", scales)
-
-
-def next_experts_scales(patch: pytest.MonkeyPatch) -> None:
-    right = TensorReader._scales
-
-    def scales(reader: TensorReader, names: list[str], shape: tuple[int, int]) -> dict[str, Tensor]:
-        found = list(right(reader, names, shape).values())
-        return dict(zip(names, [*found[1:], found[0]], strict=True))
-
-    patch.setattr(TensorReader, "_scales", scales)
-
-
-def unrounded_in_experts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("specgen.ops.experts.rounding", lambda weight: Tensor.float)
-
-
-EXPERT_ERRORS = {
-    "next-rows-scales": next_rows_scales,
-    "next-experts-scales": next_experts_scales,
-    "swapped-gate-and-up": swapped_gate_and_up,
-    "unrounded": unrounded_inputs,
-    "unrounded-in-experts": unrounded_in_experts,
-}
-
-
-def test_planted_errors_in_experts_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_experts(tmp_path, "block")
-    right = expected(path, "block")
-    for name, plant in EXPERT_ERRORS.items():
-        with monkeypatch.context() as patch:
-            plant(patch)
-            assert furthest(logits(load(path)), right)[0] > 5e-3, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -430,9 +331,7 @@ def test_bytes_of_experts_are_those_of_their_tensors(tmp_path: Path, form: str) 
 def test_gate_and_up_of_an_expert_have_one_input_scale(tmp_path: Path) -> None:
     write_experts(tmp_path, "modelopt")
     _alter(tmp_path, "model.layers.1.mlp.experts.3.up_proj.input_scale", lambda scale: scale * 2)
-    with pytest.raises(
-        UserError, match=r"1.mlp.experts.3.gate_proj, .*3.up_proj have the same inputs, but diff"
-    ):
+    with refused(r"1.mlp.experts.3.gate_proj, .*3.up_proj have the same inputs, but diff"):
         load(tmp_path)
 
 
@@ -443,7 +342,7 @@ def test_greedy_texts_of_experts_with_a_drafter_are_those_of_plain_decoding(
     write_experts(tmp_path / "target", "block", eos_token_id=0)
     write_head(tmp_path / "drafter", read(tmp_path / "target"), aux_layer_ids=[0, 1, 2], qk_norm=True)
     monkeypatch.setattr(fp8, "rounding", lambda weight: Tensor.float)
-    unrounded_in_experts(monkeypatch)
+    monkeypatch.setattr("specgen.ops.experts.rounding", lambda weight: Tensor.float)
     pair, requests = load_pair(tmp_path), random_requests(6, 128, SamplingParams(max_tokens=16))
     plain, drafted = (generate(pair, requests, num_spec_tokens=k) for k in (0, 3))
     assert drafted.texts == plain.texts

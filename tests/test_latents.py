@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specgen.attention import LatentLayer, expansion
+from specgen.attention import expansion
 from specgen.attention.hopper import HopperBackend
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.checkpoints.checkpoint import load_target, open_checkpoint
@@ -31,9 +31,8 @@ from specgen.ops.fp8 import block_scales
 from specgen.ops.reference import torch_ops
 from specgen.ops.weight import Weight
 from tests import fake_flashinfer
-from tests.commands import rows, specgen, write_rows
+from tests.commands import printed, rows, write_rows
 from tests.engines import generate, load_pair, random_requests
-from tests.test_fp8 import unrounded_inputs
 from tests.test_mixtures import ids_of, loaded, paged_logits
 from tests.tiny_checkpoints import change_tensors, write_head
 from tests.tiny_fp8 import matrix, quantize
@@ -43,14 +42,12 @@ from tests.tiny_tokenizers import write_byte_level
 
 deepseek = partial(write_latent, family="deepseek")
 
-
 TARGETS: dict[str, Callable[[Path], TargetConfig]] = {
     "glm": write_latent,
     "deepseek": deepseek,
     "no-query-latent": partial(deepseek, q_lora_rank=None, rope_interleave=False, norm_topk_prob=False),
     "two-shared": partial(write_latent, n_shared_experts=2, tie_word_embeddings=True, rope_parameters=YARN),
 }
-
 
 PIECES = [
     40,
@@ -127,72 +124,6 @@ def test_a_prefill_is_expanded_unless_most_of_its_positions_were_computed_before
     assert prefill[0].tolist() == [24, 25, 26, 27, 28, 29, 30, 0, 1, 2, 3, 4, 5]
     assert expansion(Layout.ragged(tables, [8, 5], [7, 1], 4)) is None
     assert expansion(Layout.uniform(tables, torch.tensor([0, 0]), 3, 4)) is None
-
-
-def _latent(**changes: Callable[[LatentConfig], Any]) -> Callable[[pytest.MonkeyPatch], None]:
-    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-        read_config = LatentConfig.from_hf
-
-        def other(config: Any) -> LatentConfig:
-            right = read_config(config)
-            return replace(right, **{name: change(right) for name, change in changes.items()})
-
-        monkeypatch.setattr(LatentConfig, "from_hf", other)
-
-    return plant
-
-
-def _routing(**changes: Any) -> Callable[[pytest.MonkeyPatch], None]:
-    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-        def other(**given: Any) -> SigmoidRouting:
-            found = {name: change(given) for name, change in changes.items()}
-            return SigmoidRouting(**given | found)
-
-        monkeypatch.setattr(layers, "SigmoidRouting", other)
-
-    return plant
-
-
-def _wrong(module: object, name: str, value: object) -> Callable[[pytest.MonkeyPatch], None]:
-    return lambda monkeypatch: monkeypatch.setattr(module, name, value)
-
-
-def _values_for_keys(layer: LatentLayer, q: Tensor, out: Tensor, real: Any = LatentLayer.absorb) -> None:
-    real(replace(layer, up=layer.up.flip(1)), q, out)
-
-
-ERRORS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "pairs-are-halves": _latent(interleaved=lambda config: not config.interleaved),
-    "no-mscale": _latent(scale=lambda config: config.key_dim**-0.5),
-    "mscale-once": _latent(scale=lambda config: (config.scale * config.key_dim**-0.5) ** 0.5),
-    "no-norm-of-latents": _wrong(
-        layers.LatentAttention,
-        "_stored",
-        lambda self, entered: entered[:, -self.config.width :].tensor_split((self.config.rank,), -1),
-    ),
-    "bias-not-for-the-choice": _routing(bias=lambda given: 0 * given["bias"]),
-    "one-group": _routing(num_groups=lambda given: 1),
-    "a-group-more": _routing(num_chosen_groups=lambda given: 3),
-    "not-scaled": _routing(scale=lambda given: 1.0),
-    "not-normalized": _routing(normalized=lambda given: not given["normalized"]),
-    "no-shared-expert": _wrong(
-        layers.Mixture, "build", lambda *rest, real=layers.Mixture.build: replace(real(*rest), shared=None)
-    ),
-    "values-for-keys": _wrong(LatentLayer, "absorb", _values_for_keys),
-}
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_a_planted_error_changes_the_logits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Otherwise the first test would not see it."""
-    ids = ids_of(deepseek(tmp_path))[:60]
-    pieces = [40, 20]
-    right = paged_logits(loaded(tmp_path), ids, SdpaBackend, pieces)
-    ERRORS[name](monkeypatch)
-    got = paged_logits(loaded(tmp_path), ids, SdpaBackend, pieces)
-    assert (got - right).abs().max() > 1e-2
 
 
 @torch.inference_mode()
@@ -310,7 +241,7 @@ def test_block_fp8_weights_are_those_of_the_file(tmp_path: Path, monkeypatch: py
     ids = ids_of(read(tmp_path / "plain"))[:40]
     right = paged_logits(loaded(tmp_path / "plain"), ids, SdpaBackend, [30, 10])
     rounded = paged_logits(loaded(tmp_path / "fp8"), ids, SdpaBackend, [30, 10])
-    unrounded_inputs(monkeypatch)
+    monkeypatch.setattr("specgen.ops.fp8.through_e4m3", lambda x, scale: (x / scale).clamp(-448, 448) * scale)
     unrounded = paged_logits(loaded(tmp_path / "fp8"), ids, SdpaBackend, [30, 10])
     torch.testing.assert_close(unrounded, right, atol=1e-4, rtol=0)
     assert 1e-3 < (rounded - right).norm() / right.norm() < 0.3
@@ -367,8 +298,7 @@ def test_generate_drafts_with_the_target_s_own_layers_and_changes_no_text(
     ):
         out = tmp_path / name
         asked = ["--model", target, *options, "--dataset", data, "--max-new-tokens", 12, "--ignore-eos"]
-        result = specgen("generate", *asked, "--output", out)
-        assert result.exit_code == 0, result.output
+        printed("generate", *asked, "--output", out)
         texts[name] = [row["token_ids"] for row in rows(out / "completions.jsonl")]
     assert texts["mtp"] == texts["plain"]
     assert json.loads((tmp_path / "mtp" / "report.json").read_text())["num_draft_tokens"] > 0
@@ -391,8 +321,7 @@ def test_two_ranks_draft_and_generate_as_one(target: Path, tmp_path: Path) -> No
             "--ignore-eos",
         ]
         out = tmp_path / str(ranks)
-        result = specgen("generate", *asked, "--device", "cpu", "--tensor-parallel", ranks, "--output", out)
-        assert result.exit_code == 0, result.output
+        printed("generate", *asked, "--device", "cpu", "--tensor-parallel", ranks, "--output", out)
         numbers = json.loads((out / "report.json").read_text())
         tokens = [row["token_ids"] for row in rows(out / "completions.jsonl")]
         found.append((tokens, numbers["num_draft_tokens"], numbers["num_accepted_tokens"]))
@@ -401,10 +330,7 @@ def test_two_ranks_draft_and_generate_as_one(target: Path, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_verify_finds_no_difference(target: Path) -> None:
-    result = specgen(
-        "verify", "--model", target, "--drafter", "mtp", "--max-new-tokens", 8, "--num-prompts", 2
-    )
-    assert result.exit_code == 0, result.output
+    printed("verify", "--model", target, "--drafter", "mtp", "--max-new-tokens", 8, "--num-prompts", 2)
 
 
 def test_inspect_says_what_there_is(target: Path) -> None:
