@@ -1,5 +1,6 @@
 """Hand-made rows of requests and passes, for tests of reports, and the directories that sessions with them leave."""
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -124,6 +125,13 @@ def fold(rows: Iterable[Given], *, num_spec_tokens: int) -> Report:
         [row for row in rows if not isinstance(row, RequestRow)],
         num_spec_tokens=num_spec_tokens,
     )
+
+
+def as_json(rows: Iterable[Given], num_spec_tokens: int = 3) -> dict[str, Any]:
+    """The same as ``report.json`` has it."""
+    found = json.dumps(fold(rows, num_spec_tokens=num_spec_tokens).to_json(), allow_nan=False)
+    decoded: dict[str, Any] = json.loads(found)
+    return decoded
 
 
 def write_session(path: Path, rows: Iterable[Given], *, text: str = "text") -> None:

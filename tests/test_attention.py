@@ -24,12 +24,11 @@ from specgen.ops import reference
 from specgen.ops.reference import torch_ops
 from tests import fake_flashinfer
 from tests.fake_flashinfer import BatchPrefillWithPagedKVCacheWrapper
-from tests.fp8_numbers import NUMBERS, rounded, stored
 from tests.marks import mostly_slow
 from tests.paged_pass import HEAD_DIM, PagedPass
+from tests.tiny_fp8 import NUMBERS, rounded, stored
 
 STORING_LAYER = LayerAttention(index=1, scale=HEAD_DIM**-0.5)
-
 
 STORED_SHAPES = {
     "decode": ([1, 17, 64, 65], [1, 1, 1, 1]),
@@ -39,7 +38,6 @@ STORED_SHAPES = {
     "ones and four": ([5, 3, 8, 20], [1, 1, 1, 4]),
     "prefill": ([33, 1, 16, 100], [33, 1, 16, 40]),
 }
-
 
 unrotated = torch_ops().rope(torch.zeros(HEAD_DIM // 2))  # angles of 0
 
@@ -90,21 +88,14 @@ def test_backend_equals_dense_attention(
 
 
 CPU = torch.device("cpu")
-
-
 WINDOWS = (None, 3, 16, 1000, 1, None, 64, 16)  # of the layers of one pass
-
-
 LAYERS = [LayerAttention(index=i, scale=HEAD_DIM**-0.5, window=window) for i, window in enumerate(WINDOWS)]
-
 
 SINKS = [  # as large as scores are, of every layer its own
     replace(layer, sinks=torch.linspace(-1, 3, 4) - layer.index) for layer in LAYERS
 ]
 
-
 MIXED = [*SINKS[:2], *LAYERS[:2], *SINKS[2:4]]
-
 
 SHAPES = {  # positions and rows of each sequence
     "decode": ([1, 2, 3, 4, 16, 17, 64, 65, 150], [1] * 9),
@@ -198,14 +189,6 @@ def test_the_paged_wrapper_is_given_windows_and_sinks(monkeypatch: pytest.Monkey
         check(made, world, world.known(), layers)
 
 
-def test_layers_with_sinks_share_the_plan_of_their_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_flashinfer.install(monkeypatch, major=9, num_sms=132)
-    world, made = random_pass("prefill"), FlashInferBackend(CPU)
-    before = BatchPrefillWithPagedKVCacheWrapper.plans
-    world.attend(made, world.known(), [*SINKS, *SINKS])
-    assert BatchPrefillWithPagedKVCacheWrapper.plans - before == len(set(WINDOWS))
-
-
 def test_every_kernel_with_sinks_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_flashinfer.install(monkeypatch, major=9, num_sms=132)
     kinds = product(
@@ -239,13 +222,16 @@ def test_a_kernel_without_sinks_refuses_them(monkeypatch: pytest.MonkeyPatch) ->
         world.attend(UnsplitDecode(CPU), world.uniform(), SINKS)
 
 
-def test_the_paged_wrapper_plans_once_for_each_window_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layers", [LAYERS, [*SINKS, *SINKS]], ids=["plain", "sinks"])
+def test_the_paged_wrapper_plans_once_for_each_window_of_a_pass(
+    monkeypatch: pytest.MonkeyPatch, layers: list[LayerAttention]
+) -> None:
     """Planning waits for the device: layers that take turns must not make each other plan again."""
     fake_flashinfer.install(monkeypatch, major=9, num_sms=132)
     world, made = random_pass("prefill"), FlashInferBackend(CPU)
     before = BatchPrefillWithPagedKVCacheWrapper.plans
     for passes in (1, 2):
-        world.attend(made, world.known(), LAYERS)
+        world.attend(made, world.known(), layers)
         assert BatchPrefillWithPagedKVCacheWrapper.plans - before == passes * len(set(WINDOWS))
 
 
@@ -255,10 +241,7 @@ def test_a_window_holds_the_row_itself() -> None:
 
 
 FP8 = torch.float8_e4m3fn
-
-
 SCALES = ((0.7, 1.9), (1.3, 0.4), (1.0, 1.0), (0.011, 3.1))
-
 
 FP8_LAYERS = [
     LayerAttention(
@@ -268,7 +251,6 @@ FP8_LAYERS = [
         product(SCALES, (None, 16), (None, torch.linspace(-1, 3, 4)))
     )
 ]
-
 
 PLAIN = [layer for layer in FP8_LAYERS if layer.sinks is None]
 

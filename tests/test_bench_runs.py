@@ -1,7 +1,14 @@
 """Shared by the benches of the engine: latencies, windows of steps, and bounds."""
 
+import csv
+import json
+import re
+import xml.etree.ElementTree as ET
 from dataclasses import replace
+from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +17,8 @@ from calibrated_shapes import MIXTURES, SHAPES
 from calibrated_weights import Source
 from make_calibrated_pair import write_pair
 
+from specgen.cli.bench import publish
+from specgen.config import UserError
 from specgen.experiments.bound import (
     DeviceSpeed,
     KVBytes,
@@ -20,9 +29,15 @@ from specgen.experiments.bound import (
     mean_step_bytes,
 )
 from specgen.experiments.explain import Window, step_seconds
+from specgen.experiments.output import BenchTable, Plot
 from specgen.experiments.turns import inter_token_seconds
 from specgen.models import mixture_targets
+from specgen.record import provenance
 from specgen.record.record_rows import EngineRow, OutOfMemory, PassRow
+from specgen.report import display
+from specgen.report.charts import STYLES, Lines, Point, quarters, svg
+from specgen.report.table import Column
+from specgen.report.terminal import render
 from tests.engines import config_of, load_pair, loaded
 from tests.streams import pass_row, request
 
@@ -180,3 +195,207 @@ def test_a_step_is_one_gap_however_many_tokens_it_emits() -> None:
         for row, numbers in ((a, (1, 3)), (b, (3, 4, 4)))
     )
     assert list(inter_token_seconds([a, b], passes)) == [0.5, 1.5, 1.0, 3.0]
+
+
+# --- what it prints and writes ---
+
+
+COLUMNS = (
+    Column(name="batch"),
+    Column(name="mode"),
+    Column(name="speed", unit="tokens/s", show=display.rate),
+    Column(name="ratio", show=display.ratio),
+)
+VALUES = [(1, "<a>", 1234.56, None), (8, "<a>", 2000.0, 1.5), (1, "b, c", 0.25, 2.0), (8, "b, c", None, 3.0)]
+NAMES = [column.name for column in COLUMNS]
+TABLE = BenchTable(
+    name="speeds",
+    title="Speed & batch",
+    conditions={"device": "a GPU", "weights": "synthetic", "repeats": 3},
+    columns=COLUMNS,
+    rows=tuple(dict(zip(NAMES, row, strict=True)) for row in VALUES),
+    plots=(
+        Plot(title="Speeds", x="batch", y="speed", series="mode"),
+        Plot(title="Those of <a>", x="batch", y="ratio", series="mode", where={"mode": ("<a>",)}),
+    ),
+    notes=("batch 64 was not run: no memory",),
+    num_keys=2,
+)
+
+
+def test_text_has_conditions_units_dashes_and_notes() -> None:
+    lines = render(TABLE.parts()).splitlines()
+    assert lines[:5] == ["Speed & batch", "device: a GPU", "weights: synthetic", "repeats: 3", ""]
+    assert lines[5].split() == ["batch", "mode", "speed", "[tokens/s]", "ratio"]
+    assert lines[6].split() == ["1", "<a>", "1,234.6", "-"]
+    assert lines[-3].split() == ["8", "b,", "c", "-", "3.00x"]
+    assert lines[-2:] == ["", "batch 64 was not run: no memory"]
+
+
+def test_csv_gives_the_values_back_in_full() -> None:
+    rows = list(csv.DictReader(TABLE.to_csv().splitlines()))
+    assert [row["speed"] for row in rows] == ["1234.56", "2000.0", "0.25", ""]
+    assert [row["mode"] for row in rows] == ["<a>", "<a>", "b, c", "b, c"]
+
+
+def test_no_text_in_csv_is_a_formula() -> None:
+    rows = tuple({**row, "mode": "=1+1", "ratio": -0.5} for row in TABLE.rows)
+    read = list(csv.DictReader(replace(TABLE, rows=rows).to_csv().splitlines()))
+    assert {(row["mode"], row["ratio"]) for row in read} == {("'=1+1", "-0.5")}
+
+
+def test_json_is_the_whole_table() -> None:
+    document = json.loads(json.dumps(TABLE.to_json()))
+    assert document["rows"] == [dict(row) for row in TABLE.rows]
+    assert document["columns"][2] == {"name": "speed", "unit": "tokens/s"}
+    assert (document["head"], document["notes"]) == (dict(TABLE.conditions), list(TABLE.notes))
+
+
+def test_a_plot_takes_the_rows_it_names_and_leaves_out_what_was_not_measured() -> None:
+    everything, some = TABLE.plots
+
+    def found(plot: Plot) -> dict[str, list[tuple[str, float | None]]]:
+        lines = plot.points(TABLE.rows)
+        return {name: [(point.name, point.number) for point in points] for name, points in lines.items()}
+
+    assert found(everything) == {"<a>": [("1", 1234.56), ("8", 2000.0)], "b, c": [("1", 0.25)]}
+    assert found(some) == {"<a>": [("8", 1.5)], "b, c": []}
+
+
+def test_a_plot_has_whiskers_and_a_reference() -> None:
+    columns = (*COLUMNS, Column(name="least", unit="tokens/s"), Column(name="most", unit="tokens/s"))
+    rows = tuple({**row, "least": 100.0, "most": 2500.0} for row in TABLE.rows)
+    plot = Plot(title="Range", x="batch", y="speed", series="mode", ends=("least", "most"), reference=3300.0)
+    page = replace(TABLE, columns=columns, rows=rows, plots=(plot,)).to_html()
+    assert page.count('class="whisker"') == 3
+    assert page.count('class="reference"') == 1
+    assert ">4000<" in page, "the axis has room for the reference"
+    spread = Column(name="ratio", show=display.ratio, interval="ratio_ci95")
+    rows = tuple({**row, "ratio_ci95": (0.5, 4.5) if row["ratio"] else None} for row in TABLE.rows)
+    plots = (replace(plot, y="ratio", ends=None, reference=None),)
+    table = replace(TABLE, columns=(*COLUMNS[:3], spread), rows=rows, plots=plots)
+    assert table.to_html().count('class="whisker"') == 3
+    read = list(csv.DictReader(table.to_csv().splitlines()))
+    assert [row["ratio_ci95_high"] for row in read] == ["", "4.5", "4.5", "4.5"]
+    assert table.to_json()["columns"][-1]["interval"] == "ratio_ci95"
+
+
+def test_answers_stand_first_on_the_page_and_after_the_table_on_a_terminal() -> None:
+    table = replace(TABLE, answers=("Use batch 8.", "Or 1."))
+    assert render(table.parts()).endswith("Use batch 8.\nOr 1.\nbatch 64 was not run: no memory\n")
+    page = table.to_html()
+    assert page.index("Use batch 8.\nOr 1.") < page.index("<svg") < page.index("batch 64 was not run")
+    assert table.to_json()["notes"] == ["Use batch 8.", "Or 1.", *TABLE.notes]
+
+
+def test_a_line_has_one_style_in_all_plots() -> None:
+    """Even if an earlier line has no points, as K = 0 has no speedup over itself."""
+    points = [Point(name="1", number=1.0)]
+    chart = Lines(
+        title="", label="", ticks=quarters(1), show=display.plain, lines={"a": [], "b": points}, named=True
+    )
+    assert [group.get("class") for group in _marks(str(svg(chart)), "g")] == [STYLES[1]]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_a_wide_table_is_split_and_repeats_its_keys(width: int) -> None:
+    names = [f"trtllm_over_bound_{i}" for i in range(12)]
+    columns = (
+        Column(name="num_seqs"),
+        Column(name="query"),
+        *(Column(name=name, unit="us") for name in names),
+    )
+    rows = tuple(
+        {"num_seqs": n, "query": "1-2 ragged"} | {name: 12345.678 * n + i for i, name in enumerate(names)}
+        for n in (1, 64)
+    )
+    wide = BenchTable(name="t", title="T", conditions={}, columns=columns, rows=rows, num_keys=2)
+    text = render(wide.parts(), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert text.count("\n64 ") == text.count("\n1 ") > 1
+    for row in rows:
+        assert all(text.count(display.plain(row[name])) == 1 for name in names)
+    whole = render(wide.parts(), 400)
+    assert whole.count("\n64 ") == 1
+    assert all(f"{name} [us]" in whole for name in names)
+
+
+def test_the_page_is_self_contained_and_escapes_names() -> None:
+    page = TABLE.to_html()
+    assert not re.search(r"https?:|src=|@import|url\(", page)
+    assert "<a>" not in page
+    assert page.count("<svg") == 2
+    assert "batch 64 was not run" in page
+    empty = replace(TABLE, rows=(), plots=TABLE.plots[:1]).to_html()
+    assert "<svg" not in empty
+
+
+def test_rows_and_plots_must_name_the_columns() -> None:
+    with pytest.raises(AssertionError):
+        replace(TABLE, rows=({"batch": 1},))
+    with pytest.raises(AssertionError):
+        replace(TABLE, plots=(Plot(title="", x="batch", y="length", series="mode"),))
+
+
+def _marks(chart: str, tag: str) -> list[ET.Element]:
+    return ET.fromstring(chart).findall(f".//{tag}")
+
+
+def _chart(lines: dict[str, list[tuple[str, float]]]) -> str:
+    most = max(y for points in lines.values() for _, y in points)
+    points = {name: [Point(name=x, number=y) for x, y in found] for name, found in lines.items()}
+    return str(
+        svg(
+            Lines(
+                title="title",
+                label="y over x",
+                ticks=quarters(most),
+                show=display.plain,
+                lines=points,
+                named=True,
+            )
+        )
+    )
+
+
+def test_lines_stand_at_their_numbers() -> None:
+    chart = _chart({"one": [("1", 0.0), ("2", 4.0), ("4", 2.0)], "two": [("2", 1.0)]})
+    (zero, four, two), (one,) = ([*group.iter("circle")] for group in _marks(chart, "g"))
+    places = [[float(mark.get(side, "")) for side in ("cx", "cy")] for mark in (zero, four, two, one)]
+    assert places[0][0] < places[1][0] < places[2][0]
+    assert places[3][0] == places[1][0]  # both at 2
+    bottom, top = places[0][1], places[1][1]  # the axis ends at 4
+    assert places[2][1] == pytest.approx((bottom + top) / 2)
+    assert places[3][1] == pytest.approx(bottom + (top - bottom) / 4)
+    assert [text.text for text in _marks(chart, "text")][:5] == ["0", "1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize("end", [0.0, 0.5, 1.0])
+def test_names_of_lines_that_end_at_one_height_stand_apart(end) -> None:
+    chart = _chart({"high": [("0", 1.0)]} | {f"line {i}": [("0", 1.0), ("1", end)] for i in range(5)})
+    heights = [float(text.get("y", "")) for text in _marks(chart, "text") if "line" in (text.text or "")]
+    assert all(after - before == pytest.approx(12, abs=0.2) for before, after in pairwise(heights))
+    assert 14 <= min(heights) < max(heights) < 220  # from the highest line to the labels below the plot
+
+
+def test_files_are_there_after_every_row_and_stdout_has_the_table_or_the_document(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(provenance, "datetime", Mock(now=lambda zone: datetime(2026, 1, 31, tzinfo=zone)))
+
+    def growing():
+        yield replace(TABLE, rows=TABLE.rows[:1])
+        assert len((tmp_path / "out" / "speeds.csv").read_text().splitlines()) == 2
+        yield TABLE
+
+    publish("speeds", growing(), tmp_path / "out", as_json=True, config="x: 1\n", quiet=False)
+    assert json.loads(capsys.readouterr().out) == TABLE.to_json()
+    publish("speeds", [TABLE], None, as_json=False, config="x: 1\n", quiet=False)
+    assert capsys.readouterr().out == render(TABLE.parts())
+    assert json.loads((tmp_path / "out" / "speeds.json").read_text()) == TABLE.to_json()
+    assert (tmp_path / "out" / "speeds.html").read_text() == TABLE.to_html()
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="name a directory"):
+        publish("speeds", growing(), tmp_path / "file", as_json=False, config="x: 1\n", quiet=False)
+    with pytest.raises(UserError, match=r"out' holds an earlier speeds.json: name a new directory"):
+        publish("speeds", growing(), tmp_path / "out", as_json=False, config="x: 1\n", quiet=False)

@@ -1,6 +1,7 @@
 """``--kv-dtype fp8`` in an engine: scales from the checkpoint, texts, memory, resume, and what a report says."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +23,9 @@ from specgen.models.fp8_config import kv_scheme
 from specgen.models.llama import Llama
 from tests.commands import specgen
 from tests.engines import Pair, bundled_requests, config_of, generate, load_pair, nan_at, random_requests
-from tests.fp8_numbers import MODELOPT, Fp8Attend, Scales, add_scales
 from tests.marks import mostly_slow
-from tests.tiny_checkpoints import change_tensors, write_head, write_target
+from tests.tiny_checkpoints import change_json, change_tensors, write_head, write_target
+from tests.tiny_fp8 import MODELOPT, Fp8Attend, Scales, add_scales
 
 LAYERS = 6
 # no two a power of two apart, where codes would be the same; in the first layers large keys and values saturate
@@ -60,21 +61,12 @@ def test_logits_are_those_of_rounded_keys_and_values(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    "names",
-    [
-        ("k_proj.k_scale", "v_proj.v_scale"),
-        ("k_scale", "v_scale"),
-        ("attn.k_scale", "attn.v_scale"),
-        ("k_proj.output_scale", "v_proj.output_scale"),
-    ],
-    ids=str,
+    "name", ["{0}_proj.{0}_scale", "{0}_scale", "attn.{0}_scale", "{0}_proj.output_scale", "kv_scale"]
 )
-def test_every_published_name_of_a_scale_is_read(tmp_path: Path, names: tuple[str, str]) -> None:
-    assert scales_of(tmp_path, [(0.5, 0.25), (3.0, 7.0)], names) == [(0.5, 0.25), (3.0, 7.0)]
-
-
-def test_one_scale_may_be_for_both(tmp_path: Path) -> None:
-    assert scales_of(tmp_path, [(0.5, 0.5), (3.0, 3.0)], ("kv_scale", "kv_scale")) == [(0.5, 0.5), (3.0, 3.0)]
+def test_every_published_name_of_a_scale_is_read(tmp_path: Path, name: str) -> None:
+    """One scale may be for both keys and values."""
+    scales = [(0.5, 0.5), (3.0, 3.0)] if name == "kv_scale" else [(0.5, 0.25), (3.0, 7.0)]
+    assert scales_of(tmp_path, scales, (name.format("k"), name.format("v"))) == scales
 
 
 def test_a_scale_of_nothing_is_1(tmp_path: Path) -> None:
@@ -169,60 +161,50 @@ def test_nan_stays_with_its_request(pair: Pair) -> None:
 
 # --- what a checkpoint says -------------------------------------------------------------------------
 
-SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+FLOAT8 = {"num_bits": 8, "type": "float"}
+SCHEME = FLOAT8 | {"strategy": "tensor", "dynamic": False, "symmetric": True}
+COMPRESSED = {"quant_method": "compressed-tensors"}
+OF_MODELOPT = {"quant_method": "modelopt"}
+# what config.json says of quantization, hf_quant_config.json, and how it is read
 STATED: dict[str, tuple[Mapping[str, Any], Mapping[str, Any] | None, str | None]] = {
     "nothing": ({}, None, None),
     "modelopt": ({}, MODELOPT, "FP8"),
     "modelopt without": ({}, {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}, None),
-    "modelopt in config.json": (
-        {"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}},
-        None,
-        "FP8",
-    ),
-    "newer modelopt": (
-        {"quant_method": "modelopt", "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
-        None,
-        "FP8",
-    ),
+    "modelopt in config.json": (OF_MODELOPT | {"quantization": {"kv_cache_quant_algo": "FP8"}}, None, "FP8"),
+    "newer modelopt": (OF_MODELOPT | {"kv_cache_scheme": FLOAT8}, None, "FP8"),
     "modelopt in one of two files": (
-        {"quant_method": "modelopt", "quant_algo": "FP8", "config_groups": {}},
+        OF_MODELOPT | {"quant_algo": "FP8", "config_groups": {}},
         {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}},
         "FP8",
     ),
     "AutoFP8": ({"quant_method": "fp8", "kv_cache_scheme": "static"}, None, "FP8"),
-    "compressed-tensors": ({"quant_method": "compressed-tensors", "kv_cache_scheme": SCHEME}, None, "FP8"),
-    "compressed-tensors without": (
-        {"quant_method": "compressed-tensors", "kv_cache_scheme": None},
-        None,
-        None,
-    ),
+    "compressed-tensors": (COMPRESSED | {"kv_cache_scheme": SCHEME}, None, "FP8"),
+    "compressed-tensors without": (COMPRESSED | {"kv_cache_scheme": None}, None, None),
     "an empty scheme": ({"kv_cache_scheme": {}}, None, None),
     "a scheme of one word": ({"kv_cache_scheme": "int8"}, None, "int8"),
     "a scale by head": (
-        {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "attn_head"}},
+        {"kv_cache_scheme": FLOAT8 | {"strategy": "attn_head"}},
         None,
         "num_bits 8, strategy attn_head, type float",
     ),
     "INT8": ({}, {"quantization": {"kv_cache_quant_algo": "INT8"}}, "INT8"),
     "dynamic": (
-        {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": True}},
+        {"kv_cache_scheme": FLOAT8 | {"dynamic": True}},
         None,
         "dynamic True, num_bits 8, type float",
     ),
-    "4 bits": ({"kv_cache_scheme": {"num_bits": 4, "type": "float"}}, None, "num_bits 4, type float"),
+    "4 bits": ({"kv_cache_scheme": FLOAT8 | {"num_bits": 4}}, None, "num_bits 4, type float"),
 }
 
 
 @pytest.mark.parametrize("stated", STATED)
 def test_every_statement_is_read(pair: Pair, tmp_path: Path, stated: str) -> None:
     config, export, scheme = STATED[stated]
-    for file in (pair.path / "target").iterdir():
-        if file.name not in ("config.json", "hf_quant_config.json"):
-            (tmp_path / file.name).symlink_to(file)
-    known = json.loads((pair.path / "target" / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**known, "quantization_config": config}))
+    shutil.copytree(pair.path / "target", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "hf_quant_config.json").unlink()
+    change_json(tmp_path / "config.json", quantization_config=config)
     if export is not None:
-        (tmp_path / "hf_quant_config.json").write_text(json.dumps(export))
+        change_json(tmp_path / "hf_quant_config.json", **export)
     assert kv_scheme(open_checkpoint(str(tmp_path)).config) == scheme
 
 

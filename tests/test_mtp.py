@@ -26,37 +26,15 @@ from specgen.models.mtp import MtpHead, MtpLayer
 from tests import fake_flashinfer
 from tests.engines import Pair, generate, load_pair
 from tests.reference_heads import DenseTarget
-from tests.reference_mtp import ReferenceMtp
-from tests.test_heads import MTP, glm, requests, wrong_drafts
+from tests.test_heads import MTP, glm, requests
 from tests.tiny_latents import write_latent
 from tests.tiny_mixtures import change
-
-DEEPEST = 7
 
 
 def pair_of(path: Path, write: Callable[[Path], object]) -> Pair:
     """The target that ``write`` writes, with its MTP layers."""
     write(path / "target")
     return load_pair(path, drafter="mtp")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MTP)
-@pytest.mark.parametrize("attention", ["sdpa", "sdpa-static"])
-def test_every_number_of_drafts_gives_the_reference_s(tmp_path: Path, name: str, attention: str) -> None:
-    """K of 1 to 7 with batches that change as texts end, longer than there are layers."""
-    pair = pair_of(tmp_path, MTP[name])
-    reference = ReferenceMtp(tmp_path / "target", DenseTarget(tmp_path / "target"), DEEPEST)
-    texts = generate(pair, requests(), num_spec_tokens=0).texts
-    some = [
-        replace(r, sampling=replace(r.sampling, max_tokens=4 + 3 * number))
-        for number, r in enumerate(requests()[4:])
-    ]
-    for k in range(1, DEEPEST + 1):
-        batch = "padded" if k % 2 else "non-padded"
-        found = generate(pair, some, num_spec_tokens=k, drafter_batch=batch, attention=attention)
-        assert list(wrong_drafts(found, reference)) == [], k
-        assert found.texts == {r.id: texts[r.id][: r.sampling.max_tokens] for r in some}
 
 
 @torch.inference_mode()

@@ -18,11 +18,7 @@ from specgen.report.intervals import Ratio, wilson
 from specgen.report.report import draft_lengths, load, report_categories, report_of
 from specgen.report.tables import DEAD_LENGTH, remarks
 from tests.commands import refused
-from tests.streams import decode_steps, fold, padded_step, pass_row, recorded, refusal, request
-
-
-def as_json(events, num_spec_tokens=3):
-    return json.loads(json.dumps(fold(events, num_spec_tokens=num_spec_tokens).to_json(), allow_nan=False))
+from tests.streams import as_json, decode_steps, fold, padded_step, pass_row, recorded, refusal, request
 
 
 def test_counters_and_lengths():

@@ -5,16 +5,20 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from calibrated_cycle import Cycle
+from calibrated_weights import Source
+from make_calibrated_pair import HeadKind, chosen_cycle, chosen_layer, chosen_shape, write_pair
 
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
 from specgen.config.bundled import data_directory
 from specgen.core.engine_core import EngineCore
-from specgen.core.sequence import ScoreRequest
+from specgen.core.sequence import Request, ScoreRequest
 from specgen.core.spec_length import StepCosts
 from specgen.device import require_devices
 from specgen.engine import build, worker_group
@@ -25,6 +29,7 @@ from specgen.engine.loading import Models, OneTarget, load_models, open_checkpoi
 from specgen.prompts import Prompt
 from specgen.record.record_rows import EngineRow
 from specgen.text.tokenizer import Message
+from tests.commands import refused
 from tests.engines import Outputs, bundled_requests
 from tests.marks import mostly_slow
 from tests.rank_plants import compare_every_pass, prefill_and_compare, together
@@ -41,7 +46,7 @@ def config(num_ranks: int, **changes: Any) -> EngineConfig:
     return resolve(asked, open_checkpoints(asked))
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[2])
 def shared(request: pytest.FixtureRequest) -> Iterator[Models]:
     """The bundled pair in several ranks, which compare their inputs in every pass."""
     asked = config(request.param)
@@ -95,7 +100,12 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", mostly_slow(WAYS, "padded"))
+@pytest.mark.parametrize(
+    ("shared", "way"),
+    mostly_slow([*product([2], WAYS), (4, "padded"), (4, "preemption")], (2, "padded")),
+    indirect=["shared"],
+    scope="module",
+)
 def test_texts_drafts_and_passes_are_those_of_one_process(shared: Models, alone: Models, way: str) -> None:
     several, one = run(shared, GREEDY, **WAYS[way]), run(alone, GREEDY, **WAYS[way])
     assert several.texts == one.texts
@@ -210,9 +220,7 @@ def test_another_head_is_loaded_by_every_rank(shared: Models) -> None:
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     require_devices(torch.device("cuda", 0), 2)
-    with pytest.raises(
-        UserError, match="tensor-parallel is 2 and from cuda:1 on there is 1 of this machine's GPUs"
-    ):
+    with refused("tensor-parallel is 2 and from cuda:1 on there is 1 of this machine's GPUs"):
         require_devices(torch.device("cuda", 1), 2)
     with pytest.raises(UserError, match="tensor-parallel is 0"):
         EngineConfig(model="m", drafter=None, num_spec_tokens=0, tensor_parallel=0)
@@ -260,3 +268,65 @@ def _count_engines(config: EngineConfig, models: Models, path: str) -> None:
 def test_models_of_another_number_of_ranks_are_refused(alone: Models) -> None:
     with pytest.raises(UserError, match="tensor-parallel is 2 and the models were loaded with 1"):
         build_engine(config(2), alone, lambda event: None)
+
+
+# --- other families and heads ---
+
+
+PAIRS = {
+    "tiny-gpt-oss": ("bf16", "eagle3"),
+    "tiny-qwen3-moe": ("bf16", "eagle3-2"),
+    "tiny": ("fp8", "eagle3-2"),
+    "own vocabulary": ("fp8", "eagle1"),
+    "one pass": ("bf16", "peagle-2"),
+}
+
+
+def written(path: Path, name: str) -> Cycle:
+    weights, head = PAIRS[name]
+    shape = chosen_shape(name if name.startswith("tiny") else "tiny", None, None)
+    cycle, layer = chosen_cycle(shape, 0.75, 0), chosen_layer(shape, None, weights)
+    write_pair(path, shape, cycle, Source("cpu", 3), [HeadKind.find(head)], layer)
+    return cycle
+
+
+def found(path: Path, cycle: Cycle, num_ranks: int) -> list[tuple[Any, ...]]:
+    """Texts, passes and steps with padded and non-padded batches."""
+    asked = EngineConfig(
+        model=str(path / "target"),
+        drafter=str(path / "drafter"),
+        num_spec_tokens=3,
+        max_batch_size=4,
+        page_size=16,
+        device="cpu",
+        tensor_parallel=num_ranks,
+    )
+    checkpoints = open_checkpoints(asked)
+    config = resolve(asked, checkpoints)
+    models, params = load_models(config, checkpoints), SamplingParams(max_tokens=24, ignore_eos=True)
+    prompts = [
+        Request(id=str(n), prompt_token_ids=cycle.slice(7 * n, 5 + n), sampling=params) for n in range(6)
+    ]
+    runs: list[tuple[Any, ...]] = []
+    for batch in ("padded", "non-padded"):
+        events: list[EngineRow] = []
+        engine = build_engine(replace(config, drafter_batch=batch), models, events.append)
+        completions = {each.request.id: each for each in engine.generate(prompts)}
+        for event in (rows := as_rows(events)):
+            if (touched := event.get("experts")) is not None:
+                event["experts"] = replace(touched, num_bytes=0)  # a rank reads its share
+        steps = {name: each.record.steps for name, each in completions.items()}
+        runs.append(({name: each.token_ids for name, each in completions.items()}, rows, steps))
+    return runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAIRS)
+def test_texts_drafts_and_passes_of_other_families_are_those_of_one_process(
+    tmp_path: Path, name: str
+) -> None:
+    cycle = written(tmp_path, name)
+    one, two = (found(tmp_path, cycle, num_ranks) for num_ranks in (1, 2))
+    assert two == one
+    known = {str(n): cycle.slice(7 * n + 5 + n, 24) for n in range(6)}
+    assert [texts for texts, *_ in one] == [known, known]
