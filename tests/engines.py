@@ -1,7 +1,7 @@
 """Engines over small pairs: build one, run requests, return completions and events."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 from specgen.checkpoints.checkpoint import load_drafter, load_target
 from specgen.config import EngineConfig, SamplingParams
 from specgen.config.bundled import data_directory
+from specgen.core.engine_core import EngineCore, discard
 from specgen.core.sequence import Completion, Request, Sequence
 from specgen.engine.build import build_engine
 from specgen.engine.choices import resolve
@@ -137,10 +138,15 @@ def page_bytes(pair: Pair) -> int:
     return 4 * sum(part.config.kv_spec.bytes_per_token(4) for part in parts if part is not None)
 
 
+def engine_of(pair: Pair, record: Callable[[EngineRow], None] = discard, **changes: Any) -> EngineCore:
+    """One of ``config_of(pair, **changes)``."""
+    return build_engine(config_of(pair, **changes), pair.models, record)
+
+
 def generate(pair: Pair, requests: Iterable[Request], **changes: Any) -> Outputs:
-    """Run ``requests`` through an engine of ``config_of(pair, **changes)``."""
+    """Run ``requests`` through such an engine."""
     passes: list[EngineRow] = []
-    engine = build_engine(config_of(pair, **changes), pair.models, passes.append)
+    engine = engine_of(pair, passes.append, **changes)
     new_sequence, begun = engine._new_sequence, Counter[str]()
 
     def begin(request: Request) -> Sequence:

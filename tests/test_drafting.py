@@ -9,10 +9,9 @@ from torch import Tensor
 
 from specgen.config import SamplingParams
 from specgen.decoding.outcome import DraftInput, Outcome, PaddedBatch
-from specgen.engine.build import build_engine
 from specgen.models.eagle import Eagle3Head
 from specgen.record.record_rows import PassRow
-from tests.engines import Pair, bundled_requests, config_of, generate, random_requests
+from tests.engines import Pair, bundled_requests, engine_of, generate, random_requests
 from tests.reference_heads import ReferenceHead
 from tests.test_heads import wrong_drafts
 
@@ -58,7 +57,7 @@ def test_k_0_runs_no_head_pass(random_pair: Pair, monkeypatch: pytest.MonkeyPatc
 
 def test_spoilt_pages_are_cleared_in_both_caches(random_pair: Pair) -> None:
     """A masked position contributes 0 times its value, which is NaN for NaN."""
-    steps: Any = build_engine(config_of(random_pair), random_pair.models, lambda event: None)._steps
+    steps: Any = engine_of(random_pair)._steps
     for cache in (steps._cache, steps._drafter._cache):
         cache._storage.fill_(float("nan"))
     steps.clear([2])

@@ -224,15 +224,16 @@ def test_choices_are_compared_by_the_best_answer(tmp_path: Path, monkeypatch: py
     ("arguments", "reason"),
     [
         ((), "no task is given"),
-        pytest.param(
-            ("no_such_task",), "task 'no_such_task' is not one of lm-eval's", marks=pytest.mark.slow
-        ),  # reads the index of lm-eval's own
+        pytest.param(  # reads the index of lm-eval's own
+            ("word_problem",),
+            r"task 'word_problem' is not one of lm-eval's \(did you mean word_problems\?\)",
+            marks=pytest.mark.slow,
+        ),
         (
             ("word_problems", "--arms", "padded,fast"),
             "arm 'fast' is unknown: use padded, non-padded, baseline",
         ),
         (("word_problems", "--arms", "padded,padded"), "give each its own name"),
-        pytest.param(("word_problem",), r"\(did you mean word_problems\?\)", marks=pytest.mark.slow),
         (("word_problems", "--arms", "nonpadded"), r"'nonpadded' is unknown \(did you mean non-padded\?\)"),
         (("word_problems", "--limit", 0), "limit is 0"),
         (("word_problems", "--log-samples"), "log-samples needs a directory"),
@@ -340,12 +341,12 @@ def plant(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
 
 
 @pytest.mark.slow
-def test_a_wrong_bonus_token_in_a_hundred_steps_is_found(
+def test_a_wrong_bonus_token_in_three_steps_of_a_hundred_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plant(monkeypatch, 0.01)
-    arguments = ("word_problems", "--apply-chat-template", "--arms", "padded,baseline", "--output", tmp_path)
-    result = specgen("eval", *map(str, arguments))
+    plant(monkeypatch, 0.03)
+    few = ("--limit", 80, "--arms", "padded,baseline", "--output", tmp_path)
+    result = specgen("eval", "word_problems", "--apply-chat-template", *few)
     assert result.exit_code == 1, result.output
     assert "decoding is wrong there" in result.stdout
     assert "The data show a difference in accuracy from baseline: padded is" in result.stdout

@@ -3,7 +3,6 @@
 import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -17,10 +16,17 @@ from specgen.core.sequence import Request
 from specgen.core.step import Steps
 from specgen.device import HostCopy
 from specgen.engine import build
-from specgen.engine.build import build_engine
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
-from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, nan_at, random_requests
+from tests.engines import (
+    Outputs,
+    Pair,
+    bundled_requests,
+    engine_of,
+    generate,
+    nan_at,
+    random_requests,
+)
 from tests.marks import mostly_slow
 
 GREEDY = SamplingParams(max_tokens=16)
@@ -45,11 +51,12 @@ def batch_sizes_of(outputs: Outputs, name: str) -> set[int]:
 @pytest.mark.parametrize(
     ("k", "sampling", "batch", "ahead"),
     mostly_slow(
-        (
-            (*asked, *how)
-            for asked in ((0, GREEDY), (1, GREEDY), (4, GREEDY), (4, SAMPLED))
-            for how in product(("padded", "non-padded"), (False, True))
-        ),
+        [
+            (0, GREEDY, "padded", False),
+            (1, GREEDY, "non-padded", False),
+            (4, GREEDY, "padded", True),
+            (4, SAMPLED, "non-padded", True),
+        ],
         (4, GREEDY, "padded", True),
     ),
     ids={GREEDY: "greedy", SAMPLED: "sampled"}.get,
@@ -118,7 +125,9 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[KVCache]:
 
 @pytest.mark.parametrize(
     ("batch", "ahead", "number"),
-    mostly_slow(product(("padded", "non-padded"), (False, True), (1, 5)), ("non-padded", True, 5)),
+    mostly_slow(
+        [("padded", True, 5), ("non-padded", False, 1), ("non-padded", True, 5)], ("non-padded", True, 5)
+    ),
 )
 def test_a_retried_request_gives_the_right_text(
     demo_pair: Pair,
@@ -156,7 +165,7 @@ def test_pages_of_a_failed_sequence_are_not_shared(
     token = unused(random_pair, requests, right)
     wrong_token_once(monkeypatch, 1, token)
     failing = nan_at(random_pair, token)
-    engine = build_engine(config_of(failing), failing.models, lambda event: None)
+    engine = engine_of(failing)
     found = {each.request.id: (each.token_ids, each.error) for each in engine.generate(requests)}
     assert found == {name: (text, None) for name, text in right.items()}
     allocator = engine._scheduler._allocator
@@ -183,14 +192,7 @@ class Broken:
 
 @pytest.mark.parametrize(
     ("where", "number", "ahead"),
-    mostly_slow(
-        (
-            (*at, ahead)
-            for at in (("prefill", 1), ("prefill", 2), ("decode", 1), ("decode", 6))
-            for ahead in (False, True)
-        ),
-        ("decode", 6, True),
-    ),
+    mostly_slow([("prefill", 2, False), ("decode", 1, False), ("decode", 6, True)], ("decode", 6, True)),
 )
 def test_a_device_error_changes_no_text(
     demo_pair: Pair,
@@ -237,7 +239,7 @@ def test_a_device_that_always_fails_fails_all_requests_and_ends_the_run(
 
 
 def test_an_error_at_start_up_fails_no_request(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = build_engine(config_of(random_pair), random_pair.models, lambda event: None)
+    engine = engine_of(random_pair)
     Broken(monkeypatch, "decode", lambda calls, first: True)
     with pytest.raises(RuntimeError, match="planted"):
         engine.warm_up()
@@ -253,7 +255,7 @@ def test_a_device_lost_at_start_up_fails_no_request(
         monkeypatch.setattr(engine, "_device", torch.device("cuda"))
         return True
 
-    engine = build_engine(config_of(random_pair), random_pair.models, lambda event: None)
+    engine = engine_of(random_pair)
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
     Broken(monkeypatch, "decode", fails)
     with pytest.raises(DeviceLost) as raised:
@@ -267,7 +269,7 @@ def test_a_lost_device_ends_the_run_and_names_the_requests_in_flight(
     def lost(device: torch.device) -> None:
         raise RuntimeError("an illegal memory access was encountered\nand much more")
 
-    engine = build_engine(config_of(random_pair), random_pair.models, lambda event: None)
+    engine = engine_of(random_pair)
     engine._lookahead = 1
     for request in REQUESTS[:3]:
         engine.submit(request)

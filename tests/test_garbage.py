@@ -8,8 +8,7 @@ import pytest
 from specgen.config import SamplingParams
 from specgen.core.engine_core import never_stop
 from specgen.core.garbage import rarely_collected
-from specgen.engine.build import build_engine
-from tests.engines import Pair, config_of, random_requests
+from tests.engines import Pair, engine_of, random_requests
 
 HOST = (600, 7, 13)  # not Python's own, and set behind the import
 
@@ -24,7 +23,7 @@ def _of_the_host() -> Iterator[None]:
 
 
 def generating(pair: Pair, until: Callable[[], bool] = never_stop) -> Generator[object, None, None]:
-    engine = build_engine(config_of(pair), pair.models, lambda event: None)
+    engine = engine_of(pair)
     requests = random_requests(6, pair.models.target.config.vocab_size, SamplingParams(max_tokens=6))
     return engine.generate(requests, until=until)
 
@@ -56,7 +55,7 @@ def test_runs_that_overlap_or_are_left_change_nothing(random_pair: Pair) -> None
 
 
 def test_a_request_source_that_fails_changes_nothing(random_pair: Pair) -> None:
-    engine = build_engine(config_of(random_pair), random_pair.models, lambda event: None)
+    engine = engine_of(random_pair)
     with pytest.raises(ZeroDivisionError):
         list(engine.generate(1 // 0 for _ in range(1)))
     assert gc.get_threshold() == HOST

@@ -10,10 +10,9 @@ from specgen.config.bundled import data_directory
 from specgen.core.graphs import GraphSizes, Runner, StepGraphs, bucket
 from specgen.core.scheduler import Limits
 from specgen.engine import engine as engine_module
-from specgen.engine.build import build_engine
 from specgen.engine.engine import Engine
 from specgen.record.record_rows import PassRow
-from tests.engines import Pair, bundled_requests, config_of, random_requests
+from tests.engines import Pair, bundled_requests, engine_of, random_requests
 from tests.marks import mostly_slow
 
 STEPS_EACH = 5
@@ -54,7 +53,7 @@ def test_texts_and_steps_do_not_depend_on_it(
 ) -> None:
     def run(*, graphs: bool) -> tuple[dict[str, tuple[int, ...]], set[int], list[PassRow]]:
         events: list[object] = []
-        engine = build_engine(config_of(demo_pair, max_batch_size=8), demo_pair.models, events.append)
+        engine = engine_of(demo_pair, events.append, max_batch_size=8)
         sizes, rows = GraphSizes(), set[int]()
         sizes.capture_delay = delay
 
@@ -82,7 +81,7 @@ def test_an_engine_delays_captures_but_where_all_graphs_are_asked_for(
 ) -> None:
     asked: list[int] = []
     monkeypatch.setattr(Runner, "delay_captures", lambda self, num_steps: asked.append(num_steps))
-    build_engine(config_of(random_pair), random_pair.models, lambda event: None).warm_up()
+    engine_of(random_pair).warm_up()
     assert asked == []
     engine = Engine(
         EngineConfig(model=str(data_directory() / "demo" / "target"), drafter="ngram", device="cpu")
@@ -135,7 +134,7 @@ def test_the_engine_tries_again_where_limits_rise(random_pair: Pair, monkeypatch
     tried: list[int] = []
     monkeypatch.setattr(Runner, "try_again", lambda self: tried.append(1))
     monkeypatch.setattr(Limits, "see_pass", lambda self: tried.append(0) or len(tried) == 3)
-    engine = build_engine(config_of(random_pair), random_pair.models, lambda event: None)
+    engine = engine_of(random_pair)
     vocab_size = random_pair.models.target.config.vocab_size
     assert list(engine.generate(random_requests(2, vocab_size, SamplingParams(max_tokens=6))))
     assert tried[:5] == [0, 0, 0, 1, 0]

@@ -13,8 +13,7 @@ from specgen.core.sequence import Request
 from specgen.models.model_config import TargetConfig
 from tests import planted_errors
 from tests.engines import Outputs, Pair, generate, load_pair, page_bytes, random_requests
-from tests.reference_heads import DenseTarget, reference_head
-from tests.reference_mtp import ReferenceMtp
+from tests.reference_heads import DenseTarget, ReferenceMtp, reference_head
 from tests.tiny_checkpoints import write_eagle1_head, write_head, write_target
 from tests.tiny_latents import write_latent
 
@@ -70,6 +69,12 @@ PARAMS = [
     pytest.param(name, marks=[pytest.mark.xdist_group(name), *([] if name in QUICK else [pytest.mark.slow])])
     for name in (*HEADS, *MTP)
 ]
+with_some_heads = pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in (*BROAD, *MTP)],
+    indirect=True,
+    scope="module",
+)
 
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
 SETTINGS: tuple[dict[str, Any], ...] = (
@@ -159,6 +164,7 @@ def test_every_draft_equals_the_reference_and_no_text_changes(case: Case) -> Non
 
 
 @pytest.mark.slow
+@with_some_heads
 def test_drafts_depend_on_no_setting(case: Case) -> None:
     some = requests()[3:]
     for settings in SETTINGS:
@@ -171,6 +177,7 @@ def test_drafts_depend_on_no_setting(case: Case) -> None:
 
 
 @pytest.mark.slow
+@with_some_heads
 def test_rows_as_on_a_device_and_preemption_change_no_draft(
     case: Case, device_like: Callable[[], None]
 ) -> None:

@@ -1,5 +1,6 @@
 """Speculation changes no text: greedy output is that of ``transformers``, whatever K, batch and memory are."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
@@ -60,10 +61,15 @@ def test_greedy_text_with_mixed_acceptance(demo_pair: Pair, demo_texts: Texts, k
     assert set(padded.accepted) >= set(range(min(k, 4) + 1))
 
 
-@pytest.mark.parametrize("batch", mostly_slow(["padded", "non-padded"], "non-padded"))
-def test_preemption_changes_no_text_and_no_step(demo_pair: Pair, demo_texts: Texts, batch: str) -> None:
+@pytest.mark.parametrize(
+    ("batch", "ahead"), mostly_slow(product(("padded", "non-padded"), (False, True)), ("non-padded", False))
+)
+def test_preemption_changes_no_text_and_no_step(
+    demo_pair: Pair, demo_texts: Texts, device_like: Callable[..., None], batch: str, ahead: bool
+) -> None:
     roomy = generate(demo_pair, demo_requests(), num_spec_tokens=4, drafter_batch=batch)
     memory = 60 * page_bytes(demo_pair)
+    device_like(ahead)
     tight = generate(demo_pair, demo_requests(), num_spec_tokens=4, drafter_batch=batch, kv_memory=memory)
     assert roomy.num_preempted == 0
     assert tight.num_preempted > 3

@@ -15,8 +15,16 @@ from specgen.config import SamplingParams
 from specgen.core.sequence import Request
 from specgen.core.step import Steps
 from specgen.decoding.sampling import SamplingBatch, SamplingForm, penalised, token_counts
-from specgen.engine.build import build_engine, most_demanding
-from tests.engines import Pair, bundled_requests, config_of, generate, load_pair, page_bytes, random_requests
+from specgen.engine.build import most_demanding
+from tests.engines import (
+    Pair,
+    bundled_requests,
+    engine_of,
+    generate,
+    load_pair,
+    page_bytes,
+    random_requests,
+)
 from tests.marks import mostly_slow
 from tests.reference_heads import ReferenceHead
 from tests.test_heads import MTP
@@ -194,7 +202,7 @@ def test_tokens_of_a_cached_prefix_count(
     demo_pair: Pair, demo_asked: list[Request], demo_texts: Texts
 ) -> None:
     """The second time, prompts are in the prefix cache, and no pass computes them."""
-    engine = build_engine(config_of(demo_pair, max_batch_size=3), demo_pair.models, lambda event: None)
+    engine = engine_of(demo_pair, max_batch_size=3)
     some = demo_asked[:6]
     again = [replace(request, id=f"{request.id} again") for request in some]
     found = {each.request.id: each.token_ids for each in engine.generate([*some, *again])}
@@ -253,7 +261,7 @@ def test_without_penalties_nothing_is_counted() -> None:
 
 
 def test_a_batch_without_penalties_keeps_no_counts(random_pair: Pair) -> None:
-    engine = build_engine(config_of(random_pair), random_pair.models, lambda event: None)
+    engine = engine_of(random_pair)
     list(engine.generate(random_requests(3, 128, SamplingParams(max_tokens=4))))
     assert engine._batch._sampling.counts.numel() == 0
     list(engine.generate(random_requests(3, 128, SamplingParams(max_tokens=4, frequency_penalty=1.0))))

@@ -7,12 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from specgen.config import SamplingParams, UserError
+from specgen.config import SamplingParams
 from specgen.core.sequence import Completion, Request, TokenLogprobs
 from specgen.decoding.sampling import SamplingForm, token_logprobs
-from specgen.engine.build import build_engine
 from specgen.text.tokenizer import load_tokenizer
-from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, page_bytes, random_requests
+from tests.engines import (
+    Outputs,
+    Pair,
+    bundled_requests,
+    engine_of,
+    generate,
+    page_bytes,
+    random_requests,
+)
 from tests.marks import mostly_slow
 from tests.reference_heads import ReferenceHead
 
@@ -259,36 +266,8 @@ def test_unused_features_cost_nothing() -> None:
     assert SamplingForm.of([many, few]) == SamplingForm("plain", 128, 20)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"logit_bias": ((3, 101.0),)}, "logit-bias of token 3 is 101.0: use -100 to 100"),
-        ({"logit_bias": ((3, float("nan")),)}, "logit_bias of token 3 is nan: use a finite number"),
-        ({"logit_bias": ((3, 1.0), (3, 2.0))}, "logit-bias names a token twice"),
-        (
-            {"logit_bias": tuple((i, 1.0) for i in range(1025))},
-            "logit-bias names 1025 tokens: use at most 1024",
-        ),
-        ({"logprobs": 21}, "logprobs is 21: use 0 "),
-        ({"logprobs": -1}, "logprobs is -1: use 0 "),
-        ({"repetition_penalty": 0}, r"repetition-penalty is 0: use 0\.01 to 100\.0; 1 switches it off"),
-        ({"repetition_penalty": float("inf")}, "repetition_penalty is inf"),
-        ({"repetition_penalty": float("nan")}, "repetition_penalty is nan"),
-        ({"presence_penalty": 2.5}, r"presence-penalty is 2\.5: use -2\.0 to 2\.0; 0 switches it off"),
-        ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
-        (
-            {"suppress_tokens": tuple(range(1020)), "logit_bias": tuple((n, 1.0) for n in range(9))},
-            "suppress-tokens and logit-bias name 1029 tokens: use at most 1024",
-        ),
-    ],
-)
-def test_invalid_parameters_are_refused(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        SamplingParams(**wrong)
-
-
 def test_tokens_outside_the_vocabulary_refuse_their_request(random_pair: Pair) -> None:
-    engine = build_engine(config_of(random_pair), random_pair.models, lambda event: None)
+    engine = engine_of(random_pair)
     wrong: list[tuple[tuple[int, ...], SamplingParams, str]] = []
     for token in (-1, 128):
         biased = SamplingParams(logit_bias=((5, 1.0), (token, 1.0)))

@@ -13,9 +13,8 @@ from specgen.core.engine_core import EngineCore
 from specgen.core.graphs import bucket
 from specgen.core.sequence import Request, Sequence
 from specgen.core.step import Steps
-from specgen.engine.build import build_engine
 from specgen.record.record_rows import OutOfMemory, PassRow
-from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, page_bytes, random_requests
+from tests.engines import Outputs, Pair, bundled_requests, engine_of, generate, random_requests
 from tests.marks import mostly_slow
 
 GREEDY = SamplingParams(max_tokens=40)
@@ -102,8 +101,7 @@ def test_the_next_prompts_are_launched_before_texts_that_end_together_are_handed
     random_pair: Pair, device_like: Callable[..., None], max_batch_size: int
 ) -> None:
     device_like()
-    settings = config_of(random_pair, num_spec_tokens=0, max_batch_size=max_batch_size)
-    engine = build_engine(settings, random_pair.models, lambda event: None)
+    engine = engine_of(random_pair, num_spec_tokens=0, max_batch_size=max_batch_size)
     sampling = SamplingParams(max_tokens=5, ignore_eos=True)
     requests = [Request(id=str(n), prompt_token_ids=(5, n), sampling=sampling) for n in range(8)]
     launched: dict[str, int] = {}
@@ -121,9 +119,7 @@ def test_texts_that_have_ended_are_handed_out_before_the_source_fails(
     random_pair: Pair, device_like: Callable[..., None]
 ) -> None:
     device_like()
-    engine = build_engine(
-        config_of(random_pair, num_spec_tokens=0, max_batch_size=2), random_pair.models, lambda event: None
-    )
+    engine = engine_of(random_pair, num_spec_tokens=0, max_batch_size=2)
     sampling = SamplingParams(max_tokens=5, ignore_eos=True)
 
     def source() -> Iterator[Request]:
@@ -145,25 +141,11 @@ def test_no_step_is_spent_on_a_text_that_its_first_token_ended(demo_pair: Pair) 
     assert decoded_sequences(outputs) == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("batch", ["padded", "non-padded"])
-def test_preemption_with_lookahead(demo_pair: Pair, device_like: Callable[..., None], batch: str) -> None:
-    requests = bundled_requests(12, SamplingParams(max_tokens=48))
-    roomy = generate(demo_pair, requests, num_spec_tokens=4, drafter_batch=batch)
-    device_like()
-    memory = 60 * page_bytes(demo_pair)
-    tight = generate(demo_pair, requests, num_spec_tokens=4, drafter_batch=batch, kv_memory=memory)
-    assert tight.num_preempted > 3
-    assert tight.texts == roomy.texts
-    assert tight.verified == roomy.verified
-
-
 def test_no_page_leaks_and_page_0_holds_padding_rows(
     random_pair: Pair, device_like: Callable[..., None]
 ) -> None:
     device_like()
-    config = config_of(random_pair, max_batch_size=7, kv_memory=60_000 * 16)
-    engine = build_engine(config, random_pair.models, lambda event: None)
+    engine = engine_of(random_pair, max_batch_size=7, kv_memory=60_000 * 16)
     list(engine.generate(random_requests(16, 128, SamplingParams(max_tokens=30), lengths=(1, 40))))
     allocator = engine._scheduler._allocator
     assert allocator.num_free == allocator.num_pages

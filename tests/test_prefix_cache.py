@@ -11,10 +11,9 @@ from specgen.config import SamplingParams
 from specgen.core import scheduler
 from specgen.core.sequence import Request, ScoreRequest
 from specgen.core.step import Steps
-from specgen.engine.build import build_engine
 from specgen.kv.pages import PageAllocator, extend_digests
 from specgen.record.record_rows import EngineRow, PassRow
-from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, random_requests
+from tests.engines import Outputs, Pair, bundled_requests, engine_of, generate, random_requests
 from tests.marks import mostly_slow
 
 GREEDY = SamplingParams(max_tokens=20)
@@ -189,8 +188,7 @@ def test_the_next_turn_reuses_the_pages_of_the_answer(random_pair: Pair) -> None
     found = []
     for prefix_cache in (False, True):
         events: list[EngineRow] = []
-        config = config_of(random_pair, prefix_cache=prefix_cache)
-        engine = build_engine(config, random_pair.models, events.append)
+        engine = engine_of(random_pair, events.append, prefix_cache=prefix_cache)
         completions = {c.request.id: c for c in engine.generate([first], next_turn)}
         outputs = Outputs(completions=completions, passes=events)
         found.append((outputs.texts, outputs))
@@ -214,8 +212,7 @@ def test_scoring_shares_context_pages_and_changes_no_text(random_pair: Pair) -> 
     answers = []
     for prefix_cache in (False, True):
         events: list[EngineRow] = []
-        config = config_of(random_pair, prefix_cache=prefix_cache)
-        engine = build_engine(config, random_pair.models, events.append)
+        engine = engine_of(random_pair, events.append, prefix_cache=prefix_cache)
         steps, score = engine._steps, engine._steps.score
         steps.score = lambda layout, *rest, score=score: (
             passes.append(layout.num_rows),

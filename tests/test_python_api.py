@@ -116,6 +116,24 @@ WRONG_PARAMS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {1: 2.0}}, r"logit_bias is {1: 2.0}: use a tuple of pairs \(token id, bias\)"),
     ({"logit_bias": ((1, "a"),)}, "logit_bias of token 1 is 'a': use a number"),
     ({"logit_bias": (("a", 1.0),)}, "a token id of logit_bias is 'a': use a whole number"),
+    ({"logit_bias": ((3, 101.0),)}, "logit-bias of token 3 is 101.0: use -100 to 100"),
+    ({"logit_bias": ((3, float("nan")),)}, "logit_bias of token 3 is nan: use a finite number"),
+    ({"logit_bias": ((3, 1.0), (3, 2.0))}, "logit-bias names a token twice"),
+    (
+        {"logit_bias": tuple((i, 1.0) for i in range(1025))},
+        "logit-bias names 1025 tokens: use at most 1024",
+    ),
+    ({"logprobs": 21}, "logprobs is 21: use 0 "),
+    ({"logprobs": -1}, "logprobs is -1: use 0 "),
+    ({"repetition_penalty": 0}, r"repetition-penalty is 0: use 0\.01 to 100\.0; 1 switches it off"),
+    ({"repetition_penalty": float("inf")}, "repetition_penalty is inf"),
+    ({"repetition_penalty": float("nan")}, "repetition_penalty is nan"),
+    ({"presence_penalty": 2.5}, r"presence-penalty is 2\.5: use -2\.0 to 2\.0; 0 switches it off"),
+    ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
+    (
+        {"suppress_tokens": tuple(range(1020)), "logit_bias": tuple((n, 1.0) for n in range(9))},
+        "suppress-tokens and logit-bias name 1029 tokens: use at most 1024",
+    ),
 ]
 
 

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from specgen.config import SamplingParams, UserError
-from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import ScoreRequest
-from specgen.engine.build import build_engine
-from tests.engines import Pair, config_of, random_requests
+from tests.engines import Pair, engine_of, random_requests
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 
@@ -22,10 +20,6 @@ def texts(pair: Pair, count: int, lengths: tuple[int, int] = (2, 60)) -> list[Sc
         ScoreRequest(id=f"t{i}", token_ids=ids, num_context=1 + (7 * i) % (len(ids) - 1))
         for i, ids in enumerate(tokens)
     ]
-
-
-def engine_of(pair: Pair, **changes: object) -> EngineCore:
-    return build_engine(config_of(pair, **changes), pair.models, lambda event: None)
 
 
 def expected(pair: Pair, request: ScoreRequest) -> tuple[list[float], list[bool]]:

@@ -39,6 +39,7 @@ from tests.engines import (
     Pair,
     bundled_requests,
     config_of,
+    engine_of,
     generate,
     loaded,
     random_requests,
@@ -91,8 +92,7 @@ def test_k_may_change_at_every_step_without_changing_texts(
     fixed = generate(demo_pair, mixed_requests(GREEDY), num_spec_tokens=5, drafter_batch=batch)
     device_like(ahead)
     events: list[EngineRow] = []
-    config = config_of(demo_pair, num_spec_tokens=5, drafter_batch=batch, max_batch_size=6)
-    engine = build_engine(config, demo_pair.models, events.append)
+    engine = engine_of(demo_pair, events.append, num_spec_tokens=5, drafter_batch=batch, max_batch_size=6)
     engine.spec_length = length = AnyPlan(5)
     completions = {each.request.id: each for each in engine.generate(mixed_requests(GREEDY))}
     found = Outputs(completions=completions, passes=events)
@@ -129,6 +129,7 @@ def test_a_part_is_verified_with_preemption_sampling_and_penalties(
 ) -> None:
     """Greedy texts are those of plain decoding, beside texts that are sampled and the same in every run."""
     device_like()
+    settings = settings | {"draft_sampling": draft_sampling}
     greedy = [replace(GREEDY, repetition_penalty=1.1), replace(GREEDY, logprobs=2), GREEDY]
     sampled = SamplingParams(max_tokens=40, temperature=0.9, top_p=0.95, seed=3)
     requests = [
@@ -138,11 +139,8 @@ def test_a_part_is_verified_with_preemption_sampling_and_penalties(
     plain = generate(demo_pair, requests, num_spec_tokens=0)
     found = []
     for _ in range(2):
-        config = config_of(
-            demo_pair, num_spec_tokens=5, max_batch_size=6, draft_sampling=draft_sampling, **settings
-        )
         rows: list[EngineRow] = []
-        engine = build_engine(config, demo_pair.models, rows.append)
+        engine = engine_of(demo_pair, rows.append, num_spec_tokens=5, max_batch_size=6, **settings)
         engine.spec_length = AnyPlan(5)
         found.append(run(engine, requests))
         preempted = sum(row.num_preempted for row in rows if isinstance(row, PassRow))
@@ -167,8 +165,7 @@ def drafts_by_position(outputs: Outputs) -> dict[tuple[str, int], tuple[int, ...
 @pytest.mark.slow
 def test_timing_steps_leaves_no_state(random_pair: Pair) -> None:
     events: list[EngineRow] = []
-    config = config_of(random_pair, num_spec_tokens=2, max_batch_size=6)
-    engine = build_engine(config, random_pair.models, events.append)
+    engine = engine_of(random_pair, events.append, num_spec_tokens=2, max_batch_size=6)
     record, length = engine._record, engine.spec_length
     costs = measure(engine, 6, DraftLength(most=2, auto=True))
     assert set(costs.seconds) == {(size, k) for size in (1, 2, 4, 6) for k in range(3)}
@@ -184,8 +181,7 @@ def test_all_graphs_are_captured_before_a_run_that_is_timed(
     random_pair: Pair, device_like: Callable[..., None]
 ) -> None:
     device_like()
-    config = config_of(random_pair, num_spec_tokens=2, max_batch_size=6)
-    engine = build_engine(config, random_pair.models, lambda event: None)
+    engine = engine_of(random_pair, num_spec_tokens=2, max_batch_size=6)
     keys: set[tuple[Any, ...]] = set()
     runner = engine._runner
     runner.sizes = StepGraphs.sizes.__get__(runner)  # type: ignore[method-assign]

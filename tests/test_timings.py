@@ -11,12 +11,11 @@ import torch
 from specgen.config import SamplingParams
 from specgen.core.passes import Waits
 from specgen.device import Moment
-from specgen.engine.build import build_engine
 from specgen.record.record_rows import Captured, EngineRow, PassRow, from_line, to_line
 from specgen.report.report import report_of
 from specgen.report.tables import wall_table
 from specgen.report.timings import LatencyStats, WallClock, WallTime, latency_stats
-from tests.engines import Pair, bundled_requests, config_of
+from tests.engines import Pair, bundled_requests, engine_of
 from tests.streams import fold, pass_row, recorded
 
 
@@ -85,7 +84,6 @@ PASSES: list[EngineRow] = [
     stepped(15.0, "decode", 3.0, 4),
     stepped(17.0, "decode", 1.25, 1, idle=0.75),
 ]
-
 
 PARTS = WallTime(
     prefill=2.5,
@@ -164,7 +162,7 @@ def test_shards_ran_side_by_side_and_a_prefill_alone_has_no_steps() -> None:
 def test_the_parts_of_a_run(demo_pair: Pair, device_like: Callable[..., None], ahead: bool) -> None:
     device_like(ahead)
     events: list[EngineRow] = []
-    engine = build_engine(config_of(demo_pair, max_batch_size=2), demo_pair.models, events.append)
+    engine = engine_of(demo_pair, events.append, max_batch_size=2)
     engine.warm_up()
     requests = bundled_requests(4, SamplingParams(max_tokens=6))
     began = time.perf_counter()
