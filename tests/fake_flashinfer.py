@@ -300,14 +300,8 @@ class BatchMLAPagedAttentionWrapper:
 def install(monkeypatch: pytest.MonkeyPatch, *, major: int, num_sms: int) -> None:
     """Backends on ``torch.device("cpu")`` take it for a GPU of compute capability ``major``.0 and call this module."""
     module = ModuleType("flashinfer")
-    for name in (
-        "flashinfer",
-        "flashinfer.decode",
-        "flashinfer.mla",
-        "flashinfer.prefill",
-        "flashinfer.jit.attention.variants",
-    ):
-        monkeypatch.setitem(sys.modules, name, module)
+    for part in ("", ".decode", ".mla", ".prefill", ".jit.attention.variants"):
+        monkeypatch.setitem(sys.modules, f"flashinfer{part}", module)
     module.trtllm_batch_decode_with_kv_cache = trtllm_batch_decode_with_kv_cache  # type: ignore[attr-defined]
     module.xqa_batch_decode_with_kv_cache = xqa_batch_decode_with_kv_cache  # type: ignore[attr-defined]
     module.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper  # type: ignore[attr-defined]

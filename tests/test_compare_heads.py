@@ -33,10 +33,11 @@ from specgen.record.results import RunDirectory
 from specgen.report.acceptance import fold_request
 from specgen.report.paired_requests import shared_requests
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
-from tests.commands import printed, specgen, write_rows
+from tests.commands import printed, refused, specgen, write_rows
 from tests.jobs import Silent, untimed
 from tests.streams import fold, request
 from tests.timed_engines import rounds_of
+from tests.tiny_checkpoints import change_json
 
 pytestmark = pytest.mark.xdist_group("compare_heads")  # one comparison for all
 
@@ -459,19 +460,21 @@ def test_unlike_runs_are_refused(tmp_path: Path, section: str, field: str, value
 
 def test_other_settings_are_named(tmp_path: Path) -> None:
     paths = [a_run(tmp_path / head, head, [[1, 2], [3]]) for head in "ab"]
-    manifest = json.loads((paths[1] / "manifest.json").read_text())
-    manifest["versions"] = {"torch": "3.0"}
-    (paths[1] / "manifest.json").write_text(json.dumps(manifest))
+    change_json(paths[1] / "manifest.json", versions={"torch": "3.0"})
     assert "The runs also differ in versions.torch: None, 3.0." in call(*paths)
 
 
-def test_a_comparison_that_has_not_finished_is_refused(
+def test_a_comparison_that_has_not_finished_or_is_of_an_earlier_version_is_refused(
     compared: tuple[Path, list[str], str], tmp_path: Path
 ) -> None:
-    shutil.copytree(compared[0], tmp_path / "out")
-    shutil.rmtree(tmp_path / "out" / "gsm8k" / "ngram-3")
+    out = Path(shutil.copytree(compared[0], tmp_path / "out"))
+    (out / "compare.rounds.jsonl").rename(out / "speed.jsonl")
+    with refused(r"holds speeds of an earlier version \(speed.jsonl\): run its command"):
+        call(out)
+    (out / "speed.jsonl").rename(out / "compare.rounds.jsonl")
+    shutil.rmtree(out / "gsm8k" / "ngram-3")
     with pytest.raises(UserError, match=r"not finished \(5 of 6 runs begun\): the same command resumes it"):
-        call(tmp_path / "out")
+        call(out)
 
 
 def test_runs_that_have_not_finished_or_drafted_are_refused(tmp_path: Path) -> None:
@@ -559,17 +562,6 @@ def test_rounds_of_other_conditions_and_torn_lines_do_not_count(tmp_path: Path) 
     assert speeds("now") == [{"a": 2.0}]
     assert speeds("now", 3) == [{"a": 2.0}, {"a": 3.0}]
     assert speeds("before") == [{"a": 1.0}]
-
-
-def test_speeds_of_an_earlier_version_are_refused(
-    compared: tuple[Path, list[str], str], tmp_path: Path
-) -> None:
-    shutil.copytree(compared[0], tmp_path / "out")
-    (tmp_path / "out" / "compare.rounds.jsonl").rename(tmp_path / "out" / "speed.jsonl")
-    with pytest.raises(
-        UserError, match=r"out holds speeds of an earlier version \(speed.jsonl\): run its command"
-    ):
-        call(tmp_path / "out")
 
 
 @pytest.mark.slow

@@ -263,11 +263,7 @@ def test_null_is_not_causal_as_in_transformers(written: dict[str, Path]) -> None
     ("architecture", "changes", "message"),
     [
         ("DeepseekV3ForCausalLM", {"topk_method": "greedy"}, "topk_method is 'greedy': only 'noaux_tc'"),
-        (
-            "Glm4MoeLiteForCausalLM",
-            {"head_dim": 20},
-            "qk_rope_head_dim is 8 and head_dim 20, which are two names",
-        ),
+        ("Glm4MoeLiteForCausalLM", {"head_dim": 20}, "qk_rope_head_dim is 8 and head_dim 20, which are two"),
         ("DeepseekV3ForCausalLM", {"num_key_value_heads": 2}, "num_key_value_heads is 2 of 4 heads"),
         ("GptOssForCausalLM", {"experts_per_token": 3}, "num_experts_per_tok is 2 and experts_per_token 3"),
         ("GptOssForCausalLM", {"sliding_window": None}, "has no sliding_window"),

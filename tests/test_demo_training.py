@@ -18,8 +18,6 @@ from torch import nn
 from word_problems import TEMPLATES, follow_up, generate, is_held_out, of_split, write_prompts
 
 ROOT = Path(__file__).parents[1]
-
-
 MARK = re.compile(r"<<(\d+)([-+*/])(\d+)=(\d+)>>(\d+)")
 
 
@@ -105,7 +103,6 @@ CONFIG = HeadConfig(
     draft_vocab_size=11,
     rope_theta=100.0,
 )
-
 
 VOCAB = 13
 

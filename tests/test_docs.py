@@ -22,13 +22,8 @@ from specgen.cli.main import app
 from specgen.config import UserError
 
 ROOT = Path(__file__).parents[1]
-
-
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-
-
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
-
 
 OF_OTHERS = {
     "--index-url",
@@ -37,7 +32,6 @@ OF_OTHERS = {
     "--window-size",
     "--screenshot",
 }  # pip's, chromium's
-
 
 OF_SCRIPTS = {
     "--layers",
@@ -49,7 +43,6 @@ OF_SCRIPTS = {
     "--accept",
     "--confidence",
 }
-
 
 OF_ALL = {"--help"}
 
@@ -108,11 +101,7 @@ def test_the_map_names_every_package_and_files_that_are_there():
 
 
 BLOCK = re.compile(r"(?:^<!-- not run: (.+) -->\n)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
 INLINE = re.compile(r"`(specgen [^`]*)`")
-
-
 ENDS_A_COMMAND = {"|", ">", "<", "&&", "||", ";", "&", "2>"}
 
 
@@ -171,10 +160,7 @@ def parse(words: list[str]) -> None:
 
 
 ALL = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
-
-
 PYTHON = [block for page, text in ALL.items() for block in blocks(page, text, "python")]
-
 
 SHELL = [
     block for page, text in ALL.items() for name in ("sh", "console") for block in blocks(page, text, name)

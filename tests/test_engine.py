@@ -23,7 +23,6 @@ from tests.tiny_tokenizers import write_byte_level
 
 SHORT = SamplingParams(max_tokens=8, ignore_eos=True)
 
-
 CHAT = Prompt(
     id="chat", messages=(Message(role="user", content="Tom has 12"),), follow_ups=("And now?", "Stop here")
 )
@@ -169,14 +168,8 @@ def test_public_names_are_imported_lazily() -> None:
 
 
 MODEL, DRAFTER = pair()
-
-
 CONFIG = EngineConfig(model=MODEL, drafter=DRAFTER, device="cpu", max_batch_size=2)
-
-
 SHORTER = SamplingParams(max_tokens=4, ignore_eos=True)
-
-
 CLOSED = "the engine is closed: make a new one"
 
 

@@ -16,6 +16,7 @@ from specgen.config import UserError
 from specgen.config.bundled import evaluation_directory
 from specgen.experiments import study as tasks
 from specgen.experiments.study import find_tasks, local_gsm8k, word_problems_task
+from tests.commands import refused
 
 pytestmark = pytest.mark.xdist_group("eval_command")  # which imports as much
 SHARED = Path(os.environ.get("SPECGEN_DATASETS", Path(__file__).parents[2] / "shared" / "datasets"))
@@ -96,7 +97,6 @@ def test_word_problems_are_asked_as_in_training(load):
 
 
 NONE = "[invalid]"
-
 
 EXTRACTED = [
     ("They hold 12 * 3 = <<12*3=36>>36 eggs.\n#### 36", "36", "36"),
@@ -233,7 +233,5 @@ def test_a_task_of_more_than_text_is_refused(flag: str, words: str) -> None:
         def load(self, names: list[str]) -> dict[str, Any]:
             return {"tasks": {name: SimpleNamespace(**{flag: True}) for name in names}}
 
-    with pytest.raises(
-        UserError, match=f"task 'mine' {words}, which is not done here: use one of text alone"
-    ):
+    with refused(f"task 'mine' {words}, which is not done here: use one of text alone"):
         tasks._require_loads(Manager(), "mine")

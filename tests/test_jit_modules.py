@@ -281,7 +281,6 @@ GLM = changed(
 HALF = changed(dtype=torch.float16, kv_dtype=torch.float16)
 FP8 = changed(kv_dtype=torch.float8_e4m3fn)
 
-
 NEEDED = {
     (HopperBackend, H100): [
         (use(), "FA3, heads of 128; attention, 32 rows, heads of 128"),

@@ -13,12 +13,10 @@ from specgen.ops.measured_choices import ExpertTiles, Fp8Tile, Tile
 
 TABLES = measured_choices._TABLES
 
-
 DENSE = {
     name: getattr(measured_choices, name)
     for name in ("LINEAR", "LINEAR_PARTS", "LINEAR_FEW_OUTPUTS", "GATED", "FP8_LINEAR", "FP8_GATED")
 }
-
 
 EXPERTS = {
     name: getattr(measured_choices, f"EXPERTS_{name}") for name in ("PLAIN", "MXFP4", "FP8", "FLOAT32")
@@ -90,11 +88,7 @@ def test_kernels_hold_no_tables_of_their_own() -> None:
 
 
 TEXT = Path(measured_choices.__file__).with_suffix(".toml").read_text("utf-8")
-
-
 HERE = Tile(rows=16, block_out=64, block_in=128, stages=6, warps=4, prefetch_bytes=1024)
-
-
 OTHER = Tile(rows=16, block_out=64, block_in=128, stages=8, warps=4, prefetch_bytes=1024)
 
 

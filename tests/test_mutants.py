@@ -161,32 +161,13 @@ def test_a_mutant_of_a_module_that_no_test_imports_survives(package: Path) -> No
 
 
 def test_results_are_resumed_and_summarised(tmp_path: Path) -> None:
-    rows = [
-        {
-            "module": "a",
-            "line": 3,
-            "operator": "call",
-            "before": "f()",
-            "after": "pass",
-            "outcome": "survived",
-        },
-        {
-            "module": "a",
-            "line": 4,
-            "operator": "index",
-            "before": "b[0]",
-            "after": "b[1]",
-            "outcome": "caught",
-        },
-        {
-            "module": "c",
-            "line": 5,
-            "operator": "index",
-            "before": "d[0]",
-            "after": "d[1]",
-            "outcome": "timeout",
-        },
+    names = ("module", "line", "operator", "before", "after", "outcome")
+    found = [
+        ("a", 3, "call", "f()", "pass", "survived"),
+        ("a", 4, "index", "b[0]", "b[1]", "caught"),
+        ("c", 5, "index", "d[0]", "d[1]", "timeout"),
     ]
+    rows = [dict(zip(names, each, strict=True)) for each in found]
     output = tmp_path / "mutants.jsonl"
     assert previous_rows(output, again=False) == {}
     write_rows(output, rows)

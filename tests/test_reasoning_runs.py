@@ -15,7 +15,7 @@ from specgen.config.bundled import data_directory
 from specgen.engine import choices
 from specgen.record.interrupt import StoppedError
 from specgen.record.record_rows import RequestRow, Step, count_parts
-from tests.commands import specgen, write_rows
+from tests.commands import printed, specgen, write_rows
 from tests.jobs import untimed
 from tests.marks import mostly_slow
 from tests.tiny_checkpoints import write_head, write_target
@@ -231,7 +231,7 @@ def test_shards_merge_to_the_same_parts(
     shards = [tmp_path / "0", tmp_path / "1"]
     for number, shard in enumerate(shards):
         assert generate(reasoning_pair, questions, shard, "--shard", f"{number}/2").exit_code == 0
-    assert specgen("merge", tmp_path / "all", *shards).exit_code == 0
+    printed("merge", tmp_path / "all", *shards)
     assert untimed(tmp_path / "all" / "completions.jsonl") == untimed(reasoned / "completions.jsonl")
     assert report(tmp_path / "all")["parts"] == report(reasoned)["parts"]
 
@@ -266,8 +266,7 @@ def test_sampled_texts_with_markers_anywhere_have_exact_parts(
     write_rows(data, asked)
     models = models_of(think_pair, "--num-spec-tokens", spec)
     options = ["--chat-template-kwargs", '{"opens": true}', "--max-new-tokens", 12, "--output", out]
-    result = specgen("generate", *models, "--dataset", data, *options)
-    assert result.exit_code == 0, result.output
+    printed("generate", *models, "--dataset", data, *options)
     found = rows(out)
     labels = {row["id"]: until_marker(row, closes) for row in found}
     assert len({tuple(each) for each in labels.values()}) > 5
@@ -369,7 +368,7 @@ def test_without_chats_or_a_dated_template_no_date_is_recorded(
     own = tmp_path / "rows.jsonl"
     own.write_text('{"id": "a", "prompt": "Tom has"}\n')
     models = models_of(harmony_pair, "--max-new-tokens", 4)
-    assert specgen("generate", *models, "--dataset", own, "--output", tmp_path / "raw").exit_code == 0
+    printed("generate", *models, "--dataset", own, "--output", tmp_path / "raw")
     assert generate(think_pair, questions, tmp_path / "chats", *SHORT).exit_code == 0
     for name in ("raw", "chats"):
         record = json.loads((tmp_path / name / "manifest.json").read_text())
@@ -406,9 +405,8 @@ def test_an_audit_renders_with_the_same_kwargs(
     on("2026-03-07", monkeypatch)
     models = models_of(harmony_pair, "--max-new-tokens", 4)
     data = ["--dataset", "mt-bench", "--data-path", questions, "--batch-sizes", 2, "--json"]
-    found = specgen("verify", *models, *data, "--chat-template-kwargs", '{"reasoning_effort": "low"}')
-    assert found.exit_code == 0, found.output
-    engine = json.loads(found.stdout)["manifest"]["engine"]
+    shown = printed("verify", *models, *data, "--chat-template-kwargs", '{"reasoning_effort": "low"}')
+    engine = json.loads(shown)["manifest"]["engine"]
     assert engine["chat_template_kwargs"] == {"reasoning_effort": "low", "strftime_now": "2026-03-07"}
 
 
@@ -419,8 +417,7 @@ def test_an_evaluation_scores_the_answer_alone(reasoning_pair: Path, tmp_path: P
     out = tmp_path / "out"
     models = models_of(reasoning_pair)
     arguments = ("word_problems", *models, "--apply-chat-template", "--limit", 3, "--arms", "padded,baseline")
-    result = specgen("eval", *arguments, "--num-spec-tokens", 3, "--log-samples", "--output", out)
-    assert result.exit_code == 0, result.output
+    shown = printed("eval", *arguments, "--num-spec-tokens", 3, "--log-samples", "--output", out)
     found = rows(out / "padded")
     samples = json.loads((out / "padded" / "samples_word_problems.json").read_text())
     scored = {sample["doc_id"]: sample["resps"][0][0] for sample in samples}
@@ -437,7 +434,7 @@ def test_an_evaluation_scores_the_answer_alone(reasoning_pair: Path, tmp_path: P
         row["token_ids"].index(19) + 1 for row in found
     )
     assert baseline["parts"]["answer"]["num_drafts"] == 0
-    assert all(name in result.stdout for name in ("reasoning", "answer"))
+    assert all(name in shown for name in ("reasoning", "answer"))
 
 
 def test_an_evaluation_refuses_a_limit_that_would_cut_its_prompts(tmp_path: Path) -> None:
@@ -456,10 +453,9 @@ def test_an_evaluation_counts_answers_that_ended_while_reasoning(
     models = models_of(reasoning_pair)
     arguments = ("word_problems", *models, "--apply-chat-template", "--limit", 4, "--arms", "padded,baseline")
     out = tmp_path / "out"
-    result = specgen("eval", *arguments, "--max-new-tokens", 3, "--output", out)
-    assert result.exit_code == 0, result.output
+    shown = printed("eval", *arguments, "--max-new-tokens", 3, "--output", out)
     assert {len(row["token_ids"]) for row in rows(out / "padded")} == {3}, "instead of the task's limit"
-    sentence = " ".join(result.stdout.split())
+    sentence = " ".join(shown.split())
     assert "ended while reasoning: 4 of padded, 4 of baseline; raise --max-new-tokens." in sentence
     other = specgen("eval", *arguments, "--max-new-tokens", 4, "--output", out)
     refuses(other, r"max_new_tokens 3 -> 4")
@@ -476,16 +472,14 @@ def test_an_evaluation_keeps_its_date_and_raw_text_takes_no_kwargs(
     refuses(refused, "prompts are raw text: add --apply-chat-template")
     arguments += ["--apply-chat-template", "--num-fewshot", 0, "--output", tmp_path / "out", *given]
     on("2026-03-07", monkeypatch)
-    first = specgen(*arguments, "--arms", "padded,baseline", "--log-samples")
-    assert first.exit_code == 0, first.output
-    assert 'template {"reasoning_effort": "low", "strftime_now": "2026-03-07"}' in first.stdout
+    shown = printed(*arguments, "--arms", "padded,baseline", "--log-samples")
+    assert 'template {"reasoning_effort": "low", "strftime_now": "2026-03-07"}' in shown
     samples = (tmp_path / "out" / "padded" / "samples_word_problems.json").read_text()
     assert "Date: 2026-03-07. Effort: low" in samples
     shutil.rmtree(tmp_path / "out" / "baseline")
     before = rows(tmp_path / "out" / "padded")
     on("2026-03-08", monkeypatch)
-    again = specgen(*arguments, "--arms", "padded,baseline")
-    assert again.exit_code == 0, again.output
+    printed(*arguments, "--arms", "padded,baseline")
     assert rows(tmp_path / "out" / "padded") == before
     for arm in ("padded", "baseline"):
         engine = json.loads((tmp_path / "out" / arm / "manifest.json").read_text())["engine"]
@@ -503,8 +497,7 @@ def test_a_text_ends_at_any_of_the_end_tokens_of_the_generation_config(tmp_path:
     ]
     write_rows(data, asked)
     models = models_of(tmp_path, "--num-spec-tokens", 2)
-    result = specgen("generate", *models, "--dataset", data, "--max-new-tokens", 20, "--output", out)
-    assert result.exit_code == 0, result.output
+    printed("generate", *models, "--dataset", data, "--max-new-tokens", 20, "--output", out)
     found = rows(out)
     stopped = [row["token_ids"] for row in found if row["finish_reason"] == "stop"]
     assert {ids[-1] for ids in stopped} == set(ends)

@@ -10,7 +10,7 @@ from typer.testing import Result
 
 from specgen.cli import main as cli
 from specgen.config import UserError
-from tests.commands import rows, specgen, write_rows
+from tests.commands import printed, rows, specgen, write_rows
 from tests.jobs import untimed
 from tests.marks import mostly_slow
 from tests.tiny_checkpoints import write_head, write_target
@@ -240,10 +240,9 @@ def test_reports_of_runs_are_compared(pair: Path, data: Path, tmp_path: Path) ->
     for batch in ("padded", "non-padded"):
         arguments = ("--dataset", "mt-bench", "--data-path", data, "--drafter-batch", batch)
         assert run(pair, *arguments, "--output", tmp_path / batch).exit_code == 0
-    result = specgen("report", tmp_path / "padded", tmp_path / "non-padded")
-    assert result.exit_code == 0
-    assert ["engine.drafter_batch", "padded", "non-padded"] in map(str.split, result.stdout.splitlines())
-    assert "the acceptance of every request is the same" in " ".join(result.stdout.split())
+    shown = printed("report", tmp_path / "padded", tmp_path / "non-padded")
+    assert ["engine.drafter_batch", "padded", "non-padded"] in map(str.split, shown.splitlines())
+    assert "the acceptance of every request is the same" in " ".join(shown.split())
     both = json.loads(specgen("report", "--json", tmp_path / "padded", tmp_path / "non-padded").stdout)
     padded, non_padded = both.values()
     assert padded["acceptance"] == non_padded["acceptance"]
@@ -278,28 +277,20 @@ def test_the_draft_length_may_be_chosen_by_cost(pair: Path, data: Path, tmp_path
     assert [row["drafted"] for row in report["acceptance"]] == [
         sum(many > i for many in drafted) for i in range(7)
     ]
-    assert specgen("report", tmp_path / "auto", tmp_path / "2").exit_code == 0
+    printed("report", tmp_path / "auto", tmp_path / "2")
 
 
 def test_plain_decoding_needs_no_drafter(pair: Path, data: Path) -> None:
     arguments = ("--model", pair / "target", "--num-spec-tokens", 0, "--max-new-tokens", 4, "--json")
-    result = specgen("generate", *arguments, "--dataset", "mt-bench", "--data-path", data)
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["num_drafts"] == 0
+    shown = printed("generate", *arguments, "--dataset", "mt-bench", "--data-path", data)
+    assert json.loads(shown)["num_drafts"] == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--temperature", "-1"], ["temperature is -1"]),
         (["--temperature", "inf"], ["temperature is inf: use a finite number"]),
-        (["--top-p", "0"], ["top-p is 0"]),
         (["--min-p", "2"], ["min-p is 2.0: use a share in [0, 1]; 0 switches it off"]),
-        (["--top-k", "100000000000000000000"], ["top-k is 100000000000000000000", "at most 2147483647"]),
-        (
-            ["--max-new-tokens", "100000000000000000000"],
-            ["max-new-tokens is 100000000000000000000", "at most"],
-        ),
         (["--seed", "-1"], ["seed is -1", "a resumed run must give the same texts"]),
         (["--seed", str(2**70)], [f"seed is {2**70}", "64 bits"]),
         (["--stop", "\udcff"], ["stop is '\\udcff': it holds a lone surrogate"]),
@@ -432,28 +423,25 @@ def test_fields_that_look_misspelt_are_reported_once_with_a_count(pair: Path, tm
     assert warnings(run(pair, "--dataset", "gsm8k", "--data-path", own)) == []
 
 
+GREEDY = "nothing at temperature 0, which is greedy: set --temperature"
+PROBABILISTIC = ("--draft-sampling", "probabilistic")
+
+
 @pytest.mark.parametrize(
     ("row", "options", "lines"),
     [
         ({}, (), []),
+        ({}, ("--top-p", 0.5), [f"top-p changes {GREEDY}"]),
         (
             {},
-            ("--top-p", 0.5),
-            ["top-p changes nothing at temperature 0, which is greedy: set --temperature"],
+            ("--top-k", 5, "--min-p", 0.1, *PROBABILISTIC),
+            [f"top-k and min-p and draft-sampling change {GREEDY}"],
         ),
-        (
-            {},
-            ("--top-k", 5, "--min-p", 0.1, "--draft-sampling", "probabilistic"),
-            [
-                "top-k and min-p and draft-sampling change nothing at temperature 0, which is greedy: "
-                "set --temperature"
-            ],
-        ),
-        ({}, ("--top-p", 0.5, "--draft-sampling", "probabilistic", "--temperature", 1), []),
+        ({}, ("--top-p", 0.5, *PROBABILISTIC, "--temperature", 1), []),
         ({"temperature": 1.0}, ("--top-p", 0.5), []),
         (
             {},
-            ("--drafter", "ngram", "--draft-sampling", "probabilistic"),
+            ("--drafter", "ngram", *PROBABILISTIC),
             ["draft-sampling changes nothing without a head that drafts: leave it out"],
         ),
     ],

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from specgen.cli import main as cli
-from specgen.config import EngineConfig, UserError
+from specgen.config import EngineConfig
 from specgen.config.bundled import pair
 from specgen.config.errors import DeviceLost
 from specgen.core.engine_core import EngineCore
@@ -24,7 +24,7 @@ from specgen.core.step import Steps
 from specgen.record.interrupt import interruptible
 from specgen.record.results import locked
 from specgen.report.report import load_so_far
-from tests.commands import rows, write_rows
+from tests.commands import refused, rows, write_rows
 from tests.jobs import keep_in_memory, untimed
 
 pytestmark = pytest.mark.xdist_group("stopped")  # one run that nothing stops for all
@@ -229,7 +229,8 @@ def test_two_runs_in_one_directory(prompts: Path, tmp_path: Path) -> None:
 def test_a_lock_does_not_follow_a_moved_directory(tmp_path: Path) -> None:
     with locked(tmp_path / "run"):
         (tmp_path / "run").rename(tmp_path / "run.1")
-        with locked(tmp_path / "run"), pytest.raises(UserError, match="in use"), locked(tmp_path / "run.1"):
+        holder = f"in use by process {os.getpid()} on {os.uname().nodename}: "
+        with locked(tmp_path / "run"), refused(holder), locked(tmp_path / "run.1"):
             pass
     with locked(tmp_path / "run.1"):
         pass

@@ -19,6 +19,7 @@ from specgen.experiments.matrices import Workload
 from specgen.experiments.output import BenchTable
 from specgen.experiments.ranking import Ranking
 from specgen.experiments.tune import TuneJob, sentence, tune
+from tests.commands import refused
 from tests.timed_engines import RUN, Timed, install, job_of, rounds_of, usual, write_tiny
 
 
@@ -189,9 +190,7 @@ def test_another_question_needs_another_directory(pair: Path, monkeypatch, tmp_p
             "data.requests",
         ),
     ):
-        with pytest.raises(
-            UserError, match=rf"holds a run that differs in .*{field}.*: name a new directory"
-        ):
+        with refused(rf"holds a run that differs in .*{field}.*: name a new directory"):
             last(job, tmp_path)
     assert (tmp_path / "tune.rounds.jsonl").read_bytes() == before
     last(job_of(pair, repeats=9, precision=0.001, budget=1e9), tmp_path)  # more of the same
