@@ -91,7 +91,7 @@ def compare(
     print_comparison(found, export, as_json)
     if output is not None and not quiet:
         print_files(output, "compare.html")
-    if any(run.report["num_errors"] for run in found.runs):
+    if any(run.report.num_errors for run in found.runs):
         raise typer.Exit(3)
 
 

@@ -4,15 +4,16 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import typer
 
 if TYPE_CHECKING:
     from specgen.jobs.run_output import RunResult
+    from specgen.report.report import Report
     from specgen.report.terminal import Part
 
-    Parts = Callable[[Mapping[str, Any], Mapping[str, str]], Iterable[Part]]
+    Parts = Callable[[Report, Mapping[str, str]], Iterable[Part]]
 
 _FAILURES_SHOWN = 3  # where a file has them all
 
@@ -27,7 +28,7 @@ def print_parts(parts: "Iterable[Part]", file: TextIO) -> None:
 def print_result(result: "RunResult", as_json: bool, file: TextIO, parts: "Parts") -> None:
     """The report as ``parts`` of it, or as JSON."""
     if as_json:
-        print(json.dumps(result.report), file=file)
+        print(json.dumps(result.report.to_json()), file=file)
     else:
         print_parts(parts(result.report, result.settings), file)
 
@@ -44,13 +45,13 @@ def print_notes_and_exit(result: "RunResult", output: Path | None, quiet: bool =
     """
     if output is not None and output != Path("-"):
         where = f"{output / 'errors.jsonl'} has them all"
-        print_failures(result.failures[:_FAILURES_SHOWN], result.report["num_errors"], where)
+        print_failures(result.failures[:_FAILURES_SHOWN], result.report.num_errors, where)
         if not quiet:
             print_files(output, "report.html")
     else:
         where = "run with --output DIR to keep all reasons"
-        print_failures(result.failures, result.report["num_errors"], where)
-    if result.report["num_errors"]:
+        print_failures(result.failures, result.report.num_errors, where)
+    if result.report.num_errors:
         raise typer.Exit(3)
 
 

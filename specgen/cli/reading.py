@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from specgen.report.folder import Listing
+    from specgen.report.report import Report
     from specgen.report.terminal import Part
 
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -65,7 +66,7 @@ def report(
             return
     runs = [(str(arm), *load_so_far(arm)) for directory in directories for arm in arms(directory)]
     name, numbers, manifest = runs[0]
-    document, parts = numbers, of_run(numbers, manifest.get("settings", {}))
+    document, parts = numbers.to_json(), of_run(numbers, manifest.get("settings", {}))
     if against is not None:
         require(len(runs) == 1, f"against is {against!r} for {len(runs)} runs: give one directory")
         document, parts = _against(name, numbers, against)
@@ -109,7 +110,7 @@ def _print_listing(listing: "Listing", as_json: bool) -> None:
 
 
 def _compared(
-    runs: "Sequence[tuple[str, dict[str, Any], dict[str, Any]]]",
+    runs: "Sequence[tuple[str, Report, dict[str, Any]]]",
 ) -> tuple[dict[str, Any], "Iterator[Part]"]:
     """The reports of several runs and how they differ from the first, as JSON and for a terminal."""
     from specgen.report.origin import unlike_settings
@@ -119,21 +120,21 @@ def _compared(
     reports = [(name, numbers) for name, numbers, _ in runs]
     settings = unlike_settings([manifest for _, _, manifest in runs])
     shared = shared_requests([Path(name) for name, _ in reports])
-    document = dict(reports)
-    for at, ((name, numbers), each) in enumerate(zip(reports[1:], shared, strict=True), start=1):
+    document = {name: numbers.to_json() for name, numbers in reports}
+    for at, ((name, _), each) in enumerate(zip(reports[1:], shared, strict=True), start=1):
         unlike = {key: [found[0], found[at]] for key, found in settings.items() if found[0] != found[at]}
-        document[name] = {**numbers, "against_first": {"settings": unlike, "shared": each.to_json()}}
+        document[name]["against_first"] = {"settings": unlike, "shared": each.to_json()}
     return document, of_runs(reports, settings, shared)
 
 
-def _against(run: str, report: dict[str, Any], name: str) -> tuple[dict[str, Any], "Iterator[Part]"]:
+def _against(run: str, report: "Report", name: str) -> tuple[dict[str, Any], "Iterator[Part]"]:
     """The report of ``run`` and the published figures ``name``, as JSON and for a terminal."""
     from specgen.report.references import compare_figures, load_reference, load_results, of_figures
 
     reference = load_reference(name)
     lines = tuple(compare_figures(report, load_results(Path(run)), reference))
     against = {"reference": asdict(reference), "figures": [line.to_json() for line in lines]}
-    return {**report, "against": against}, of_figures(run, report["num_spec_tokens"], reference, lines)
+    return {**report.to_json(), "against": against}, of_figures(run, report.num_spec_tokens, reference, lines)
 
 
 @with_options

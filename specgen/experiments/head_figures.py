@@ -29,7 +29,7 @@ from specgen.report.paired_requests import (
     read_answers,
     with_steps,
 )
-from specgen.report.report import load_so_far, unfinished
+from specgen.report.report import Report, load_so_far
 
 PLAN = COMPARISON  # its runs, and when and how it was made
 ROUNDS, _EARLIER_ROUNDS = "compare.rounds.jsonl", "speed.jsonl"
@@ -57,7 +57,7 @@ class HeadRun:
     directory: Path
     head: str  # short name
     data: str  # short name
-    report: Mapping[str, Any]
+    report: Report
     manifest: Mapping[str, Any]
 
     @property
@@ -83,9 +83,10 @@ class HeadRuns:
         """The data sets in the order of the runs."""
         return tuple(dict.fromkeys(run.data for run in self.runs))
 
-    def run(self, data: str, head: str) -> HeadRun | None:
-        """The run of ``head`` on ``data``, if there is one."""
-        return next((run for run in self.runs if (run.data, run.head) == (data, head)), None)
+    def in_order(self) -> list[HeadRun]:
+        """The runs by data set, those of one in the order of ``heads``."""
+        data, heads = self.data, self.heads
+        return sorted(self.runs, key=lambda run: (data.index(run.data), heads.index(run.head)))
 
 
 def read_runs(directories: Sequence[Path]) -> HeadRuns:
@@ -147,9 +148,9 @@ def read_speeds(directory: Path) -> Speeds:
     return rounds_under(Rows(directory / ROUNDS).values(), under)
 
 
-def _read(directory: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def _read(directory: Path) -> tuple[Report, Mapping[str, Any]]:
     report, manifest = load_so_far(directory)
-    require("state" not in report, f"{directory}: {unfinished(report)}")
+    require(report.state is None, f"{directory}: {report.unfinished}")
     require(
         (directory / "completions.jsonl").is_file(),
         f"{directory} has no completions.jsonl, of which a comparison is made: generate into a new directory",
@@ -369,7 +370,7 @@ def _run(run: HeadRun, length: Length | None) -> dict[str, Any]:
         "directory": str(run.directory),
         "length_over_all_steps": length and length.value,
         "length_over_all_steps_ci95": length and length.interval,
-        "report": run.report,
+        "report": run.report.to_json(),
     }
 
 
@@ -410,7 +411,7 @@ def _lengths(run: HeadRun, answers: Answers) -> dict[str | None, Length | None]:
     groups: dict[str | None, list[Answer]] = {}
     for answer in answers.values():
         groups.setdefault(_category(answer), []).append(answer)
-    most = run.report["num_spec_tokens"]
+    most = run.report.num_spec_tokens
     by_category = {name: Length.of(group, most) for name, group in groups.items()}
     return {None: Length.of(answers.values(), most), **(by_category if len(groups) > 1 else {})}
 

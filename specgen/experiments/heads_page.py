@@ -108,7 +108,7 @@ def _runs(found: Comparison, data: str) -> Iterator[HeadRun]:
 
 
 def _ticks(found: Comparison) -> Any:  # noqa: ANN401
-    return lengths(max(run.report["num_spec_tokens"] for run in found.runs))
+    return lengths(max(run.report.num_spec_tokens for run in found.runs))
 
 
 def _lengths_chart(found: Comparison) -> Lines:
@@ -134,7 +134,7 @@ def _point(name: str, length: Length | None) -> Point:
 
 def _curves(found: Comparison, data: str) -> Lines:
     """Joint acceptance over draft position, a line for each head."""
-    by_head = {run.head: curve(run.report["acceptance"], "rate", "ci95") for run in _runs(found, data)}
+    by_head = {run.head: curve(run.report.acceptance) for run in _runs(found, data)}
     lines = {head: by_head.get(head, []) for head in found.heads}  # one style for one head everywhere
     return curves(f"Acceptance by draft position on {data}", lines)
 
@@ -154,7 +154,7 @@ def _categories_chart(found: Comparison, data: str, names: Sequence[str]) -> Lin
     points: dict[str, list[Point]] = {head: [] for head in found.heads}
     for run in _runs(found, data):
         for name in names:
-            if name in run.report["categories"]:
+            if name in run.report.categories:
                 points[run.head].append(_point(name, found.length(data, run.head, name)))
     return Lines(
         title=f"Mean acceptance length by category of {data}",

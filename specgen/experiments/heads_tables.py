@@ -6,6 +6,7 @@ from typing import Any
 from specgen.config import ExportName
 from specgen.experiments.head_figures import Comparison, HeadPair, Length, is_significant
 from specgen.experiments.rounds import PLAIN, MedianRange
+from specgen.report.acceptance import Speculation
 from specgen.report.display import (
     DASH,
     Show,
@@ -70,11 +71,11 @@ def notes(found: Comparison) -> Iterator[str]:
         each = dict.fromkeys(map(str, values))
         yield f"The runs also differ in {name}: {', '.join(each)}."
     for run in found.runs:
-        if without := run.report["num_steps_without_drafts"]:
-            steps = f"{count(without)} of {count(without + run.report['num_drafts'])} steps"
+        if without := run.report.num_steps_without_drafts:
+            steps = f"{count(without)} of {count(without + run.report.num_drafts)} steps"
             yield f"{run.head} on {run.data}: {steps} had no drafts and gave one token each."
-        if failed := run.report["num_errors"]:
-            requests = f"{count(failed)} of {count(failed + run.report['num_requests'])} requests"
+        if failed := run.report.num_errors:
+            requests = f"{count(failed)} of {count(failed + run.report.num_requests)} requests"
             yield f"{run.head} on {run.data}: {requests} failed, which are in no number: see its errors.jsonl."
 
 
@@ -127,11 +128,6 @@ def _lengths(lengths: Mapping[str, Length | None]) -> Row:
     return row
 
 
-def _reports(found: Comparison, data: str) -> dict[str, Mapping[str, Any]]:
-    runs = ((head, found.run(data, head)) for head in found.heads)
-    return {head: {} if run is None else run.report for head, run in runs}
-
-
 def mean_length(found: Comparison, head: str) -> Length | None:
     """The mean of ``head``'s lengths over data sets; None unless it has run on all of them."""
     return Length.mean([found.length(data, head) for data in found.data])
@@ -139,21 +135,19 @@ def mean_length(found: Comparison, head: str) -> Length | None:
 
 def _requests(found: Comparison, data: str) -> str:
     """The number of requests, of every head if they differ."""
-    numbers = dict.fromkeys(count(run.report["num_requests"]) for run in found.runs if run.data == data)
+    numbers = dict.fromkeys(count(run.report.num_requests) for run in found.runs if run.data == data)
     return " or ".join(numbers)
 
 
 def positions_table(found: Comparison) -> Table:
     """Joint acceptance: a row for each data set and head, a column for each draft position."""
-    num = max(len(run.report["acceptance"]) for run in found.runs)
+    num = max(len(run.report.acceptance) for run in found.runs)
     rows = []
-    for data in found.data:
-        for head, report in _reports(found, data).items():
-            cells: dict[str, Any] = {}
-            for i, position in enumerate(report.get("acceptance", ())):
-                cells |= {f"token {i}": position["rate"], f"token {i} ends": position["ci95"]}
-            if cells:
-                rows.append({"data": data, "head": head, **cells})
+    for run in found.in_order():
+        row: dict[str, Any] = {"data": run.data, "head": run.head}
+        for i, position in enumerate(run.report.acceptance):
+            row |= {f"token {i}": position.rate, f"token {i} ends": position.ci95}
+        rows.append(row)
     return Table(
         title="Acceptance by position",
         note="joint, with 95 % intervals",
@@ -209,7 +203,7 @@ def categories_table(found: Comparison) -> Table:
         {"data": data, "category": category, **_category(found, data, category, first, others)}
         for data in found.data
         for category in dict.fromkeys(
-            name for report in _reports(found, data).values() for name in report.get("categories", {})
+            name for run in found.in_order() if run.data == data for name in run.report.categories
         )
     ]
     columns = [Column(name="data", title="category"), Column(name="category", title="", wraps=True)]
@@ -504,8 +498,8 @@ def _rows(found: Comparison) -> Iterator[dict[str, Any]]:
     first = found.heads[0]
     for run in found.runs:
         pair = found.pair(run.data, run.head, first) if run.head != first else None
-        groups = {None: run.report, **run.report["categories"]}
-        for category, group in groups.items():
+        groups: list[tuple[str | None, Speculation]] = [(None, run.report), *run.report.categories.items()]
+        for category, group in groups:
             figure = (
                 None
                 if pair is None
@@ -519,11 +513,11 @@ def _rows(found: Comparison) -> Iterator[dict[str, Any]]:
                 "category": category or "",
                 "head": run.head,
                 "drafter": run.drafter,
-                "num_spec_tokens": run.report["num_spec_tokens"],
-                **{name: group[name] for name in _COUNTED},
+                "num_spec_tokens": run.report.num_spec_tokens,
+                **{name: getattr(group, name) for name in _COUNTED},
                 "length_over_all_steps": length.value if length else None,
                 **_ends("length", length.interval if length else None),
-                **{f"acceptance_{i}": each["rate"] for i, each in enumerate(group["acceptance"])},
+                **{f"acceptance_{each.position}": each.rate for each in group.acceptance},
                 "against": first if figure else None,
                 "difference": figure.paired.difference if figure else None,
                 **_ends("difference", figure.paired.interval if figure else None),

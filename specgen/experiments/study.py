@@ -362,13 +362,12 @@ class StudyRun:
         said = {"config": _said(config, job.study.limit, arguments), "date": began}
         summary = {key: value for key, value in results.items() if key != "samples"}
         write_text(path / "results.json", _json(summary | said))
-        document = run.report.to_json()
         title = f"{arm.name}: {self._title()}"
         shown = texts.shown(models.tokenizer)
         write_text(
-            path / "report.html", tables.page(document, asked["settings"], title, origin(asked), *shown)
+            path / "report.html", tables.page(run.report, asked["settings"], title, origin(asked), *shown)
         )
-        write_json(path / "report.json", document)
+        write_json(path / "report.json", run.report.to_json())
         return run
 
     def _manifest(self, config: EngineConfig, sampling: SamplingParams) -> dict[str, Any]:

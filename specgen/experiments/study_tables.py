@@ -180,8 +180,8 @@ def _acceptance(comparison: "StudyComparison") -> Table:
     rows = []
     for arm in drafting:
         rates = [position.rate for position in arm.acceptance] + [None] * most
-        rows.append({**asdict(arm), **{token: rates[i] for token, i in tokens.items()}})
-    lines = {row["name"]: curve(row["acceptance"], "rate", "ci95") for row in rows}
+        rows.append({**vars(arm), **{token: rates[i] for token, i in tokens.items()}})
+    lines = {arm.name: curve(arm.acceptance) for arm in drafting}
     return Table(
         title="Acceptance by position",
         note="% of the verify steps, with 95 % intervals",
@@ -198,7 +198,7 @@ def _parts(comparison: "StudyComparison") -> Table:
         note="with 95 % intervals; a step belongs to the part of its first token",
         columns=_PARTS,
         rows=tuple(
-            {"name": arm.name, "part": part, **asdict(each)}
+            {"name": arm.name, "part": part, **vars(each)}
             for arm in comparison.arms
             for part, each in arm.parts.items()
             if each.num_drafts
@@ -212,7 +212,7 @@ def _speed(comparison: "StudyComparison") -> Table:
         title="Speed",
         note=f"output tokens per second, and their ratio to {comparison.reference}",
         columns=(_ARM, *_SPEED, Column(name="seconds", title="time", show=seconds)),
-        rows=tuple(asdict(arm) for arm in comparison.arms),
+        rows=tuple(map(vars, comparison.arms)),
         bars="output_tokens_per_second",
         ticks=quarters(max(arm.output_tokens_per_second or 0.0 for arm in comparison.arms)),
     )
@@ -225,7 +225,7 @@ def _tasks(comparison: "StudyComparison") -> Table:
         note=f"mean acceptance length with 95 % intervals; speed, and its ratio to {comparison.reference}",
         columns=(Column(name="task", wraps=True), _ARM, *_LENGTH_AND_RATE, *_SPEED),
         rows=tuple(
-            {"task": task, "name": arm.name, **asdict(arm.tasks[task])}
+            {"task": task, "name": arm.name, **vars(arm.tasks[task])}
             for task in comparison.arms[0].tasks
             for arm in comparison.arms
             if task in arm.tasks

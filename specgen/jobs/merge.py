@@ -11,7 +11,6 @@ from specgen.config import FormatName, require
 from specgen.jobs.prompt_index import REQUESTS, WHOLE, Shard, parse_shard, read_requests
 from specgen.jobs.run_output import FinishedRun, RunResult, read_json
 from specgen.record.files import id_of, replacement, write_json
-from specgen.record.progress import status_figures
 from specgen.record.provenance import FREE_IN_A_RUN, differences
 from specgen.record.record_rows import require_present_version
 from specgen.record.results import directory
@@ -50,7 +49,7 @@ def merge(output: Path, directories: Sequence[Path], format_name: FormatName) ->
             _join(baseline, [run.path / "baseline" for run in runs], runs)
         merged = FinishedRun(path)
         report = merged.write_report(None if baseline is None else FinishedRun(baseline))
-        write_json(path / "status.json", {**runs[0].status, **status_figures(report)})
+        write_json(path / "status.json", {**runs[0].status, **report.status()})
         merged.export(format_name)
         result = merged.result()
         path.rename(output)
@@ -73,7 +72,7 @@ def _open(path: Path) -> _ShardRun:
         f"the run in {str(path)!r} is {status['state']}: finish it with its `specgen generate` before merging",
     )
     return _ShardRun(
-        path=path, shard=shard, manifest=manifest, status=status, has_baseline=report["baseline"] is not None
+        path=path, shard=shard, manifest=manifest, status=status, has_baseline=report.baseline is not None
     )
 
 

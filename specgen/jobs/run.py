@@ -100,7 +100,7 @@ def run(
                     write_json_lines(path / REQUESTS, filter(None, work.index.rows))
                 with _kept_while_lost(path):
                     run, baseline = work.answer(path)
-                    status.finish(run.write_report(baseline))
+                    status.finish(run.write_report(baseline).status())
                 run.export(job.format)
         return run.result(work.first)
 

@@ -17,7 +17,7 @@ from specgen.record.record_rows import RequestRow, read_passes
 from specgen.report import tables
 from specgen.report.acceptance import RequestMetrics
 from specgen.report.origin import origin, run_title
-from specgen.report.report import Report, report_of
+from specgen.report.report import Report, load, report_of
 from specgen.report.run_texts import RunTexts
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -41,7 +41,7 @@ _ROW_GROUP = 512  # rows in memory at a time
 class RunResult:
     """The result of a run, for printing."""
 
-    report: Mapping[str, Any]  # as in report.json
+    report: Report
     settings: Mapping[str, str]
     samples: list[tuple[str, str]]  # prompt and answer, the first ones
     failures: list[str]  # id and reason, the first ones
@@ -51,8 +51,8 @@ def is_complete(path: Path, job: Job, state: str | None) -> bool:
     """Whether an earlier run, left in ``state``, has answered every request, with no failure."""
     if not (path / "report.json").exists() or state != "finished":
         return False
-    report = read_json(path / "report.json")
-    return report["num_errors"] == 0 and (report["baseline"] is not None or not job.baseline)
+    report, _ = load(path)
+    return report.num_errors == 0 and (report.baseline is not None or not job.baseline)
 
 
 def _shown(row: Mapping[str, Any]) -> str:
@@ -75,8 +75,8 @@ class FinishedRun:
         self._completions = Rows(path / "completions.jsonl") if completions is None else completions
         self._errors = Rows(path / "errors.jsonl") if errors is None else errors
 
-    def write_report(self, baseline: "FinishedRun | None") -> Mapping[str, Any]:
-        """Write ``report.json``, whose content is returned, and ``report.html``; ``baseline`` is the plain run."""
+    def write_report(self, baseline: "FinishedRun | None") -> Report:
+        """Write ``report.json``, which is returned, and ``report.html``; ``baseline`` is the plain run."""
         record = read_json(self._path / "manifest.json")
         texts, same = RunTexts(self._completions), list[bool]()
         report = self._report(
@@ -84,14 +84,13 @@ class FinishedRun:
         )
         if baseline is not None:
             report = report.with_baseline(baseline._report(0, baseline._requests(None, [])), same)
-        document = report.to_json()
         shown = (
             texts.shown(_tokenizer(record["engine"]["model"])) if record.get("steps", True) else ([], None)
         )
-        page = tables.page(document, record["settings"], run_title(record), origin(record), *shown)
+        page = tables.page(report, record["settings"], run_title(record), origin(record), *shown)
         write_text(self._path / "report.html", page)
-        write_json(self._path / "report.json", document)
-        return document
+        write_json(self._path / "report.json", report.to_json())
+        return report
 
     def _report(self, num_spec_tokens: int, requests: Iterable[RequestRow]) -> Report:
         return report_of(
@@ -130,9 +129,10 @@ class FinishedRun:
             _shown(completions[prompt.id]) if prompt.id in completions else errors[prompt.id]["error"]
             for prompt in first
         ]
+        report, record = load(self._path)
         return RunResult(
-            report=read_json(self._path / "report.json"),
-            settings=read_json(self._path / "manifest.json")["settings"],
+            report=report,
+            settings=record["settings"],
             samples=[(prompt.last_message, answer) for prompt, answer in zip(first, answers, strict=True)],
             failures=[failure(name, errors[name]["error"]) for name in islice(errors, _FAILURES_KEPT)],
         )

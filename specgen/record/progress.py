@@ -159,9 +159,9 @@ class Status:
         with swapped(self._path) as file:
             file.write(as_json(self._to_json(state)).encode())
 
-    def finish(self, report: Mapping[str, Any]) -> None:
-        """The run has finished; ``report`` is its ``report.json``."""
-        write_json(self._path, self._to_json("finished") | status_figures(report))
+    def finish(self, figures: Mapping[str, Any]) -> None:
+        """The run has finished; ``figures`` are those of its report, in place of what was counted."""
+        write_json(self._path, {**self._to_json("finished"), **figures})
 
     def _to_json(self, state: State) -> dict[str, Any]:
         return {
@@ -186,19 +186,6 @@ class Status:
         ended = self._done - self._done_before + self._failed
         left = self._total - self._done - self._failed
         return left * (time.monotonic() - self._begun) / ended if ended else None
-
-
-def status_figures(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a finished run's status that are its report's."""
-    done, failed = report["num_requests"], report["num_errors"]
-    return {
-        "total": done + failed,
-        "done": done,
-        "failed": failed,
-        "output_tokens": report["total_num_output_tokens"],
-        "output_tokens_per_second": report["output_tokens_per_second"],
-        "acceptance_length": report["mean_acceptance_length"],
-    }
 
 
 @contextmanager

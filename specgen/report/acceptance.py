@@ -78,13 +78,14 @@ class Speculation:
 
     ``num_drafts`` counts the steps with drafts, ``num_accepted_tokens`` all accepted drafts, including those after
     the end of a text. Drafts are those that were verified, but for ``num_unverified_tokens``. Intervals (95 %) treat
-    conversations, not steps, as independent: see ``intervals.Ratio``.
+    conversations, not steps, as independent: see ``intervals.Ratio``. Reports of earlier versions lack what has a
+    default, here and in ``Report``.
     """
 
     num_requests: int
     total_num_output_tokens: int
     num_drafts: int
-    num_steps_without_drafts: int
+    num_steps_without_drafts: int = 0
     num_draft_tokens: int
     num_accepted_tokens: int
     mean_acceptance_length: float | None
@@ -93,8 +94,8 @@ class Speculation:
     draft_acceptance_rate: float | None
     acceptance: tuple[Position, ...]  # [K]
     acceptance_histogram: tuple[int, ...]  # [K + 1]: steps that accepted exactly j drafts
-    num_unverified_tokens: int  # drafts that were found too unlikely to be accepted
-    confidence: Confidence
+    num_unverified_tokens: int = 0  # drafts that were found too unlikely to be accepted
+    confidence: Confidence = Confidence(levels=(), auc=None)
 
 
 def fold_request(verified: Iterable[Step], num_spec_tokens: int) -> RequestMetrics:

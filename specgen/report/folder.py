@@ -194,14 +194,15 @@ def _run(path: Path) -> Row:
     status = status_of(path)
     if is_finished(path, status):
         report, manifest = load(path)
-        failed = _number(report["num_errors"])
+        failed, plain = report.num_errors, report.baseline
         return {
             **_settings(manifest),
-            "requests": _number(report["num_requests"]),
-            "length": _number(report["mean_acceptance_length"]),
-            "length_ci95": _interval(report["mean_acceptance_length_ci95"]),
-            "speed": _number(report["output_tokens_per_second"]),
-            **_against_plain(report.get("baseline")),
+            "requests": report.num_requests,
+            "length": report.mean_acceptance_length,
+            "length_ci95": report.mean_acceptance_length_ci95,
+            "speed": report.output_tokens_per_second,
+            "x_plain": plain and plain.ratio,
+            "same_texts": plain and (round(plain.identical * plain.num_compared), plain.num_compared),
             "state": f"finished, {count(failed)} failed" if failed else "finished",
             **({ALARMING: True} if failed else {}),
         }
@@ -238,14 +239,6 @@ def _progress(status: Mapping[str, Any]) -> str:
     if state in ("reading", "preparing", "running"):
         known.append(f"written {_when(status['updated'])}")
     return ", ".join(known)
-
-
-def _against_plain(baseline: Mapping[str, Any] | None) -> Row:
-    if baseline is None:
-        return {}
-    compared = _number(baseline["num_compared"]) or 0
-    same = round(baseline["identical"] * compared)
-    return {"x_plain": _number(baseline["ratio"]), "same_texts": (same, compared)}
 
 
 def _comparison(path: Path) -> Row:
@@ -318,13 +311,6 @@ def _number(value: object) -> Any:  # noqa: ANN401
         f"{value!r} is no number",
     )
     return value
-
-
-def _interval(value: Any) -> tuple[float, float] | None:  # noqa: ANN401
-    if value is None:
-        return None
-    low, high = value
-    return _number(low), _number(high)
 
 
 def _when(value: object) -> str:

@@ -10,10 +10,11 @@ from specgen.config.bundled import evaluation_directory
 from specgen.config.json_fields import check_fields, load_json
 from specgen.report.display import DASH, ends, hundredths, percent, plain
 from specgen.report.intervals import wilson
+from specgen.report.report import Report
 from specgen.report.table import Column, Row, Table
 from specgen.report.terminal import ALARMING, Part
 
-LENGTH, _LENGTH = "mean acceptance length", "mean_acceptance_length"  # as shown, as in report.json
+LENGTH = "mean acceptance length"
 _COLUMNS = (
     Column(name="figure", title=""),
     Column(name="ours", title="this run"),
@@ -129,25 +130,28 @@ def load_results(directory: Path) -> dict[str, Any]:
 
 
 def compare_figures(
-    report: Mapping[str, Any], results: Mapping[str, Any], reference: Reference
+    report: Report, results: Mapping[str, Any], reference: Reference
 ) -> Iterator[FigureComparison]:
-    """Compare a run's ``report.json`` and ``results.json`` (from ``load_results``) with ``reference``.
+    """Compare a run's ``report`` and ``results.json`` (from ``load_results``) with ``reference``.
 
     Mean acceptance lengths are comparable at equal K only; the joint rate at a position does not depend on K.
     """
     if reference.mean_acceptance_length is not None:
-        found = report if report["num_spec_tokens"] == reference.num_spec_tokens else {}
+        same = report.num_spec_tokens == reference.num_spec_tokens
         yield FigureComparison(
             figure=LENGTH,
-            ours=found.get(_LENGTH),
-            ci95=found.get(f"{_LENGTH}_ci95"),
+            ours=report.mean_acceptance_length if same else None,
+            ci95=report.mean_acceptance_length_ci95 if same else None,
             theirs=reference.mean_acceptance_length,
         )
-    seen = {row["position"]: row for row in report["acceptance"]}
     for position, rate in enumerate(reference.acceptance):
-        row = seen.get(position, {"rate": None, "ci95": None})
-        figure = f"acceptance at token {position}"
-        yield FigureComparison(figure=figure, ours=row["rate"], ci95=row["ci95"], theirs=rate)
+        ours = report.acceptance[position] if position < len(report.acceptance) else None
+        yield FigureComparison(
+            figure=f"acceptance at token {position}",
+            ours=ours.rate if ours else None,
+            ci95=ours.ci95 if ours else None,
+            theirs=rate,
+        )
     for accuracy in reference.accuracy:
         yield _accuracy(results, accuracy)
 

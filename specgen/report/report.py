@@ -2,11 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from specgen.config import UserError, require
+import msgspec
+
+from specgen.config import UserError
 from specgen.config.json_fields import load_json
 from specgen.record.files import Rows
 from specgen.record.record_rows import (
@@ -61,14 +63,18 @@ class Report(Speculation):
     """All statistics of one run; a breakdown is empty if there is only one category or turn.
 
     ``ttft_seconds`` is the time from submission to the first token; ``tpot_seconds`` the time from the first token to
-    the end over the tokens after the first, for requests with at least two tokens.
+    the end over the tokens after the first, for requests with at least two tokens. ``state`` and ``num_expected``, the
+    requests of the whole run where that is known, are those of a run that is not finished (see ``load_so_far``).
     """
 
     num_spec_tokens: int
     categories: Mapping[str, Speculation]
     turns: Mapping[str, Speculation]
-    parts: Mapping[str, Speculation]  # reasoning and answer; empty where no text has reasoning
-    ended_in_reasoning: Mapping[str, int]  # texts without an answer, by finish reason
+    # of reasoning and answer; empty where no text has reasoning
+    parts: Mapping[str, Speculation] = field(default_factory=dict)
+    ended_in_reasoning: Mapping[str, int] = field(
+        default_factory=dict
+    )  # texts without an answer, by finish reason
     num_prompt_tokens: int
     num_cached_tokens: int  # prompt tokens found in the prefix cache
     finish_reasons: Mapping[str, int]
@@ -83,10 +89,29 @@ class Report(Speculation):
     experts: tuple[ExpertStats, ...] = ()  # that decode steps touched; empty for a dense target
     baseline: Baseline | None = None
     num_empty: int = 0  # texts without a character, but for those that ended while reasoning
+    state: str | None = None
+    num_expected: int | None = None
 
     @property
     def output_tokens_per_second(self) -> float | None:
         return self.total_num_output_tokens / self.wall_seconds if self.wall_seconds > 0 else None
+
+    @property
+    def draft_lengths(self) -> Mapping[str, int]:
+        """Decode steps by K, the most frequent first; empty if all had the same K."""
+        lengths = self.steps["decode"].by_num_spec_tokens if "decode" in self.steps else {}
+        return lengths if len(lengths) > 1 else {}
+
+    @property
+    def unfinished(self) -> str:
+        """A sentence if the run is not finished, else empty."""
+        if self.state is None:
+            return ""
+        of = "" if self.num_expected is None else f" of {count(self.num_expected)} requests"
+        return (
+            f"This run is not finished ({self.state}, {count(self.num_requests)}{of} done): these are the numbers of "
+            "the requests that are done, and of all passes. The same command resumes it."
+        )
 
     def rows(self) -> dict[str, int]:
         """Rows computed and wasted in decode steps; ``loop`` are the draft loop's rows in steps of both kinds."""
@@ -94,6 +119,17 @@ class Report(Speculation):
         decode = self.steps.get("decode")
         rows = {name.removesuffix("_rows"): getattr(decode, name) if decode else 0 for name in names}
         return {**rows, "loop": sum(steps.loop_rows for steps in self.steps.values())}
+
+    def status(self) -> dict[str, Any]:
+        """What ``status.json`` says of a finished run."""
+        return {
+            "total": self.num_requests + self.num_errors,
+            "done": self.num_requests,
+            "failed": self.num_errors,
+            "output_tokens": self.total_num_output_tokens,
+            "output_tokens_per_second": self.output_tokens_per_second,
+            "acceptance_length": self.mean_acceptance_length,
+        }
 
     def with_baseline(self, baseline: "Report", same: Sequence[bool]) -> Self:
         """This report with ``baseline``; ``same`` says of each request of both whether its texts are equal."""
@@ -108,11 +144,19 @@ class Report(Speculation):
 
     def to_json(self) -> dict[str, Any]:
         """The content of ``report.json``: counters at the top level, times in seconds, None without data."""
+        found = asdict(self)
+        of_unfinished = {name: found.pop(name) for name in ("state", "num_expected")}
         return {
-            **asdict(self),
+            **found,
             "output_tokens_per_second": self.output_tokens_per_second,
             "rows": self.rows(),
+            **({} if self.state is None else of_unfinished),
         }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """The inverse of ``to_json``; ``msgspec.ValidationError`` for anything else."""
+        return msgspec.convert(document, cls)
 
 
 class _Sums:
@@ -248,31 +292,26 @@ def report_categories(requests: Iterable[RequestRow], *, num_spec_tokens: int) -
     return {category: sums.report(0) for category, sums in found.items()}
 
 
-def draft_lengths(report: Mapping[str, Any]) -> dict[str, int]:
-    """Decode steps of a ``report.json`` by K, the most frequent first; empty if all had the same K."""
-    lengths = report["steps"].get("decode", {}).get("by_num_spec_tokens", {})
-    return dict(lengths) if len(lengths) > 1 else {}
-
-
-def load(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``report.json`` and ``manifest.json`` of a run's directory; ``UserError`` if either is invalid."""
+def load(directory: Path) -> tuple[Report, dict[str, Any]]:
+    """The report and ``manifest.json`` of a run's directory; ``UserError`` if either is invalid."""
     remedy = "give a directory that `specgen generate --output` has finished"
-    report = load_json(directory / "report.json", remedy)
-    require(
-        "acceptance" in report,
-        f"{directory / 'report.json'} is not the report of a run: generate into a new directory",
-    )
-    return report, load_json(directory / "manifest.json", remedy)
+    path = directory / "report.json"
+    document, manifest = load_json(path, remedy), load_json(directory / "manifest.json", remedy)
+    try:
+        return Report.from_json(document), manifest
+    except msgspec.ValidationError as error:
+        raise UserError(
+            f"{path} is not the report of a run ({error}): generate into a new directory"
+        ) from error
 
 
 # --- runs that are not finished -----------------------------------------------------------------
 
 
-def load_so_far(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``report.json`` and ``manifest.json`` as by ``report.load``, of an unfinished run computed from its rows.
+def load_so_far(directory: Path) -> tuple[Report, dict[str, Any]]:
+    """The report and ``manifest.json`` as by ``load``, of an unfinished run computed from its rows.
 
-    An unfinished run's report has two more fields: ``state`` as in ``status.json`` (``stopped`` without one), and
-    ``num_expected``, its requests where that is known.
+    Its ``state`` is that of ``status.json``, ``stopped`` without one.
     """
     status = status_of(directory)
     if is_finished(directory, status):
@@ -288,11 +327,11 @@ def load_so_far(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         read_passes(passes),
         num_spec_tokens=record["engine"]["num_spec_tokens"],
         num_errors=len(Rows(directory / "errors.jsonl")),
-    ).to_json()
+    )
     expected = status.get("total") or None
-    if expected is not None:
-        report["num_unfinished"] = max(0, expected - report["num_requests"] - report["num_errors"])
-    return {**report, "state": status.get("state", "stopped"), "num_expected": expected}, record
+    left = 0 if expected is None else max(0, expected - report.num_requests - report.num_errors)
+    state = status.get("state", "stopped")
+    return replace(report, state=state, num_expected=expected, num_unfinished=left), record
 
 
 def is_finished(directory: Path, status: Mapping[str, Any]) -> bool:
@@ -307,16 +346,3 @@ def status_of(directory: Path) -> dict[str, Any]:
         return load_json(path, "run the same command again") if path.exists() else {}
     except UserError:
         return {"state": "lost"}
-
-
-def unfinished(report: Mapping[str, Any]) -> str:
-    """A sentence if the report is of an unfinished run, else empty."""
-    if "state" not in report:
-        return ""
-    done = count(report["num_requests"])
-    expected = report["num_expected"]
-    of = "" if expected is None else f" of {count(expected)} requests"
-    return (
-        f"This run is not finished ({report['state']}, {done}{of} done): these are the numbers of the "
-        "requests that are done, and of all passes. The same command resumes it."
-    )

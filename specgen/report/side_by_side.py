@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from specgen.record.record_rows import PARTS
 from specgen.report.display import (
     DASH,
     Show,
@@ -20,7 +21,7 @@ from specgen.report.display import (
     seconds,
 )
 from specgen.report.paired_requests import LENGTH, PairedFigure, SharedRequests
-from specgen.report.report import DEFINITIONS, draft_lengths, unfinished
+from specgen.report.report import DEFINITIONS, Report
 from specgen.report.table import Column, Row, Table
 from specgen.report.tables import remarks
 from specgen.report.terminal import Part, definitions
@@ -40,38 +41,19 @@ _ALL_STEPS = (
     "1 + accepted / verify steps, those without drafts too: elsewhere the mean acceptance length",
 )
 
-_ALL = "length_over_all_steps"
-_Metric = tuple[str, tuple[str | int, ...], Show]  # label, path in report.json, how to show it
-_COUNTED: tuple[_Metric, ...] = (
-    *((name, (name,), count) for name in ("num_requests", "total_num_output_tokens", "num_drafts")),
-    *((name, (name,), count) for name in ("num_draft_tokens", "num_accepted_tokens")),
-    ("mean acceptance length", ("mean_acceptance_length",), plain),
-    ("  95 %", ("mean_acceptance_length_ci95",), lambda interval: between(interval, plain)),
-    ("  mean over requests", ("mean_acceptance_length_per_request",), plain),
-    *((f"  of {part}", ("parts", part, "mean_acceptance_length"), plain) for part in ("reasoning", "answer")),
-)
-_ROWS: tuple[_Metric, ...] = (
-    ("target rows", ("rows", "target"), count),
-    ("  rejected drafts", ("rows", "target_rejected"), count),
-    ("drafter KV fill", ("rows", "first_pass"), count),
-    ("  padding", ("rows", "first_pass_wasted"), count),
-    ("draft loop rows", ("rows", "loop"), count),
-)
-_TIMED: tuple[_Metric, ...] = (  # of one run each, whose spread nobody knows
-    ("output tokens/s", ("output_tokens_per_second",), rate),
-    ("time to first token", ("ttft_seconds", "mean"), seconds),
-    ("time per output token", ("tpot_seconds", "mean"), seconds),
-    ("decode step", ("steps", "decode", "mean_seconds"), seconds),
-    ("against plain decoding", ("baseline", "ratio"), ratio),
+_Figure = tuple[str, Any, Show]  # label, value (None if the run has none), how to show it
+_COUNTERS = (
+    *("num_requests", "total_num_output_tokens", "num_drafts"),
+    *("num_draft_tokens", "num_accepted_tokens"),
 )
 
 
 def of_runs(
-    runs: Sequence[tuple[str, Mapping[str, Any]]],
+    runs: Sequence[tuple[str, Report]],
     settings: Mapping[str, Sequence[Any]],
     shared: Sequence[SharedRequests],
 ) -> Iterator[Part]:
-    """What the terminal shows of ``(name, report.json)`` pairs.
+    """What the terminal shows of runs by name.
 
     ``settings`` (from ``unlike_settings``) are those in which the runs differ; ``shared`` (from ``shared_requests``)
     has one entry for each run but the first.
@@ -90,9 +72,9 @@ def of_runs(
     for name, each in zip(names[1:], shared, strict=True):
         yield from _paired(name, names[0], each)
     for name, report in runs:
-        if draft_lengths(report):
+        if report.draft_lengths:
             yield f"{name}: K by step: {_lengths(report)}"
-        for sentence in filter(None, (unfinished(report), *remarks(report))):
+        for sentence in filter(None, (report.unfinished, *remarks(report))):
             yield f"{name}: {sentence}"
     paired = any(each.figures and not each.same_acceptance for each in shared)
     yield definitions((*DEFINITIONS, *((_ALL_STEPS, _PAIRED) if paired else ())))
@@ -151,15 +133,17 @@ def _difference(each: PairedFigure) -> Row:
     }
 
 
-def _table(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
+def _table(runs: Sequence[tuple[str, Report]]) -> Table:
     (first, _), *others = runs
-    ratios = [f"ratio {at}" for at in range(len(runs))]
-    reports = [_over_all_steps(report) for _, report in runs]
-    positions = range(max(len(report["acceptance"]) for report in reports))
-    accepted = [(f"acceptance at token {i}", ("acceptance", i, "rate"), percent) for i in positions]
-    own = [("  over all steps", (_ALL,), plain)] if any(map(_drafts_at_times, reports)) else []
-    rows = [_row(metric, reports) for metric in (*_COUNTED, *own, *accepted, *_ROWS)]
-    rows += [{**_row(metric, reports), **dict.fromkeys(ratios, "")} for metric in _TIMED]
+    reports = [report for _, report in runs]
+    num_positions = max(len(report.acceptance) for report in reports)
+    at_times = any(report.num_drafts and report.num_steps_without_drafts for report in reports)
+    rows = [
+        _row(*of_all)
+        for of_all in zip(*(_counted(each, num_positions, at_times) for each in reports), strict=True)
+    ]
+    for of_all in zip(*map(_timed, reports), strict=True):  # of one run each, whose spread nobody knows
+        rows.append({**_row(*of_all), **dict.fromkeys((f"ratio {at}" for at in range(len(runs))), "")})
     columns = [Column(name="metric", title=""), Column(name="run 0", title=first)]
     for at, (name, _) in enumerate(others, start=1):
         columns += [Column(name=f"run {at}", title=name), Column(name=f"ratio {at}", title="ratio")]
@@ -172,51 +156,56 @@ def _table(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
     )
 
 
-def _drafts_at_times(report: Mapping[str, Any]) -> bool:
-    """Whether a drafter had drafts in some steps and in others none."""
-    return bool(report["num_drafts"] and report.get("num_steps_without_drafts"))
-
-
-def _over_all_steps(report: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``report`` with its length over all steps; it is the mean acceptance length where all had drafts."""
-    length = report["mean_acceptance_length"]
-    if _drafts_at_times(report):
-        length = 1 + report["num_accepted_tokens"] / (
-            report["num_drafts"] + report["num_steps_without_drafts"]
+def _counted(report: Report, num_positions: int, at_times: bool) -> Iterator[_Figure]:
+    """Counts and acceptance; where some run drafted ``at_times`` only, the length over all steps too."""
+    for name in _COUNTERS:
+        yield name, getattr(report, name), count
+    length, interval = report.mean_acceptance_length, report.mean_acceptance_length_ci95
+    yield "mean acceptance length", length, plain
+    yield "  95 %", interval, lambda interval: between(interval, plain)
+    yield "  mean over requests", report.mean_acceptance_length_per_request, plain
+    for part in PARTS:
+        yield (
+            f"  of {part}",
+            report.parts[part].mean_acceptance_length if part in report.parts else None,
+            plain,
         )
-    return {**report, _ALL: length}
+    if report.num_drafts:
+        length = 1 + report.num_accepted_tokens / (report.num_drafts + report.num_steps_without_drafts)
+    yield "  over all steps", length if at_times else None, plain
+    rates = [position.rate for position in report.acceptance] + [None] * num_positions
+    for i in range(num_positions):
+        yield f"acceptance at token {i}", rates[i], percent
+    rows = report.rows()
+    yield "target rows", rows["target"], count
+    yield "  rejected drafts", rows["target_rejected"], count
+    yield "drafter KV fill", rows["first_pass"], count
+    yield "  padding", rows["first_pass_wasted"], count
+    yield "draft loop rows", rows["loop"], count
 
 
-def _row(metric: _Metric, reports: Sequence[Mapping[str, Any]]) -> Row:
-    label, path, show = metric
-    first, *_ = found = [_at(report, path) for report in reports]
+def _timed(report: Report) -> Iterator[_Figure]:
+    ttft, tpot, decode = report.ttft_seconds, report.tpot_seconds, report.steps.get("decode")
+    yield "output tokens/s", report.output_tokens_per_second, rate
+    yield "time to first token", ttft and ttft.mean, seconds
+    yield "time per output token", tpot and tpot.mean, seconds
+    yield "decode step", decode and decode.mean_seconds, seconds
+    yield "against plain decoding", report.baseline and report.baseline.ratio, ratio
+
+
+def _row(*of_all: _Figure) -> Row:
+    """One figure of all runs, each with its ratio to the first, where both are numbers and that is not 0."""
+    label, first, show = of_all[0]
     row = {"metric": label}
-    for at, value in enumerate(found):
-        row |= {f"run {at}": show(value), f"ratio {at}": _ratio(value, first)}
+    for at, (_, value, _) in enumerate(of_all):
+        are_numbers = isinstance(value, int | float) and isinstance(first, int | float) and first
+        row |= {f"run {at}": show(value), f"ratio {at}": ratio(value / first) if are_numbers else ""}
     return row
 
 
-def _ratio(value: object, first: object) -> str:
-    """Empty unless both are numbers and ``first`` is not 0."""
-    if isinstance(value, int | float) and isinstance(first, int | float) and first:
-        return ratio(value / first)
-    return ""
-
-
-def _at(report: Mapping[str, Any], path: Sequence[str | int]) -> object:
-    """The value at ``path``; None if the run has none."""
-    value: Any = report
-    try:
-        for key in path:
-            value = value[key]
-    except (KeyError, IndexError, TypeError):
-        return None
-    return value
-
-
-def _lengths(report: Mapping[str, Any]) -> str:
+def _lengths(report: Report) -> str:
     """``4 in 300, 2 in 25 steps``: the most frequent K, and the others summed."""
-    lengths = list(draft_lengths(report).items())
+    lengths = list(report.draft_lengths.items())
     parts = [f"{k} in {count(number)}" for k, number in lengths[:_LENGTHS]]
     rest = [f"others in {count(sum(number for _, number in lengths[_LENGTHS:]))}"]
     return f"{', '.join(parts + rest * (len(lengths) > _LENGTHS))} steps"

@@ -1,8 +1,8 @@
 """The tables of one run, for terminal and page, and sentences about what its numbers do not show by themselves."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
+from specgen.report.acceptance import Position, Speculation
 from specgen.report.charts import Lines, Point, lengths, quarters
 from specgen.report.display import (
     DASH,
@@ -17,10 +17,11 @@ from specgen.report.display import (
     several,
 )
 from specgen.report.page import Page
-from specgen.report.report import DEFINITIONS, draft_lengths, unfinished
-from specgen.report.table import Column, Row, Table, pairs
+from specgen.report.report import DEFINITIONS, Report
+from specgen.report.table import Column, Table, pairs
 from specgen.report.terminal import Part, definitions, heading
 from specgen.report.text_list import TextList
+from specgen.report.timings import WallTime
 
 _FEW, _NEARLY_ALL = 10, 0.9  # texts, share of them
 DEAD_LENGTH = 1.05  # tokens per verify step; plain decoding has 1
@@ -93,16 +94,16 @@ _SHOWN_EXPERTS = 12  # rows of the table, those of the most steps; report.json h
 _LENGTHS = (Column(name="k", title="by draft length"), Column(name="steps", title="decode steps"))
 
 
-def of_run(report: Mapping[str, Any], settings: Mapping[str, str]) -> Iterator[Part]:
-    """What the terminal shows of a ``report.json`` and its ``settings``: figures, and what their names mean."""
+def of_run(report: Report, settings: Mapping[str, str]) -> Iterator[Part]:
+    """What the terminal shows of a run with these ``settings``: figures, and what their names mean."""
     yield from figures(report, settings)
     yield definitions(_terms(report))
 
 
-def figures(report: Mapping[str, Any], settings: Mapping[str, str]) -> Iterator[Part]:
+def figures(report: Report, settings: Mapping[str, str]) -> Iterator[Part]:
     """The same without the meaning of names."""
     yield heading(settings)
-    yield unfinished(report)
+    yield report.unfinished
     counts, speed = _numbers(report)
     yield counts
     yield from remarks(report)
@@ -113,7 +114,7 @@ def figures(report: Mapping[str, Any], settings: Mapping[str, str]) -> Iterator[
 
 
 def page(
-    report: Mapping[str, Any],
+    report: Report,
     settings: Mapping[str, str],
     title: str,
     origin: Mapping[str, str] | None = None,
@@ -127,46 +128,56 @@ def page(
         sentence="\n".join(remarks(report)),
         alarming=True,
         tiles=[item for item in (*_counts(report), *_speed(report)) if item[0] in _TILES],
-        tables=[*_acceptance(report), *rejections, *_times(report), *wall_table(report), *_numbers(report)],
+        tables=[
+            *_acceptance(report),
+            *rejections,
+            *_times(report),
+            *wall_table(report.wall),
+            *_numbers(report),
+        ],
         texts=texts,
         notes=dict(_terms(report)),
         origin=origin or {},
     ).to_html()
 
 
-def _terms(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _terms(report: Report) -> list[tuple[str, str]]:
     known = _CONFIDENCE_TERMS if any(confidence_table(report)) else ()
-    return [*(DEFINITIONS if report["num_drafts"] else ()), *known, *expert_terms(report)]
+    return [*(DEFINITIONS if report.num_drafts else ()), *known, *expert_terms(report)]
 
 
-def _numbers(report: Mapping[str, Any]) -> tuple[Table, Table]:
+def _numbers(report: Report) -> tuple[Table, Table]:
     return pairs("Counts", _counts(report)), pairs("Speed and rows", _speed(report))
 
 
-def _counts(report: Mapping[str, Any]) -> Iterator[_Item]:
-    without = report.get("num_steps_without_drafts", 0)
+def _counts(report: Report) -> Iterator[_Item]:
+    without = report.num_steps_without_drafts
     notes = {"num_drafts": f"steps with drafts; {count(without)} had none"} if without else {}
     for name in _COUNTERS:
-        yield name, count(report[name]), notes.get(name, "")
-    if report["num_drafts"]:
-        ends, by_request = report["mean_acceptance_length_ci95"], report["mean_acceptance_length_per_request"]
+        yield name, count(getattr(report, name)), notes.get(name, "")
+    if report.num_drafts:
+        ends, by_request = report.mean_acceptance_length_ci95, report.mean_acceptance_length_per_request
         note = f"{between(ends, plain) if ends else 'over all steps'}, mean over requests {plain(by_request)}"
-        yield "mean acceptance length", plain(report["mean_acceptance_length"]), note
-        drafts = f"({count(report['num_accepted_tokens'])} of {count(report['num_draft_tokens'])} drafts)"
-        yield "draft acceptance rate", percent(report["draft_acceptance_rate"]), drafts
-    if (auc := report.get("confidence", {}).get("auc")) is not None:
-        yield "confidence of drafts", plain(auc), "(AUC: 0.5 says nothing, 1 all)"
-    others = {name: report[f"num_{name}"] for name in ("errors", "unfinished", "preemptions")}
-    reasons = (f"{count(n)} {name}" for name, n in (report["finish_reasons"] | others).items() if n)
+        yield "mean acceptance length", plain(report.mean_acceptance_length), note
+        drafts = f"({count(report.num_accepted_tokens)} of {count(report.num_draft_tokens)} drafts)"
+        yield "draft acceptance rate", percent(report.draft_acceptance_rate), drafts
+    if report.confidence.auc is not None:
+        yield "confidence of drafts", plain(report.confidence.auc), "(AUC: 0.5 says nothing, 1 all)"
+    others = {
+        "errors": report.num_errors,
+        "unfinished": report.num_unfinished,
+        "preemptions": report.num_preemptions,
+    }
+    reasons = (f"{count(n)} {name}" for name, n in {**report.finish_reasons, **others}.items() if n)
     yield "ended by", ", ".join(reasons) or DASH, ""
 
 
 # --- acceptance -----------------------------------------------------------------------------------
 
 
-def curve(positions: Sequence[Row], number: str, interval: str) -> list[Point]:
-    """The rates by draft position with their intervals."""
-    return [Point(name=str(row["position"]), number=row[number], interval=row[interval]) for row in positions]
+def curve(positions: Sequence[Position]) -> list[Point]:
+    """The joint rates by draft position with their intervals."""
+    return [Point(name=str(each.position), number=each.rate, interval=each.ci95) for each in positions]
 
 
 def curves(title: str, lines: Mapping[str, Sequence[Point]]) -> Lines:
@@ -175,22 +186,24 @@ def curves(title: str, lines: Mapping[str, Sequence[Point]]) -> Lines:
     return Lines(title=title, label=label, ticks=quarters(1), show=percent, lines=lines)
 
 
-def _acceptance(report: Mapping[str, Any]) -> Iterator[Table]:
-    if not report["num_drafts"]:
+def _acceptance(report: Report) -> Iterator[Table]:
+    if not report.num_drafts:
         return
-    positions = report["acceptance"]
-    joint = curve(positions, "rate", "ci95")
-    lines = {"joint": joint, "conditional": curve(positions, "conditional", "conditional_ci95")}
+    conditional = [
+        Point(name=str(each.position), number=each.conditional, interval=each.conditional_ci95)
+        for each in report.acceptance
+    ]
+    lines = {"joint": curve(report.acceptance), "conditional": conditional}
     yield Table(
         title="Acceptance by position",
         note="with 95 % intervals",
         columns=_ACCEPTANCE,
-        rows=tuple(positions),
+        rows=tuple(map(vars, report.acceptance)),
         lines=curves("Acceptance by draft position", lines),
         bars="rate",
     )
-    steps = report["acceptance_histogram"]
-    shares = [number / report["num_drafts"] for number in steps]
+    steps = report.acceptance_histogram
+    shares = [number / report.num_drafts for number in steps]
     yield Table(
         title="Accepted drafts per step",
         note="share of the verify steps",
@@ -200,26 +213,24 @@ def _acceptance(report: Mapping[str, Any]) -> Iterator[Table]:
         ticks=quarters(max(shares)),
     )
     yield from confidence_table(report)
-    parts = report.get("parts", {})  # reports of earlier versions have none
-    for kind, groups in (("part", parts), ("category", report["categories"]), ("turn", report["turns"])):
+    for kind, groups in (("part", report.parts), ("category", report.categories), ("turn", report.turns)):
         if groups:
             yield _breakdown(kind, groups)
 
 
-def confidence_table(report: Mapping[str, Any]) -> Iterator[Table]:
-    """Whether the drafter knows when it is right; nothing where it did not say, as in reports of earlier versions."""
-    found = report.get("confidence", {"levels": ()})
-    levels = found["levels"]
-    ends = [*(each["at_least"] for each in levels[1:]), 1.0]
+def confidence_table(report: Report) -> Iterator[Table]:
+    """Whether the drafter knows when it is right; nothing where it did not say."""
+    levels = report.confidence.levels
+    ends = [*(each.at_least for each in levels[1:]), 1.0]
     rows = tuple(
-        {"confidence": f"{each['at_least']:.2f} to {end:.2f}", **each}
+        {"confidence": f"{each.at_least:.2f} to {end:.2f}", **vars(each)}
         for each, end in zip(levels, ends, strict=False)
-        if each["drafts"]
+        if each.drafts
     )
     if rows:
         yield Table(
             title="Accepted by the drafter's confidence",
-            note=f"AUC {plain(found['auc'])}; drafts behind accepted ones, with 95 % intervals",
+            note=f"AUC {plain(report.confidence.auc)}; drafts behind accepted ones, with 95 % intervals",
             columns=_CONFIDENCE,
             rows=rows,
             bars="share",
@@ -227,15 +238,15 @@ def confidence_table(report: Mapping[str, Any]) -> Iterator[Table]:
         )
 
 
-def _breakdown(kind: str, groups: Mapping[str, Mapping[str, Any]]) -> Table:
-    num_spec_tokens = len(next(iter(groups.values()))["acceptance"])
+def _breakdown(kind: str, groups: Mapping[str, Speculation]) -> Table:
+    num_spec_tokens = len(next(iter(groups.values())).acceptance)
     tokens = {f"token {i}": i for i in range(min(_POSITIONS, num_spec_tokens))}
     return Table(
         title=f"By {kind}",
         note="mean acceptance length; 1 is plain decoding, with 95 % intervals",
         columns=(Column(name=kind), *_GROUP, *(Column(name=token, show=percent) for token in tokens)),
         rows=tuple(
-            {kind: label, **group, **{token: group["acceptance"][i]["rate"] for token, i in tokens.items()}}
+            {kind: label, **vars(group), **{token: group.acceptance[i].rate for token, i in tokens.items()}}
             for label, group in groups.items()
         ),
         bars="mean_acceptance_length",
@@ -246,34 +257,34 @@ def _breakdown(kind: str, groups: Mapping[str, Mapping[str, Any]]) -> Table:
 # --- times ----------------------------------------------------------------------------------------
 
 
-def _times(report: Mapping[str, Any]) -> Iterator[Table]:
-    spreads = {"time to first token": report["ttft_seconds"], "time per output token": report["tpot_seconds"]}
+def _times(report: Report) -> Iterator[Table]:
+    spreads = {"time to first token": report.ttft_seconds, "time per output token": report.tpot_seconds}
     note = "from submission to the first token; (end - first token) / (tokens - 1)"
-    times = tuple({"time": label, **each} for label, each in spreads.items() if each)
+    times = tuple({"time": label, **vars(each)} for label, each in spreads.items() if each)
     yield Table(title="Times by request", note=note, columns=_TIMES, rows=times)
-    steps = tuple({"kind": f"{kind} steps", **step} for kind, step in report["steps"].items())
+    steps = tuple({"kind": f"{kind} steps", **vars(step)} for kind, step in report.steps.items())
     yield Table(title="Times by step", columns=_STEPS, rows=steps)
-    lengths = tuple({"k": f"K = {k}", "steps": number} for k, number in draft_lengths(report).items())
+    lengths = tuple({"k": f"K = {k}", "steps": number} for k, number in report.draft_lengths.items())
     yield Table(title="Decode steps by draft length", columns=_LENGTHS, rows=lengths)
     yield from experts_table(report)
 
 
-def _speed(report: Mapping[str, Any]) -> Iterator[_Item]:
-    tokens, wall = count(report["total_num_output_tokens"]), seconds(report["wall_seconds"])
-    yield "output tokens/s", rate(report["output_tokens_per_second"]), f"({tokens} tokens in {wall})"
-    if cached := report["num_cached_tokens"]:
-        prompt = report["num_prompt_tokens"]
+def _speed(report: Report) -> Iterator[_Item]:
+    tokens, wall = count(report.total_num_output_tokens), seconds(report.wall_seconds)
+    yield "output tokens/s", rate(report.output_tokens_per_second), f"({tokens} tokens in {wall})"
+    if cached := report.num_cached_tokens:
+        prompt = report.num_prompt_tokens
         yield "prefix cache", count(cached), f"of {count(prompt)} prompt tokens ({percent(cached / prompt)})"
-    if report["num_drafts"] and report["rows"]["target"] is not None:
-        rows = report["rows"]
+    if report.num_drafts:
+        rows = report.rows()
         yield "target rows", f"{_share(rows, 'target', 'target_rejected')} held rejected drafts", ""
         if rows["loop"] or rows["first_pass"]:  # a head drafted
             fill = _share(rows, "first_pass", "first_pass_wasted")
             yield "drafter rows", f"KV fill {fill} were padding; draft loop {count(rows['loop'])}", ""
-    if baseline := report["baseline"]:
-        same = same_texts(baseline["identical"], baseline["num_compared"])
-        speed = rate(baseline["output_tokens_per_second"])
-        yield "against plain decoding", ratio(baseline["ratio"]), f"plain decoding ({speed} tokens/s), {same}"
+    if baseline := report.baseline:
+        same = same_texts(baseline.identical, baseline.num_compared)
+        speed = rate(baseline.output_tokens_per_second)
+        yield "against plain decoding", ratio(baseline.ratio), f"plain decoding ({speed} tokens/s), {same}"
 
 
 def _share(rows: Mapping[str, int], name: str, wasted: str) -> str:
@@ -281,15 +292,14 @@ def _share(rows: Mapping[str, int], name: str, wasted: str) -> str:
     return f"{count(rows[name])}, of which {count(rows[wasted])} ({share})"
 
 
-def wall_table(report: Mapping[str, Any]) -> Iterator[Table]:
-    """The parts in a ``report.json``; nothing for a run without them."""
-    parts = report.get("wall")
-    if not parts:
+def wall_table(wall: WallTime | None) -> Iterator[Table]:
+    """The parts of a run's wall time; nothing for a run without them."""
+    if wall is None:
         return
-    whole = sum(parts.values())
+    whole = wall.whole
     rows = [
-        {"part": title, "seconds": parts[name], "share": parts[name] / whole if whole else None}
-        for name, title in _WALL.items()
+        {"part": title, "seconds": part, "share": part / whole if whole else None}
+        for part, title in ((getattr(wall, name), title) for name, title in _WALL.items())
     ]
     yield Table(
         title="Where the wall time went",
@@ -305,23 +315,22 @@ def wall_table(report: Mapping[str, Any]) -> Iterator[Table]:
     )
 
 
-def experts_table(report: Mapping[str, Any]) -> Iterator[Table]:
-    """Of a ``report.json``; none for a dense target, or for reports from before there were mixtures."""
-    found: Sequence[Mapping[str, Any]] = report.get("experts", ())
-    shown = sorted(found, key=lambda each: -each["num_steps"])[:_SHOWN_EXPERTS]
+def experts_table(report: Report) -> Iterator[Table]:
+    """Of the most frequent kinds of steps; none for a dense target."""
+    shown = sorted(report.experts, key=lambda each: -each.num_steps)[:_SHOWN_EXPERTS]
     if not shown:
         return
     rows = tuple(
         {
-            "batch": each["sequences"],
-            "step": f"verify, K = {k}" if (k := each["num_spec_tokens"]) else "plain",
-            "num_steps": each["num_steps"],
-            "touched": each["touched"],
-            "touched_plain": each["touched_plain"],
-            "x_plain": each["touched"] / each["touched_plain"] if each["touched_plain"] else None,
-            "gigabytes": each["num_bytes"] / 1e9,
+            "batch": each.sequences,
+            "step": f"verify, K = {k}" if (k := each.num_spec_tokens) else "plain",
+            "num_steps": each.num_steps,
+            "touched": each.touched,
+            "touched_plain": each.touched_plain,
+            "x_plain": each.touched / each.touched_plain if each.touched_plain else None,
+            "gigabytes": each.num_bytes / 1e9,
         }
-        for each in found
+        for each in report.experts
         if each in shown
     )
     yield Table(
@@ -333,10 +342,10 @@ def experts_table(report: Mapping[str, Any]) -> Iterator[Table]:
     )
 
 
-def expert_terms(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def expert_terms(report: Report) -> Iterator[tuple[str, str]]:
     """The definitions that the table needs; none without one."""
-    for each in report.get("experts", ())[:1]:
-        of = count(each["num_experts"])
+    for each in report.experts[:1]:
+        of = count(each.num_experts)
         yield "experts touched", f"of the {of} of a layer, by any row of a step; no padding, mean over layers"
         yield "by a plain step", "the same by the row of each newest token alone, in the same step"
         yield "read", "the bytes of the experts touched, in all layers"
@@ -345,19 +354,19 @@ def expert_terms(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 # --- sentences ------------------------------------------------------------------------------------
 
 
-def remarks(report: Mapping[str, Any]) -> Iterator[str]:
-    """What is to be said of a ``report.json``; nothing of an ordinary one."""
-    ended, reasoning = report["finish_reasons"], report.get("ended_in_reasoning", {})
-    if report["num_spec_tokens"] == 0:
+def remarks(report: Report) -> Iterator[str]:
+    """What is to be said of a run; nothing of an ordinary one."""
+    ended, reasoning = report.finish_reasons, report.ended_in_reasoning
+    if report.num_spec_tokens == 0:
         yield "Plain decoding: there are no drafts, so there is no acceptance to report."
-    elif report["num_drafts"] == 0:
+    elif report.mean_acceptance_length is None:
         yield "No verify step had drafts, so there is no acceptance to report."
-    elif number := report.get("num_unverified_tokens", 0):
+    elif number := report.num_unverified_tokens:
         yield (
-            f"{count(number)} of {count(number + report['num_draft_tokens'])} drafts were not verified, as the drafter "
+            f"{count(number)} of {count(number + report.num_draft_tokens)} drafts were not verified, as the drafter "
             "was not sure of them: acceptance is of those that were, and not to be compared with that of a fixed K."
         )
-    elif report["mean_acceptance_length"] < DEAD_LENGTH:
+    elif report.mean_acceptance_length < DEAD_LENGTH:
         yield (
             f"The drafter is dead: the mean acceptance length is under {DEAD_LENGTH}. `specgen inspect` says whether a "
             "head fits the target and how it was read; n-grams need text that repeats itself."
@@ -370,17 +379,17 @@ def remarks(report: Mapping[str, Any]) -> Iterator[str]:
     if number := sum(reasoning.values()):
         remedy = ": raise --max-new-tokens" if reasoning.get("length") else ""
         yield f"{several(number, 'answer')} ended while reasoning{remedy}."
-    if number := report.get("num_empty", 0):  # reports of earlier versions have none
+    if number := report.num_empty:
         yield (
-            f"{count(number)} of {count(report['num_requests'])} texts are empty: the model ended them at once. One "
+            f"{count(number)} of {count(report.num_requests)} texts are empty: the model ended them at once. One "
             "that was trained on chats needs its chat template: rows with messages instead of prompt, in eval "
             "--apply-chat-template."
         )
 
 
-def hint(report: Mapping[str, Any]) -> str:
-    """How many texts of a ``report.json`` were cut off, if nearly all were."""
-    ended = report["finish_reasons"]
+def hint(report: Report) -> str:
+    """How many texts were cut off, if nearly all were."""
+    ended = report.finish_reasons
     cut, number = ended.get("length", 0), sum(ended.values())
     if number < _FEW or cut < _NEARLY_ALL * number:
         return ""

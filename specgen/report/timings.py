@@ -3,7 +3,7 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Self
 
@@ -72,7 +72,7 @@ class StepStats:
     first_pass_rows: int
     first_pass_wasted: int
     loop_rows: int
-    by_num_spec_tokens: Mapping[str, int]
+    by_num_spec_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 class StepSum:
