@@ -19,10 +19,11 @@ from specgen.cli.measuring import (
     turns,
     write_table,
 )
-from specgen.cli.options import AS_JSON, DATA_PATH, Only, numbers, repeating, with_options
+from specgen.cli.options import AS_JSON, Only, numbers, repeating, with_options
 from specgen.cli.progress_bar import QUIET
 from specgen.config import EngineConfig, option
 from specgen.prompts.formats import Reading
+from specgen.prompts.load import DataSource
 
 if TYPE_CHECKING:
     from specgen.experiments.output import BenchTable
@@ -185,7 +186,7 @@ def throughput(
     dataset: str | None = option(
         None, "Prompts", "As for generate, or random for random tokens.", shown="the matrix's"
     ),
-    data_path: Path | None = DATA_PATH,
+    data: Annotated[DataSource, Only("data_path")],
     num_prompts: int | None = option(
         None, "Prompts", "Prompts per run; repeated where the data set has fewer.", shown="the matrix's"
     ),
@@ -227,7 +228,9 @@ def throughput(
     from specgen.experiments.throughput import ThroughputJob, forecast_of  # imports torch
     from specgen.experiments.throughput import throughput as measure
 
-    job = ThroughputJob(matrix=chosen, workload=workload, engine=engine, data_path=data_path, repeats=repeats)
+    job = ThroughputJob(
+        matrix=chosen, workload=workload, engine=engine, data_path=data.data_path, repeats=repeats
+    )
     if dry_run:
         print_forecast(forecast_of(job, output))
         return

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,17 +11,18 @@ import typer
 
 from specgen.cli.generating import KEPT_NOWHERE, RESUMES
 from specgen.cli.measuring import turns
-from specgen.cli.options import NUM_PROMPTS, Only, given_fields, repeating, with_options
+from specgen.cli.options import Only, given_fields, repeating, with_options
 from specgen.cli.printing import print_files, print_parts
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import EngineConfig, ExportName, SamplingParams, option, require
 from specgen.config.bundled import heads, pair
+from specgen.prompts.load import DataSource
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specgen.experiments.head_figures import Comparison
-    from specgen.experiments.heads_job import DataSource, HeadsJob
+    from specgen.experiments.heads_job import HeadsJob
 
 _ENGINE = Only(
     "generation_config "
@@ -54,7 +56,7 @@ def compare(
         "Data sets as for generate, comma-separated, such as mt-bench,gsm8k,mine.jsonl; NAME=PATH reads a named one "
         "from that file or directory instead of the hub.",
     ),
-    num_prompts: int | None = NUM_PROMPTS,
+    data: Annotated[DataSource, Only("num_prompts")],
     repeats: int = option(
         3,
         "Results",
@@ -86,7 +88,7 @@ def compare(
 
         drafters = _drafters(engine, drafter or [])
         given = given_fields(ctx)
-        job = HeadsJob(engine, drafters, sampling, _sources(dataset), num_prompts, repeats, given)
+        job = HeadsJob(engine, drafters, sampling, _sources(dataset, data), repeats, given)
         found = _run(job, output, repeating(ctx), quiet)
     print_comparison(found, export, as_json)
     if output is not None and not quiet:
@@ -118,10 +120,8 @@ def _drafters(engine: EngineConfig, given: "Sequence[str]") -> tuple[str, ...]:
     return tuple(given) or heads()
 
 
-def _sources(text: str) -> "tuple[DataSource, ...]":
+def _sources(text: str, of_each: DataSource) -> tuple[DataSource, ...]:
     """The data sets of ``a,b=PATH``; an existing file may have = in its name."""
-    from specgen.experiments.heads_job import DataSource
-
     found = []
     for part in text.split(","):
         name, equals, path = part.strip().partition("=")
@@ -131,7 +131,7 @@ def _sources(text: str) -> "tuple[DataSource, ...]":
             bool(name) and bool(path) == bool(equals),
             f"dataset is {text!r}: write names or files with commas between them, such as mt-bench,gsm8k=FILE",
         )
-        found.append(DataSource(dataset=name, path=Path(path) if path else None))
+        found.append(replace(of_each, dataset=name, data_path=Path(path) if path else None))
     return tuple(found)
 
 

@@ -2,41 +2,25 @@
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from specgen.cli.options import (
-    AS_JSON,
-    DATA_PATH,
-    DATASET,
-    FORMAT,
-    NUM_PROMPTS,
-    given_fields,
-    repeating,
-    with_options,
-)
+from specgen.cli.options import AS_JSON, given_fields, repeating, with_options
 from specgen.cli.printing import print_notes_and_exit, print_result, print_samples
 from specgen.cli.progress_bar import QUIET, progress
-from specgen.config import Cluster, EngineConfig, ExecutorName, FormatName, SamplingParams, option, require
-from specgen.prompts.formats import Reading
+from specgen.config import Cluster, ExecutorName, option, require
+from specgen.jobs.job import Job
+from specgen.jobs.prompt_index import WHOLE
 
 if TYPE_CHECKING:
     from specgen.config.errors import DeviceLost
-    from specgen.jobs.job import Job
     from specgen.jobs.run_output import RunResult
 
 RESUMES = "the same command resumes the run"
 KEPT_NOWHERE = "nothing is kept without --output"
-_SHARD = option(
-    "0/1",
-    "Prompts",
-    "Run shard I of N, counted from 0: every N-th prompt, such as 0/4 on one machine and 1/4 on another. "
-    "`specgen merge` merges the directories.",
-    metavar="I/N",
-    shown="all",
-)
 _OUTPUT = option(
     None,
     "Results",
@@ -49,13 +33,8 @@ _OUTPUT = option(
 def generate(
     *,
     ctx: typer.Context,
-    engine: EngineConfig,
-    sampling: SamplingParams,
-    dataset: str = DATASET,
-    data_path: Path | None = DATA_PATH,
-    num_prompts: int | None = NUM_PROMPTS,
-    how: Reading,
-    shard: str = _SHARD,
+    output: Path | None = _OUTPUT,
+    job: Job,
     executor: ExecutorName = option(
         "local",
         "Running",
@@ -68,24 +47,6 @@ def generate(
         "A running Ray cluster, as for ray.init: auto, or HOST:PORT.",
         shown="a new one on this machine",
     ),
-    output: Path | None = _OUTPUT,
-    restart: bool = option(
-        False, "Results", "Start over; the existing directory is kept, renamed with the suffix .1."
-    ),
-    format: FormatName = FORMAT,
-    served_model_name: str | None = option(
-        None, "Results", "Name of the model in reports and OpenAI's bodies.", shown="its directory or hub id"
-    ),
-    no_steps: bool = option(
-        False,
-        "Results",
-        "Keep no drafts of single steps, which take most of the space: the report has the same numbers, but its page "
-        "shows no texts.",
-    ),
-    max_failures: int | None = option(
-        None, "Results", "End the run when more requests than this have failed.", shown="no limit"
-    ),
-    baseline: bool = option(False, "Results", "Run plain decoding on the same prompts too and compare."),
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
@@ -94,40 +55,21 @@ def generate(
     Without options: the bundled model pair on the bundled prompts. With --output, running a stopped or killed command
     again resumes it. Exit code 3 if a request failed.
     """
-    from specgen.jobs.job import Job  # imports torch
-    from specgen.jobs.prompt_index import WHOLE, parse_shard
-
     require(
-        not restart or (output is not None and output != Path("-")),
+        not job.restart or (output is not None and output != Path("-")),
         "restart keeps the directory of --output and starts over, and no directory is given: add --output DIR, or "
         "leave out --restart",
     )
     require(
-        output is not None or parse_shard(shard) == WHOLE,
-        f"shard is {shard} and no file is kept to merge: add --output DIR, or --output - for the rows on stdout",
+        output is not None or job.shard == WHOLE,
+        f"shard is {job.shard} and no file is kept to merge: add --output DIR, or --output - for the rows on stdout",
     )
-    job = Job(
-        engine=engine,
-        sampling=sampling,
-        given=given_fields(ctx),
-        dataset=dataset,
-        data_path=data_path,
-        num_prompts=num_prompts,
-        baseline=baseline,
-        shard=parse_shard(shard),
-        cluster=_cluster(executor, num_workers, address),
-        restart=restart,
-        max_failures=max_failures,
-        format=format,
-        served_model_name=served_model_name,
-        config=repeating(ctx),
-        how=how,
-        steps=not no_steps,
-    )
+    cluster = _cluster(executor, num_workers, address)
+    job = replace(job, given=given_fields(ctx), cluster=cluster, config=repeating(ctx))
     _run_and_print(job, output, as_json, quiet)
 
 
-def _run_and_print(job: "Job", output: Path | None, as_json: bool, quiet: bool) -> None:
+def _run_and_print(job: Job, output: Path | None, as_json: bool, quiet: bool) -> None:
     """Run ``job`` and print its report and notes; exit code 3 if a request failed."""
     from specgen.config.errors import DeviceLost
     from specgen.report.tables import figures, of_run
@@ -154,7 +96,7 @@ def _cluster(executor: ExecutorName, num_workers: int | None, address: str | Non
     return None
 
 
-def _run(job: "Job", output: Path | None, remedy: str, quiet: bool) -> "RunResult":
+def _run(job: Job, output: Path | None, remedy: str, quiet: bool) -> "RunResult":
     """Run ``job``; if it ends early, say so and exit."""
     from specgen.jobs.run import TooManyFailuresError, run
     from specgen.record.interrupt import StoppedError, interruptible
@@ -168,7 +110,7 @@ def _run(job: "Job", output: Path | None, remedy: str, quiet: bool) -> "RunResul
             raise typer.Exit(code) from None
 
 
-def _run_into_stdout(job: "Job", as_json: bool, quiet: bool) -> "RunResult":
+def _run_into_stdout(job: Job, as_json: bool, quiet: bool) -> "RunResult":
     """Run ``job`` in a temporary directory; its rows go to stdout and its report to stderr."""
     import shutil
     import tempfile
@@ -184,7 +126,7 @@ def _run_into_stdout(job: "Job", as_json: bool, quiet: bool) -> "RunResult":
     return result
 
 
-def restart_process(lost: "DeviceLost", job: "Job", output: Path | None) -> NoReturn:
+def restart_process(lost: "DeviceLost", job: Job, output: Path | None) -> NoReturn:
     """Replace this process by the same command, because only a new process gets the device back.
 
     Exit code 1 where that could not resume the run, or where no request was in flight.

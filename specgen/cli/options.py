@@ -1,7 +1,7 @@
 """Options of a command for typer, from its parameters and the fields of its configurations, or from a file."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -18,21 +18,6 @@ from specgen.config.errors import UserError, did_you_mean, first_line
 # What a file cannot say: what asks for no run, and what would start the same run over each time it is repeated.
 _NOT_SETTINGS = {"config", "help", "restart"}
 
-DATASET = option(
-    "bundled",
-    "Prompts",
-    "bundled, mt-bench, sharegpt, gsm8k, spec-bench, humaneval, or a file of rows with prompt, messages or "
-    "prompt_token_ids, of an OpenAI batch, or of a public set: JSON lines, CSV or lines of text, gzipped or not, or "
-    "Parquet. - is standard input; with --split a data set on the hub.",
-)
-DATA_PATH = option(None, "Prompts", "Read the named data set from this file or directory instead of the hub.")
-NUM_PROMPTS = option(None, "Prompts", "Use only the first N prompts.", shown="all")
-FORMAT = option(
-    "jsonl",
-    "Results",
-    "Written too: openai for batch_output.jsonl and batch_errors.jsonl in the format of OpenAI's Batch API, "
-    "parquet for completions.parquet.",
-)
 AS_JSON = option(False, "Results", "Print the report as one JSON document.", name="json")
 
 
@@ -80,9 +65,9 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         kind, *notes = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
         if is_dataclass(kind):
             assert isinstance(kind, type)
-            options = _field_options(kind, *notes)
-            configs[name] = kind, {field: each.name for field, each in options.items()}
             only = next((note for note in notes if isinstance(note, Only)), Only(""))
+            options = _field_options(kind, only)
+            configs[name] = kind, {field: each.name for field, each in options.items()}
             fixed[name] = {field: value for field, value in only.defaults.items() if field not in options}
             parameters += options.values()
         elif isinstance(parameter.default, Field):
@@ -110,17 +95,26 @@ def _info(parameter: Parameter) -> Any:  # noqa: ANN401
     return getattr(parameter.annotation, "__metadata__", [typer.Option()])[0]
 
 
-def _field_options(config: type, only: Only | None = None) -> dict[str, Parameter]:
-    """The option of each field of ``config`` that can be one (None: all) or is in ``only``."""
-    hints = get_type_hints(config)
-    known = {each.name: each for each in fields(config) if each.metadata}
-    only, options = only or Only(" ".join(known)), {}
-    for name in only.names.split():
-        kind, default, help = hints[name], only.defaults.get(name, known[name].default), known[name].metadata
+def _field_options(config: type, only: Only) -> dict[str, Parameter]:
+    """The option of each field of ``config`` that can be one, or is in ``only`` if that names any."""
+    known, options = {each.name: (each, kind) for each, kind in _leaves(config)}, {}
+    for name in only.names.split() or known:
+        each, kind = known[name]
+        default, help = only.defaults.get(name, each.default), each.metadata
         if default is MISSING:  # ``_configuration`` supplies another
             kind, default = kind | None, None
         options[name] = _option(help["name"] or name, kind, default, help)
     return options
+
+
+def _leaves(config: type) -> Iterator[tuple[Field[Any], Any]]:
+    """The fields that can be options, with their types; of a configuration within ``config`` its fields."""
+    hints = get_type_hints(config)
+    for each in fields(config):
+        if each.metadata:
+            yield each, hints[each.name]
+        elif is_dataclass(hints[each.name]):
+            yield from _leaves(hints[each.name])
 
 
 def _option(name: str, kind: Any, default: Any, help: Mapping[str, Any]) -> Parameter:  # noqa: ANN401
@@ -147,18 +141,23 @@ def _option(name: str, kind: Any, default: Any, help: Mapping[str, Any]) -> Para
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
 
 
-def _configuration(config: type, given: dict[str, Any]) -> Any:  # noqa: ANN401
+def _configuration(config: type, given: Mapping[str, Any]) -> Any:  # noqa: ANN401
     """A ``config`` from the values of its options; without --model an engine has the bundled pair."""
+    own, hints = {}, get_type_hints(config)
     for each in fields(config):
         value = given.get(each.name)
-        if isinstance(value, list):
-            given[each.name] = tuple(value)
+        if not each.metadata and is_dataclass(hints[each.name]):
+            own[each.name] = _configuration(hints[each.name], given)
+        elif isinstance(value, list):
+            own[each.name] = tuple(value)
         elif value is not None and each.metadata["parse"] is not None:
-            given[each.name] = each.metadata["parse"](value)
+            own[each.name] = each.metadata["parse"](value)
+        elif each.name in given:
+            own[each.name] = value
     if config is EngineConfig:
-        length = DraftLength.of(given.get("num_spec_tokens", EngineConfig.num_spec_tokens))
-        given["model"], given["drafter"] = pair(given.get("model"), given.get("drafter"), length)
-    return config(**given)
+        length = DraftLength.of(own.get("num_spec_tokens", EngineConfig.num_spec_tokens))
+        own["model"], own["drafter"] = pair(own.get("model"), own.get("drafter"), length)
+    return config(**own)
 
 
 def given_fields(ctx: typer.Context) -> frozenset[str]:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specgen.cli.comparing import print_comparison, read_comparison
-from specgen.cli.options import AS_JSON, FORMAT, with_options
+from specgen.cli.options import AS_JSON, with_options
 from specgen.cli.printing import print_notes_and_exit, print_parts, print_result
 from specgen.config import FormatName, KVDtypeName, parse_bytes, require
 from specgen.config.bundled import pair
+from specgen.jobs.job import FORMAT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

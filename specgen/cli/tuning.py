@@ -16,10 +16,11 @@ from specgen.cli.measuring import (
     turns,
     write_table,
 )
-from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, Only, numbers, repeating, with_options
+from specgen.cli.options import AS_JSON, Only, numbers, repeating, with_options
 from specgen.cli.progress_bar import QUIET
 from specgen.config import MOST_DRAFTS, DrafterBatchName, DraftLength, EngineConfig, option, require
 from specgen.prompts.formats import Reading
+from specgen.prompts.load import DataSource
 
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 _NEW_TOKENS = {"fixed": 256, "data": 4096}  # by --output-lens
@@ -123,8 +124,7 @@ def tune(
     ctx: typer.Context,
     arms: Arms,
     dry_run: bool = DRY_RUN,
-    dataset: str = DATASET,
-    data_path: Path | None = DATA_PATH,
+    data: Annotated[DataSource, Only("dataset data_path")],
     num_prompts: int | None = _NUM_PROMPTS,
     how: Reading,
     output_lens: str = OUTPUT_LENS,
@@ -153,7 +153,7 @@ def tune(
     lens: Any = output_lens  # ``Workload`` checks it
     largest = max(arms.batches)
     workload = Workload(
-        dataset=dataset,
+        dataset=data.dataset,
         num_prompts=num_prompts,
         per_slot=_PER_SLOT,
         max_new_tokens=_NEW_TOKENS.get(output_lens, 1) if max_new_tokens is None else max_new_tokens,
@@ -166,7 +166,7 @@ def tune(
     from specgen.experiments.tune import NAME, TuneJob, forecast_of  # imports torch
     from specgen.experiments.tune import tune as measure
 
-    job = TuneJob(**vars(arms), workload=workload, engine=engine, data_path=data_path)
+    job = TuneJob(**vars(arms), workload=workload, engine=engine, data_path=data.data_path)
     if dry_run:
         print_forecast(forecast_of(job, output))
         return

@@ -7,20 +7,11 @@ from typing import Annotated
 
 import typer
 
-from specgen.cli.options import (
-    AS_JSON,
-    DATA_PATH,
-    DATASET,
-    NUM_PROMPTS,
-    Only,
-    numbers,
-    repeating,
-    with_options,
-)
+from specgen.cli.options import AS_JSON, Only, numbers, repeating, with_options
 from specgen.cli.printing import print_failures, print_parts
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import EngineConfig, SamplingParams, option, require
-from specgen.prompts.formats import Reading
+from specgen.prompts.load import DataSource
 
 _FAILURES_SHOWN = 3
 
@@ -29,10 +20,7 @@ _FAILURES_SHOWN = 3
 def verify(
     *,
     ctx: typer.Context,
-    dataset: str = DATASET,
-    data_path: Path | None = DATA_PATH,
-    num_prompts: int | None = NUM_PROMPTS,
-    how: Reading,
+    data: DataSource,
     sampling: Annotated[SamplingParams, Only("max_tokens")],
     batch_sizes: str = option(
         "1,8,32", "Running", "Batch sizes to test; the reference is plain decoding at the smallest."
@@ -68,15 +56,7 @@ def verify(
     from specgen.experiments.study_tables import of_audit
     from specgen.record.files import naming, writable, write_json, write_text
 
-    job = AuditJob(
-        engine=engine,
-        sampling=sampling,
-        dataset=dataset,
-        data_path=data_path,
-        num_prompts=num_prompts,
-        batch_sizes=sizes,
-        how=how,
-    )
+    job = AuditJob(engine=engine, sampling=sampling, data=data, batch_sizes=sizes)
     found = audit(job, progress(quiet))
     if output is not None and config is not None:
         with writable(output):

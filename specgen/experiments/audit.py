@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from specgen.checkpoints.fingerprint import fingerprint
@@ -16,8 +15,7 @@ from specgen.engine.generation_config import FILE, generation_config
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.experiments.divergence import Judge
-from specgen.prompts import open_prompts
-from specgen.prompts.formats import AS_IT_IS, Reading
+from specgen.prompts.load import DataSource
 from specgen.record.progress import Progress, Tally
 from specgen.record.provenance import manifest
 from specgen.record.record_rows import EngineRow
@@ -29,11 +27,8 @@ class AuditJob:
 
     engine: EngineConfig
     sampling: SamplingParams
-    dataset: str
-    data_path: Path | None
-    num_prompts: int | None
+    data: DataSource
     batch_sizes: tuple[int, ...]
-    how: Reading = AS_IT_IS  # the rows of the data set are read
 
     def __post_init__(self) -> None:
         require(
@@ -52,7 +47,7 @@ def audit(job: AuditJob, progress: Progress) -> dict[str, Any]:
     """
     checkpoints = open_checkpoints(job.engine)
     config = resolve(job.engine, checkpoints)
-    opened = open_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts, how=job.how)
+    opened = job.data.open()
     prompts = list(opened)
     for sentence in opened.notes.sentences():
         progress.warn(sentence)
@@ -68,7 +63,8 @@ def audit(job: AuditJob, progress: Progress) -> dict[str, Any]:
     failures += [f"{c.request.id}: {c.error}" for c in reference.values() if c.error]
     answered = {name: completion for name, completion in reference.items() if completion.error is None}
     require(
-        bool(answered), f"none of the prompts of {job.dataset} can be run: {(failures or ['no prompt'])[0]}"
+        bool(answered),
+        f"none of the prompts of {job.data.dataset} can be run: {(failures or ['no prompt'])[0]}",
     )
     arms = [_compare(arm, decode(arm), answered, target) for arm in others]
     divergences = [each for arm in arms for each in arm["divergences"]]
@@ -148,10 +144,5 @@ def _compare(arm: Arm, run: Run, reference: Mapping[str, Completion], target: Ju
 
 
 def _manifest(job: AuditJob, config: EngineConfig, models: Models) -> dict[str, Any]:
-    data = {
-        "dataset": job.dataset,
-        "data_path": str(job.data_path) if job.data_path else None,
-        "num_prompts": job.num_prompts,
-    }
     fingerprints = {name: fingerprint(checkpoint) for name, checkpoint in models.checkpoints.items()}
-    return manifest(engine=config, sampling=job.sampling, data=data, fingerprints=fingerprints)
+    return manifest(engine=config, sampling=job.sampling, data=job.data.to_json(), fingerprints=fingerprints)

@@ -24,8 +24,8 @@ from specgen.experiments.rounds import LEAST_ROUNDS, PLAIN, Rounds, Speeds, roun
 from specgen.experiments.turns import Turn, Turns, Watch, nobody
 from specgen.jobs.job import Job
 from specgen.jobs.run import run
-from specgen.prompts import Rejected, open_prompts, prompt_ids
-from specgen.prompts.load import STDIN
+from specgen.prompts import Rejected, prompt_ids
+from specgen.prompts.load import STDIN, DataSource
 from specgen.record.files import RowFile, Rows, write_json
 from specgen.record.interrupt import StoppedError
 from specgen.record.progress import Progress
@@ -33,14 +33,6 @@ from specgen.record.provenance import OF_THE_MOMENT, now
 
 _METHOD = "turns as in tune: the KV cache that the requests need"  # other rounds are measured again
 _REMEDY = "remove the directory, or name another"
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataSource:
-    """A data set as `specgen generate` names it, and for a known one its file (None: from the hub)."""
-
-    dataset: str
-    path: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +47,6 @@ class HeadsJob:
     drafters: tuple[str, ...]
     sampling: SamplingParams
     data: tuple[DataSource, ...]
-    num_prompts: int | None  # of each data set
     repeats: int
     given: frozenset[str] = frozenset()
 
@@ -99,16 +90,14 @@ class HeadsJob:
             engine=replace(self.engine, drafter=drafter),
             sampling=self.sampling,
             given=self.given,
-            dataset=source.dataset,
-            data_path=source.path,
-            num_prompts=self.num_prompts,
+            data=source,
             baseline=False,
         )
 
     def check(self) -> None:
         """``UserError`` for what would end the comparison after its first runs."""
         for source in self.data:
-            open_prompts(source.dataset, data_path=source.path, num_prompts=self.num_prompts)
+            source.open()
         weights: dict[str, str] = {}  # the first drafter with each
         for drafter in self.drafters:
             try:
@@ -223,7 +212,7 @@ class HeadsRun:
         answers = Rows(first.directory / "completions.jsonl")
         config = self._one(data, first.head).engine
         tokenizer = load_chat_tokenizer(config, open_checkpoints(config))
-        for prompt in open_prompts(source.dataset, data_path=source.path, num_prompts=self._job.num_prompts):
+        for prompt in source.open():
             if isinstance(prompt, Rejected):
                 continue
             earlier: list[str] = []

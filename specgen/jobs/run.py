@@ -4,31 +4,40 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
+from specgen.checkpoints.fingerprint import files_of, fingerprint, state_of
 from specgen.config import VERSION, EngineConfig, TemplateKwargs, require, shown
 from specgen.config.errors import DeviceLost
 from specgen.core.engine_core import never_stop
 from specgen.core.garbage import rarely_collected
 from specgen.core.graphs import bucket
 from specgen.engine.build import most_demanding, require_memory
-from specgen.engine.choices import Checkpoints, resolve
+from specgen.engine.choices import attention_note, choose_attention, kv_note, resolve
 from specgen.engine.conversations import RequestOutput
 from specgen.engine.engine import Engine
 from specgen.engine.generation_config import FILE, generation_config
-from specgen.engine.loading import Models, OneTarget, load_chat_tokenizer, load_models, open_checkpoints
-from specgen.jobs.job import Job, job_manifest, without_effect
-from specgen.jobs.prompt_index import REQUESTS, PromptIndex, index_prompts, keep_index, kept_index
+from specgen.engine.loading import (
+    Models,
+    OneTarget,
+    described,
+    load_chat_tokenizer,
+    load_models,
+    open_checkpoints,
+)
+from specgen.jobs.job import Job
+from specgen.jobs.prompt_index import REQUESTS, WHOLE, PromptIndex, index_prompts, keep_index, kept_index
 from specgen.jobs.ray_engine import RayEngine
 from specgen.jobs.run_output import MAIN_FILES, FinishedRun, RunResult, is_complete
-from specgen.prompts import Prompt, PromptSet, Rejected, failure, open_prompts
+from specgen.prompts import Prompt, PromptSet, Rejected, failure
 from specgen.record.files import write_json_lines, write_text
 from specgen.record.interrupt import StoppedError
 from specgen.record.progress import Progress, Status, Tally, kept_status
-from specgen.record.provenance import FREE_IN_A_RUN, with_recorded_date
+from specgen.record.provenance import FREE_IN_A_RUN, manifest, with_recorded_date
 from specgen.record.record_rows import EngineRow
 from specgen.record.results import (
     PROMPTS,
@@ -40,6 +49,7 @@ from specgen.record.results import (
     take_over,
 )
 from specgen.record.startup import Startup, phase, watched
+from specgen.report.display import devices, from_here, several
 
 _LOST = "lost.jsonl"  # the requests in flight when the device was lost
 _FIRST = 32  # requests, which may all fail before the rest is given up
@@ -73,16 +83,9 @@ def run(
         set_aside(output, "manifest.json")
     with directory(output, "manifest.json") as path, watched(progress.compiling) as startup:
         with leaving_nothing_undone(path), kept_status(path / "status.json") as status:
-            work = _prepared(job, path, progress, status, until, shared, startup)
+            work = _Work(job, path, progress, status, until, shared, startup)
             with phase("fingerprints"):
-                asked = job_manifest(
-                    work.job,
-                    work.config,
-                    work.checkpoints,
-                    work.index,
-                    work.prompts.files,
-                    with_fingerprints=output is not None,
-                )
+                asked = work.manifest(with_fingerprints=output is not None)
             take_over(path, asked, free=FREE_IN_A_RUN)
             require_same(path / "manifest.json", asked, free=FREE_IN_A_RUN, remedy=_REMEDY)
             if is_complete(path, job, status.admit()):
@@ -105,77 +108,17 @@ def run(
         return run.result(work.first)
 
 
-def _prepared(
-    job: Job,
-    path: Path,
-    progress: Progress,
-    status: Status,
-    until: Callable[[], bool],
-    shared: OneTarget | None,
-    startup: Startup,
-) -> "_Work":
-    """The work of ``job`` in ``path``, checked: its whole input is read, or the index that an earlier process left."""
-    with phase("checkpoints"):
-        checkpoints = open_checkpoints(job.engine)
-        config = resolve(job.engine, checkpoints)
-        generation = generation_config(checkpoints["model"], config.generation_config)
-    if job.cluster is None:  # else it is the workers' memory
-        require_memory(replace(config, max_batch_size=1))  # how many rows there are is known of the prompts
-
-    def seen(num_rows: int) -> None:
-        if until():
-            raise StoppedError(f"interrupted after {num_rows:,} rows were read")
-        status.read(num_rows)
-        progress.read(num_rows)
-
-    with phase("rows"):
-        prompts = open_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts, how=job.how)
-        index, unkept = _index(job, path, prompts, seen)
-    if job.engine.template_kwargs != TemplateKwargs():
-        require(
-            index.has_chats,
-            f"chat-template-kwargs is {shown(str(job.engine.template_kwargs))} but no row of {job.dataset} is a chat: "
-            "remove it, or give rows with messages",
-        )
-        load_chat_tokenizer(config, checkpoints)  # refuses names before there is a directory with them
-    if job.cluster is None:
-        require_memory(_with_rows_for(index, config))
-    for sentence in (*index.notes, *without_effect(job, index)):
-        progress.warn(sentence)
-    if said := generation.sentence(job.given):
-        progress.note(f"{FILE}: {said}")
-    if index.has_chats:
-        config = with_recorded_date(config, job.engine, path / "manifest.json")
-    else:  # no prompt has the date in it
-        config = replace(config, chat_template_kwargs=job.engine.chat_template_kwargs)
-    return _Work(
-        job=replace(job, sampling=generation.over(job.sampling, job.given)),
-        config=config,
-        checkpoints=checkpoints,
-        prompts=prompts,
-        index=index,
-        first=list(
-            islice((row for row in prompts.select(index.rows) if isinstance(row, Prompt)), _NUM_SHOWN)
-        ),
-        unkept=unkept,
-        progress=progress,
-        status=status,
-        until=until,
-        shared=shared,
-        startup=startup,
-    )
-
-
 def _index(
     job: Job, path: Path, prompts: PromptSet, seen: Callable[[int], None]
 ) -> tuple[PromptIndex, str | None]:
     """The index of ``prompts``, and if it is new the key under which ``path`` is to keep it, if it can."""
     content = prompts.key()
-    key = None if content is None else f"{VERSION}, {content}, {job.dataset}, {job.shard}"
+    key = None if content is None else f"{VERSION}, {content}, {job.data.dataset}, {job.shard}"
     index = kept_index(path / PROMPTS, key)
     if index is not None:
         return index, None
-    read_as = f"{job.data_path}, read as {job.dataset}," if job.data_path else job.dataset
+    file, dataset = job.data.data_path, job.data.dataset
+    read_as = f"{file}, read as {dataset}," if file else dataset
     with rarely_collected():  # what a row leaves is no garbage
         index = index_prompts(read_as, prompts.in_runs(), job.shard, seen)
     return replace(index, notes=tuple(prompts.notes.sentences())), key
@@ -217,23 +160,112 @@ class _FirstRequests:
         return failure(self._ids[0], str(self._files.errors[self._ids[0]]["error"]))
 
 
-@dataclass(kw_only=True)
 class _Work:
-    """The generation of a job: its prompts through an engine, and for a baseline through a plain one."""
+    """A job at work: its prompts through an engine, and for a baseline through a plain one.
 
-    job: Job
-    config: EngineConfig  # the job's, resolved
-    checkpoints: Checkpoints
-    prompts: PromptSet
-    index: PromptIndex
-    first: list[Prompt]  # to be shown
-    unkept: str | None  # the key under which the index is to be kept, if it is not yet
-    progress: Progress
-    status: Status
-    until: Callable[[], bool]
-    shared: OneTarget | None
-    startup: Startup
-    models: Models | None = None  # once an engine has loaded them
+    It is checked when it is made: its whole input is read, or the index that an earlier process left in ``path``.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        path: Path,
+        progress: Progress,
+        status: Status,
+        until: Callable[[], bool],
+        shared: OneTarget | None,
+        startup: Startup,
+    ) -> None:
+        self.progress, self.status, self.until = progress, status, until
+        self.shared, self.startup = shared, startup
+        self.models: Models | None = None  # once an engine has loaded them
+        with phase("checkpoints"):
+            self.checkpoints = open_checkpoints(job.engine)
+            config = resolve(job.engine, self.checkpoints)
+            self.generation = generation_config(self.checkpoints["model"], config.generation_config)
+        if job.cluster is None:  # else it is the workers' memory
+            require_memory(
+                replace(config, max_batch_size=1)
+            )  # how many rows there are is known of the prompts
+        with phase("rows"):
+            self.prompts = job.data.open()
+            self.index, self.unkept = _index(job, path, self.prompts, self._read)
+            selected = self.prompts.select(self.index.rows)
+            self.first = list(islice((row for row in selected if isinstance(row, Prompt)), _NUM_SHOWN))
+        if job.engine.template_kwargs != TemplateKwargs():
+            require(
+                self.index.has_chats,
+                f"chat-template-kwargs is {shown(str(job.engine.template_kwargs))} but no row of {job.data.dataset} is "
+                "a chat: remove it, or give rows with messages",
+            )
+            load_chat_tokenizer(
+                config, self.checkpoints
+            )  # refuses names before there is a directory with them
+        if job.cluster is None:
+            require_memory(_with_rows_for(self.index, config))
+        for sentence in (*self.index.notes, *without_effect(job, self.index)):
+            progress.warn(sentence)
+        if said := self.generation.sentence(job.given):
+            progress.note(f"{FILE}: {said}")
+        if self.index.has_chats:
+            self.config = with_recorded_date(config, job.engine, path / "manifest.json")
+        else:  # no prompt has the date in it
+            self.config = replace(config, chat_template_kwargs=job.engine.chat_template_kwargs)
+        self.job = replace(job, sampling=self.generation.over(job.sampling, job.given))
+
+    def _read(self, num_rows: int) -> None:
+        if self.until():
+            raise StoppedError(f"interrupted after {num_rows:,} rows were read")
+        self.status.read(num_rows)
+        self.progress.read(num_rows)
+
+    def manifest(self, *, with_fingerprints: bool) -> dict[str, Any]:
+        """The content of ``manifest.json``. Fingerprints read all weights."""
+        job, found = self.job, self.checkpoints if with_fingerprints else {}
+        return manifest(
+            engine=self.config,
+            sampling=job.sampling,
+            data={**job.data.to_json(), "sha256": self.index.digest, "shard": str(job.shard)},
+            fingerprints={name: fingerprint(checkpoint) for name, checkpoint in found.items()},
+            files={name: files_of(checkpoint) for name, checkpoint in found.items()}
+            | {"prompts": {str(file): state_of(file) for file in self.prompts.files}},
+        ) | {
+            # absent unless given, so that a run of an earlier version goes on
+            **({} if job.served_model_name is None else {"served_model_name": job.served_model_name}),
+            **({"steps": False} if job.no_steps else {}),
+            "settings": self._settings(),
+        }
+
+    def _settings(self) -> dict[str, str]:
+        """The configuration as a report shows it, by label."""
+        job, config, checkpoints = self.job, self.config, self.checkpoints
+        _, why = choose_attention(replace(config, attention=job.engine.attention), checkpoints)
+        generation = self.generation.sentence(job.given)
+        return {
+            "model": job.served_model_name or described(config.model, checkpoints["model"]),
+            "drafter": from_here(str(config.drafter))
+            if config.draft_length.most
+            else "none (plain decoding)",
+            "draft tokens (K)": str(config.draft_length),
+            **({} if config.head is None else {"drafter batch": config.drafter_batch}),
+            **({} if config.draft_sampling == "greedy" else {"draft sampling": config.draft_sampling}),
+            "data": f"{job.data.dataset}, {several(self.index.num_prompts, 'prompt')}",
+            **({} if job.shard == WHOLE else {"shard": str(job.shard)}),
+            **(
+                {}
+                if config.template_kwargs == TemplateKwargs()
+                else {"template": str(config.template_kwargs)}
+            ),
+            "sampling": job.sampling.in_words(),
+            **({"generation config": generation} if generation else {}),
+            "runs on": f"{devices(config.device, config.tensor_parallel)}, {config.dtype}",
+            **kv_note(config, job.engine),
+            "attention": f"{attention_note(config, checkpoints)}: {why}",
+            **({} if job.cluster is None else {"workers": f"{job.cluster.num_workers} on Ray, at once"}),
+            **({} if config.device == "cpu" else {"CUDA graphs": config.cuda_graphs}),
+            "batch": f"at most {config.max_batch_size}",
+            **({"steps": "not kept (--no-steps), so no texts on the page"} if job.no_steps else {}),
+        }
 
     def answer(self, path: Path) -> tuple[FinishedRun, FinishedRun | None]:
         """Answer all requests in ``path``; returns the run, and that of the baseline if the job has one."""
@@ -244,7 +276,7 @@ class _Work:
         return run, self._answer(self.config.plain(), path / "baseline")
 
     def _answer(self, config: EngineConfig, path: Path) -> FinishedRun:
-        with RunDirectory(path, shard=str(self.job.shard), with_steps=self.job.steps) as files:
+        with RunDirectory(path, shard=str(self.job.shard), with_steps=not self.job.no_steps) as files:
             if len(files.completions) < self.index.num_requests:
                 self._generate(config, files)
         files.arrange(self.index.ids)
@@ -369,3 +401,21 @@ def _kept_while_lost(directory: Path) -> Iterator[None]:
     finally:
         for path in () if is_lost else directory.rglob(_LOST):
             path.unlink()
+
+
+def without_effect(job: Job, index: PromptIndex) -> Iterator[str]:
+    """A sentence on options of ``job`` that change nothing, if there are any."""
+    asked, drafts = job.sampling, job.engine
+    sampled = drafts.draft_sampling == "probabilistic"
+    if sampled and drafts.head is None:
+        yield "draft-sampling changes nothing without a head that drafts: leave it out"
+    rows = any(row.get("temperature") for row in index.sampling)
+    if asked.temperature > 0 or rows:
+        return
+    filters = {"top-p": asked.top_p < 1, "top-k": asked.top_k > 0, "min-p": asked.min_p > 0}
+    given = [
+        name for name, given in (filters | {"draft-sampling": sampled and bool(drafts.head)}).items() if given
+    ]
+    if given:
+        verb = "changes" if len(given) == 1 else "change"
+        yield f"{' and '.join(given)} {verb} nothing at temperature 0, which is greedy: set --temperature"

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from specgen.config import UserError, bundled, require, shown
+from specgen.config import UserError, bundled, option, require, shown
 from specgen.config.errors import did_you_mean, nearest
 from specgen.prompts.fields import LONGEST_ID, SAMPLING_FIELDS, checked_text
 from specgen.prompts.formats import AS_IT_IS, DATASETS, TURNS, USERS, Format, Reading
@@ -181,6 +181,34 @@ class PromptSet:
         """Equal for sets of one name that read equal files in the same way; None for data that are not in files."""
         content = self.source.digest()
         return None if content is None else f"{content}, {self.num_prompts}, {self.how}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSource:
+    """The prompts of a data set as a user names them; see ``open_prompts``."""
+
+    dataset: str = option(
+        "bundled",
+        "Prompts",
+        "bundled, mt-bench, sharegpt, gsm8k, spec-bench, humaneval, or a file of rows with prompt, messages or "
+        "prompt_token_ids, of an OpenAI batch, or of a public set: JSON lines, CSV or lines of text, gzipped or "
+        "not, or Parquet. - is standard input; with --split a data set on the hub.",
+    )
+    data_path: Path | None = option(
+        None, "Prompts", "Read the named data set from this file or directory instead of the hub."
+    )
+    num_prompts: int | None = option(None, "Prompts", "Use only the first N prompts.", shown="all")
+    how: Reading = AS_IT_IS
+
+    def open(self) -> PromptSet:
+        return open_prompts(
+            self.dataset, data_path=self.data_path, num_prompts=self.num_prompts, how=self.how
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """For a manifest; how rows are read shows in the digest of the prompts."""
+        path = None if self.data_path is None else str(self.data_path)
+        return {"dataset": self.dataset, "data_path": path, "num_prompts": self.num_prompts}
 
 
 def open_prompts(
