@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specgen.cli.generating import KEPT_NOWHERE, RESUMES
 from specgen.cli.measuring import turns
 from specgen.cli.options import Only, given_fields, repeating, with_options
-from specgen.cli.printing import print_files, print_parts
+from specgen.cli.printing import kept_in, print_files, print_parts, stoppable
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import EngineConfig, ExportName, SamplingParams, option, require
 from specgen.config.bundled import heads, pair
@@ -142,22 +141,19 @@ def _run(job: "HeadsJob", output: Path | None, config: str, quiet: bool) -> "Com
     from specgen.experiments.heads_job import HeadsRun
     from specgen.experiments.heads_page import write_comparison
     from specgen.record.files import write_text
-    from specgen.record.interrupt import StoppedError, interruptible
+    from specgen.record.interrupt import interruptible
     from specgen.record.results import directory
 
     job.check()
-    remedy = KEPT_NOWHERE if output is None else RESUMES
-    with interruptible() as interrupt, directory(output, PLAN) as path:
+    kept = partial(kept_in, output)
+    with stoppable(interruptible, kept) as interrupt, directory(output, PLAN) as path:
         try:
             run = HeadsRun(job, path, partial(progress, quiet), interrupt, turns(quiet))
             write_text(path / "config.yaml", config)
             runs = run.generate()
             found = compare_runs(runs, run.measure(runs))
-        except StoppedError as stopped:
-            print(f"specgen: {stopped}; {remedy}", file=sys.stderr)
-            raise typer.Exit(interrupt.exit_code) from None
         except DeviceLost as lost:
-            print(f"specgen: {lost}; {remedy}", file=sys.stderr)
+            print(f"specgen: {lost}; {kept()}", file=sys.stderr)
             raise typer.Exit(1) from None
         write_comparison(found, path)
     return found

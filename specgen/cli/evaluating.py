@@ -1,23 +1,27 @@
-"""``specgen eval``: lm-eval's tasks over the arms of a study."""
+"""``specgen eval``, lm-eval's tasks over the arms of a study; ``specgen verify``, the losslessness audit."""
 
+import json
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specgen.cli.generating import KEPT_NOWHERE, RESUMES
-from specgen.cli.options import Only, repeating, with_options
-from specgen.cli.printing import print_files, print_parts
+from specgen.cli.options import AS_JSON, Only, numbers, repeating, with_options
+from specgen.cli.printing import kept_in, print_failures, print_files, print_parts, stoppable
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import EngineConfig, SamplingParams, option, require
+from specgen.prompts.load import DataSource
+from specgen.record.interrupt import breakable
 
 if TYPE_CHECKING:
     from specgen.experiments.studies import Study
     from specgen.experiments.study import StudyJob
 
+_FAILURES_SHOWN = 3  # of an audit
 _TASKS = typer.Argument(
     help="Tasks of lm-eval, comma-separated; word_problems is bundled.", show_default="those of --study"
 )
@@ -92,21 +96,8 @@ def evaluate(
         seed=sampling.seed,
         max_new_tokens=max_new_tokens,
     )
-    _run_unless_interrupted(job, output, output if log_samples else None, repeating(ctx), quiet)
-
-
-def _run_unless_interrupted(
-    job: "StudyJob", output: Path | None, samples: Path | None, config: str, quiet: bool
-) -> None:
-    from specgen.record.interrupt import breakable
-
-    with breakable() as interrupt:
-        try:
-            _run(job, output, samples, config, quiet)
-        except KeyboardInterrupt:
-            remedy = KEPT_NOWHERE if output is None else RESUMES
-            print(f"specgen: interrupted; {remedy}", file=sys.stderr)
-            raise typer.Exit(interrupt.exit_code) from None
+    with stoppable(breakable, partial(kept_in, output)):
+        _run(job, output, output if log_samples else None, repeating(ctx), quiet)
 
 
 def _study(tasks: str | None, study: str | None, arms: str | None) -> "Study":
@@ -144,4 +135,62 @@ def _run(job: "StudyJob", output: Path | None, samples: Path | None, config: str
     if output is not None and not quiet:
         print_files(output, "report.html")
     if comparison.num_unexplained:
+        raise typer.Exit(1)
+
+
+@with_options
+def verify(
+    *,
+    ctx: typer.Context,
+    data: DataSource,
+    sampling: Annotated[SamplingParams, Only("max_tokens")],
+    batch_sizes: str = option(
+        "1,8,32", "Running", "Batch sizes to test; the reference is plain decoding at the smallest."
+    ),
+    engine: Annotated[
+        EngineConfig,
+        Only(
+            "generation_config "
+            "model drafter chat_template_kwargs num_spec_tokens device tensor_parallel dtype kv_dtype attention "
+            "cuda_graphs"
+        ),
+    ],
+    output: Path | None = option(
+        None,
+        "Results",
+        "New file for the report as one JSON document; NAME.config.yaml beside it repeats the command.",
+    ),
+    as_json: bool = AS_JSON,
+    quiet: bool = QUIET,
+) -> None:
+    """Show that speculation changes no greedy text: every arm against plain decoding, token by token.
+
+    Exit code 1 if texts diverge by more than the rounding of the dtype explains.
+    """
+    sizes = numbers("batch-sizes", batch_sizes)
+    config = None if output is None else output.with_suffix(".config.yaml")
+    for file in (output, config):
+        require(
+            file is None or not file.exists(),
+            f"output {str(file)!r} exists: name a new file, or remove it first",
+        )
+    from specgen.experiments.audit import AuditJob, audit  # imports torch
+    from specgen.experiments.study_tables import of_audit
+    from specgen.record.files import naming, writable, write_json, write_text
+
+    job = AuditJob(engine=engine, sampling=sampling, data=data, batch_sizes=sizes)
+    found = audit(job, progress(quiet))
+    if output is not None and config is not None:
+        with writable(output):
+            with naming(output):
+                output.parent.mkdir(parents=True, exist_ok=True)
+            write_text(config, repeating(ctx))
+            write_json(output, found)
+    if as_json:
+        print(json.dumps(found))
+    else:
+        print_parts(of_audit(found), sys.stdout)
+    failures = found["failures"]
+    print_failures(failures[:_FAILURES_SHOWN], len(failures), "--json and --output have all")
+    if found["num_unexplained"]:
         raise typer.Exit(1)

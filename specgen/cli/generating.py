@@ -1,26 +1,25 @@
-"""``specgen generate``: its options, and the exit codes of its job."""
+"""``specgen generate``, with the exit codes of its job; ``specgen prepare``, what a first run waits for, done ahead."""
 
 import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from specgen.cli.options import AS_JSON, given_fields, repeating, with_options
-from specgen.cli.printing import print_notes_and_exit, print_result, print_samples
+from specgen.cli.options import AS_JSON, Only, given_fields, repeating, with_options
+from specgen.cli.printing import kept_in, print_notes_and_exit, print_result, print_samples, stoppable
 from specgen.cli.progress_bar import QUIET, progress
-from specgen.config import Cluster, ExecutorName, option, require
+from specgen.config import Cluster, EngineConfig, ExecutorName, SamplingParams, option, require
 from specgen.jobs.job import Job
 from specgen.jobs.prompt_index import WHOLE
+from specgen.record.interrupt import breakable, interruptible
 
 if TYPE_CHECKING:
     from specgen.config.errors import DeviceLost
     from specgen.jobs.run_output import RunResult
 
-RESUMES = "the same command resumes the run"
-KEPT_NOWHERE = "nothing is kept without --output"
 _OUTPUT = option(
     None,
     "Results",
@@ -78,7 +77,7 @@ def _run_and_print(job: Job, output: Path | None, as_json: bool, quiet: bool) ->
         if output == Path("-"):
             result = _run_into_stdout(job, as_json, quiet)
         else:
-            result = _run(job, output, KEPT_NOWHERE if output is None else RESUMES, quiet)
+            result = _run(job, output, kept_in(output), quiet)
             if not (quiet or as_json):
                 print_samples(result, sys.stdout)
             # report.html says what the names mean
@@ -99,15 +98,13 @@ def _cluster(executor: ExecutorName, num_workers: int | None, address: str | Non
 def _run(job: Job, output: Path | None, remedy: str, quiet: bool) -> "RunResult":
     """Run ``job``; if it ends early, say so and exit."""
     from specgen.jobs.run import TooManyFailuresError, run
-    from specgen.record.interrupt import StoppedError, interruptible
 
-    with interruptible() as interrupt:
+    with stoppable(interruptible, lambda: remedy) as interrupt:
         try:
             return run(job, output, progress(quiet), interrupt)
-        except (StoppedError, TooManyFailuresError) as ended:
+        except TooManyFailuresError as ended:
             print(f"specgen: {ended}; {remedy}", file=sys.stderr)
-            code = interrupt.exit_code if isinstance(ended, StoppedError) else 3
-            raise typer.Exit(code) from None
+            raise typer.Exit(3) from None
 
 
 def _run_into_stdout(job: Job, as_json: bool, quiet: bool) -> "RunResult":
@@ -133,10 +130,57 @@ def restart_process(lost: "DeviceLost", job: Job, output: Path | None) -> NoRetu
     """
     kept = output is not None and output != Path("-")
     if not (kept and job.is_repeatable and lost.requests):
-        print(f"specgen: {lost}; {RESUMES if kept else 'nothing is kept'}", file=sys.stderr)
+        print(f"specgen: {lost}; {kept_in(output) if kept else 'nothing is kept'}", file=sys.stderr)
         raise typer.Exit(1) from None
     print(f"specgen: the device is lost ({lost.reason}): continuing in a new process", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     arguments = [argument for argument in sys.orig_argv[1:] if argument != "--restart"]
     os.execv(sys.executable, [sys.executable, *arguments])
+
+
+@with_options
+def prepare(
+    *,
+    ctx: typer.Context,
+    engine: EngineConfig,
+    sampling: Annotated[SamplingParams, Only("temperature top_p top_k min_p")],
+    forget: bool = option(
+        False,
+        "Running",
+        "Remove the costs of steps that earlier runs kept for K auto, of every model, and measure anew.",
+    ),
+    graphs: bool = option(
+        False,
+        "Running",
+        "Capture the CUDA graph of every batch size and K too, to see what that takes; a run does so as it comes to "
+        "each.",
+    ),
+    quiet: bool = QUIET,
+) -> None:
+    """Compile and warm up before the first run on this machine, and print where the time to a first token goes.
+
+    Compiles the kernels that a run with the same options needs, all of them side by side, loads the weights and
+    generates one token. Run a second time it shows what every later run waits for.
+    """
+    from specgen.engine import step_costs  # imports torch
+    from specgen.engine.engine import Engine
+    from specgen.engine.generation_config import generation_config
+    from specgen.engine.loading import open_checkpoints
+    from specgen.record.startup import phase, watched
+
+    if forget:
+        step_costs.forget()
+    with breakable(), watched(progress(quiet).compiling) as startup:
+        said = generation_config(open_checkpoints(engine)["model"], engine.generation_config)
+        asked = said.over(sampling, given_fields(ctx))
+        ready = Engine(engine, expected=asked)
+        with phase("first token"):
+            (answer,) = ready.generate(["1, 2, 3,"], SamplingParams(max_tokens=1, ignore_eos=True))
+        if graphs:
+            ready.capture_graphs()
+        seconds = startup.take()
+    if answer.error is not None:
+        raise RuntimeError(answer.error)
+    for name, spent in [*seconds.items(), ("in all", sum(seconds.values()))]:
+        print(f"{name:<14}{spent:8.1f} s")

@@ -9,15 +9,13 @@ from typing import Annotated, TextIO
 
 import typer
 
-from specgen.cli import bench
+from specgen.cli import measuring
 from specgen.cli.comparing import compare
-from specgen.cli.evaluating import evaluate
-from specgen.cli.generating import generate
+from specgen.cli.evaluating import evaluate, verify
+from specgen.cli.generating import generate, prepare
 from specgen.cli.help import Command, Commands
-from specgen.cli.preparing import prepare
+from specgen.cli.measuring import tune
 from specgen.cli.reading import inspect, merge, report
-from specgen.cli.tuning import tune
-from specgen.cli.verifying import verify
 from specgen.config import VERSION, UserError
 from specgen.config.errors import DeviceLost
 
@@ -57,7 +55,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-app.add_typer(bench.app)
+app.add_typer(measuring.app)
 
 
 def _print_version(asked: bool) -> None:

@@ -1,16 +1,21 @@
-"""What benches print while they measure and at the end, the files of their tables, and how they end early."""
+"""``specgen tune`` and ``specgen bench``: their commands, what they print while they measure, and their tables."""
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from specgen.cli.printing import print_files, print_parts
-from specgen.config import option, require
+from specgen.cli.help import Command, Commands
+from specgen.cli.options import AS_JSON, Only, numbers, repeating, with_options
+from specgen.cli.printing import kept_in, print_files, print_parts, stoppable
+from specgen.cli.progress_bar import QUIET
+from specgen.config import MOST_DRAFTS, DrafterBatchName, DraftLength, EngineConfig, option, require
+from specgen.prompts.formats import Reading
+from specgen.prompts.load import DataSource
 from specgen.record.files import writable, write_text
 from specgen.record.interrupt import breakable
 from specgen.report import display
@@ -18,13 +23,11 @@ from specgen.report import display
 if TYPE_CHECKING:
     from specgen.experiments.output import BenchTable
     from specgen.experiments.turns import Turn, Watch
-    from specgen.report.terminal import Part
 
-
-DRY_RUN = option(
+_DRY_RUN = option(
     False, "Table", "Print the arms with their memory and least time; read no weights and run nothing."
 )
-OUTPUT_LENS = option(
+_OUTPUT_LENS = option(
     "fixed",
     "Sampling",
     "fixed: up to --max-new-tokens or the end that the model finds; data: as many tokens as the data's own answers "
@@ -60,45 +63,48 @@ def _outcome(turn: "Turn") -> str:
     return f"{display.rate(speed)} tokens/s, {', '.join(found)}"
 
 
-@contextmanager
-def stoppable(name: str, output: Path | None) -> Iterator[None]:
-    """Ends the command in one line at SIGINT or SIGTERM, which says what is kept of the bench ``name``."""
-    with breakable() as interrupt:
-        try:
-            yield
-        except KeyboardInterrupt:
-            print(f"specgen: interrupted; {_kept(name, output)}", file=sys.stderr)
-            raise typer.Exit(interrupt.exit_code) from None
-
-
 def _kept(name: str, output: Path | None) -> str:
+    """What is kept of the bench ``name`` where it ends early."""
     from specgen.experiments.rounds import num_kept
 
     if output is None:
-        return "nothing is kept without --output"
+        return kept_in(output)
     number = num_kept(output, name)
     if not number:
         return "no round was finished, so nothing is kept"
     return f"{display.several(number, 'whole round')} kept in {output}: the same command goes on"
 
 
-def print_forecast(parts: "Iterable[Part]") -> None:
-    """Print the arms of a dry run and what they will take."""
-    print_parts(parts, sys.stdout)
+def _publish_rounds(
+    name: str, tables: Iterable["BenchTable"], output: Path | None, as_json: bool, config: str, quiet: bool
+) -> None:
+    """Write the files of a growing table after every round, and print the last one; a stopped bench goes on."""
+    with stoppable(breakable, lambda: _kept(name, output)):
+        for table in tables:
+            _write_table(table, output, config)
+    _print_table(table, output, as_json, quiet)
 
 
-def refuse_earlier(name: str, output: Path | None) -> None:
-    """``UserError`` where ``output`` is a file, or has the table ``name`` already."""
-    if output is None:
-        return
-    require(not output.is_file(), f"output {str(output)!r} is a file: name a directory for tables")
-    require(
-        not (output / f"{name}.json").exists(),
-        f"output {str(output)!r} holds an earlier {name}.json: name a new directory, or remove it first",
-    )
+def publish(
+    name: str, tables: Iterable["BenchTable"], output: Path | None, as_json: bool, config: str, quiet: bool
+) -> None:
+    """Write the files of a growing table after every row, and print the last one; earlier ones are not replaced."""
+    if output is not None:
+        require(not output.is_file(), f"output {str(output)!r} is a file: name a directory for tables")
+        require(
+            not (output / f"{name}.json").exists(),
+            f"output {str(output)!r} holds an earlier {name}.json: name a new directory, or remove it first",
+        )
+    for table in tables:
+        if not quiet:
+            print(f"{table.name}: {len(table.rows)} rows", end="\r", file=sys.stderr, flush=True)
+        _write_table(table, output, config)
+    if not quiet:
+        print(file=sys.stderr)
+    _print_table(table, output, as_json, quiet)
 
 
-def write_table(table: "BenchTable", output: Path | None, config: str) -> None:
+def _write_table(table: "BenchTable", output: Path | None, config: str) -> None:
     """The files of ``table``, and ``config``, which repeats it."""
     if output is not None:
         with writable(output):
@@ -106,7 +112,7 @@ def write_table(table: "BenchTable", output: Path | None, config: str) -> None:
             write_text(output / f"{table.name}.yaml", config)
 
 
-def print_table(table: "BenchTable", output: Path | None, as_json: bool, quiet: bool) -> None:
+def _print_table(table: "BenchTable", output: Path | None, as_json: bool, quiet: bool) -> None:
     """A table that is complete; exit code 1 where it has no row, as its notes say."""
     if as_json:
         print(json.dumps(table.to_json()))
@@ -116,3 +122,408 @@ def print_table(table: "BenchTable", output: Path | None, as_json: bool, quiet: 
         print_files(output, f"{table.name}.html")
     if not table.rows:  # every arm has failed
         raise typer.Exit(1)
+
+
+# --- tune -----------------------------------------------------------------------------------------
+
+
+_PREFILL = {"max_prefill_tokens": 8192}  # as in a server
+_UNITS = {"s": 1, "m": 60, "h": 3600}
+_NEW_TOKENS = {"fixed": 256, "data": 4096}  # by --output-lens
+_PER_SLOT = 4  # prompts; with fewer the batch is seldom full
+_TUNE_PROMPTS = option(
+    None, "Prompts", "Prompts per run; repeated where the data set has fewer.", shown="four per batch slot"
+)
+_MAX_NEW_TOKENS = option(
+    None, "Sampling", "Longest answer in tokens.", shown="256; with --output-lens data 4096"
+)
+_TUNED = option(
+    None,
+    "Results",
+    "Directory for tune.csv, tune.json, tune.html with plots, tune.yaml, which repeats it (--config), "
+    "tune.settings.json, what was asked, and tune.rounds.jsonl, with every round: the same command goes on.",
+)
+
+
+def draft_lengths(text: str) -> tuple[DraftLength, ...]:
+    """The values of ``--k``: ``0-7,auto,uniform``; each once, in order."""
+    chosen = ("auto", "uniform")
+    found: list[DraftLength] = []
+    for part in (part.strip() for part in text.split(",")):
+        first, dash, last = part.partition("-")
+        ends = (first, last) if dash else (first, first)
+        require(
+            part in chosen or all(end.isascii() and end.isdecimal() for end in ends),
+            f"k is {text!r}: write numbers, ranges, auto and uniform, separated by commas, such as 0-7,auto",
+        )
+        require(
+            part in chosen or int(ends[1]) <= MOST_DRAFTS,
+            f"k is {text!r}: use at most {MOST_DRAFTS} in {part}",
+        )
+        values = [part] if part in chosen else list(range(int(ends[0]), int(ends[1]) + 1))
+        require(bool(values), f"k is {text!r}: {part} is empty: write the smaller number first")
+        found += [DraftLength.of(value) for value in values]
+    return tuple(dict.fromkeys(found))
+
+
+def seconds(text: str) -> float:
+    """The value of ``--budget``: ``90s``, ``10m``, ``2h``."""
+    number, unit = text[:-1], text[-1:]
+    require(
+        unit in _UNITS and number.replace(".", "", 1).isdecimal() and float(number) > 0,
+        f"budget is {text!r}: write a time such as 90s, 10m or 2h",
+    )
+    return float(number) * _UNITS[unit]
+
+
+def _batches(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(numbers("batch", text)))
+
+
+def _drafter_batches(text: str) -> tuple[DrafterBatchName, ...]:
+    known = get_args(DrafterBatchName)
+    asked = [part.strip() for part in text.split(",")]
+    for name in asked:
+        require(name in known, f"drafter-batch has {name!r}: use some of {', '.join(known)}")
+    return tuple(name for name in known if name in asked)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arms:
+    batches: tuple[int, ...] = option(
+        "1,8,32",
+        "Table",
+        "Batch sizes, comma-separated: how many requests run at once.",
+        name="batch",
+        parse=_batches,
+    )
+    draft_lengths: tuple[DraftLength, ...] = option(
+        "1-7,auto",
+        "Table",
+        "Draft tokens per step, comma-separated: numbers, ranges, auto. Plain is always measured.",
+        name="k",
+        parse=draft_lengths,
+    )
+    drafter_batches: tuple[DrafterBatchName, ...] = option(
+        "padded,non-padded",
+        "Table",
+        "Drafter batches, comma-separated.",
+        name="drafter_batch",
+        parse=_drafter_batches,
+    )
+    repeats: int = option(10, "Table", "Measurements of an arm, at most.")
+    precision: float = option(
+        0.02, "Table", "Measure until the 95 % interval of a speed-up is plus or minus this fraction."
+    )
+    budget: float | None = option(
+        None,
+        "Table",
+        "End after this time, such as 90s, 10m or 2h, shared by the batch sizes.",
+        shown="no limit",
+        parse=seconds,
+    )
+
+
+@with_options
+def tune(
+    *,
+    ctx: typer.Context,
+    arms: Arms,
+    dry_run: bool = _DRY_RUN,
+    data: Annotated[DataSource, Only("dataset data_path")],
+    num_prompts: int | None = _TUNE_PROMPTS,
+    how: Reading,
+    output_lens: str = _OUTPUT_LENS,
+    max_new_tokens: int | None = _MAX_NEW_TOKENS,
+    engine: Annotated[
+        EngineConfig,
+        Only(
+            "generation_config "
+            "model drafter chat_template_kwargs max_prefill_tokens device tensor_parallel dtype kv_dtype "
+            "attention cuda_graphs "
+            "gpu_memory_utilization",
+            _PREFILL,
+        ),
+    ],
+    output: Path | None = _TUNED,
+    as_json: bool = AS_JSON,
+    quiet: bool = QUIET,
+) -> None:
+    """Find the K, drafter batch and batch size that are fastest on your prompts, and say by how much.
+
+    Arms run in interleaved rounds until their speed-ups over plain decoding are known well enough; those that cannot
+    win are dropped early. Ends with a recommendation and the command to run.
+    """
+    from specgen.experiments.matrices import Workload
+
+    lens: Any = output_lens  # ``Workload`` checks it
+    largest = max(arms.batches)
+    workload = Workload(
+        dataset=data.dataset,
+        num_prompts=num_prompts,
+        per_slot=_PER_SLOT,
+        max_new_tokens=_NEW_TOKENS.get(output_lens, 1) if max_new_tokens is None else max_new_tokens,
+        max_batch_size=largest,
+        output_lens=lens,
+        how=how,
+    )
+    most = max(1, *(length.most for length in arms.draft_lengths))
+    engine = replace(engine, num_spec_tokens=most, max_batch_size=largest, prefix_cache=False)
+    from specgen.experiments.tune import NAME, TuneJob, forecast_of  # imports torch
+    from specgen.experiments.tune import tune as measure
+
+    job = TuneJob(**vars(arms), workload=workload, engine=engine, data_path=data.data_path)
+    if dry_run:
+        print_parts(forecast_of(job, output), sys.stdout)
+        return
+
+    def say(sentence: str) -> None:
+        if not quiet:
+            print(sentence, file=sys.stderr)
+
+    tables = measure(job, output, turns(quiet), say)
+    _publish_rounds(NAME, tables, output, as_json, repeating(ctx), quiet)
+
+
+# --- bench ----------------------------------------------------------------------------------------
+
+
+app = typer.Typer(
+    cls=Commands,
+    name="bench",
+    help="Measure kernels and the engine: tables on the terminal, or one JSON document.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+_OUTPUT = option(
+    None,
+    "Results",
+    "Directory for the table: NAME.csv, NAME.json, NAME.html with plots, and NAME.yaml, which repeats it (--config).",
+)
+_KEPT = option(
+    None,
+    "Results",
+    "Directory for the table: NAME.csv, NAME.json, NAME.html with plots, NAME.yaml, which repeats it (--config), and "
+    "NAME.rounds.jsonl, in which every round is kept: the same command goes on, of the settings in NAME.settings.json.",
+)
+_REPEATS = "Measurements per number."
+_MATRIX = option(
+    MISSING,
+    "Table",
+    "Arms and prompts: vllm-25196, vllm-19825, vllm-21477, batch-and-decoding or batch-and-k.",
+)
+_AXIS = option(
+    None,
+    "Table",
+    "Other values on an axis of the matrix, such as batch=8,32, K=0,4,auto, attention=sdpa, "
+    "cuda_graphs=off, decoding=plain,padded; may be repeated.",
+)
+
+_SIZES = {
+    "cuda": ("1,4,8,16,32,64,128,256", "1024,2048,4096,8192,16384,32768,65536,131072"),
+    "cpu": ("1,4", "128,256"),
+}
+_EXPERTS = {
+    "cuda": (
+        "qwen3-30b-a3b,qwen3-30b-a3b-fp8,gpt-oss-20b,gpt-oss-20b-bf16",
+        "1,5,8,32,40,64,128,160,320,640",
+    ),
+    "cpu": ("small", "1,5,40"),
+}
+
+
+@app.command(cls=Command)
+@with_options
+def kernels(
+    *,
+    ctx: typer.Context,
+    num_seqs: str | None = option(
+        None, "Table", "Sequences per pass, comma-separated.", shown="1,4,8,16,32,64,128,256; on a CPU 1,4"
+    ),
+    max_seq_lens: str | None = option(
+        None,
+        "Table",
+        "Longest contexts, comma-separated; those that do not fit in memory are left out.",
+        shown="1024 to 131072 in powers of two; on a CPU 128,256",
+    ),
+    num_heads: int | None = option(
+        None, "Table", "Query heads.", least=1, shown="32; with --latents 20, GLM-4.7-Flash's"
+    ),
+    num_kv_heads: int | None = option(None, "Table", "Key and value heads.", least=1, shown="8"),
+    head_dim: int | None = option(None, "Table", "Elements per head.", least=1, shown="128"),
+    latents: bool = option(
+        False,
+        "Table",
+        "Latents of 512 + 64 numbers instead of keys and values (DeepSeek-V3, GLM-4.7-Flash): absorbed attention "
+        "alone.",
+    ),
+    num_spec_tokens: int = option(4, "Table", "Drafts, K: passes of K+1 rows are timed too."),
+    page_size: int = option(64, "Table", "Tokens per page.", least=1),
+    engine: Annotated[EngineConfig, Only("dtype kv_dtype device")],
+    repeats: int = option(20, "Table", _REPEATS),
+    output: Path | None = _OUTPUT,
+    as_json: bool = AS_JSON,
+    quiet: bool = QUIET,
+) -> None:
+    """Time attention alone: hopper, trtllm and FlashInfer's wrapper, by sequences, context and rows per sequence.
+
+    Without options on a GPU: the table of vLLM's PR 19825 for the heads of an 8B model, and for K = 4.
+    """
+    from specgen.engine.choices import FP8, device_and_dtype  # imports torch
+    from specgen.experiments.kernels import KernelJob, measure, timed_heads
+
+    device, dtype = device_and_dtype(engine)
+    defaults = _SIZES[device.type]
+    job = KernelJob(
+        heads=timed_heads(
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            latents=latents,
+            dtype=dtype,
+            kv_dtype=FP8 if engine.kv_dtype == "fp8" else dtype,
+            page_size=page_size,
+            max_query_len=num_spec_tokens + 1,
+        ),
+        num_seqs=numbers("num-seqs", num_seqs or defaults[0]),
+        max_seq_lens=numbers("max-seq-lens", max_seq_lens or defaults[1]),
+        num_spec_tokens=num_spec_tokens,
+        repeats=repeats,
+        device=device,
+    )
+    publish("kernels", measure(job), output, as_json, repeating(ctx), quiet)
+
+
+@app.command(cls=Command)
+@with_options
+def experts(
+    *,
+    ctx: typer.Context,
+    shapes: str | None = option(
+        None,
+        "Table",
+        "Experts of qwen3-30b-a3b, qwen3-30b-a3b-fp8 (by block), qwen3-30b-a3b-fp8-dynamic (by channel), "
+        "glm-4.7-flash-fp8 (by block), gpt-oss-20b (MXFP4), gpt-oss-20b-bf16, or small; comma-separated.",
+        shown="qwen3-30b-a3b, qwen3-30b-a3b-fp8 and both of gpt-oss-20b; on a CPU small",
+    ),
+    rows: str | None = option(
+        None,
+        "Table",
+        "Rows per pass, comma-separated.",
+        shown="1,5,8,32,40,64,128,160,320,640; on a CPU 1,5,40",
+    ),
+    engine: Annotated[EngineConfig, Only("dtype device")],
+    repeats: int = option(20, "Table", _REPEATS),
+    output: Path | None = _OUTPUT,
+    as_json: bool = AS_JSON,
+    quiet: bool = QUIET,
+) -> None:
+    """Time the experts of one layer of a mixture by number of rows, against the bytes of those that are touched."""
+    from specgen.engine.choices import device_and_dtype  # imports torch
+    from specgen.experiments.expert_bench import ExpertJob, measure
+
+    device, dtype = device_and_dtype(engine)
+    defaults = _EXPERTS[device.type]
+    job = ExpertJob(
+        shapes=tuple(name.strip() for name in (shapes or defaults[0]).split(",")),
+        rows=numbers("rows", rows or defaults[1]),
+        repeats=repeats,
+        dtype=dtype,
+        device=device,
+    )
+    publish("experts", measure(job), output, as_json, repeating(ctx), quiet)
+
+
+@app.command(cls=Command)
+@with_options
+def throughput(
+    *,
+    ctx: typer.Context,
+    matrix: str = _MATRIX,
+    axis: list[str] | None = _AXIS,
+    dataset: str | None = option(
+        None, "Prompts", "As for generate, or random for random tokens.", shown="the matrix's"
+    ),
+    data: Annotated[DataSource, Only("data_path")],
+    num_prompts: int | None = option(
+        None, "Prompts", "Prompts per run; repeated where the data set has fewer.", shown="the matrix's"
+    ),
+    how: Reading,
+    prompt_tokens: int | None = option(None, "Prompts", "Tokens per random prompt.", shown="the matrix's"),
+    max_new_tokens: int | None = option(None, "Sampling", "Longest answer in tokens.", shown="the matrix's"),
+    output_lens: str = _OUTPUT_LENS,
+    max_batch_size: int | None = option(None, "Running", "Sequences per batch.", shown="the matrix's"),
+    engine: Annotated[
+        EngineConfig,
+        Only(
+            "model drafter chat_template_kwargs num_spec_tokens max_prefill_tokens device tensor_parallel dtype "
+            "kv_dtype attention "
+            "cuda_graphs gpu_memory_utilization",
+            _PREFILL,
+        ),
+    ],
+    repeats: int = option(3, "Table", _REPEATS),
+    dry_run: bool = _DRY_RUN,
+    output: Path | None = _KEPT,
+    as_json: bool = AS_JSON,
+    quiet: bool = QUIET,
+) -> None:
+    """Output tokens per second, ratios and latencies: the tables of vLLM's pull requests, and batch against K."""
+    from specgen.experiments.matrices import find_matrix
+
+    chosen = find_matrix(matrix).with_values(axis or ())
+    given = {
+        "dataset": dataset,
+        "num_prompts": num_prompts,
+        "prompt_tokens": prompt_tokens,
+        "max_new_tokens": max_new_tokens,
+        "max_batch_size": max_batch_size,
+        "output_lens": output_lens,
+    }
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    workload = replace(chosen.workload, how=how, **changes)
+    engine = replace(engine, max_batch_size=workload.max_batch_size, prefix_cache=False)
+    from specgen.experiments.throughput import ThroughputJob, forecast_of  # imports torch
+    from specgen.experiments.throughput import throughput as measure
+
+    job = ThroughputJob(
+        matrix=chosen, workload=workload, engine=engine, data_path=data.data_path, repeats=repeats
+    )
+    if dry_run:
+        print_parts(forecast_of(job, output), sys.stdout)
+    else:
+        tables = measure(job, output, turns(quiet))
+        _publish_rounds(job.name, tables, output, as_json, repeating(ctx), quiet)
+
+
+@app.command(cls=Command)
+@with_options
+def step(
+    *,
+    ctx: typer.Context,
+    batch_sizes: str = option("1,8,32", "Table", "Batch sizes, comma-separated."),
+    prompt_tokens: int = option(256, "Table", "Random tokens per prompt."),
+    num_spec_tokens: int = option(4, "Speculation", "Draft tokens per step, K: 0 (plain decoding) to 16."),
+    engine: Annotated[
+        EngineConfig,
+        Only(
+            "model drafter drafter_batch max_prefill_tokens device tensor_parallel dtype kv_dtype attention "
+            "cuda_graphs",
+            _PREFILL,
+        ),
+    ],
+    output: Path | None = _OUTPUT,
+    as_json: bool = AS_JSON,
+    quiet: bool = QUIET,
+) -> None:
+    """Explain a decode step: milliseconds by part (draft loop, verify, accept, drafter KV fill, idle) and kernel, and
+    lower bounds."""
+    from specgen.experiments.explain import StepJob, explain  # imports torch
+
+    job = StepJob(
+        engine=replace(engine, prefix_cache=False, num_spec_tokens=num_spec_tokens),
+        batch_sizes=numbers("batch-sizes", batch_sizes),
+        prompt_tokens=prompt_tokens,
+    )
+    publish("step", explain(job), output, as_json, repeating(ctx), quiet)

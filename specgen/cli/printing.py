@@ -2,11 +2,14 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 import typer
+
+from specgen.record.interrupt import Interrupt, StoppedError
 
 if TYPE_CHECKING:
     from specgen.jobs.run_output import RunResult
@@ -16,6 +19,27 @@ if TYPE_CHECKING:
     Parts = Callable[[Report, Mapping[str, str]], Iterable[Part]]
 
 _FAILURES_SHOWN = 3  # where a file has them all
+
+
+def kept_in(output: Path | None) -> str:
+    """What is kept of a run that ends early."""
+    return "nothing is kept without --output" if output is None else "the same command resumes the run"
+
+
+@contextmanager
+def stoppable(
+    handled: Callable[[], AbstractContextManager[Interrupt]], kept: Callable[[], str]
+) -> Iterator[Interrupt]:
+    """Ends the command in one line at SIGINT or SIGTERM, which says what is ``kept``.
+
+    ``handled`` is ``interruptible`` for work that polls and then raises ``StoppedError``, else ``breakable``.
+    """
+    with handled() as interrupt:
+        try:
+            yield interrupt
+        except (StoppedError, KeyboardInterrupt) as stopped:
+            print(f"specgen: {str(stopped) or 'interrupted'}; {kept()}", file=sys.stderr)
+            raise typer.Exit(interrupt.exit_code) from None
 
 
 def print_parts(parts: "Iterable[Part]", file: TextIO) -> None:
