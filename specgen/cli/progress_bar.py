@@ -24,8 +24,8 @@ def progress(quiet: bool, name: str | None = None) -> Progress:
     return kind(name)
 
 
-class Warnings:
-    """A ``Progress`` that shows warnings and shortages of memory, and ignores the rest."""
+class Warnings(Progress):
+    """Shows warnings and shortages of memory, and ignores the rest."""
 
     def __init__(self, name: str | None = None) -> None:
         self._name = name
@@ -34,33 +34,17 @@ class Warnings:
     def warn(self, sentence: str) -> None:
         self._say(f"specgen: warning: {sentence}")
 
-    def note(self, sentence: str) -> None: ...
-
-    def read(self, num_rows: int) -> None: ...
-
-    def prepare(self, what: str) -> None: ...
-
-    def compiling(self, done: int, total: int, names: Sequence[str]) -> None: ...
-
-    def ready(self, what: str, seconds: Mapping[str, float]) -> None: ...
-
-    def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None: ...
-
     def see(self, row: EngineRow) -> None:
         if isinstance(row, OutOfMemory):
             batch, tokens = row.max_batch_size, row.max_prefill_tokens
             self._say(f"out of GPU memory: continuing with a batch of {batch} and {tokens} prefill tokens")
-
-    def advance(self) -> None: ...
-
-    def finish(self) -> None: ...
 
     def _say(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
 class ProgressLines(Warnings):
-    """A ``Progress`` for files: requests done, output tokens per second and the acceptance length so far, line by line.
+    """For files: requests done, output tokens per second and the acceptance length so far, line by line.
 
     A line at the start, at the end, and between them not more than one in ten seconds.
     """

@@ -7,7 +7,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from specgen.config import UserError
 from specgen.config.json_fields import load_json
 from specgen.experiments.head_figures import PLAN, Comparison, HeadPair, HeadRun, Length
 from specgen.experiments.heads_tables import (
@@ -28,11 +27,11 @@ from specgen.report.display import checkpoint_name, clip, plain, several
 from specgen.report.origin import origin
 from specgen.report.page import Page
 from specgen.report.paired_requests import Pair, with_steps
-from specgen.report.run_texts import keys_of, texts_of
+from specgen.report.run_texts import keys_of, known_tokenizer, texts_of
 from specgen.report.table import Column, Table
 from specgen.report.tables import curve, curves
 from specgen.report.text_list import Entry, ShownText, TextList, sources, within
-from specgen.text.tokenizer import Tokenizer, load_tokenizer
+from specgen.text.tokenizer import Tokenizer
 
 _CATEGORIES = 4  # of one chart
 _NAMED = 2  # heads and data sets that a title names
@@ -45,17 +44,9 @@ _PAGE_BYTES = 2_000_000  # of texts
 def write_comparison(found: Comparison, path: Path) -> None:
     """Write the page and the figures of ``found`` into the comparison's directory ``path``."""
     record = load_json(path / PLAN, "compare again")
-    texts = moved_texts(found, _tokenizer(found.runs[0].manifest["engine"]["model"]))
+    texts = moved_texts(found, known_tokenizer(found.runs[0].manifest["engine"]["model"]))
     write_text(path / "compare.html", page(found, record, texts))
     write_json(path / "comparison.json", found.to_json())
-
-
-def _tokenizer(model: str) -> Tokenizer | None:
-    """None where it cannot be read: a comparison that has finished may have lost its model."""
-    try:
-        return load_tokenizer(model)
-    except UserError:
-        return None
 
 
 def page(found: Comparison, record: dict[str, Any], texts: TextList | None = None) -> str:

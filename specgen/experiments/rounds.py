@@ -1,6 +1,5 @@
 """What a bench has measured, round by round, kept in a directory so that the same command goes on."""
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 import msgspec
 
 from specgen.config import require
-from specgen.record.files import RowFile, id_of, writable
+from specgen.record.files import RowFile, Rows, writable
 from specgen.record.provenance import FREE_IN_A_RUN
 from specgen.record.record_rows import Touched
 from specgen.record.results import locked, require_same
@@ -303,20 +302,13 @@ def seen_rounds(output: Path | None, name: str, settings: Mapping[str, Any]) -> 
     if output is None or not record_of(output, name).exists():
         return Rounds()
     require_same(record_of(output, name), settings, free=_FREE | _FINGERPRINTS, remedy=_REMEDY)
-    return Rounds(map(json.loads, _whole_rounds(output, name)))
+    return Rounds(Rows(_rounds_of(output, name)).values())
 
 
 def num_kept(output: Path, name: str) -> int:
     """The rounds of the bench ``name`` that are in ``output``."""
-    return len(_whole_rounds(output, name))
+    return len(Rows(_rounds_of(output, name)))
 
 
 def _rounds_of(output: Path, name: str) -> Path:
     return output / f"{name}.rounds.jsonl"
-
-
-def _whole_rounds(output: Path, name: str) -> list[bytes]:
-    """The lines of the file, without a torn last one."""
-    path = _rounds_of(output, name)
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    return [line for line in lines if id_of(line) is not None]

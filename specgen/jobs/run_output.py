@@ -8,7 +8,7 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from specgen.config import FormatName, UserError
+from specgen.config import FormatName
 from specgen.config.json_fields import load_json
 from specgen.jobs.job import Job
 from specgen.prompts import Prompt, failure
@@ -18,8 +18,8 @@ from specgen.report import tables
 from specgen.report.acceptance import RequestMetrics
 from specgen.report.origin import origin, run_title
 from specgen.report.report import Report, load, report_of
-from specgen.report.run_texts import RunTexts
-from specgen.text.tokenizer import Tokenizer, load_tokenizer
+from specgen.report.run_texts import RunTexts, known_tokenizer
+from specgen.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     import pyarrow
@@ -85,7 +85,9 @@ class FinishedRun:
         if baseline is not None:
             report = report.with_baseline(baseline._report(0, baseline._requests(None, [])), same)
         shown = (
-            texts.shown(_tokenizer(record["engine"]["model"])) if record.get("steps", True) else ([], None)
+            texts.shown(known_tokenizer(record["engine"]["model"]))
+            if record.get("steps", True)
+            else ([], None)
         )
         page = tables.page(report, record["settings"], run_title(record), origin(record), *shown)
         write_text(self._path / "report.html", page)
@@ -136,14 +138,6 @@ class FinishedRun:
             samples=[(prompt.last_message, answer) for prompt, answer in zip(first, answers, strict=True)],
             failures=[failure(name, errors[name]["error"]) for name in islice(errors, _FAILURES_KEPT)],
         )
-
-
-def _tokenizer(model: str) -> Tokenizer | None:
-    """None where it cannot be read: shards may be merged on a machine without the model."""
-    try:
-        return load_tokenizer(model)
-    except UserError:
-        return None
 
 
 def _served(path: Path) -> "Served":

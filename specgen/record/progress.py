@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from specgen.record.files import as_json, swapped, write_json
 from specgen.record.interrupt import StoppedError
@@ -45,8 +45,8 @@ class Tally:
         return 1 + self._num_accepted / self._num_drafting if self._num_drafting else None
 
 
-class Progress(Protocol):
-    """Receives what happens in a run, to display it."""
+class Progress:
+    """Receives what happens in a run, to display it; this one shows nothing."""
 
     def warn(self, sentence: str) -> None:
         """Something that does not stop the run but that the user has hardly meant."""

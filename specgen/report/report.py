@@ -1,6 +1,6 @@
 """The report of a run, also of an unfinished one: a pure function of its rows."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -162,10 +162,8 @@ class Report(Speculation):
 class _Sums:
     def __init__(self, num_spec_tokens: int) -> None:
         self.num_spec_tokens = num_spec_tokens
-        self.all = RequestSum(num_spec_tokens)
-        self.categories: dict[str, RequestSum] = {}
-        self.turns: dict[str, RequestSum] = {}
-        self.parts = {part: RequestSum(num_spec_tokens) for part in PARTS}  # what has no part is answer
+        # by kind and label, such as ("turn", "1"); of texts without parts all is answer
+        self.requests = defaultdict[tuple[str, str], RequestSum](lambda: RequestSum(num_spec_tokens))
         self.has_reasoning = False
         self.ended_in_reasoning: Counter[str] = Counter()
         self.num_prompt_tokens = self.num_cached_tokens = self.num_preemptions = self.num_empty = 0
@@ -215,30 +213,25 @@ class _Sums:
         num_tokens, left = row.num_output_tokens, row.num_turns - row.turn
         conversation = conversation_of(row.name, row.turn)
         category = "(none)" if row.category is None else row.category
-        self._sum(self.turns, str(row.turn)).add(counts, num_tokens)  # which has each conversation once
-        for sums in (self.all, self._sum(self.categories, category)):
-            sums.add(counts, num_tokens, conversation, left)
+        self.requests["turn", str(row.turn)].add(counts, num_tokens)  # which has each conversation once
+        for key in (("all", ""), ("category", category)):
+            self.requests[key].add(counts, num_tokens, conversation, left)
         if row.parts is None:
-            self.parts["answer"].add(counts, num_tokens, conversation, left)
+            self.requests["part", "answer"].add(counts, num_tokens, conversation, left)
             return
         self.has_reasoning = True
         for part, tokens in row.parts["tokens"].items():
             if tokens:
                 steps = StepCounts.of_row(row.parts["steps"][part], self.num_spec_tokens)
-                self.parts[part].add(steps, tokens, conversation, left)
-
-    def _sum(self, groups: dict[str, RequestSum], label: str) -> RequestSum:
-        if label not in groups:
-            groups[label] = RequestSum(self.num_spec_tokens)
-        return groups[label]
+                self.requests["part", part].add(steps, tokens, conversation, left)
 
     def report(self, num_errors: int) -> Report:
         return Report(
-            **vars(self.all.result()),
+            **vars(self.requests["all", ""].result()),
             num_spec_tokens=self.num_spec_tokens,
-            categories=_breakdown(self.categories),
-            turns=_breakdown(self.turns),
-            parts={part: each.result() for part, each in self.parts.items()} if self.has_reasoning else {},
+            categories=self._breakdown("category"),
+            turns=self._breakdown("turn"),
+            parts={part: self.requests["part", part].result() for part in PARTS * self.has_reasoning},
             ended_in_reasoning=dict(sorted(self.ended_in_reasoning.items())),
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
@@ -255,10 +248,14 @@ class _Sums:
             num_empty=self.num_empty,
         )
 
-
-def _breakdown(groups: Mapping[str, RequestSum]) -> dict[str, Speculation]:
-    """One entry per group, ordered by label; empty for a single group, which repeats the total."""
-    return {label: groups[label].result() for label in sorted(groups)} if len(groups) > 1 else {}
+    def _breakdown(self, kind: str) -> dict[str, Speculation]:
+        """One entry per group, ordered by label; empty for a single group, which repeats the total."""
+        groups = {
+            label: sums
+            for (of, label), sums in sorted(self.requests.items(), key=lambda each: each[0])
+            if of == kind
+        }
+        return {label: sums.result() for label, sums in groups.items()} if len(groups) > 1 else {}
 
 
 def report_of(

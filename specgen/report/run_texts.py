@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
+from specgen.config import UserError
 from specgen.record.record_rows import RequestRow
 from specgen.report.display import count, percent, plain
 from specgen.report.table import Column, Row, Table
 from specgen.report.text_list import Entry, ShownText, Source, Span, TextList, sources, span_style, within
 from specgen.text.reasoning import Part, pieces_by_part
-from specgen.text.tokenizer import Tokenizer, fitted
+from specgen.text.tokenizer import Tokenizer, fitted, load_tokenizer
 
 _WORST = 2_000  # requests kept, and of every category, turn and reason to end ...
 _WORST_OF_EACH = 5  # ... so that each filter of a page finds some
@@ -157,6 +158,14 @@ def keys_of(entries: Sequence[Entry]) -> dict[str, str]:
     """What the styles mean that occur in ``entries``."""
     styles = {span.style for entry in entries for text in entry.texts for span in text.spans}
     return {style: text for style, text in _KEYS.items() if style in styles}
+
+
+def known_tokenizer(model: str) -> Tokenizer | None:
+    """None where it cannot be read: what has finished may have lost its model, or lie on another machine."""
+    try:
+        return load_tokenizer(model)
+    except UserError:
+        return None
 
 
 def texts_of(
