@@ -231,7 +231,9 @@ class _Sums:
             num_spec_tokens=self.num_spec_tokens,
             categories=self._breakdown("category"),
             turns=self._breakdown("turn"),
-            parts={part: self.requests["part", part].result() for part in PARTS * self.has_reasoning},
+            parts={
+                part: self.requests["part", part].result() for part in (PARTS if self.has_reasoning else ())
+            },
             ended_in_reasoning=dict(sorted(self.ended_in_reasoning.items())),
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
@@ -250,12 +252,8 @@ class _Sums:
 
     def _breakdown(self, kind: str) -> dict[str, Speculation]:
         """One entry per group, ordered by label; empty for a single group, which repeats the total."""
-        groups = {
-            label: sums
-            for (of, label), sums in sorted(self.requests.items(), key=lambda each: each[0])
-            if of == kind
-        }
-        return {label: sums.result() for label, sums in groups.items()} if len(groups) > 1 else {}
+        labels = sorted(label for of, label in self.requests if of == kind)
+        return {label: self.requests[kind, label].result() for label in labels} if len(labels) > 1 else {}
 
 
 def report_of(
