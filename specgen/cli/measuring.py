@@ -260,6 +260,7 @@ def tune(
     largest = max(arms.batches)
     workload = Workload(
         dataset=data.dataset,
+        data_path=data.data_path,
         num_prompts=num_prompts,
         per_slot=_PER_SLOT,
         max_new_tokens=_NEW_TOKENS.get(output_lens, 1) if max_new_tokens is None else max_new_tokens,
@@ -272,7 +273,7 @@ def tune(
     from specgen.experiments.tune import NAME, TuneJob, forecast_of  # imports torch
     from specgen.experiments.tune import tune as measure
 
-    job = TuneJob(**vars(arms), workload=workload, engine=engine, data_path=data.data_path)
+    job = TuneJob(**vars(arms), workload=workload, engine=engine)
     if dry_run:
         print_parts(forecast_of(job, output), sys.stdout)
         return
@@ -482,14 +483,12 @@ def throughput(
         "output_lens": output_lens,
     }
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    workload = replace(chosen.workload, how=how, **changes)
+    workload = replace(chosen.workload, data_path=data.data_path, how=how, **changes)
     engine = replace(engine, max_batch_size=workload.max_batch_size, prefix_cache=False)
     from specgen.experiments.throughput import ThroughputJob, forecast_of  # imports torch
     from specgen.experiments.throughput import throughput as measure
 
-    job = ThroughputJob(
-        matrix=chosen, workload=workload, engine=engine, data_path=data.data_path, repeats=repeats
-    )
+    job = ThroughputJob(matrix=chosen, workload=workload, engine=engine, repeats=repeats)
     if dry_run:
         print_parts(forecast_of(job, output), sys.stdout)
     else:

@@ -329,7 +329,7 @@ def _explained(
 ) -> tuple[Step, list[str]]:
     """The steps of one batch size, and what there is to say of them."""
     batch, k = config.max_batch_size, config.draft_length.most
-    requests = make_prompts(job.workload, models, None, batch).requests
+    requests = make_prompts(job.workload, models, batch).requests
     config = replace(config, kv_memory=kv_bytes(config, models, requests))
     marker: Marker = HostMarker() if config.device == "cpu" else DeviceMarker()
     engine = WarmEngine(config, models, requests, lambda runner: Marked(runner, marker))

@@ -1,9 +1,10 @@
 """The matrices of ``specgen bench throughput`` as data: two axes, whose combinations are the arms, and a workload."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
-from typing import Literal, Self, get_args
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
 
 from specgen.config import DraftLength, EngineConfig, choices, require
 from specgen.config.errors import did_you_mean
@@ -49,6 +50,7 @@ class Workload:
     """
 
     dataset: str
+    data_path: Path | None = None
     num_prompts: int | None = None
     per_slot: int = 2
     prompt_tokens: int = 100  # per random prompt
@@ -70,9 +72,19 @@ class Workload:
             self.how == AS_IT_IS or self.dataset != RANDOM,
             "split, prompt-field, chat or raw is given but prompts are random: name a data set",
         )
+        require(
+            self.data_path is None or self.dataset != RANDOM,
+            f"data-path is {self.data_path} but prompts are random: name a data set",
+        )
         for field in ("num_prompts", "prompt_tokens", "max_new_tokens", "max_batch_size"):
             value = getattr(self, field)
             require(value is None or value >= 1, f"{field.replace('_', '-')} is {value}: use at least 1")
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the path of the data, which a manifest names itself."""
+        found = asdict(self)
+        del found["data_path"]
+        return found
 
     @property
     def lengths(self) -> str:

@@ -61,6 +61,7 @@ class Prepared:
     """A bench that could begin: its pair, without weights, and its plans; ``notes`` say which have none and why."""
 
     base: EngineConfig  # resolved
+    workload: Workload
     checkpoints: Checkpoints
     models: Models  # on the device meta
     prompts: Prompts
@@ -79,14 +80,7 @@ class Prepared:
         )
         return load_models(self.base, self.checkpoints)
 
-    def manifest(
-        self,
-        workload: Workload,
-        data_path: Path | None,
-        own: dict[str, Any],
-        *,
-        with_fingerprints: bool = True,
-    ) -> dict[str, Any]:
+    def manifest(self, own: dict[str, Any], *, with_fingerprints: bool = True) -> dict[str, Any]:
         """What decides the numbers: device, versions, weights, requests, and ``own``, which is the bench's.
 
         Fingerprints read all weights.
@@ -94,10 +88,11 @@ class Prepared:
         tokens = sha256()
         for request in self.prompts.requests:
             tokens.update(f"{request.prompt_token_ids} {request.sampling}\n".encode())
-        data = {"dataset": workload.dataset, "data_path": str(data_path) if data_path else None}
+        path = self.workload.data_path
+        data = {"dataset": self.workload.dataset, "data_path": str(path) if path else None}
         found = manifest(
             engine=self.base,
-            sampling=self.said.over(SamplingParams(max_tokens=workload.max_new_tokens)),
+            sampling=self.said.over(SamplingParams(max_tokens=self.workload.max_new_tokens)),
             data=data | {"requests": tokens.hexdigest()},
             fingerprints={
                 role: fingerprint(each) for role, each in self.checkpoints.items() if with_fingerprints
@@ -110,7 +105,6 @@ def prepare(
     arms: Sequence[Arm],
     engine: EngineConfig,
     workload: Workload,
-    data_path: Path | None,
     *,
     axes: Iterable[str] = (),
     record: Path | None = None,
@@ -127,7 +121,7 @@ def prepare(
     models = outline(base, checkpoints)
     said = generation_config(checkpoints["model"], base.generation_config)
     count = max(workload.count(arm.configure(base).max_batch_size) for arm in arms)
-    prompts = make_prompts(workload, models, data_path, count, said)
+    prompts = make_prompts(workload, models, count, said)
     plans: list[Plan] = []
     notes: list[str] = []
     for arm in arms:
@@ -144,6 +138,7 @@ def prepare(
     require(bool(plans), f"no arm can run here: {notes[0] if notes else 'none is asked for'}")
     return Prepared(
         base=base,
+        workload=workload,
         checkpoints=checkpoints,
         models=models,
         prompts=prompts,

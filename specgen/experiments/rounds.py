@@ -143,6 +143,11 @@ class Repeats:
         return self.median(lambda repeat: repeat.acceptance_length)
 
     @property
+    def tpot(self) -> float | None:
+        """The median of the repeats' median time per output token, in seconds."""
+        return self.median(lambda repeat: repeat.tpot.median if repeat.tpot else None)
+
+    @property
     def acceptance(self) -> str | None:
         """The joint rates by position, ``0.751 0.562``, averaged over repeats; None without drafts."""
         curves = [repeat.acceptance for repeat in self.each.values()]

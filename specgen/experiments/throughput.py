@@ -6,8 +6,8 @@ others runs all its repeats before the next arm, because building its engine aga
 than the measurement. The conditions list the groups. See ``turns`` for what is timed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,6 @@ class ThroughputJob:
     matrix: Matrix
     workload: Workload
     engine: EngineConfig
-    data_path: Path | None
     repeats: int
 
     def __post_init__(self) -> None:
@@ -60,7 +59,7 @@ class ThroughputJob:
     def to_json(self) -> dict[str, Any]:
         """What the manifest of its engine and data does not say."""
         axes = {axis.name: ", ".join(axis.values) for axis in self.matrix.axes}
-        return {"axes": axes, "workload": asdict(self.workload), "repeats": self.repeats}
+        return {"axes": axes, "workload": self.workload.to_json(), "repeats": self.repeats}
 
 
 def prepared(job: ThroughputJob, output: Path | None = None) -> Prepared:
@@ -69,7 +68,6 @@ def prepared(job: ThroughputJob, output: Path | None = None) -> Prepared:
         job.matrix.arms,
         job.engine,
         job.workload,
-        job.data_path,
         axes=[axis.name for axis in job.matrix.axes],
         record=None if output is None else record_of(output, job.name),
     )
@@ -78,7 +76,7 @@ def prepared(job: ThroughputJob, output: Path | None = None) -> Prepared:
 def forecast_of(job: ThroughputJob, output: Path | None) -> Iterator[Part]:
     """What ``--dry-run`` prints: what is left to do beside the rounds in ``output``."""
     ready = prepared(job, output)
-    settings = ready.manifest(job.workload, job.data_path, job.to_json(), with_fingerprints=False)
+    settings = ready.manifest(job.to_json(), with_fingerprints=False)
     rounds = seen_rounds(output, job.name, settings)
     missing = {plan.arm.name: job.repeats - rounds.count(plan.arm.name) for plan in ready.plans}
     left = {arm: (number, number) for arm, number in missing.items() if number > 0}
@@ -92,7 +90,7 @@ def throughput(job: ThroughputJob, output: Path | None = None, watch: Watch = no
     run, or fails, is a note. ``UserError`` if nothing can run.
     """
     ready = prepared(job, output)
-    settings = ready.manifest(job.workload, job.data_path, job.to_json()) if output is not None else {}
+    settings = ready.manifest(job.to_json()) if output is not None else {}
     with kept_rounds(output, job.name, settings) as rounds:
         yield from _measure(job, ready, rounds, watch)
 
@@ -115,21 +113,17 @@ def _measure(job: ThroughputJob, ready: Prepared, rounds: Rounds, watch: Watch) 
     yield so_far()
 
 
-def _attentions(ready: Prepared) -> Iterable[str]:
-    """What attends in the arms: of those of one backend, in the one with the most drafts."""
-    configs = sorted((plan.config for plan in ready.plans), key=lambda config: config.draft_length.most)
-    found = {config.attention: attention_note(config, ready.checkpoints) for config in configs}
-    return found.values()
-
-
 def _conditions(job: ThroughputJob, ready: Prepared, groups: list[list[Plan]], yardstick: Yardstick) -> Row:
     config, workload = ready.base, job.workload
     fixed = {axis.name for axis in job.matrix.axes}
+    # what attends in the arms: of those of one backend, in the one with the most drafts
+    configs = sorted((plan.config for plan in ready.plans), key=lambda config: config.draft_length.most)
+    attentions = {each.attention: attention_note(each, ready.checkpoints) for each in configs}
     return {
         **conditions(config, ready.models),
         **({} if "K" in fixed else {"draft tokens (K)": config.draft_length.most}),
         **({} if "batch" in fixed else {"batch": f"at most {config.max_batch_size}"}),
-        "attention": "; ".join(_attentions(ready)),
+        "attention": "; ".join(attentions.values()),
         **({} if "cuda_graphs" in fixed else {"CUDA graphs": config.cuda_graphs}),
         "prompts": f"{ready.prompts.description}{workload.size}, greedy, {workload.lengths}",
         "time": "of generate, prefill included; no prefix cache; after one warm-up run of the workload",

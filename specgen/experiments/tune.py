@@ -8,7 +8,8 @@ import math
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from specgen.experiments.matrices import Workload
 from specgen.experiments.output import BenchTable, Plot, Value
 from specgen.experiments.plans import Plan, Prepared, Yardstick, fitted, forecast, prepare, yardstick_of
 from specgen.experiments.ranking import DROPPING, Ranking, Search
-from specgen.experiments.rounds import Repeats, Rounds, Speedup, kept_rounds, record_of, seen_rounds
+from specgen.experiments.rounds import Rounds, Speedup, kept_rounds, record_of, seen_rounds
 from specgen.experiments.throughput import milliseconds
 from specgen.experiments.timing import conditions
 from specgen.experiments.turns import Turn, Turns, Watch, nobody
@@ -42,7 +43,6 @@ class TuneJob:
     drafter_batches: tuple[DrafterBatchName, ...]
     workload: Workload
     engine: EngineConfig
-    data_path: Path | None
     repeats: int  # of an arm, at most
     precision: float  # half of the width of a ratio's interval, as a share of it
     budget: float | None  # seconds
@@ -80,7 +80,7 @@ class TuneJob:
         axes = {"batch": self.batches, "k": self.draft_lengths, "drafter_batch": self.drafter_batches}
         return {
             **{name: ", ".join(map(str, values)) for name, values in axes.items()},
-            "workload": asdict(self.workload),
+            "workload": self.workload.to_json(),
             "repeats": self.repeats,
             "precision": self.precision,
         }
@@ -90,13 +90,13 @@ def prepared(job: TuneJob, output: Path | None = None) -> Prepared:
     """Its arms, prompts and memory, before a weight is read."""
     arms = [arm for arms in job.by_batch().values() for arm in arms]
     record = None if output is None else record_of(output, NAME)
-    return prepare(arms, job.engine, job.workload, job.data_path, record=record)
+    return prepare(arms, job.engine, job.workload, record=record)
 
 
 def forecast_of(job: TuneJob, output: Path | None) -> Iterator[Part]:
     """What ``--dry-run`` prints: what is left to do beside the rounds in ``output``."""
     ready = prepared(job, output)
-    settings = ready.manifest(job.workload, job.data_path, job.to_json(), with_fingerprints=False)
+    settings = ready.manifest(job.to_json(), with_fingerprints=False)
     rounds = seen_rounds(output, NAME, settings)
     searches = (_search(job, ready, arms)[0] for arms in job.by_batch().values())
     left = {arm: number for search in searches for arm, number in search.left(rounds).items()}
@@ -115,7 +115,7 @@ def tune(
     """
     began = time.monotonic()
     ready = prepared(job, output)
-    settings = ready.manifest(job.workload, job.data_path, job.to_json()) if output is not None else {}
+    settings = ready.manifest(job.to_json()) if output is not None else {}
     with kept_rounds(output, NAME, settings) as rounds:
         yield from _Tuning(job, ready, rounds, watch, say, began).run()
 
@@ -207,10 +207,8 @@ class _Tuning:
             )
         if missing:
             notes.append(f"not measured yet: {'; '.join(missing)}: the same command goes on")
-        return tune_table(self._arms, rankings, self._under, notes, self._command)
-
-    def _command(self, arm: Arm) -> str:
-        return command(arm, self._job.engine, self._job.workload, self._job.data_path)
+        run = partial(command, engine=self._job.engine, workload=self._job.workload)
+        return tune_table(self._arms, rankings, self._under, notes, run)
 
 
 def _search(job: TuneJob, ready: Prepared, arms: Sequence[Arm]) -> tuple[Search, list[Plan]]:
@@ -309,7 +307,7 @@ def _row(arm: Arm, ranking: Ranking) -> Row:
     repeats = ranking.arms[arm.name]
     over_plain = ranking.over_reference(arm.name) if ranking.plain in ranking.arms else None
     over_best = ranking.over_best(arm.name)
-    tpot = repeats.median(lambda repeat: repeat.tpot.median if repeat.tpot else None)
+    tpot = repeats.tpot
     return {
         "batch": arm.changes["batch"],
         "K": arm.changes["K"],
@@ -434,7 +432,8 @@ def sentence(batch: int, ranking: Ranking, arms: Mapping[str, Arm]) -> str:
         parts.append("the fastest; plain decoding was not measured")
     elif best != ranking.plain:
         parts.append(f"{interval_of(ranking.over_reference(best))} of plain")
-    parts += [each for each in (_latency(found), f"{display.count(found.speed.median)} tokens/s") if each]
+    parts += [f"{display.seconds(found.tpot)} per token"] if found.tpot is not None else []
+    parts.append(f"{display.count(found.speed.median)} tokens/s")
     return "; ".join([", ".join(parts), *_others(ranking, arms)]) + "."
 
 
@@ -480,12 +479,7 @@ def _beside(ranking: Ranking, arm: str, name: str) -> str:
     return f"{name} no different, {found}" if ranking.no_different(arm) else f"{name} {found} of that"
 
 
-def _latency(repeats: Repeats) -> str:
-    seconds = repeats.median(lambda repeat: repeat.tpot.median if repeat.tpot else None)
-    return "" if seconds is None else f"{display.seconds(seconds)} per token"
-
-
-def command(arm: Arm, engine: EngineConfig, workload: Workload, data_path: Path | None) -> str:
+def command(arm: Arm, engine: EngineConfig, workload: Workload) -> str:
     """The ``specgen generate`` that runs as ``arm`` did; ``engine`` is what the arms changed."""
     config, words = arm.configure(engine), ["specgen", "generate"]
     if (engine.model, engine.drafter) != bundled.pair(None, None, DraftLength(most=1)):
@@ -493,8 +487,8 @@ def command(arm: Arm, engine: EngineConfig, workload: Workload, data_path: Path 
         if config.draft_length.most:
             words += ["--drafter", str(engine.drafter)]
     words += ["--dataset", workload.dataset]
-    if data_path is not None:
-        words += ["--data-path", str(data_path)]
+    if workload.data_path is not None:
+        words += ["--data-path", str(workload.data_path)]
     how = workload.how
     words += [] if how.split is None else ["--split", how.split]
     words += [] if how.prompt_field is None else ["--prompt-field", how.prompt_field]

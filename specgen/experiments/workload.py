@@ -5,7 +5,6 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from pathlib import Path
 
 from specgen.config import EngineConfig, SamplingParams, UserError, require
 from specgen.config.json_fields import load_json
@@ -37,7 +36,6 @@ class Prompts:
 def make_prompts(
     workload: Workload,
     models: Models,
-    data_path: Path | None,
     count: int,
     said: GenerationConfig = _NOTHING,
 ) -> Prompts:
@@ -48,14 +46,15 @@ def make_prompts(
     have what the checkpoint has ``said`` of generating.
     """
     if workload.dataset == RANDOM:
-        require(data_path is None, f"data-path is {data_path} but prompts are random: name a data set")
         lengths = [(workload.prompt_tokens, workload.max_new_tokens)] * count
         return Prompts(
             requests=_random(lengths, models),
             description=f"{count} of {workload.prompt_tokens} random tokens",
             notes=(),
         )
-    prompts = open_prompts(workload.dataset, data_path=data_path, num_prompts=count, how=workload.how)
+    prompts = open_prompts(
+        workload.dataset, data_path=workload.data_path, num_prompts=count, how=workload.how
+    )
     if workload.output_lens == "data":
         asked, failures = recorded_turns(
             prompts, models.tokenizer, workload.max_new_tokens, said.over(SamplingParams())
