@@ -27,7 +27,7 @@ from specgen.engine.choices import attention_note, resolve
 from specgen.engine.generation_config import FILE, generation_config
 from specgen.engine.loading import Models, described, load_chat_tokenizer, load_models, open_checkpoints
 from specgen.experiments import study_tables
-from specgen.experiments.divergence import Judge
+from specgen.experiments.audit import Judge
 from specgen.experiments.language_model import SpecgenLM
 from specgen.experiments.studies import Study
 from specgen.experiments.study_comparison import ArmRun, StudyComparison, answers, compare, reference_of

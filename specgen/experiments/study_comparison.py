@@ -12,7 +12,7 @@ from specgen.report.intervals import LEVEL, Interval, PairedScores, holm, paired
 from specgen.report.report import Report
 
 if TYPE_CHECKING:  # which imports torch
-    from specgen.experiments.divergence import Divergence, Judge
+    from specgen.experiments.audit import Divergence, Judge
 
 # what arms change in an answer, the gravest first
 CHANGES = ("wrong text", "right to wrong", "wrong to right", "other score", "other text", "same text")

@@ -1,7 +1,7 @@
 """``specgen tune``: K, drafter batch and batch size on given traffic, measured until it is clear which is fastest.
 
 All arms of a batch size take turns as far as their engines fit into memory together; where they do not, in groups:
-plain decoding and the fastest arm so far meet as many others as fit. See ``ranking`` for who takes part in a round.
+plain decoding and the fastest arm so far meet as many others as fit. See ``Search`` for who takes part in a round.
 """
 
 import math
@@ -20,8 +20,16 @@ from specgen.engine.choices import attention_note
 from specgen.experiments.matrices import Workload
 from specgen.experiments.output import BenchTable, Plot, Value
 from specgen.experiments.plans import Plan, Prepared, Yardstick, fitted, forecast, prepare, yardstick_of
-from specgen.experiments.ranking import DROPPING, Ranking, Search
-from specgen.experiments.rounds import Rounds, Speedup, kept_rounds, record_of, seen_rounds
+from specgen.experiments.rounds import (
+    DROPPING,
+    Ranking,
+    Rounds,
+    Search,
+    Speedup,
+    kept_rounds,
+    record_of,
+    seen_rounds,
+)
 from specgen.experiments.throughput import milliseconds
 from specgen.experiments.timing import conditions
 from specgen.experiments.turns import Turn, Turns, Watch, nobody

@@ -14,9 +14,8 @@ from typing import Any
 from specgen.config import UserError, bundled, option, require, shown
 from specgen.config.errors import did_you_mean, nearest
 from specgen.prompts.fields import LONGEST_ID, SAMPLING_FIELDS, checked_text
-from specgen.prompts.formats import AS_IT_IS, DATASETS, TURNS, USERS, Format, Reading
+from specgen.prompts.formats import AS_IT_IS, DATASETS, TURNS, USERS, Format, Reading, kind_of, num_turns
 from specgen.prompts.json_rows import Row
-from specgen.prompts.kinds import kind_of, num_turns
 from specgen.prompts.own import CONTENT_FIELDS, is_batch
 from specgen.prompts.prompt import Prompt, Rejected, turn_ids
 from specgen.prompts.rows import HubSource, Source, read_hub, read_path, read_stream
@@ -216,7 +215,7 @@ def open_prompts(
 ) -> PromptSet:
     """The first ``num_prompts`` prompts of a data set (None: all), and the rejected rows among them.
 
-    ``dataset`` is ``bundled``, a name in ``DATASETS``, a path to a user's rows (``kinds``), the id of a data set on
+    ``dataset`` is ``bundled``, a name in ``DATASETS``, a path to a user's rows (``formats``), the id of a data set on
     the hub if ``how`` names its split, or ``-`` for JSON lines from standard input. ``data_path`` reads a named data
     set from a local file or directory instead of the hub. ``UserError`` where the data set is unknown or cannot be
     reached.
