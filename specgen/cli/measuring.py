@@ -176,10 +176,6 @@ def seconds(text: str) -> float:
     return float(number) * _UNITS[unit]
 
 
-def _batches(text: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(numbers("batch", text)))
-
-
 def _drafter_batches(text: str) -> tuple[DrafterBatchName, ...]:
     known = get_args(DrafterBatchName)
     asked = [part.strip() for part in text.split(",")]
@@ -195,7 +191,7 @@ class Arms:
         "Table",
         "Batch sizes, comma-separated: how many requests run at once.",
         name="batch",
-        parse=_batches,
+        parse=lambda text: tuple(dict.fromkeys(numbers("batch", text))),
     )
     draft_lengths: tuple[DraftLength, ...] = option(
         "1-7,auto",

@@ -222,7 +222,7 @@ def _value(node: yaml.Node, parameter: Any, where: str) -> Any:  # noqa: ANN401
     )
     several = getattr(parameter, "multiple", False) or parameter.nargs == -1
     if isinstance(node, yaml.MappingNode):
-        return json.dumps(_constructed(node), default=str)
+        return json.dumps(yaml.SafeLoader("").construct_document(node), default=str)
     texts = node.value if isinstance(node, yaml.SequenceNode) else [node]
     require(
         all(isinstance(each, yaml.ScalarNode) for each in texts),
@@ -230,10 +230,6 @@ def _value(node: yaml.Node, parameter: Any, where: str) -> Any:  # noqa: ANN401
     )
     plain = [str(each.value) for each in texts]
     return plain if several else ",".join(plain)
-
-
-def _constructed(node: yaml.Node) -> Any:  # noqa: ANN401
-    return yaml.SafeLoader("").construct_document(node)
 
 
 def is_given(ctx: typer.Context, name: str) -> bool:

@@ -47,7 +47,8 @@ _SPEED = (
 def of_heads(found: Comparison) -> Iterator[Part]:
     """What the terminal shows of a comparison."""
     yield heading(settings(found))
-    yield "\n".join(f"{head}  {from_here(path)}" for head, path in _paths(found).items())
+    paths = {run.head: run.drafter for run in reversed(found.runs)}  # of equal weights the first
+    yield "\n".join(f"{head}  {from_here(paths[head])}" for head in found.heads)
     yield "\n".join(notes(found))
     yield from tables(found)
     yield "\n".join(verdicts(found))
@@ -99,44 +100,37 @@ def tables(found: Comparison) -> Iterator[Table]:
 
 def lengths_table(found: Comparison) -> Table:
     """Mean acceptance length: a row for each data set, a column for each head."""
-    heads = found.heads
-    lengths = {data: {head: found.length(data, head) for head in heads} for data in found.data}
-    rows = [
-        {"data": data, "requests": _requests(found, data), **_lengths(each)} for data, each in lengths.items()
-    ]
+    rows = []
+    for data in found.data:
+        numbers = dict.fromkeys(count(run.report.num_requests) for run in found.runs if run.data == data)
+        lengths = {head: found.length(data, head) for head in found.heads}
+        rows.append({"data": data, "requests": " or ".join(numbers), **_lengths(lengths)})
     if len(rows) > 1:
-        means = {head: mean_length(found, head) for head in heads}
+        means = {head: mean_length(found, head) for head in found.heads}
         rows.append({"data": "mean", "requests": "", **_lengths(means)})
+    columns = (
+        Column(name=f"length of {head}", title=head, show=plain, interval=f"ends of {head}")
+        for head in found.heads
+    )
     return Table(
         title="Mean acceptance length",
         note="over all steps, with 95 % intervals; 1 is plain decoding; mean: of the data sets, with equal weights",
-        columns=(Column(name="data", title="length"), Column(name="requests"), *map(_head_column, heads)),
+        columns=(Column(name="data", title="length"), Column(name="requests"), *columns),
         rows=tuple(rows),
     )
 
 
-def _head_column(head: str) -> Column:
-    return Column(name=f"length of {head}", title=head, show=plain, interval=f"ends of {head}")
-
-
 def _lengths(lengths: Mapping[str, Length | None]) -> Row:
-    """The cells of the heads, a dash where there is none."""
+    """The cells of the heads."""
     row: dict[str, Any] = {}
     for head, length in lengths.items():
-        row[f"length of {head}"] = length.value if length else DASH
-        row[f"ends of {head}"] = length.interval if length else None
+        row |= {f"length of {head}": length and length.value, f"ends of {head}": length and length.interval}
     return row
 
 
 def mean_length(found: Comparison, head: str) -> Length | None:
     """The mean of ``head``'s lengths over data sets; None unless it has run on all of them."""
     return Length.mean([found.length(data, head) for data in found.data])
-
-
-def _requests(found: Comparison, data: str) -> str:
-    """The number of requests, of every head if they differ."""
-    numbers = dict.fromkeys(count(run.report.num_requests) for run in found.runs if run.data == data)
-    return " or ".join(numbers)
 
 
 def positions_table(found: Comparison) -> Table:
@@ -182,17 +176,23 @@ def pairs_table(found: Comparison) -> Table:
 
 
 def _pair(pair: HeadPair, num_positions: int) -> Row:
-    paired = pair.length.paired if pair.length else None
     positions = [hundredths(each.paired.difference) + "*" * is_significant(each) for each in pair.positions]
     return {
         "data": pair.data,
         "heads": f"{pair.ours} - {pair.first}",
         "requests": len(pair.requests),
         "identical": num_identical(pair.requests),
-        "difference": paired.difference if paired else None,
-        "ends": paired.interval if paired else None,
-        "p": pair.length.p if pair.length else None,
+        **_paired(pair.length),
         **{f"token {i}": positions[i] if i < len(positions) else DASH for i in range(num_positions)},
+    }
+
+
+def _paired(figure: PairedFigure | None, of: str = "") -> Row:
+    """The cells of a difference, ``of`` a head where a row has several."""
+    return {
+        f"difference{of}": figure and figure.paired.difference,
+        f"ends{of}": figure and figure.paired.interval,
+        f"p{of}": figure and figure.p,
     }
 
 
@@ -235,12 +235,7 @@ def _category(found: Comparison, data: str, category: str, first: str, others: S
         row[f"length of {head}"] = length and length.value
     for head in others:
         pair = found.pair(data, head, first)
-        figure = pair.categories.get(category) if pair else None
-        row |= {
-            f"difference of {head}": figure.paired.difference if figure else None,
-            f"ends of {head}": figure.paired.interval if figure else None,
-            f"p of {head}": figure.p if figure else None,
-        }
+        row |= _paired(pair.categories.get(category) if pair else None, f" of {head}")
     return row
 
 
@@ -281,13 +276,6 @@ def _spread(name: str, spread: MedianRange | None, show: Show) -> Row:
     if spread is None:
         return {name: "", f"{name} range": ""}
     return {name: show(spread.median), f"{name} range": between(spread.ends, show)}
-
-
-def _paths(found: Comparison) -> dict[str, str]:
-    paths: dict[str, str] = {}
-    for run in found.runs:
-        paths.setdefault(run.head, run.drafter)
-    return paths
 
 
 def leader(found: Comparison, data: str) -> str:
@@ -500,13 +488,9 @@ def _rows(found: Comparison) -> Iterator[dict[str, Any]]:
         pair = found.pair(run.data, run.head, first) if run.head != first else None
         groups: list[tuple[str | None, Speculation]] = [(None, run.report), *run.report.categories.items()]
         for category, group in groups:
-            figure = (
-                None
-                if pair is None
-                else pair.categories.get(category)
-                if category is not None
-                else pair.length
-            )
+            figure = None
+            if pair is not None:
+                figure = pair.length if category is None else pair.categories.get(category)
             length = found.length(run.data, run.head, category)
             yield {
                 "data": run.data,
@@ -515,14 +499,14 @@ def _rows(found: Comparison) -> Iterator[dict[str, Any]]:
                 "drafter": run.drafter,
                 "num_spec_tokens": run.report.num_spec_tokens,
                 **{name: getattr(group, name) for name in _COUNTED},
-                "length_over_all_steps": length.value if length else None,
+                "length_over_all_steps": length and length.value,
                 **_ends("length", length.interval if length else None),
                 **{f"acceptance_{each.position}": each.rate for each in group.acceptance},
                 "against": first if figure else None,
-                "difference": figure.paired.difference if figure else None,
+                "difference": figure and figure.paired.difference,
                 **_ends("difference", figure.paired.interval if figure else None),
-                "p": figure.paired.p if figure else None,
-                "p_holm": figure.p if figure else None,
+                "p": figure and figure.paired.p,
+                "p_holm": figure and figure.p,
                 **(_speed(found, run.data, run.head) if category is None else {}),
             }
 

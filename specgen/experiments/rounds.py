@@ -48,14 +48,6 @@ class Repeat:
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.seconds
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> "Repeat":
-        """The repeat that ``to_json`` was of."""
-        return msgspec.convert(row, cls)
-
 
 @dataclass(frozen=True, kw_only=True)
 class MedianRange:
@@ -218,7 +210,7 @@ class Rounds:
     ) -> None:
         self._file, self._under = file, under  # for what is added
         self._each = {
-            str(row["id"]): {arm: Repeat.from_json(found) for arm, found in row["arms"].items()}
+            str(row["id"]): {arm: msgspec.convert(found, Repeat) for arm, found in row["arms"].items()}
             for row in rows
             if row.get("under", "") == under
         }
@@ -231,7 +223,7 @@ class Rounds:
         name = f"{self._under} round {len(self._each) + 1}".lstrip()
         self._each[name] = dict(arms)
         if self._file is not None:
-            found = {arm: repeat.to_json() for arm, repeat in arms.items()}
+            found = {arm: asdict(repeat) for arm, repeat in arms.items()}
             self._file.add({"id": name, **({"under": self._under} if self._under else {}), "arms": found})
             self._file.sync()
 

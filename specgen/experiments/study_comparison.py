@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # which imports torch
 
 # what arms change in an answer, the gravest first
 CHANGES = ("wrong text", "right to wrong", "wrong to right", "other score", "other text", "same text")
+_FLIPS = {(1.0, 0.0): "right to wrong", (0.0, 1.0): "wrong to right"}
 Document = tuple[str, int]  # a task and the number of one of its documents
 
 
@@ -129,12 +130,8 @@ class SampleTexts:
             if other.text != reference.text:
                 found.add("other text")
             pairs = ((reference.scores[metric], score) for metric, score in other.scores.items())
-            found |= {_flip(before, after) for before, after in pairs if before != after}
+            found |= {_FLIPS.get(pair, "other score") for pair in pairs if pair[0] != pair[1]}
         return min(found, key=CHANGES.index)
-
-
-def _flip(before: float, after: float) -> str:
-    return {(1.0, 0.0): "right to wrong", (0.0, 1.0): "wrong to right"}.get((before, after), "other score")
 
 
 def side_by_side(

@@ -123,15 +123,11 @@ def keep_index(path: Path, key: str, index: PromptIndex) -> None:
         file.write(_encode((key, index)))
 
 
-def _unseen(num_rows: int) -> None:
-    """The default of ``seen``: ignores the count."""
-
-
 def index_prompts(
     name: str,
     prompts: Iterable[Prompt | Rejected | PromptRun],
     shard: Shard,
-    seen: Callable[[int], None] = _unseen,
+    seen: Callable[[int], None] = lambda num_rows: None,
 ) -> PromptIndex:
     """Read every prompt of the data set ``name`` once; ``UserError`` if none is valid.
 

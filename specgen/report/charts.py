@@ -145,11 +145,6 @@ def _text(x: float, y: float, text: str, anchor: str = "middle", style: str = ""
     return frame.format(style, anchor, x, y, text)
 
 
-def _polyline(places: Iterable[tuple[float, float]], style: str = "") -> Markup:
-    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    return Markup('<polyline class="{}" points="{}"/>').format(style, points)
-
-
 # --- lines ----------------------------------------------------------------------------------------
 
 
@@ -189,7 +184,8 @@ def _draw_levels(chart: Lines, width: float) -> Iterator[Markup]:
 
 def _draw_line(chart: Lines, name: str, seen: Sequence[tuple[float, Point]]) -> Iterator[Markup]:
     if chart.joined:
-        yield _polyline([(x, _height(chart, point.number)) for x, point in seen])
+        places = " ".join(f"{x:.1f},{_height(chart, point.number):.1f}" for x, point in seen)
+        yield Markup('<polyline class="" points="{}"/>').format(places)
     for x, point in seen:
         if point.interval:
             low, high = (_height(chart, end) for end in point.interval)
