@@ -67,15 +67,15 @@ def print_notes_and_exit(result: "RunResult", output: Path | None, quiet: bool =
 
     Without files this is the only place of the reasons, so more of them are shown.
     """
-    if output is not None and output != Path("-"):
+    num_errors = result.report.num_errors
+    if output is None or output == Path("-"):
+        print_failures(result.failures, num_errors, "run with --output DIR to keep all reasons")
+    else:
         where = f"{output / 'errors.jsonl'} has them all"
-        print_failures(result.failures[:_FAILURES_SHOWN], result.report.num_errors, where)
+        print_failures(result.failures[:_FAILURES_SHOWN], num_errors, where)
         if not quiet:
             print_files(output, "report.html")
-    else:
-        where = "run with --output DIR to keep all reasons"
-        print_failures(result.failures, result.report.num_errors, where)
-    if result.report.num_errors:
+    if num_errors:
         raise typer.Exit(3)
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -54,20 +54,6 @@ class Span:
     name: str
     start: float
     end: float
-
-
-class Marker(Protocol):
-    """Records marks and the work between them, from ``start`` to ``stop``."""
-
-    def start(self) -> None: ...
-
-    def mark(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def spans(self) -> list[Span]:
-        """The work and the marks (named ``mark``), in any order."""
-        ...
 
 
 class HostMarker:
@@ -123,6 +109,9 @@ class DeviceMarker:
             for event in self._profiler.events()  # type: ignore[no-untyped-call]
             if event.device_type.name == "CUDA"
         ]
+
+
+Marker = HostMarker | DeviceMarker  # records marks and the work between them, from ``start`` to ``stop``
 
 
 class Window:

@@ -93,15 +93,8 @@ def parse_batch(row_id: str, row: Mapping[str, Any]) -> Prompt:
         raise UserError(f"url is {shown(url)}: use {' or '.join(_ENDPOINTS)}")
     if not isinstance(body, dict):
         raise UserError(f"body is {shown(body)}: use an object")
-    return parse_own(row_id, read(_without_gaps(body)), endpoint=url)
-
-
-def _without_gaps(body: Mapping[str, Any]) -> dict[str, Any]:
-    return (
-        {name: value for name, value in body.items() if value is not None}
-        if None in body.values()
-        else {**body}
-    )
+    given = {name: value for name, value in body.items() if value is not None}
+    return parse_own(row_id, read(given), endpoint=url)
 
 
 def _chat(body: dict[str, Any]) -> dict[str, Any]:

@@ -186,15 +186,13 @@ def cut_torn_line(path: Path) -> None:
             file.truncate(end)
 
 
-def unquoted(string: bytes) -> str:
-    """The text of a JSON string; ten times as fast as ``json`` without escapes."""
-    return str(json.loads(string)) if b"\\" in string else string[1:-1].decode()
-
-
 def id_of(line: bytes) -> str | None:
     """The id of the row in ``line``; None for an incomplete row, as a power loss may leave it."""
     found = _ID.match(line)
-    return unquoted(found[1]) if found is not None and line.endswith(b"}\n") else None
+    if found is None or not line.endswith(b"}\n"):
+        return None
+    text = found[1]  # without escapes this is ten times as fast as ``json``
+    return str(json.loads(text)) if b"\\" in text else text[1:-1].decode()
 
 
 def _offsets(lines: IO[bytes]) -> Iterator[tuple[str, int]]:
