@@ -110,8 +110,8 @@ def repeats_key(text: bytes, keys: int) -> bool:
 def _value_or_why(text: bytes | str) -> object:
     try:
         return json.loads(text if isinstance(text, str) else text.decode(), object_pairs_hook=_unique)
-    except _RepeatedKeyError as error:
-        raise UserError(str(error)) from error
+    except UserError:
+        raise
     except UnicodeDecodeError as error:
         raise UserError(
             f"not UTF-8 ({error.reason} at byte {error.start}): save the file as UTF-8"
@@ -120,15 +120,12 @@ def _value_or_why(text: bytes | str) -> object:
         raise UserError(f"not valid JSON ({first_line(error)})") from error
 
 
-class _RepeatedKeyError(Exception):
-    """A key is there twice in one object; the text says which."""
-
-
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object; ``UserError`` where a key is there twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         repeated = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
-        raise _RepeatedKeyError(f"{shown(repeated)} is there twice in one object: keep the one that is meant")
+        raise UserError(f"{shown(repeated)} is there twice in one object: keep the one that is meant")
     return found
 
 
