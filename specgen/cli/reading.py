@@ -195,14 +195,12 @@ def inspect(
     from specgen.report.terminal import width_of
 
     total = None if gpu is None else parse_bytes(gpu, "gpu")
-    require(
-        gpu is not None or kv_dtype == "auto",
-        "--kv-dtype requires --gpu: add it with the memory of the GPU, such as --gpu 80GiB",
-    )
-    require(
-        gpu is not None or tensor_parallel == 1,
-        "--tensor-parallel requires --gpu: add it with the memory of a GPU, such as --gpu 80GiB",
-    )
+    of_plan = (("kv-dtype", kv_dtype == "auto", "the"), ("tensor-parallel", tensor_parallel == 1, "a"))
+    for name, is_default, which in of_plan:
+        require(
+            gpu is not None or is_default,
+            f"--{name} requires --gpu: add it with the memory of {which} GPU, such as --gpu 80GiB",
+        )
     if path is None:
         path, other = pair()
     description = describe(path, other)
