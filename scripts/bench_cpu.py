@@ -28,7 +28,7 @@ from specgen.engine.choices import resolve
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.models.eagle import Eagle3Head
 from specgen.models.llama import Llama
-from specgen.prompts import Prompt, open_prompts, prompt_ids
+from specgen.prompts import DataSource, Prompt, prompt_ids
 
 Run = Callable[[], int]  # generates everything, returns the number of output tokens
 
@@ -36,7 +36,7 @@ Run = Callable[[], int]  # generates everything, returns the number of output to
 def requests(models: Models, data_path: Path | None, count: int, sampling: SamplingParams) -> list[Request]:
     """First turns of MT-Bench, or of the bundled prompts without a path."""
     dataset = "mt-bench" if data_path else "bundled"
-    prompts = open_prompts(dataset, data_path=data_path, num_prompts=count)
+    prompts = DataSource(dataset=dataset, data_path=data_path, num_prompts=count).open()
     return [
         Request(id=p.id, prompt_token_ids=tuple(prompt_ids(p, models.tokenizer, [])[1]), sampling=sampling)
         for p in prompts

@@ -15,7 +15,7 @@ from specgen.engine.conversations import first_turns
 from specgen.engine.generation_config import GenerationConfig
 from specgen.engine.loading import Models
 from specgen.experiments.matrices import RANDOM, Workload
-from specgen.prompts import Message, Prompt, Rejected, failure, open_prompts, prompt_ids
+from specgen.prompts import DataSource, Message, Prompt, Rejected, failure, prompt_ids
 from specgen.record.record_rows import turn_id
 from specgen.text.tokenizer import Tokenizer
 
@@ -52,9 +52,10 @@ def make_prompts(
             description=f"{count} of {workload.prompt_tokens} random tokens",
             notes=(),
         )
-    prompts = open_prompts(
-        workload.dataset, data_path=workload.data_path, num_prompts=count, how=workload.how
+    data = DataSource(
+        dataset=workload.dataset, data_path=workload.data_path, num_prompts=count, how=workload.how
     )
+    prompts = data.open()
     if workload.output_lens == "data":
         asked, failures = recorded_turns(
             prompts, models.tokenizer, workload.max_new_tokens, said.over(SamplingParams())

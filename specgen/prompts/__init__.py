@@ -1,13 +1,14 @@
 """Prompts, the data sets they come from, and rejected rows. May import text and record."""
 
 from specgen.prompts.formats import DATASETS
-from specgen.prompts.load import PromptSet, open_prompts
+from specgen.prompts.load import DataSource, PromptSet
 from specgen.prompts.prompt import Prompt, Rejected, failure, prompt_ids
 from specgen.prompts.shapes import PromptRun, content_of
 from specgen.text.tokenizer import Message
 
 __all__ = [
     "DATASETS",
+    "DataSource",
     "Message",
     "Prompt",
     "PromptRun",
@@ -15,6 +16,5 @@ __all__ = [
     "Rejected",
     "content_of",
     "failure",
-    "open_prompts",
     "prompt_ids",
 ]

@@ -184,7 +184,12 @@ class PromptSet:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSource:
-    """The prompts of a data set as a user names them; see ``open_prompts``."""
+    """The prompts of a data set as a user names them.
+
+    ``dataset`` is ``bundled``, a name in ``DATASETS``, a path to a user's rows (see ``formats``), the id of a data set
+    on the hub if ``how`` names its split, or ``-`` for JSON lines from standard input. ``data_path`` reads a named data
+    set from a local file or directory instead of the hub.
+    """
 
     dataset: str = option(
         "bundled",
@@ -200,36 +205,28 @@ class DataSource:
     how: Reading = AS_IT_IS
 
     def open(self) -> PromptSet:
-        return open_prompts(
-            self.dataset, data_path=self.data_path, num_prompts=self.num_prompts, how=self.how
+        """The first ``num_prompts`` prompts (None: all), and the rejected rows among them.
+
+        ``UserError`` where the data set is unknown or cannot be reached.
+        """
+        require(
+            self.num_prompts is None or self.num_prompts >= 1,
+            f"num-prompts is {self.num_prompts}: use at least 1",
+        )
+        known, source = _open(self.dataset, self.data_path, self.how.split)
+        return PromptSet(
+            name="standard input" if self.dataset == STDIN else str(self.data_path or self.dataset),
+            row_format=self.how.format(known),
+            source=source,
+            num_prompts=self.num_prompts,
+            how=self.how,
+            is_own=known is USERS,
         )
 
     def to_json(self) -> dict[str, Any]:
         """For a manifest; how rows are read shows in the digest of the prompts."""
         path = None if self.data_path is None else str(self.data_path)
         return {"dataset": self.dataset, "data_path": path, "num_prompts": self.num_prompts}
-
-
-def open_prompts(
-    dataset: str, *, data_path: Path | None, num_prompts: int | None, how: Reading = AS_IT_IS
-) -> PromptSet:
-    """The first ``num_prompts`` prompts of a data set (None: all), and the rejected rows among them.
-
-    ``dataset`` is ``bundled``, a name in ``DATASETS``, a path to a user's rows (``formats``), the id of a data set on
-    the hub if ``how`` names its split, or ``-`` for JSON lines from standard input. ``data_path`` reads a named data
-    set from a local file or directory instead of the hub. ``UserError`` where the data set is unknown or cannot be
-    reached.
-    """
-    require(num_prompts is None or num_prompts >= 1, f"num-prompts is {num_prompts}: use at least 1")
-    known, source = _open(dataset, data_path, how.split)
-    return PromptSet(
-        name="standard input" if dataset == STDIN else str(data_path or dataset),
-        row_format=how.format(known),
-        source=source,
-        num_prompts=num_prompts,
-        how=how,
-        is_own=known is USERS,
-    )
 
 
 def _open(dataset: str, data_path: Path | None, split: str | None) -> tuple[Format, Source]:
