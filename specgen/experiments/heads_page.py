@@ -1,9 +1,8 @@
 """``comparison.json`` and ``compare.html`` of a comparison."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +71,9 @@ def _title(found: Comparison) -> str:
 
 
 def _tables(found: Comparison) -> Iterator[Table]:
-    yield replace(lengths_table(found), lines=_lengths_chart(found))
+    by_data = ((run.head, run.data, found.length(run.data, run.head)) for run in found.in_order())
+    chart = _chart(found, "Mean acceptance length by data set", "data set", by_data)
+    yield replace(lengths_table(found), lines=chart)
     for data in found.data:
         yield _of_data(positions_table(found), data, _curves(found, data))
         if found.pairs:
@@ -98,29 +99,16 @@ def _runs(found: Comparison, data: str) -> Iterator[HeadRun]:
     return (run for run in found.runs if run.data == data)
 
 
-def _ticks(found: Comparison) -> Any:  # noqa: ANN401
-    return lengths(max(run.report.num_spec_tokens for run in found.runs))
-
-
-def _lengths_chart(found: Comparison) -> Lines:
-    """A column for each data set, and in it a point for each head."""
+def _chart(
+    found: Comparison, title: str, label: str, each: Iterable[tuple[str, str, Length | None]]
+) -> Lines:
+    """The lengths of heads in columns of these names, a point for ``each``."""
     points: dict[str, list[Point]] = {head: [] for head in found.heads}
-    for run in chain.from_iterable(_runs(found, data) for data in found.data):
-        points[run.head].append(_point(run.data, found.length(run.data, run.head)))
-    return Lines(
-        title="Mean acceptance length by data set",
-        label="data set",
-        ticks=_ticks(found),
-        show=plain,
-        lines=points,
-        joined=False,
-    )
-
-
-def _point(name: str, length: Length | None) -> Point:
-    return Point(
-        name=name, number=length.value if length else None, interval=length.interval if length else None
-    )
+    for head, name, length in each:
+        number, interval = (length.value, length.interval) if length else (None, None)
+        points[head].append(Point(name=name, number=number, interval=interval))
+    ticks = lengths(max(run.report.num_spec_tokens for run in found.runs))
+    return Lines(title=title, label=label, ticks=ticks, show=plain, lines=points, joined=False)
 
 
 def _curves(found: Comparison, data: str) -> Lines:
@@ -137,24 +125,19 @@ def _categories(found: Comparison, data: str) -> Iterator[Table]:
     for at in range(num):
         rows = whole.rows[at * len(whole.rows) // num : (at + 1) * len(whole.rows) // num]
         title = whole.title + (f" ({at + 1} of {num})" if num > 1 else "")
-        chart = _categories_chart(found, data, [row["category"] for row in rows])
+        names = [row["category"] for row in rows]
+        chart = _chart(
+            found,
+            f"Mean acceptance length by category of {data}",
+            "category",
+            (
+                (run.head, name, found.length(data, run.head, name))
+                for run in _runs(found, data)
+                for name in names
+                if name in run.report.categories
+            ),
+        )
         yield replace(whole, title=title, rows=rows, lines=chart)
-
-
-def _categories_chart(found: Comparison, data: str, names: Sequence[str]) -> Lines:
-    points: dict[str, list[Point]] = {head: [] for head in found.heads}
-    for run in _runs(found, data):
-        for name in names:
-            if name in run.report.categories:
-                points[run.head].append(_point(name, found.length(data, run.head, name)))
-    return Lines(
-        title=f"Mean acceptance length by category of {data}",
-        label="category",
-        ticks=_ticks(found),
-        show=plain,
-        lines=points,
-        joined=False,
-    )
 
 
 def _runs_table(found: Comparison) -> Table:
