@@ -1,6 +1,5 @@
 """``specgen compare``: heads against heads, run here or from finished directories."""
 
-import json
 import sys
 from dataclasses import replace
 from functools import partial
@@ -11,7 +10,7 @@ import typer
 
 from specgen.cli.measuring import turns
 from specgen.cli.options import Only, given_fields, repeating, with_options
-from specgen.cli.printing import kept_in, print_files, print_parts, stoppable
+from specgen.cli.printing import kept_in, print_files, print_found, stoppable
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import EngineConfig, ExportName, SamplingParams, option, require
 from specgen.config.bundled import heads, pair
@@ -172,9 +171,7 @@ def print_comparison(found: "Comparison", export: ExportName | None, as_json: bo
     """Print it as tables and sentences, in the format ``export``, or as one JSON document."""
     from specgen.experiments.heads_tables import exported, of_heads
 
-    if as_json:
-        print(json.dumps(found.to_json()))
-    elif export is not None:
+    if export is not None:
         print(exported(found, export), end="")
     else:
-        print_parts(of_heads(found), sys.stdout)
+        print_found(found.to_json(), of_heads(found), as_json)

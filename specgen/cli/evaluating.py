@@ -1,6 +1,5 @@
 """``specgen eval``, lm-eval's tasks over the arms of a study; ``specgen verify``, the losslessness audit."""
 
-import json
 import os
 import sys
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specgen.cli.options import AS_JSON, Only, numbers, repeating, with_options
-from specgen.cli.printing import kept_in, print_failures, print_files, print_parts, stoppable
+from specgen.cli.printing import kept_in, print_failures, print_files, print_found, print_parts, stoppable
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import EngineConfig, SamplingParams, option, require
 from specgen.prompts.load import DataSource
@@ -186,10 +185,7 @@ def verify(
                 output.parent.mkdir(parents=True, exist_ok=True)
             write_text(config, repeating(ctx))
             write_json(output, found)
-    if as_json:
-        print(json.dumps(found))
-    else:
-        print_parts(of_audit(found), sys.stdout)
+    print_found(found, of_audit(found), as_json)
     failures = found["failures"]
     print_failures(failures[:_FAILURES_SHOWN], len(failures), "--json and --output have all")
     if found["num_unexplained"]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from specgen.cli.options import AS_JSON, Only, given_fields, repeating, with_options
-from specgen.cli.printing import kept_in, print_notes_and_exit, print_result, print_samples, stoppable
+from specgen.cli.printing import kept_in, print_found, print_notes_and_exit, print_samples, stoppable
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import Cluster, EngineConfig, ExecutorName, SamplingParams, option, require
 from specgen.jobs.job import Job
@@ -81,7 +81,8 @@ def _run_and_print(job: Job, output: Path | None, as_json: bool, quiet: bool) ->
             if not (quiet or as_json):
                 print_samples(result, sys.stdout)
             # report.html says what the names mean
-            print_result(result, as_json, sys.stdout, of_run if output is None else figures)
+            show = of_run if output is None else figures
+            print_found(result.report.to_json(), show(result.report, result.settings), as_json)
     except DeviceLost as lost:
         restart_process(lost, job, output)
     print_notes_and_exit(result, output, quiet)
@@ -119,7 +120,7 @@ def _run_into_stdout(job: Job, as_json: bool, quiet: bool) -> "RunResult":
         result = _run(job, Path(path), "nothing is kept with --output -", quiet)
         with (Path(path) / MAIN_FILES[job.format]).open("rb") as rows:
             shutil.copyfileobj(rows, sys.stdout.buffer)
-    print_result(result, as_json, sys.stderr, of_run)
+    print_found(result.report.to_json(), of_run(result.report, result.settings), as_json, sys.stderr)
     return result
 
 

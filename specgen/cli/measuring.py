@@ -1,6 +1,5 @@
 """``specgen tune`` and ``specgen bench``: their commands, what they print while they measure, and their tables."""
 
-import json
 import sys
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, replace
@@ -11,7 +10,7 @@ import typer
 
 from specgen.cli.help import Command, Commands
 from specgen.cli.options import AS_JSON, Only, numbers, repeating, with_options
-from specgen.cli.printing import kept_in, print_files, print_parts, stoppable
+from specgen.cli.printing import kept_in, print_files, print_found, print_parts, stoppable
 from specgen.cli.progress_bar import QUIET
 from specgen.config import MOST_DRAFTS, DrafterBatchName, DraftLength, EngineConfig, option, require
 from specgen.prompts.formats import Reading
@@ -114,10 +113,7 @@ def _write_table(table: "BenchTable", output: Path | None, config: str) -> None:
 
 def _print_table(table: "BenchTable", output: Path | None, as_json: bool, quiet: bool) -> None:
     """A table that is complete; exit code 1 where it has no row, as its notes say."""
-    if as_json:
-        print(json.dumps(table.to_json()))
-    else:
-        print_parts(table.parts(), sys.stdout)
+    print_found(table.to_json(), table.parts(), as_json)
     if output is not None and not quiet:
         print_files(output, f"{table.name}.html")
     if not table.rows:  # every arm has failed

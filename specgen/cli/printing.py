@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -13,10 +13,7 @@ from specgen.record.interrupt import Interrupt, StoppedError
 
 if TYPE_CHECKING:
     from specgen.jobs.run_output import RunResult
-    from specgen.report.report import Report
     from specgen.report.terminal import Part
-
-    Parts = Callable[[Report, Mapping[str, str]], Iterable[Part]]
 
 _FAILURES_SHOWN = 3  # where a file has them all
 
@@ -49,12 +46,13 @@ def print_parts(parts: "Iterable[Part]", file: TextIO) -> None:
     print(render(parts, width_of(file), has_colours(file)), end="", file=file)
 
 
-def print_result(result: "RunResult", as_json: bool, file: TextIO, parts: "Parts") -> None:
-    """The report as ``parts`` of it, or as JSON."""
+def print_found(document: object, parts: "Iterable[Part]", as_json: bool, file: TextIO | None = None) -> None:
+    """What was found, as one JSON document or as ``parts``, on stdout unless there is a ``file``."""
+    out = sys.stdout if file is None else file
     if as_json:
-        print(json.dumps(result.report.to_json()), file=file)
+        print(json.dumps(document), file=out)
     else:
-        print_parts(parts(result.report, result.settings), file)
+        print_parts(parts, out)
 
 
 def print_samples(result: "RunResult", file: TextIO) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from specgen.cli.comparing import print_comparison, read_comparison
 from specgen.cli.options import AS_JSON, with_options
-from specgen.cli.printing import print_notes_and_exit, print_parts, print_result
+from specgen.cli.printing import print_found, print_notes_and_exit, print_parts
 from specgen.config import FormatName, KVDtypeName, parse_bytes, require
 from specgen.config.bundled import pair
 from specgen.jobs.job import FORMAT
@@ -50,12 +50,13 @@ def report(
     evaluations and benches is listed, and gets a page, index.html, that links theirs.
     """
     from specgen.experiments.head_figures import is_comparison
-    from specgen.report.folder import arms, benches, evaluation_note, is_folder, listed
+    from specgen.report.folder import arms, benches, evaluation_note, is_folder, listed, of_bench
     from specgen.report.report import load_so_far
     from specgen.report.tables import of_run
 
     if against is None and len(directories) == 1 and (documents := benches(directories[0])):
-        _print_benches(documents, as_json)
+        for bench in documents:
+            print_found(bench, of_bench(bench), as_json)
         return
     if against is None and len(directories) == 1 and is_comparison(directories[0]):
         print_comparison(read_comparison(directories), None, as_json)
@@ -73,20 +74,7 @@ def report(
         document, parts = _against(name, numbers, against)
     elif len(runs) > 1:
         document, parts = _compared(runs)
-    if as_json:
-        print(json.dumps(document))
-    else:
-        print_parts(chain(parts, map(evaluation_note, directories)), sys.stdout)
-
-
-def _print_benches(documents: "Sequence[dict[str, Any]]", as_json: bool) -> None:
-    from specgen.report.folder import of_bench
-
-    for document in documents:
-        if as_json:
-            print(json.dumps(document))
-        else:
-            print_parts(of_bench(document), sys.stdout)
+    print_found(document, chain(parts, map(evaluation_note, directories)), as_json)
 
 
 def _print_listing(listing: "Listing", as_json: bool) -> None:
@@ -94,10 +82,7 @@ def _print_listing(listing: "Listing", as_json: bool) -> None:
     from specgen.record.files import write_text
     from specgen.report.folder import INDEX, may_replace
 
-    if as_json:
-        print(json.dumps(listing.to_json()))
-    else:
-        print_parts(listing.parts(), sys.stdout)
+    print_found(listing.to_json(), listing.parts(), as_json)
     page = listing.folder / INDEX
     if not may_replace(page):
         print(f"specgen: {page} is another program's file and stays as it is", file=sys.stderr)
@@ -155,7 +140,7 @@ def merge(
     from specgen.report.tables import figures
 
     result = merge(output, directories, format)
-    print_result(result, as_json, sys.stdout, figures)
+    print_found(result.report.to_json(), figures(result.report, result.settings), as_json)
     print_notes_and_exit(result, output)
 
 
