@@ -84,16 +84,6 @@ class HeadsJob:
     def sources(self) -> Mapping[str, DataSource]:
         return dict(zip(short_names(each.dataset for each in self.data).values(), self.data, strict=True))
 
-    def job(self, source: DataSource, drafter: str) -> Job:
-        """The run of ``drafter`` on ``source``."""
-        return Job(
-            engine=replace(self.engine, drafter=drafter),
-            sampling=self.sampling,
-            given=self.given,
-            data=source,
-            baseline=False,
-        )
-
     def check(self) -> None:
         """``UserError`` for what would end the comparison after its first runs."""
         for source in self.data:
@@ -159,7 +149,12 @@ class HeadsRun:
 
     def _one(self, data: str, head: str) -> Job:
         """The run of ``head``, with the date in its prompts that the first head's have."""
-        job = self._job.job(self._job.sources[data], self._job.heads[head])
+        job = Job(
+            engine=replace(self._job.engine, drafter=self._job.heads[head]),
+            sampling=self._job.sampling,
+            given=self._job.given,
+            data=self._job.sources[data],
+        )
         first = directory_of(self._path, data, next(iter(self._job.heads))) / "manifest.json"
         if not first.exists():
             return job
