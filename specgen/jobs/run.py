@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -33,7 +33,7 @@ from specgen.jobs.job import Job
 from specgen.jobs.prompt_index import REQUESTS, WHOLE, PromptIndex, index_prompts, keep_index, kept_index
 from specgen.jobs.ray_engine import RayEngine
 from specgen.jobs.run_output import MAIN_FILES, FinishedRun, RunResult, is_complete
-from specgen.prompts import Prompt, PromptSet, Rejected, failure
+from specgen.prompts import Prompt, PromptSet, failure
 from specgen.record.files import write_json_lines, write_text
 from specgen.record.interrupt import StoppedError
 from specgen.record.progress import Progress, Status, Tally, kept_status
@@ -127,37 +127,6 @@ def _index(
 def _with_rows_for(index: PromptIndex, config: EngineConfig) -> EngineConfig:
     """``config`` with no more rows than the prompts can use, which take memory."""
     return replace(config, max_batch_size=min(config.max_batch_size, bucket(index.num_conversations)))
-
-
-class _FirstRequests:
-    """The first requests of a run in the order of its input, without rows that are none: if all fail, so will others.
-
-    In that order, as what fails at once is known long before what runs beside it. With ``max_failures`` the user has
-    said how many failures are too many.
-    """
-
-    def __init__(self, files: RunDirectory, max_failures: int | None) -> None:
-        self._files = files
-        self._counts = max_failures is None
-        self._ids: list[str] = []
-
-    def noted(self, prompts: Iterable[Prompt | Rejected]) -> Iterator[Prompt | Rejected]:
-        for prompt in prompts:
-            if len(self._ids) < _FIRST and isinstance(prompt, Prompt):
-                self._ids.append(prompt.turn_ids[0])
-            yield prompt
-
-    @property
-    def all_failed(self) -> bool:
-        """Whether they have, in this run, and nothing is done."""
-        if not self._counts or len(self._files.completions) or len(self._ids) < _FIRST:
-            return False
-        return all(request_id in self._files.errors for request_id in self._ids)
-
-    @property
-    def reason(self) -> str:
-        """Why the first of them did."""
-        return failure(self._ids[0], str(self._files.errors[self._ids[0]]["error"]))
 
 
 class _Work:
@@ -300,16 +269,16 @@ class _Work:
         seconds = self.startup.take()
         if config.device != "cpu":
             self.progress.ready(name, seconds)
-        first = _FirstRequests(files, self.job.max_failures)
+        first = self._first_ids(files)
         total, done = self.index.num_requests, len(files.completions)
         self.status.begin(tally, total=total, done=done, startup=seconds)
         self.progress.start(name, tally, total, done)
         outputs = engine.generate(
-            first.noted(self.prompts.select(self.index.pending(files.completions))),
+            self.prompts.select(self.index.pending(files.completions)),
             self.job.sampling,
             earlier=files.texts,
             lost=_read_lost(files.path),
-            until=lambda: self.until() or self._too_many(files) or first.all_failed,
+            until=lambda: self.until() or self._too_many(files) or _all_failed(files, first),
         )
         try:
             with rarely_collected():  # also while its texts are written
@@ -322,6 +291,17 @@ class _Work:
         finally:
             self.progress.finish()
         self._require_all(files, first)
+
+    def _first_ids(self, files: RunDirectory) -> list[str]:
+        """The first requests of the input that are not done: if all fail, so will others; none with ``max_failures``.
+
+        In the order of the input, as what fails at once is known long before what runs beside it, and without rows that
+        are no requests.
+        """
+        if self.job.max_failures is not None:  # the user has said how many failures are too many
+            return []
+        rows = self.prompts.select(self.index.pending(files.completions))
+        return [row.turn_ids[0] for row in islice((row for row in rows if isinstance(row, Prompt)), _FIRST)]
 
     def _engine(self, config: EngineConfig, record: Callable[[EngineRow], None]) -> Engine | RayEngine:
         sampling, config = self.job.sampling, _with_rows_for(self.index, config)
@@ -349,7 +329,7 @@ class _Work:
     def _too_many(self, files: RunDirectory) -> bool:
         return self.job.max_failures is not None and len(files.errors) > self.job.max_failures
 
-    def _require_all(self, files: RunDirectory, first: "_FirstRequests") -> None:
+    def _require_all(self, files: RunDirectory, first: Sequence[str]) -> None:
         """Raise if the run ended before all requests did."""
         done, failed, total = len(files.completions), len(files.errors), self.index.num_requests
         if self._too_many(files):
@@ -357,13 +337,19 @@ class _Work:
                 f"{failed} requests failed, more than max-failures {self.job.max_failures}; "
                 f"{done} of {total} are done"
             )
-        if done + failed < total and first.all_failed:
+        if done + failed < total and _all_failed(files, first):
+            reason = failure(first[0], str(files.errors[first[0]]["error"]))
             raise TooManyFailuresError(
-                f"the first {_FIRST} of {total} requests all failed, and none is done ({first.reason}): fix that, or "
+                f"the first {_FIRST} of {total} requests all failed, and none is done ({reason}): fix that, or "
                 "let the others run with --max-failures"
             )
         if done + failed < total:
             raise StoppedError(f"interrupted with {done} of {total} requests done")
+
+
+def _all_failed(files: RunDirectory, first: Sequence[str]) -> bool:
+    """Whether all of so many first requests have, in this run, and nothing is done."""
+    return len(first) == _FIRST and not files.completions and all(each in files.errors for each in first)
 
 
 def _note_lost(directory: Path, lost: DeviceLost) -> None:
