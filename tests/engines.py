@@ -17,7 +17,7 @@ from specgen.core.sequence import Completion, Request, Sequence
 from specgen.engine.build import build_engine
 from specgen.engine.choices import resolve
 from specgen.engine.loading import Models, load_models, open_checkpoints
-from specgen.prompts import Prompt, open_prompts, prompt_ids
+from specgen.prompts import DataSource, Prompt, prompt_ids
 from specgen.record.record_rows import EngineRow, PassRow, RequestRow
 from specgen.report.report import Report, report_of
 from specgen.text.tokenizer import load_tokenizer
@@ -162,7 +162,7 @@ def generate(pair: Pair, requests: Iterable[Request], **changes: Any) -> Outputs
 def bundled_requests(count: int, sampling: SamplingParams) -> tuple[Request, ...]:
     """The first ``count`` bundled prompts, for the bundled pair."""
     tokenizer = load_tokenizer(str(data_directory() / "demo" / "target"))
-    prompts = open_prompts("bundled", data_path=None, num_prompts=count)
+    prompts = DataSource(dataset="bundled", num_prompts=count).open()
     return tuple(
         Request(id=p.id, prompt_token_ids=tuple(prompt_ids(p, tokenizer, [])[1]), sampling=sampling)
         for p in prompts

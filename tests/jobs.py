@@ -1,7 +1,8 @@
 """Jobs over conversations with the bundled pair, for tests that stop and resume a run, and the output of such a run."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 from specgen.config import EngineConfig, SamplingParams
 from specgen.config.bundled import data_directory
 from specgen.jobs.job import Job
-from specgen.record.progress import Tally
-from specgen.record.record_rows import EngineRow
+from specgen.prompts.load import DataSource
+from specgen.record.progress import Progress
 from tests.commands import write_rows
 from tests.engines import loaded
 
@@ -33,19 +34,13 @@ _TIMED = {
 }
 
 
-class Silent:
-    """Shows nothing."""
+Silent = Progress  # which shows nothing
 
-    def warn(self, sentence: str) -> None: ...
-    def note(self, sentence: str) -> None: ...
-    def read(self, num_rows: int) -> None: ...
-    def prepare(self, what: str) -> None: ...
-    def compiling(self, done: int, total: int, names: Sequence[str]) -> None: ...
-    def ready(self, what: str, seconds: Mapping[str, float]) -> None: ...
-    def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None: ...
-    def see(self, event: EngineRow) -> None: ...
-    def advance(self) -> None: ...
-    def finish(self) -> None: ...
+
+def of_field_q(job: Job) -> Job:
+    """``job`` with the field ``q`` of its rows as the prompt."""
+    how = replace(job.data.how, prompt_field="q")
+    return replace(job, data=replace(job.data, how=how))
 
 
 def conversations(directory: Path, rows: Iterable[dict[str, Any]], *, baseline: bool = False) -> Job:
@@ -62,9 +57,7 @@ def conversations(directory: Path, rows: Iterable[dict[str, Any]], *, baseline: 
             device="cpu",
         ),
         sampling=SamplingParams(max_tokens=14),
-        dataset="mt-bench",
-        data_path=path,
-        num_prompts=None,
+        data=DataSource(dataset="mt-bench", data_path=path),
         baseline=baseline,
     )
 

@@ -16,8 +16,7 @@ from specgen.core import scheduler, step
 from specgen.core.sequence import Request
 from specgen.decoding.verify import accept_greedy
 from specgen.engine.build import prefill_logits
-from specgen.experiments.audit import distinct
-from specgen.experiments.divergence import Divergence, first_difference, gap, rounding
+from specgen.experiments.audit import Divergence, distinct, first_difference, gap, rounding
 from specgen.experiments.study_tables import _places, of_audit, verdict
 from specgen.report.terminal import render as in_terminal
 from tests.commands import specgen, write_rows

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specgen.prompts import Message, Prompt, Rejected, open_prompts
+from specgen.prompts import DataSource, Message, Prompt, Rejected
 from specgen.prompts.fields import _READERS, SAMPLING_FIELDS
 from tests.commands import write_rows
 
@@ -13,7 +13,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 def read(tmp_path, *rows: object) -> list[Prompt | Rejected]:
     path = tmp_path / "rows.jsonl"
     write_rows(path, rows)
-    found = open_prompts(str(path), data_path=None, num_prompts=None)
+    found = DataSource(dataset=str(path)).open()
     return sorted(found, key=lambda each: isinstance(each, Rejected))
 
 

@@ -17,7 +17,7 @@ from calibrated_shapes import MIXTURES, SHAPES
 from calibrated_weights import Source
 from make_calibrated_pair import write_pair
 
-from specgen.cli.bench import publish
+from specgen.cli.measuring import publish
 from specgen.config import UserError
 from specgen.experiments.bound import (
     DeviceSpeed,

@@ -67,7 +67,7 @@ def job_of(
 ) -> ThroughputJob:
     matrix = find_matrix(name).with_values(values)
     engine = engine_of(pair, max_batch_size=workload.max_batch_size)
-    return ThroughputJob(matrix=matrix, workload=workload, engine=engine, data_path=None, repeats=repeats)
+    return ThroughputJob(matrix=matrix, workload=workload, engine=engine, repeats=repeats)
 
 
 # --- matrices -------------------------------------------------------------------------------------
@@ -128,13 +128,13 @@ def test_other_values_on_an_axis() -> None:
 
 
 def test_random_prompts_are_of_the_draft_vocabulary(models: Models) -> None:
-    prompts = make_prompts(SMALL, models, None, 40)
+    prompts = make_prompts(SMALL, models, 40)
     assert [len(request.prompt_token_ids) for request in prompts.requests] == [9] * 40
     drawn = {token for request in prompts.requests for token in request.prompt_token_ids}
     assert drawn <= set(CYCLE.tokens)
     assert len(drawn) > 20
     assert len({request.prompt_token_ids for request in prompts.requests}) == 40
-    assert make_prompts(SMALL, models, None, 40) == prompts
+    assert make_prompts(SMALL, models, 40) == prompts
     assert prompts.requests[0].sampling == SamplingParams(max_tokens=12, ignore_eos=True)
 
 
@@ -145,14 +145,14 @@ def test_synthetic_weights_get_random_tokens_as_long_as_the_texts(models: Models
     ]
     data = tmp_path / "own.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))
-    prompts = make_prompts(replace(SMALL, dataset=str(data), max_new_tokens=200), models, None, 5)
+    prompts = make_prompts(replace(SMALL, dataset=str(data), max_new_tokens=200), models, 5)
     assert [len(request.prompt_token_ids) for request in prompts.requests] == [3, 7, 3, 7, 3]
     assert len({request.prompt_token_ids for request in prompts.requests}) == 5
     limit = SHAPE.max_positions
     assert prompts.notes == (f"left out: 1 prompts that with 200 new tokens exceed a context of {limit}",)
     assert prompts.description == f"random tokens, as long as 5 of 2 first turns of {data}"
     with pytest.raises(UserError, match=r"no prompt of .* can run: left out: 3 prompts"):
-        make_prompts(replace(SMALL, dataset=str(data), max_new_tokens=limit), models, None, 5)
+        make_prompts(replace(SMALL, dataset=str(data), max_new_tokens=limit), models, 5)
 
 
 # --- turns ----------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def test_a_stopped_bench_goes_on(pair: Path, monkeypatch, tmp_path: Path) -> Non
 
 def test_an_engine_frees_its_memory_at_once(pair: Path, models: Models) -> None:
     """Even without garbage collection before the next engine, which takes all free memory."""
-    requests = make_prompts(SMALL, models, None, 2).requests
+    requests = make_prompts(SMALL, models, 2).requests
     gc.disable()
     try:
         engine = WarmEngine(resolved(engine_of(pair)), models, requests)

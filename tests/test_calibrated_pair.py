@@ -178,10 +178,10 @@ def test_wrong_tokens_are_counted_with_any_head_of_the_pair(load, name: str) -> 
 
 def test_prompts_of_a_bench_have_tokens_with_a_known_follower_alone(load) -> None:
     workload = Workload(dataset=RANDOM, prompt_tokens=200, max_new_tokens=4)
-    made = make_prompts(workload, load("eagle1").models, None, 8)
+    made = make_prompts(workload, load("eagle1").models, 8)
     asked = {token for request in made.requests for token in request.prompt_token_ids}
     assert asked <= set(CYCLE.tokens)
-    assert made == make_prompts(workload, load("eagle3").models, None, 8)
+    assert made == make_prompts(workload, load("eagle3").models, 8)
 
 
 def test_one_head_is_the_drafter_and_several_have_their_names(tmp_path: Path, monkeypatch) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from specgen.config import SamplingParams, UserError
 from specgen.experiments import study_comparison as comparing
-from specgen.experiments.divergence import Judge
+from specgen.experiments.audit import Judge
 from specgen.experiments.study_comparison import Answer, ArmRun, Generated
 from specgen.experiments.study_tables import of_comparison, page
 from specgen.report.charts import STYLES, Bars, Point, quarters
@@ -439,8 +439,8 @@ def test_what_models_write_is_escaped():
 
 
 def test_each_arm_has_its_curve_at_its_rates():
-    rates = {f"arm {i}": compare([arm("a", [1], i)]).to_json()["arms"][0]["acceptance"] for i in (1, 3)}
-    lines = {name: curve(positions, "rate", "ci95") for name, positions in rates.items()}
+    rates = {f"arm {i}": compare([arm("a", [1], i)]).arms[0].acceptance for i in (1, 3)}
+    lines = {name: curve(positions) for name, positions in rates.items()}
     chart = drawn(curves("Arms", lines))
     height = {text.text: float(text.get("y")) - 4 for text in chart.iter(f"{SVG}text") if "%" in text.text}
     groups = [group for group in chart.iter(f"{SVG}g") if group.get("class") in STYLES]

@@ -21,11 +21,12 @@ from specgen.config.bundled import data_directory, heads
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.experiments import heads_job
 from specgen.experiments.head_figures import Comparison, as_directory, compare_runs, read_runs, short_names
-from specgen.experiments.heads_job import DataSource, HeadsJob, HeadsRun
+from specgen.experiments.heads_job import HeadsJob, HeadsRun
 from specgen.experiments.heads_page import moved_texts, page
 from specgen.experiments.heads_tables import exported, leads, mean_length, tables, verdicts
 from specgen.experiments.rounds import PLAIN, Repeat, Speeds, rounds_under
 from specgen.jobs import run as run_module
+from specgen.prompts.load import DataSource
 from specgen.record.files import RowFile
 from specgen.record.interrupt import StoppedError
 from specgen.record.record_rows import RequestRow, turn_id
@@ -198,7 +199,10 @@ def test_turns_of_a_conversation_are_one_unit(tmp_path: Path) -> None:
         ours, same = twice.length("mine", head), alone.length("mine", head)
         assert (ours.value, ours.interval) == (pytest.approx(same.value), pytest.approx(same.interval))
         (reported, other) = (
-            found.run("mine", head).report["mean_acceptance_length_ci95"] for found in (twice, alone)
+            run.report.mean_acceptance_length_ci95
+            for found in (twice, alone)
+            for run in found.runs
+            if run.head == head
         )
         assert reported == pytest.approx(other)
         assert reported == pytest.approx(ours.interval)
@@ -590,7 +594,7 @@ def test_every_arm_is_warm_and_has_the_same_requests_tokenized_before_and_anothe
     monkeypatch.setattr(Tokenizer, "encode_rendered", idle)
     monkeypatch.setattr("specgen.experiments.turns.WarmEngine", Watched)
     bundled = replace(
-        a_job(compared[0]), data=(DataSource(dataset="bundled"),), num_prompts=2, drafters=heads()[:2]
+        a_job(compared[0]), data=(DataSource(dataset="bundled", num_prompts=2),), drafters=heads()[:2]
     )
     at_work(bundled, tmp_path, Stop(1 << 30))
     at_work(replace(bundled, repeats=3), tmp_path, Stop(1 << 30))  # goes on with the third
@@ -633,8 +637,7 @@ def a_job(path: Path, drafters: tuple[str, ...] = heads()[:2], repeats: int = 2)
         ),
         drafters=drafters,
         sampling=SamplingParams(max_tokens=16),
-        data=(DataSource(dataset="gsm8k", path=path),),
-        num_prompts=4,
+        data=(DataSource(dataset="gsm8k", data_path=path, num_prompts=4),),
         repeats=repeats,
     )
 
@@ -765,8 +768,8 @@ def test_latex_is_balanced(tmp_path: Path) -> None:
     assert "model target" in caption
     assert "p \\textless{} 0.05" in caption
     assert [line for line in text.splitlines() if line.startswith("%")] == ["% needs the package booktabs"]
-    best = found.run("mine", "b")
-    assert rf"b & \textbf{{{best.report['mean_acceptance_length']:.2f}}} {{\scriptsize [" in text
+    (best,) = (run for run in found.runs if (run.data, run.head) == ("mine", "b"))
+    assert rf"b & \textbf{{{best.report.mean_acceptance_length:.2f}}} {{\scriptsize [" in text
     assert text.count("textbf") == 1
 
 

@@ -9,7 +9,7 @@ import pytest
 from specgen.config import SamplingParams
 from specgen.config.bundled import data_directory
 from specgen.core.sequence import Request
-from specgen.prompts import open_prompts, prompt_ids
+from specgen.prompts import DataSource, prompt_ids
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
 from tests.engines import Outputs, Pair, generate, load_pair
 
@@ -32,7 +32,7 @@ def requests(tokenizer: Tokenizer) -> dict[str, list[Request]]:
     """The first turns of each file, greedy."""
     results = {}
     for name, dataset in FILES.items():
-        prompts = open_prompts(dataset, data_path=data_directory() / "prompts" / name, num_prompts=None)
+        prompts = DataSource(dataset=dataset, data_path=data_directory() / "prompts" / name).open()
         results[name] = [
             Request(
                 id=prompt.id,
@@ -119,7 +119,7 @@ def test_word_problems_are_solved(outputs: Runs, tokenizer: Tokenizer) -> None:
     rows = (data_directory() / "prompts" / "gsm8k.jsonl").read_text().splitlines()
     expected = [json.loads(row)["answer"].rpartition("#### ")[2] for row in rows]
     texts = outputs["drafter", "gsm8k.jsonl"].texts
-    prompts = open_prompts("gsm8k", data_path=data_directory() / "prompts" / "gsm8k.jsonl", num_prompts=None)
+    prompts = DataSource(dataset="gsm8k", data_path=data_directory() / "prompts" / "gsm8k.jsonl").open()
     answers = [tokenizer.decode(texts[prompt.id]).rpartition("#### ")[2].strip() for prompt in prompts]
     right = sum(answer == number for answer, number in zip(answers, expected, strict=True))
     assert right / len(expected) >= 0.6

@@ -28,6 +28,7 @@ from specgen.record.results import RunDirectory, directory
 from specgen.text.tokenizer import Tokenizer
 from tests.forked import Ended, generate_with_pair, run_cli, write_pair
 from tests.marks import mostly_slow
+from tests.streams import fold
 
 BUG = f"specgen: this is a bug in specgen {__version__}: report it with the traceback above, the command, "
 
@@ -298,8 +299,9 @@ def specgen(*arguments: object, into: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("number", mostly_slow([3, 3000], 3000), ids=["short", "long"])
 def test_a_closed_pipe_is_not_an_error(tmp_path: Path, number: int) -> None:
     """As with ``head``, whether the text breaks off while it is printed or at the end."""
-    row = {"name": "x" * 50, "acceptance": [], "num_spec_tokens": 0}
-    (tmp_path / "report.json").write_text(json.dumps({"acceptance": [row] * number}))
+    report = fold([], num_spec_tokens=0).to_json()
+    report["finish_reasons"] = {f"{'x' * 99} {at}": 1 for at in range(number)}
+    (tmp_path / "report.json").write_text(json.dumps(report))
     (tmp_path / "manifest.json").write_text("{}")
     done = specgen("report", tmp_path, "--json", into="(exec <&-; sleep 2)")
     assert (done.returncode, done.stderr) == (141, "")

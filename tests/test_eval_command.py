@@ -88,11 +88,11 @@ def test_three_arms_answer_alike_and_leave_their_numbers(study: tuple[Path, str]
         assert said.get("drafter batch") == {"baseline": None}.get(arm, arm)
         assert ("none" in said["drafter"]) == (arm == "baseline")
         report, _ = load(files)
-        assert report["num_spec_tokens"] == k
+        assert report.num_spec_tokens == k
         texts = (files / "report.html").read_text()
         assert texts.count("<summary>word_problems ") == texts.count(" stop · ") == 6
         assert ("<i class=correction" in texts) == (arm != "baseline")
-        assert report["num_requests"] == 6
+        assert report.num_requests == 6
         document = json.loads((files / "results.json").read_text())
         asked = document["config"]
         assert (asked["model"], asked["limit"], asked["device"], asked["fewshot_seed"]) == (
@@ -172,10 +172,10 @@ def test_several_tasks_run_one_after_the_other_with_figures_each(tmp_path: Path)
     assert re.search(r"^gsm8k +padded +\d\.\d\d ", printed, re.MULTILINE)
     assert re.search(r"^gsm8k +3 +flexible-extract +1 +exact_match ", printed, re.MULTILINE)
     padded, _ = (arm["tasks"] for arm in json.loads((out / "comparison.json").read_text())["arms"])
-    categories = load(out / "padded")[0]["categories"]
+    categories = load(out / "padded")[0].categories
     assert {task: each["num_requests"] for task, each in padded.items()} == {"word_problems": 3, "gsm8k": 3}
     for task, figures in padded.items():
-        assert figures["mean_acceptance_length"] == categories[task]["mean_acceptance_length"]
+        assert figures["mean_acceptance_length"] == categories[task].mean_acceptance_length
         assert figures["ratio"] > 0
     spans: dict[str, list[float]] = {}
     for row in RowFile(out / "padded" / "completions.jsonl").values():
@@ -263,7 +263,7 @@ def test_a_killed_evaluation_resumes(study: tuple[Path, str], tmp_path: Path) ->
     printed = call(*SMALL, "--output", killed)
     assert "The data show no difference" in printed
     for arm in ("padded", "non-padded", "baseline"):
-        ours, theirs = (load(path / arm)[0] for path in (killed, whole))
+        ours, theirs = (load(path / arm)[0].to_json() for path in (killed, whole))
         for timed in (
             "wall_seconds",
             "wall",

@@ -12,10 +12,11 @@ from specgen.config import DraftLength, EngineConfig, SamplingParams
 from specgen.config.bundled import data_directory, heads
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.experiments import turns
-from specgen.experiments.heads_job import DataSource, HeadsJob, HeadsRun
+from specgen.experiments.heads_job import HeadsJob, HeadsRun
 from specgen.experiments.matrices import Workload
 from specgen.experiments.rounds import PLAIN
 from specgen.experiments.tune import TuneJob, tune
+from specgen.prompts.load import DataSource
 from tests.commands import write_rows
 from tests.jobs import Silent
 
@@ -39,8 +40,7 @@ def compared(data: Path, out: Path, repeats: int) -> dict[str, Any]:
         engine=ENGINE,
         drafters=(heads()[0],),
         sampling=SamplingParams(max_tokens=8),
-        data=(DataSource(dataset=str(data)),),
-        num_prompts=3,
+        data=(DataSource(dataset=str(data), num_prompts=3),),
         repeats=repeats,
     )
     run = HeadsRun(job, out, lambda name: Silent(), lambda: False)
@@ -56,7 +56,6 @@ def tuned(data: Path, out: Path, repeats: int) -> dict[str, Any]:
         drafter_batches=("padded",),
         workload=Workload(dataset=str(data), num_prompts=3, max_new_tokens=8, max_batch_size=2),
         engine=ENGINE,
-        data_path=None,
         repeats=repeats,
         precision=1e-9,
         budget=None,

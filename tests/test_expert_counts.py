@@ -35,6 +35,7 @@ from specgen.kv.layout import Layout
 from specgen.models.expert_counts import ExpertSize, num_touched
 from specgen.models.layers import Mixture
 from specgen.record.record_rows import EngineRow, PassRow, Touched
+from specgen.report.report import Report
 from specgen.report.tables import experts_table, of_run, page
 from specgen.report.terminal import render
 from tests.engines import Pair, config_of, load_pair, loaded
@@ -265,7 +266,7 @@ def test_a_report_says_what_plain_and_verify_steps_touched_by_batch_size() -> No
 
 
 def test_terminal_and_page_show_the_experts() -> None:
-    report = json.loads(json.dumps(fold(STEPS, num_spec_tokens=4).to_json()))
+    report = fold(STEPS, num_spec_tokens=4)
     lines = [" ".join(line.split()) for line in render(of_run(report, {})).splitlines()]
     assert "1 verify, K = 4 2 5.5 2.0 2.75x 0.06" in lines
     assert "1 plain 1 2.0 2.0 1.00x 0.02" in lines
@@ -280,17 +281,17 @@ def test_the_table_shows_the_most_frequent_kinds_of_steps() -> None:
     events = [
         event for k in range(8) for n in (1, 8) for event in mixture_steps(n, k, *[(4.0, 2.0)] * (k + 1))
     ]
-    report = json.loads(json.dumps(fold(events, num_spec_tokens=7).to_json()))
+    report = fold(events, num_spec_tokens=7)
     (table,) = experts_table(report)
-    assert len(report["experts"]) == 16
+    assert len(report.experts) == 16
     assert [row["step"] for row in table.rows] == 2 * [f"verify, K = {k}" for k in range(2, 8)]
 
 
 def test_reports_without_experts_have_no_such_table() -> None:
     report = fold(decode_steps_of(3), num_spec_tokens=3).to_json()
     for each in (report, {name: value for name, value in report.items() if name != "experts"}):
-        assert list(experts_table(each)) == []
-        assert "experts" not in render(of_run(each, {}))
+        assert list(experts_table(Report.from_json(each))) == []
+        assert "experts" not in render(of_run(Report.from_json(each), {}))
 
 
 def test_the_throughput_bench_says_what_steps_touched_and_what_that_costs() -> None:

@@ -144,7 +144,7 @@ def _no_date(run: Path) -> None:
         (_no_manifest, "manifest.json cannot be read"),
         (_torn, "is not valid JSON"),
         (_another_shape, "its files are not as specgen writes them (TypeError"),
-        (_words_for_numbers, "'many' is no number"),
+        (_words_for_numbers, "report.json is not the report of a run (Expected `float | null`"),
         (_no_date, "yesterday"),
     ],
 )

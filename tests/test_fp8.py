@@ -20,7 +20,7 @@ from specgen.checkpoints.checkpoint import build_target, load_target, open_check
 from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.config import SamplingParams, UserError
 from specgen.config.bundled import data_directory
-from specgen.experiments.divergence import Judge
+from specgen.experiments.audit import Judge
 from specgen.models.expert_counts import ExpertSize
 from specgen.models.llama import Llama
 from specgen.ops import Ops, block_fp8, fp8

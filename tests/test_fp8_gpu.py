@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specgen.config import SamplingParams, UserError
 from specgen.engine.build import prefill_logits
-from specgen.experiments.divergence import Judge
+from specgen.experiments.audit import Judge
 from specgen.ops import bind_ops
 from specgen.ops.fp8 import dequantised, rounded
 from specgen.ops.reference import silu_and_mul, torch_ops

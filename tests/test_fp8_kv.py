@@ -17,8 +17,8 @@ from specgen.core.graphs import Runner
 from specgen.engine.build import assemble, kv_page_bytes, prefill_logits
 from specgen.engine.choices import choose_attention, kv_note, resolve
 from specgen.engine.memory_plan import memory_plans
+from specgen.experiments.audit import Judge
 from specgen.experiments.bound import StepBytes
-from specgen.experiments.divergence import Judge
 from specgen.models.fp8_config import kv_scheme
 from specgen.models.llama import Llama
 from tests.commands import specgen

@@ -8,7 +8,7 @@ import torch
 
 from specgen.config import SamplingParams
 from specgen.engine.build import prefill_logits
-from specgen.experiments.divergence import Judge
+from specgen.experiments.audit import Judge
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, load_pair
 from tests.marks import on_gpu
 from tests.test_gpu import COUNT, EXACT, FAST, GREEDY, MODES, advance_without_sync, mixed, running_engine

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specgen.config import SamplingParams, UserError
-from specgen.prompts import DATASETS, Prompt, Rejected, open_prompts
+from specgen.prompts import DATASETS, DataSource, Prompt, Rejected
 
 CHAT = [{"role": "user", "content": "Hi"}]
 GOOD = [
@@ -89,7 +89,7 @@ def check(name: str, content: bytes, dataset: str | None = None) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / name
         path.write_bytes(content)
-        prompts = open_prompts(dataset or str(path), data_path=path if dataset else None, num_prompts=None)
+        prompts = DataSource(dataset=dataset or str(path), data_path=path if dataset else None).open()
         try:
             results = list(prompts)
         except UserError as error:

@@ -25,13 +25,14 @@ from specgen.engine.generation_config import (
     GenerationConfig,
     generation_config,
 )
-from specgen.experiments.divergence import Judge
-from specgen.experiments.heads_job import DataSource, HeadsJob, HeadsRun
+from specgen.experiments.audit import Judge
+from specgen.experiments.heads_job import HeadsJob, HeadsRun
 from specgen.experiments.matrices import Workload
 from specgen.experiments.plans import prepare
 from specgen.experiments.studies import Study, named_arms
 from specgen.experiments.study import StudyJob, StudyRun
 from specgen.prompts import Prompt
+from specgen.prompts.load import DataSource
 from tests.commands import printed, rows, specgen, write_rows
 from tests.jobs import Silent
 from tests.test_penalties import expected_text
@@ -291,10 +292,10 @@ def test_a_tune_and_a_bench_run_with_them(target: Path) -> None:
     config = EngineConfig(model=str(target), drafter=str(DEMO / "drafter"), device="cpu")
     workload = Workload(dataset="bundled", max_new_tokens=8, num_prompts=4)
     arm = Arm(name="K 2", changes={"K": 2, "batch": 2})
-    ready = prepare([arm], config, workload, None)
+    ready = prepare([arm], config, workload)
     assert {request.sampling for request in ready.prompts.requests} == {SamplingParams(max_tokens=8, **HOLDS)}
     assert f"generation_config.json: {LINE}" in ready.notes
-    none = prepare([arm], replace(config, generation_config="none"), workload, None)
+    none = prepare([arm], replace(config, generation_config="none"), workload)
     assert {request.sampling for request in none.prompts.requests} == {SamplingParams(max_tokens=8)}
 
 
@@ -303,8 +304,7 @@ def test_a_comparison_s_runs_and_speeds_have_the_same(target: Path, tmp_path: Pa
         EngineConfig(model=str(target), drafter="ngram", device="cpu"),
         ("ngram",),
         SamplingParams(max_tokens=4, top_k=5),
-        (DataSource(dataset="bundled"),),
-        2,
+        (DataSource(dataset="bundled", num_prompts=2),),
         0,
         frozenset({"top_k", "max_tokens"}),
     )

@@ -22,12 +22,12 @@ from specgen.jobs import run
 from specgen.jobs.job import Job
 from specgen.jobs.prompt_index import WHOLE, index_prompts
 from specgen.jobs.run import TooManyFailuresError
-from specgen.prompts import open_prompts
+from specgen.prompts import DataSource
 from specgen.record.interrupt import StoppedError
 from specgen.record.progress import Status, Tally
 from specgen.record.results import LOCK, RunDirectory
 from tests.commands import printed, write_rows
-from tests.jobs import Silent, keep_in_memory
+from tests.jobs import Silent, keep_in_memory, of_field_q
 from tests.marks import mostly_slow
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import write_byte_level
@@ -62,9 +62,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
             model=str(path / "target"), drafter=str(path / "drafter"), max_batch_size=2, device="cpu"
         ),
         sampling=SamplingParams(max_tokens=6, ignore_eos=True),
-        dataset=str(path / "own.jsonl"),
-        data_path=None,
-        num_prompts=None,
+        data=DataSource(dataset=str(path / "own.jsonl")),
         baseline=False,
     )
 
@@ -109,7 +107,7 @@ def test_a_finished_run_only_prints_its_report_again(
     before = content(tmp_path / "run")
     monkeypatch.setattr(run, "Engine", None)
     again = run.run(job, tmp_path / "run", Follower())
-    assert again == replace(first, report=json.loads(json.dumps(first.report)))
+    assert again == first
     assert content(tmp_path / "run") == before
 
 
@@ -132,12 +130,12 @@ def test_failed_requests_are_retried(job: Job, tmp_path: Path, refusing: set[str
     out = tmp_path / "run"
     refusing |= {"p1", "p5"}
     result = run.run(job, out, Follower())
-    assert result.report["num_errors"] == 2
+    assert result.report.num_errors == 2
     assert result.failures == ["p1: line 2: planted", "p5: line 6: planted"]
     assert ids(out / "errors.jsonl") == ["p1", "p5"]
     assert ids(out / "completions.jsonl") == [name for name in NAMES if name not in refusing]
     refusing.remove("p1")
-    assert run.run(job, out, Follower()).report["num_errors"] == 1
+    assert run.run(job, out, Follower()).report.num_errors == 1
     assert (ids(out / "errors.jsonl"), len(ids(out / "completions.jsonl"))) == (["p5"], 7)
     refusing.clear()
     report = run.run(job, out, Follower()).report
@@ -150,12 +148,12 @@ def test_failed_requests_are_retried(job: Job, tmp_path: Path, refusing: set[str
         "finish_reasons",
         "num_prompt_tokens",
     ):
-        assert report[name] == clean[name]
+        assert getattr(report, name) == getattr(clean, name)
 
 
 def test_too_many_failures_end_the_run(job: Job, tmp_path: Path, refusing: set[str]) -> None:
     refusing |= {"p1", "p2"}
-    assert run.run(replace(job, max_failures=2), tmp_path / "two", Follower()).report["num_errors"] == 2
+    assert run.run(replace(job, max_failures=2), tmp_path / "two", Follower()).report.num_errors == 2
     with pytest.raises(
         TooManyFailuresError, match=r"2 requests failed, more than max-failures 1; . of 8 are done"
     ):
@@ -190,7 +188,7 @@ def _many(job: Job, tmp_path: Path, num_broken: int = 0) -> tuple[Job, list[str]
     write_prompts(tmp_path / "many.jsonl", names)
     rows = '{"id": "x"}\n' * num_broken + (tmp_path / "many.jsonl").read_text()
     (tmp_path / "many.jsonl").write_text(rows)
-    return replace(job, dataset=str(tmp_path / "many.jsonl")), names
+    return replace(job, data=DataSource(dataset=str(tmp_path / "many.jsonl"))), names
 
 
 @pytest.fixture
@@ -216,7 +214,7 @@ def test_a_run_whose_first_requests_all_fail_stops(job: Job, tmp_path: Path, fai
         run.run(many, tmp_path / "run", Follower())
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
     failing.clear()
-    assert run.run(many, tmp_path / "run", Follower()).report["num_errors"] == 1
+    assert run.run(many, tmp_path / "run", Follower()).report.num_errors == 1
     assert ids(tmp_path / "run" / "completions.jsonl") == names
 
 
@@ -227,13 +225,13 @@ def test_a_run_goes_on_if_any_of_its_first_requests_may_succeed(
     """Also where that one is known long after all others have failed, and where the rows before it are none."""
     many, names = _many(job, tmp_path, num_broken=40)
     failing |= set(names) - {"p31"}
-    assert run.run(many, tmp_path / "one", Follower()).report["num_errors"] == 79
+    assert run.run(many, tmp_path / "one", Follower()).report.num_errors == 79
     failing |= {"p31"}
     limited = replace(many, max_failures=100)
-    assert run.run(limited, tmp_path / "limited", Follower()).report["num_errors"] == 80
+    assert run.run(limited, tmp_path / "limited", Follower()).report.num_errors == 80
     failing.clear()
     failing |= set(names[1:])
-    assert run.run(many, tmp_path / "first", Follower()).report["num_errors"] == 79
+    assert run.run(many, tmp_path / "first", Follower()).report.num_errors == 79
 
 
 @pytest.mark.parametrize("number", mostly_slow([3, 11], 11))
@@ -241,7 +239,7 @@ def test_a_baseline_is_resumed_too(job: Job, tmp_path: Path, number: int) -> Non
     job = replace(job, baseline=True)
     stopped(job, tmp_path, number)
     report = run.run(job, tmp_path, Follower()).report
-    assert (report["baseline"]["identical"], report["baseline"]["num_compared"]) == (1.0, 8)
+    assert (report.baseline.identical, report.baseline.num_compared) == (1.0, 8)
     assert ids(tmp_path / "baseline" / "completions.jsonl") == NAMES
     sessions = (tmp_path / "passes.jsonl").read_text().count('"row":"session"')
     assert sessions == (2 if number == 3 else 1), "what was done is not run again"
@@ -252,8 +250,8 @@ def test_a_baseline_may_be_asked_for_later(job: Job, tmp_path: Path) -> None:
     follower = Follower()
     report = run.run(replace(job, baseline=True), tmp_path, follower).report
     assert follower.started == [("plain decoding", 8, 0)]
-    assert report["baseline"]["num_compared"] == 8
-    assert report["acceptance"] == before["acceptance"]
+    assert report.baseline.num_compared == 8
+    assert report.acceptance == before.acceptance
 
 
 def test_another_run_is_refused(job: Job, tmp_path: Path) -> None:
@@ -264,7 +262,7 @@ def test_another_run_is_refused(job: Job, tmp_path: Path) -> None:
         "--seed 0 -> 3": {"sampling": {"seed": 3}},
         "--num-spec-tokens 4 -> 2": {"engine": {"num_spec_tokens": 2}},
         "--drafter-batch padded -> non-padded": {"engine": {"drafter_batch": "non-padded"}},
-        "--num-prompts not given -> 7:": {"num_prompts": 7},
+        "--num-prompts not given -> 7:": {"data": {"num_prompts": 7}},
     }
     for words, changed in others.items():
         with pytest.raises(UserError, match=f"holds a run that differs in {words}.* --restart"):
@@ -325,7 +323,7 @@ def test_another_checkpoint_of_the_same_name_is_refused(job: Job, tmp_path: Path
 def test_changed_prompts_are_refused(job: Job, tmp_path: Path) -> None:
     own = tmp_path / "own.jsonl"
     write_prompts(own)
-    job = replace(job, dataset=str(own))
+    job = replace(job, data=DataSource(dataset=str(own)))
     stopped(job, tmp_path / "run", 1)
     write_prompts(own, p7="Stop")
     with pytest.raises(UserError, match=rf"differs in files of the prompts: {own} \([\d,]+ bytes of .* UTC"):
@@ -339,7 +337,7 @@ def test_a_restart_keeps_the_old_directory(job: Job, tmp_path: Path) -> None:
     job = with_changes(job, {"sampling": {"max_tokens": 3}, "restart": True})
     for _ in range(2):
         report = run.run(job, out, Follower()).report
-        assert report["total_num_output_tokens"] == 8 * 3
+        assert report.total_num_output_tokens == 8 * 3
     assert content(tmp_path / "run.1") == old
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.1", "run.2"]
 
@@ -404,7 +402,7 @@ def test_a_resume_parses_few_rows(tmp_path: Path) -> None:
         '{"row":"pass","number":7,"num_rejected":3,"num_preempted":0,"kind":"decode","time":12.3456789}\n'
     )
     write_prompts(tmp_path / "own.jsonl", (f"request-{n:06d}" for n in range(number)))
-    prompts = open_prompts(str(tmp_path / "own.jsonl"), data_path=None, num_prompts=None)
+    prompts = DataSource(dataset=str(tmp_path / "own.jsonl")).open()
     found = index_prompts("own", prompts, WHOLE)
     with (tmp_path / "completions.jsonl").open("w") as rows, (tmp_path / "passes.jsonl").open("w") as passes:
         for n in range(number - 1):
@@ -452,10 +450,10 @@ def test_a_mistake_removes_no_run_that_was_there(
     job: Job, tmp_path: Path, refusing: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusing |= set(NAMES)
-    assert run.run(job, tmp_path, Follower()).report["num_errors"] == 8
+    assert run.run(job, tmp_path, Follower()).report.num_errors == 8
     before = content(tmp_path)
     with pytest.raises(UserError, match="none of the"):
-        run.run(replace(job, how=replace(job.how, prompt_field="q")), tmp_path, Follower())
+        run.run(of_field_q(job), tmp_path, Follower())
     assert content(tmp_path) == before
 
 
@@ -489,7 +487,7 @@ def test_reading_a_finished_run_needs_no_right_to_write_it(
     (out / LOCK).unlink()
     written.clear()
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
-    assert run.run(job, out, Follower()).report == json.loads(json.dumps(first.report))
+    assert run.run(job, out, Follower()).report == first.report
     printed("report", str(out))
     assert written == []
     with pytest.raises(UserError, match="holds a run that differs in --seed 0 -> 3"):

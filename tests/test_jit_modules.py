@@ -536,6 +536,6 @@ def test_a_bench_compiles_for_all_of_its_arms_at_once(
     monkeypatch.setattr(plans, "compile_missing", lambda found: asked.append([each.what for each in found]))
     arms = [Arm(name=str(k), changes={"K": k}) for k in (0, 2, 3)]
     engine = EngineConfig(model=str(pair / "target"), drafter=str(pair / "drafter"), device="cpu")
-    ready = plans.prepare(arms, engine, Workload(dataset="random", max_new_tokens=4), None)
+    ready = plans.prepare(arms, engine, Workload(dataset="random", max_new_tokens=4))
     assert ready.load().target.device.type == "cpu"
     assert asked == [["0", "2", "3"]]

@@ -13,11 +13,11 @@ from specgen.config import UserError
 from specgen.jobs import run
 from specgen.jobs.job import Job
 from specgen.jobs.prompt_index import WHOLE, PromptIndex, Shard, index_prompts, keep_index, kept_index
-from specgen.prompts import open_prompts
+from specgen.prompts import DataSource
 from specgen.record.interrupt import StoppedError
 from specgen.record.results import LOCK, PROMPTS, locked
 from tests.commands import write_rows
-from tests.jobs import Silent, conversations, keep_in_memory
+from tests.jobs import Silent, conversations, keep_in_memory, of_field_q
 
 NUM_ROWS = 20_000
 LONGEST = 30e-6  # seconds a row; a quiet core takes 3 us
@@ -38,14 +38,14 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
-    job = replace(conversations(tmp_path, []), dataset=str(tmp_path / "own.jsonl"), data_path=None)
+    job = replace(conversations(tmp_path, []), data=DataSource(dataset=str(tmp_path / "own.jsonl")))
     write(job, "abc")
     keep_in_memory(monkeypatch, job.engine)
     return job
 
 
 def write(job: Job, names: str) -> None:
-    write_rows(Path(job.dataset), ({"id": name, "prompt": name} for name in names))
+    write_rows(Path(job.data.dataset), ({"id": name, "prompt": name} for name in names))
 
 
 def status(out: Path) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def seconds_to_load(path: Path, index: PromptIndex) -> float:
 
 
 def test_a_row_takes_microseconds_and_a_kept_index_less(batch: Path, tmp_path: Path) -> None:
-    prompts, warnings = open_prompts(str(batch), data_path=None, num_prompts=None), list[int]()
+    prompts, warnings = DataSource(dataset=str(batch)).open(), list[int]()
     began = time.process_time()
     index = index_prompts("batch", prompts.in_runs(), WHOLE, warnings.append)
     read = time.process_time() - began
@@ -79,7 +79,7 @@ def test_a_row_takes_microseconds_and_a_kept_index_less(batch: Path, tmp_path: P
 
 def test_a_row_takes_few_calls(batch: Path) -> None:
     """As time would say, on any machine: 11 when this was written; 127 where a row is parsed."""
-    prompts, num_calls = open_prompts(str(batch), data_path=None, num_prompts=2000), 0
+    prompts, num_calls = DataSource(dataset=str(batch), num_prompts=2000).open(), 0
 
     def count(frame: object, event: str, argument: object) -> None:
         nonlocal num_calls
@@ -96,9 +96,7 @@ def test_a_row_takes_few_calls(batch: Path) -> None:
 def test_the_digest_is_of_what_is_asked_and_not_of_the_order_of_its_fields(tmp_path: Path) -> None:
     def digest(text: str) -> str:
         (tmp_path / "a.jsonl").write_text(text)
-        return index_prompts(
-            "a", open_prompts(str(tmp_path / "a.jsonl"), data_path=None, num_prompts=None), WHOLE
-        ).digest
+        return index_prompts("a", DataSource(dataset=str(tmp_path / "a.jsonl")).open(), WHOLE).digest
 
     asked = digest('{"id": "a", "prompt": "x", "seed": 1, "top_p": 0.5}\n')
     assert digest('{"top_p": 0.5, "prompt": "x", "id": "a", "seed": 1}\n') == asked
@@ -123,7 +121,7 @@ def test_the_key_is_of_the_content_and_of_how_it_is_read(tmp_path: Path) -> None
     (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n')
 
     def key(name: str = "a.jsonl", num_prompts: int | None = None) -> str | None:
-        return open_prompts(str(tmp_path / name), data_path=None, num_prompts=num_prompts).key()
+        return DataSource(dataset=str(tmp_path / name), num_prompts=num_prompts).open().key()
 
     first = key()
     assert first is not None
@@ -148,7 +146,7 @@ def test_lock_and_status_are_there_while_rows_are_read_and_a_signal_ends_it(
         return len(seen) == 3
 
     with pytest.raises(StoppedError, match="interrupted after 3,000 rows were read"):
-        run.run(replace(job, dataset=str(batch)), out, Silent(), until)
+        run.run(replace(job, data=replace(job.data, dataset=str(batch))), out, Silent(), until)
     assert seen == ["reading"] * 3
     assert status(out)["state"] == "interrupted"
     assert status(out)["rows_read"] >= 1000
@@ -178,7 +176,7 @@ def test_a_kill_while_a_finished_run_is_read_again_leaves_it_finished(
 def test_a_mistake_in_the_rows_leaves_no_directory_and_no_change(job: Job, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="none of the 3 rows"):
         run.run(
-            replace(job, dataset=job.dataset, how=replace(job.how, prompt_field="q")),
+            of_field_q(job),
             tmp_path / "r",
             Silent(),
         )
@@ -186,7 +184,7 @@ def test_a_mistake_in_the_rows_leaves_no_directory_and_no_change(job: Job, tmp_p
     run.run(job, tmp_path / "r", Silent())
     before = {path.name: path.read_bytes() for path in (tmp_path / "r").iterdir() if path.name != LOCK}
     with pytest.raises(UserError, match="none of the 3 rows"):
-        run.run(replace(job, how=replace(job.how, prompt_field="q")), tmp_path / "r", Silent())
+        run.run(of_field_q(job), tmp_path / "r", Silent())
     assert {p.name: p.read_bytes() for p in (tmp_path / "r").iterdir() if p.name != LOCK} == before
 
 
@@ -200,7 +198,7 @@ def test_a_resume_reads_the_index_and_not_the_rows(
         {"id": "a", "prompt": "again"},
         {"id": "d", "prompt": "", "temprature": 1},
     ]
-    write_rows(Path(job.dataset), [*rows, {"id": "e", "prompt": "e"}])
+    write_rows(Path(job.data.dataset), [*rows, {"id": "e", "prompt": "e"}])
     job = replace(job, shard=shard)
     if shard != WHOLE:
         write(job, "abcd")
@@ -211,7 +209,7 @@ def test_a_resume_reads_the_index_and_not_the_rows(
     progress = Silent()
     monkeypatch.setattr(progress, "warn", warnings.append)
     again = run.run(job, tmp_path / "run", progress)
-    assert again.report["num_requests"] == first.report["num_requests"] == 2
+    assert again.report.num_requests == first.report.num_requests == 2
     assert (tmp_path / "run" / "errors.jsonl").read_bytes() == read, "a duplicate does not become a prompt"
     assert len(warnings) == (shard == WHOLE)
     monkeypatch.undo()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specgen.config import SamplingParams
 from specgen.engine.build import prefill_logits
-from specgen.experiments.divergence import Judge
+from specgen.experiments.audit import Judge
 from tests.engines import Outputs, Pair, config_of, generate, load_pair, random_requests
 from tests.marks import on_gpu
 from tests.tiny_latents import write_latent

@@ -22,6 +22,7 @@ from specgen.core.step import Steps
 from specgen.engine import engine
 from specgen.jobs.job import Job
 from specgen.jobs.run import run
+from specgen.prompts.load import DataSource
 from specgen.record.files import RowFile
 from specgen.record.interrupt import StoppedError
 from specgen.record.record_rows import PassRow, Session, read_passes
@@ -202,7 +203,15 @@ def test_the_command_restarts_itself(job: Job, tmp_path: Path) -> None:
     out = tmp_path / "run"
     out.mkdir()
     (out / "manifest.json").write_text("{}")
-    options = ["--dataset", job.dataset, "--data-path", str(job.data_path), "--output", str(out), "--restart"]
+    options = [
+        "--dataset",
+        job.data.dataset,
+        "--data-path",
+        str(job.data.data_path),
+        "--output",
+        str(out),
+        "--restart",
+    ]
     limits = ["--max-new-tokens", "14", "--max-batch-size", "4", "--device", "cpu"]
     arguments = [sys.executable, "-c", COMMAND, "generate", *options, *limits]
     with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as command:
@@ -242,7 +251,7 @@ def test_a_command_that_cannot_restart_itself_is_one_line(
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     monkeypatch.setattr(os, "execv", lambda *arguments: pytest.fail("this could not resume"))
-    job = replace(job, dataset=dataset, data_path=None)
+    job = replace(job, data=DataSource(dataset=dataset))
     with pytest.raises(typer.Exit) as ended:
         generating.restart_process(
             DeviceLost("planted", requests), job, None if output is None else Path(output)

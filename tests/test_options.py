@@ -6,11 +6,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from specgen.cli import bench
-from specgen.cli.evaluating import evaluate
+from specgen.cli import measuring as bench
+from specgen.cli.evaluating import evaluate, verify
+from specgen.cli.measuring import tune
 from specgen.cli.options import Only, numbers, with_options
-from specgen.cli.tuning import tune
-from specgen.cli.verifying import verify
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError, option, parse_bytes
 
 SEEN: dict[str, object] = {}

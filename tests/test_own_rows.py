@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from specgen.config import UserError
-from specgen.prompts import Message, Prompt, Rejected, open_prompts
+from specgen.prompts import DataSource, Message, Prompt, Rejected
 from specgen.prompts.formats import Reading
 from tests.commands import write_rows
 
 
 def load(path: Path, **how: Any) -> tuple[list[Prompt | Rejected], list[str]]:
     """The rows, and the warnings about them."""
-    prompts = open_prompts(str(path), data_path=None, num_prompts=None, how=Reading(**how))
+    prompts = DataSource(dataset=str(path), how=Reading(**how)).open()
     return list(prompts), list(prompts.notes.sentences())
 
 
@@ -208,7 +208,7 @@ def test_another_separator_or_encoding_is_named(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=re.escape(words)):
-        list(open_prompts(str(tmp_path / name), data_path=None, num_prompts=None))
+        list(DataSource(dataset=str(tmp_path / name)).open())
 
 
 @pytest.mark.parametrize("array", [False, True])
@@ -225,7 +225,7 @@ def test_a_row_with_a_key_twice_is_refused_and_the_rest_runs(tmp_path: Path, arr
     ]
     file = tmp_path / ("own.json" if array else "own.jsonl")
     file.write_text("[" + ",\n".join(rows) + "]" if array else "\n".join(rows))
-    found = list(open_prompts(str(file), data_path=None, num_prompts=None))
+    found = list(DataSource(dataset=str(file)).open())
     assert [row.id for row in found if isinstance(row, Prompt)] == ["e", "f", "g"]
     reasons = [row.reason for row in found if isinstance(row, Rejected)]
     place = "row" if array else "line"

@@ -18,6 +18,7 @@ from specgen.report.charts import svg
 from specgen.report.folder import listed
 from specgen.report.origin import run_title
 from specgen.report.page import width_class
+from specgen.report.report import Report
 from specgen.report.table import Column, Table, pairs
 from specgen.report.tables import page as run_page
 from tests import browser
@@ -44,7 +45,7 @@ def of_a_run() -> str:
         "x" * 60,
     )
     report = a_run(groups) | {"num_draft_tokens": 10**12, "num_accepted_tokens": 10**12}
-    return run_page(report, {"model": "/models/" + "deep/" * 30 + "target"}, "A run")
+    return run_page(Report.from_json(report), {"model": "/models/" + "deep/" * 30 + "target"}, "A run")
 
 
 def of_a_comparison(root: Path) -> str:

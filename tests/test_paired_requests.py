@@ -8,6 +8,7 @@ import pytest
 from specgen.report.intervals import Ratio, holm, paired_ratio
 from specgen.report.origin import unlike_settings
 from specgen.report.paired_requests import LENGTH, SharedRequests, shared_requests
+from specgen.report.report import Report
 from specgen.report.side_by_side import of_runs
 from specgen.report.terminal import render
 from tests.commands import refused
@@ -215,7 +216,8 @@ def test_checkpoints_are_compared_by_their_weights():
 
 
 def shown(shared: SharedRequests, settings=None) -> str:
-    return render(of_runs([("one", a_run()), ("two", a_run())], settings or {}, [shared]))
+    runs = [(name, Report.from_json(a_run())) for name in ("one", "two")]
+    return render(of_runs(runs, settings or {}, [shared]))
 
 
 def test_paired_differences_are_shown(compared):

@@ -16,7 +16,7 @@ import pytest
 
 from specgen.config import UserError
 from specgen.config.bundled import data_directory
-from specgen.prompts import DATASETS, Message, Prompt, Rejected, json_rows, open_prompts, prompt_ids
+from specgen.prompts import DATASETS, DataSource, Message, Prompt, Rejected, json_rows, prompt_ids
 from specgen.text.tokenizer import load_tokenizer
 from tests.commands import refused
 from tests.tiny_tokenizers import write_byte_level
@@ -75,7 +75,7 @@ def table(rows: list[dict]):
 
 def load(dataset: str | Path, data_path: Path | None = None, num_prompts: int | None = None):
     """The prompts, and the rejected rows."""
-    found = list(open_prompts(str(dataset), data_path=data_path, num_prompts=num_prompts))
+    found = list(DataSource(dataset=str(dataset), data_path=data_path, num_prompts=num_prompts).open())
     prompts = [each for each in found if isinstance(each, Prompt)]
     return prompts, [each for each in found if isinstance(each, Rejected)]
 
@@ -143,7 +143,7 @@ def test_num_prompts_counts_prompts_that_can_run_and_reads_no_further(tmp_path):
 
 def test_every_pass_reads_the_set_again_and_only_as_far_as_needed(tmp_path):
     path = write_lines(tmp_path / "own.jsonl", OWN, "{", {**OWN, "id": "b"})
-    prompts = open_prompts(str(path), data_path=None, num_prompts=None)
+    prompts = DataSource(dataset=str(path)).open()
     first = list(prompts)
     assert list(prompts) == first
     assert [type(result) for result in first] == [Prompt, Rejected, Prompt]
@@ -156,7 +156,7 @@ def test_every_pass_reads_the_set_again_and_only_as_far_as_needed(tmp_path):
 def test_rows_that_are_not_selected_are_not_parsed_and_keep_their_ids(tmp_path, monkeypatch):
     named = [{**OWN, "id": name} for name in ("line 5", "line 4", "c")]
     rows = OWN, "", named[0], "{", OWN, *named[1:], "never read"
-    prompts = open_prompts(str(write_lines(tmp_path / "own.jsonl", *rows)), data_path=None, num_prompts=3)
+    prompts = DataSource(dataset=str(write_lines(tmp_path / "own.jsonl", *rows)), num_prompts=3).open()
     whole = list(prompts)
     assert [result.id for result in whole] == ["a", "line 5", "line 4", "a (line 5)", "line 4 (line 6)", "c"]
     parse = json_rows._value
@@ -173,7 +173,7 @@ def test_standard_input_is_kept_for_every_pass_and_removed_afterwards(tmp_path, 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     content = gzip.compress((json.dumps(OWN) + "\n{\n").encode())
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
-    prompts = open_prompts("-", data_path=None, num_prompts=None)
+    prompts = DataSource(dataset="-").open()
     assert [result.id for result in prompts] == [result.id for result in prompts] == ["a", "line 2"]
     del prompts
     gc.collect()
@@ -184,7 +184,7 @@ def test_a_pipe_is_kept_for_every_pass(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     threading.Thread(target=write_lines, args=(pipe, OWN), daemon=True).start()
-    prompts = open_prompts(str(pipe), data_path=None, num_prompts=None)
+    prompts = DataSource(dataset=str(pipe)).open()
     assert list(prompts) == list(prompts) == [EXPECTED_OWN]
 
 
@@ -258,7 +258,7 @@ def test_equal_rows_without_ids_are_different_requests(tmp_path):
     ids = [prompt.id for prompt in prompts if prompt.text == "x"]
     assert ids == [digest, *[f"{digest}-{number}" for number in (3, 4, 5)]]
     assert rejected[1].id == f"{rejected[0].id}-2"
-    whole = open_prompts(str(path), data_path=None, num_prompts=None)
+    whole = DataSource(dataset=str(path)).open()
     wanted = [each.turn_ids if number % 2 else () for number, each in enumerate(whole)]
     again = [each.turn_ids for each in whole.select(wanted)]
     assert again == [each for each in wanted if each], "a resume knows them by their place"
@@ -539,8 +539,8 @@ def test_without_the_network_the_error_is_one_line_with_the_remedy(monkeypatch, 
 
 def test_the_bundled_prompts_are_found_from_any_directory(tmp_path):
     code = (
-        "from specgen.prompts import Prompt, open_prompts\n"
-        "prompts = list(open_prompts('bundled', data_path=None, num_prompts=None))\n"
+        "from specgen.prompts import Prompt, DataSource\n"
+        "prompts = list(DataSource(dataset='bundled').open())\n"
         "assert len(prompts) >= 24 and all(isinstance(prompt, Prompt) for prompt in prompts)\n"
         "assert all(len(prompt.follow_ups) == 1 and prompt.category for prompt in prompts)\n"
         "import sys; assert 'datasets' not in sys.modules and 'torch' not in sys.modules\n"
@@ -634,7 +634,7 @@ def test_a_token_id_outside_the_vocabulary(tokenizer):
 
 def test_every_pass_counts_the_misspelt_fields_anew(tmp_path: Path) -> None:
     (tmp_path / "own.jsonl").write_text('{"prompt": "a", "max_new_tokens": 3}\n')
-    prompts = open_prompts(str(tmp_path / "own.jsonl"), data_path=None, num_prompts=None)
+    prompts = DataSource(dataset=str(tmp_path / "own.jsonl")).open()
     for _ in range(2):
         list(prompts)
         assert list(prompts.notes.sentences()) == [

@@ -26,6 +26,7 @@ from specgen.jobs.job import Job
 from specgen.jobs.ray_engine import RayEngine
 from specgen.jobs.run import run
 from specgen.prompts import Message, Prompt, Rejected
+from specgen.prompts.load import DataSource
 from specgen.record.record_rows import EngineRow, PassRow
 from tests.commands import specgen
 from tests.engines import resolved
@@ -132,9 +133,7 @@ def test_the_driver_and_a_worker_may_be_killed(pair: EngineConfig, data: Path, t
     job = Job(
         engine=replace(pair, attention="auto"),
         sampling=SamplingParams(max_tokens=MAX_TOKENS),
-        dataset=str(data),
-        data_path=None,
-        num_prompts=None,
+        data=DataSource(dataset=str(data)),
         baseline=False,
     )
     run(job, tmp_path / "whole", Silent())

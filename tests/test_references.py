@@ -45,13 +45,13 @@ def render(*figures, width=80):
 
 
 def report(num_spec_tokens, *accepted):
-    """The ``report.json`` of requests whose steps accepted these numbers of drafts."""
+    """The report of requests whose steps accepted these numbers of drafts."""
     events = [
         event
         for number, steps in enumerate(accepted)
         for event in request(f"r{number}", [(num_spec_tokens, many) for many in steps])
     ]
-    return json.loads(json.dumps(fold(events, num_spec_tokens=num_spec_tokens).to_json()))
+    return fold(events, num_spec_tokens=num_spec_tokens)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -105,7 +105,7 @@ def test_a_run_beside_a_reference(tmp_path):
     run = report(2, [2, 1, 0], [1, 1, 0], [2, 0, 0], [1, 2, 1])
     length, first, second, accuracy = compare_figures(run, {}, read(tmp_path, acceptance=[0.6, 0.9 * 0.1]))
     assert (length.ours, length.theirs, length.inside) == (pytest.approx(23 / 12), 1.9, True)
-    assert length.ci95 == run["mean_acceptance_length_ci95"]
+    assert length.ci95 == run.mean_acceptance_length_ci95
     assert (first.ours, first.inside) == (pytest.approx(8 / 12), True)
     assert second.ours == pytest.approx(3 / 12)
     assert (accuracy.ours, accuracy.inside) == (None, None)
@@ -203,7 +203,7 @@ def test_results_that_are_not_lm_evals_are_refused(tmp_path, text, message):
 
 @pytest.fixture
 def run_directory(tmp_path):
-    (tmp_path / "report.json").write_text(json.dumps(report(3, [3, 1, 0], [1, 2, 0], [2, 3, 1])))
+    (tmp_path / "report.json").write_text(json.dumps(report(3, [3, 1, 0], [1, 2, 0], [2, 3, 1]).to_json()))
     (tmp_path / "manifest.json").write_text("{}")
     return tmp_path
 

@@ -15,7 +15,7 @@ from specgen.record.record_rows import PassRow, count_parts, turn_id
 from specgen.report import tables, terminal
 from specgen.report.acceptance import fold_request
 from specgen.report.intervals import Ratio, wilson
-from specgen.report.report import draft_lengths, load, report_categories, report_of
+from specgen.report.report import Report, load, report_categories, report_of
 from specgen.report.tables import DEAD_LENGTH, remarks
 from tests.commands import refused
 from tests.streams import as_json, decode_steps, fold, padded_step, pass_row, recorded, refusal, request
@@ -62,7 +62,7 @@ def test_steps_without_drafts_are_counted_apart():
     report = as_json(request("a", [(3, 1), (0, 0), (3, 3), (0, 0)]))
     assert (report["num_drafts"], report["num_steps_without_drafts"]) == (2, 2)
     assert report["mean_acceptance_length"] == 3
-    assert "steps with drafts; 2 had none" in terminal.render(tables.of_run(report, {}))
+    assert "steps with drafts; 2 had none" in terminal.render(tables.of_run(Report.from_json(report), {}))
 
 
 def test_accepted_is_what_was_verified_and_tokens_are_what_was_kept():
@@ -136,7 +136,7 @@ def test_preemptions_and_cached_tokens_are_counted():
     report = as_json([*request("a", [(3, 2)], num_cached_tokens=2), replace(step, num_preempted=1)])
     assert report["num_preemptions"] == 1
     assert report["num_cached_tokens"] == 2
-    assert "2 of 5 prompt tokens (40.0 %)" in terminal.render(tables.of_run(report, {}))
+    assert "2 of 5 prompt tokens (40.0 %)" in terminal.render(tables.of_run(Report.from_json(report), {}))
 
 
 def test_rows_and_steps():
@@ -176,7 +176,7 @@ def test_steps_of_several_draft_lengths():
     lengths = (0, 2, 2, 4, 2, 0)
     report = as_json([*request("a", [(k, min(k, 1)) for k in lengths]), *decode_steps(*lengths)], 4)
     assert report["steps"]["decode"]["by_num_spec_tokens"] == {"2": 3, "0": 2, "4": 1}
-    assert list(draft_lengths(report)) == ["2", "0", "4"]
+    assert list(Report.from_json(report).draft_lengths) == ["2", "0", "4"]
     assert [row["drafted"] for row in report["acceptance"]] == [4, 4, 1, 1]
     assert [row["reached"] for row in report["acceptance"]] == [4, 4, 0, 0]
     assert [row["rate"] for row in report["acceptance"]] == [1, 0, 0, 0]
@@ -187,8 +187,8 @@ def test_steps_of_several_draft_lengths():
 
 
 def test_a_single_draft_length_is_not_listed():
-    assert draft_lengths(as_json([*request("a", [(3, 1)] * 2), *decode_steps(3, 3)])) == {}
-    assert draft_lengths(as_json([])) == {}
+    assert Report.from_json(as_json([*request("a", [(3, 1)] * 2), *decode_steps(3, 3)])).draft_lengths == {}
+    assert Report.from_json(as_json([])).draft_lengths == {}
 
 
 def test_a_run_without_requests():
@@ -197,7 +197,7 @@ def test_a_run_without_requests():
     assert report["mean_acceptance_length"] is None
     assert report["output_tokens_per_second"] is None
     assert [row["rate"] for row in report["acceptance"]] == [None] * 3
-    assert next(remarks(report)).startswith("No verify step")
+    assert next(remarks(Report.from_json(report))).startswith("No verify step")
 
 
 def test_only_refusals():
@@ -236,17 +236,17 @@ def test_plain_decoding():
     assert report["num_drafts"] == 0
     assert report["acceptance"] == []
     assert report["acceptance_histogram"] == [0]
-    assert next(remarks(report)).startswith("Plain decoding")
+    assert next(remarks(Report.from_json(report))).startswith("Plain decoding")
 
 
 def test_a_dead_drafter_is_called_so():
     dead = as_json(request("a", [(3, 0)] * 30 + [(3, 1)]))
     alive = as_json(request("a", [(3, 0)] * 10 + [(3, 1)]))
-    assert "dead" in next(remarks(dead))
-    assert list(remarks(alive)) == []
+    assert "dead" in next(remarks(Report.from_json(dead)))
+    assert list(remarks(Report.from_json(alive))) == []
     barely = as_json(request("a", [(3, 0)] * 19 + [(3, 1)]))
     assert barely["mean_acceptance_length"] == DEAD_LENGTH
-    assert list(remarks(barely)) == []
+    assert list(remarks(Report.from_json(barely))) == []
 
 
 def test_a_report_with_a_baseline():
@@ -327,7 +327,8 @@ def test_load_gives_back_what_was_written(tmp_path):
     report = as_json(request("a", [(3, 1)]))
     (tmp_path / "report.json").write_text(json.dumps(report))
     (tmp_path / "manifest.json").write_text('{"version": "1"}')
-    assert load(tmp_path) == (report, {"version": "1"})
+    found, manifest = load(tmp_path)
+    assert (json.loads(json.dumps(found.to_json())), manifest) == (report, {"version": "1"})
 
 
 @pytest.mark.parametrize(
@@ -350,14 +351,14 @@ def test_load_says_what_is_wrong_and_what_to_do(tmp_path, report, manifest, reas
 
 def test_empty_texts_are_counted_and_called_so():
     (first,), (other,) = request("a", [(3, 1)]), request("b", [(3, 1)])
-    assert list(remarks(fold([first, other], num_spec_tokens=3).to_json())) == []
+    assert list(remarks(fold([first, other], num_spec_tokens=3))) == []
     other = replace(other, is_empty=True)
     report = fold([first, other], num_spec_tokens=3).to_json()
     assert report["num_empty"] == 1
-    (empty,) = remarks(report)
+    (empty,) = remarks(Report.from_json(report))
     assert empty.startswith("1 of 2 texts are empty: the model ended them at once.")
-    assert empty in " ".join(terminal.render(tables.of_run(report, {}), 80).split())
-    assert "texts are empty" in tables.page(report, {}, "a run")
+    assert empty in " ".join(terminal.render(tables.of_run(Report.from_json(report), {}), 80).split())
+    assert "texts are empty" in tables.page(Report.from_json(report), {}, "a run")
     reasoned = replace(other, parts=count_parts([(0, "reasoning")], other.steps, other.num_output_tokens, 3))
     assert fold([first, reasoned], num_spec_tokens=3).num_empty == 0, (
         "that one is counted as ended while reasoning"

@@ -24,9 +24,10 @@ from specgen.report.charts import (
 )
 from specgen.report.display import percent, plain, ratio
 from specgen.report.page import Page as Content
+from specgen.report.report import Report
 from specgen.report.table import Column, Table
-from specgen.report.tables import curve, curves, of_run
-from specgen.report.tables import page as render
+from specgen.report.tables import curve, curves, page
+from specgen.report.tables import of_run as parts_of_run
 from specgen.report.terminal import render as in_terminal
 from specgen.report.text_list import Entry, ShownText, Span, TextList
 from tests.streams import as_json, decode_steps, fold, refusal, request
@@ -48,6 +49,14 @@ def a_run(categories=("math", "chat"), num_spec_tokens=4):
 def of_several_lengths(*lengths):
     """A run of up to 7 drafts per step."""
     return as_json([*request("a", [(k, min(k, 2)) for k in lengths]), *decode_steps(*lengths)], 7)
+
+
+def render(report, settings, title):
+    return page(Report.from_json(report), settings, title)
+
+
+def of_run(report, settings):
+    return parts_of_run(Report.from_json(report), settings)
 
 
 class Page(HTMLParser):
@@ -247,8 +256,7 @@ def test_long_names_are_cut_before_they_meet_a_number_or_the_edge():
 
 @pytest.mark.parametrize(("arms", "columns", "least"), [(3, 4, 8), (6, 8, 4), (2, 16, 7)])
 def test_the_marks_of_arms_with_equal_rates_stand_side_by_side(arms, columns, least):
-    positions = a_run(num_spec_tokens=columns)["acceptance"]
-    points = curve(positions, "rate", "ci95")
+    points = curve(Report.from_json(a_run(num_spec_tokens=columns)).acceptance)
     chart = drawn(curves("Arms", {f"arm {i}": points for i in range(arms)}))
     at = sorted({float(mark.get("cx")) for mark in chart.iter(f"{SVG}circle")})
     assert len(at) == arms * columns

@@ -133,8 +133,9 @@ def stopped(tmp_path):
 def test_a_stopped_run_is_reported_from_the_requests_that_are_done(stopped):
     report, manifest = load_so_far(stopped)
     expected = fold(ROWS, num_spec_tokens=3).to_json()
-    assert report == {**expected, "state": "interrupted", "num_expected": 9, "num_unfinished": 8}
-    assert (report["num_requests"], report["num_drafts"], report["num_accepted_tokens"]) == (1, 2, 3)
+    of_unfinished = {"state": "interrupted", "num_expected": 9, "num_unfinished": 8}
+    assert report.to_json() == {**expected, **of_unfinished}
+    assert (report.num_requests, report.num_drafts, report.num_accepted_tokens) == (1, 2, 3)
     assert manifest["engine"] == {"num_spec_tokens": 3}
     text = " ".join(render(of_run(report, {})).split())
     assert "This run is not finished (interrupted, 1 of 9 requests done)" in text
@@ -149,8 +150,9 @@ def test_a_run_of_an_earlier_version_is_refused_in_one_line(stopped):
         with pytest.raises(UserError, match=reason):
             read(stopped)
     (stopped / "status.json").unlink()
-    (stopped / "report.json").write_text(json.dumps({"acceptance": []}))
-    assert load_so_far(stopped)[0] == {"acceptance": []}, "what it has reported is shown"
+    earlier = {**fold(ROWS, num_spec_tokens=3).to_json(), "of_earlier": True}
+    (stopped / "report.json").write_text(json.dumps(earlier))
+    assert load_so_far(stopped)[0].num_drafts == 2, "what it has reported is shown"
 
 
 @pytest.mark.parametrize("status", [None, "", '{"state": "preparing", "total": 0}'])
@@ -159,17 +161,18 @@ def test_the_number_of_requests_may_be_unknown(stopped, status):
     if status is not None:
         (stopped / "status.json").write_text(status)
     report, _ = load_so_far(stopped)
-    assert report["num_expected"] is None
+    assert report.num_expected is None
     assert ", 1 done)" in " ".join(render(of_run(report, {})).split())
 
 
 def test_a_resumed_run_is_not_reported_by_its_old_file(stopped):
     """Failed requests are tried again, in a directory that has a report."""
-    (stopped / "report.json").write_text(json.dumps({"acceptance": [], "old": True}))
+    old = fold(request("a", [(3, 2)]), num_spec_tokens=3)
+    (stopped / "report.json").write_text(json.dumps(old.to_json()))
     write_session(stopped, [])
-    assert load_so_far(stopped)[0]["num_requests"] == 1
+    assert load_so_far(stopped)[0].num_drafts == 2
     (stopped / "status.json").write_text(json.dumps({"state": "finished"}))
-    assert load_so_far(stopped)[0] == {"acceptance": [], "old": True}
+    assert load_so_far(stopped)[0] == old
 
 
 @pytest.mark.parametrize("missing", ["passes.jsonl", "manifest.json"])

@@ -15,7 +15,7 @@ from specgen.engine.loading import Models
 from specgen.experiments.matrices import Workload
 from specgen.experiments.workload import make_prompts
 from specgen.jobs.prompt_index import WHOLE, Shard, index_prompts
-from specgen.prompts import Prompt, PromptRun, Rejected, open_prompts
+from specgen.prompts import DataSource, Prompt, PromptRun, Rejected
 from specgen.prompts.formats import Reading
 from specgen.text.tokenizer import load_tokenizer
 from tests.commands import refused
@@ -92,7 +92,7 @@ def lines_of(row: dict[str, Any], count: int = NUM_ROWS) -> list[bytes]:
 
 def num_together(path: Path, num_prompts: int | None = None, **how: Any) -> int:
     """How many prompts of ``path`` come together; all is the same as one by one."""
-    prompts = open_prompts(str(path), data_path=None, num_prompts=num_prompts, how=Reading(**how))
+    prompts = DataSource(dataset=str(path), num_prompts=num_prompts, how=Reading(**how)).open()
     one_by_one, notes = list(prompts), list(prompts.notes.sentences())
     in_runs = list(prompts.in_runs())
     assert list(prompts.notes.sentences()) == notes
@@ -155,7 +155,7 @@ def test_a_key_that_is_there_twice_is_found_whatever_the_setting(tmp_path: Path)
     repeated = b'{"id": "c", "prompt": "x", "seed": 1, "seed": 2, "stop": "x"}'
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([*lines, repeated, *lines_of(OWN, 3)]))
     assert num_together(tmp_path / "a.jsonl") == 18
-    prompts = open_prompts(str(tmp_path / "a.jsonl"), data_path=None, num_prompts=None)
+    prompts = DataSource(dataset=str(tmp_path / "a.jsonl")).open()
     assert [each.reason for each in prompts if isinstance(each, Rejected)] == [
         "line 19: 'seed' is there twice in one object: keep the one that is meant"
     ]
@@ -227,7 +227,7 @@ def talks(tmp_path: Path) -> Path:
 
 def test_every_answer_is_a_request_behind_what_was_said_before(models: Models, talks: Path) -> None:
     tokenizer = models.tokenizer
-    prompts = make_prompts(WORKLOAD, models, talks, 4)
+    prompts = make_prompts(replace(WORKLOAD, data_path=talks), models, 4)
     assert [request.id for request in prompts.requests] == ["a", "a/turn-2", "c", "a again 1"]
     first, second, third, _ = prompts.requests
     lengths = [len(tokenizer.encode_rendered(text)) for text in ("Tom has three apples.", "None.")]
@@ -247,7 +247,7 @@ def test_own_rows_say_how_long_they_are(models: Models, tmp_path: Path) -> None:
     rows = tmp_path / "mine.jsonl"
     rows.write_text('{"id": "x", "prompt": "Tom has", "max_tokens": 7}\n{"id": "y", "prompt": "Ann has"}\n')
     workload = Workload(dataset=str(rows), output_lens="data")
-    prompts = make_prompts(workload, models, None, 2)
+    prompts = make_prompts(workload, models, 2)
     assert [request.id for request in prompts.requests] == ["x", "x again 1"]
     assert prompts.requests[0].sampling == SamplingParams(max_tokens=7, ignore_eos=True)
     assert prompts.notes == (
@@ -256,7 +256,7 @@ def test_own_rows_say_how_long_they_are(models: Models, tmp_path: Path) -> None:
     )
     rows.write_text('{"id": "y", "prompt": "Ann has"}\n')
     with refused(r"no prompt of .* can run: left out: y: it has no answer whose length"):
-        make_prompts(workload, models, None, 2)
+        make_prompts(workload, models, 2)
 
 
 def test_lengths_of_data_need_data() -> None:

@@ -25,6 +25,7 @@ from tests.jobs import Silent, conversations, files, keep_in_memory, untimed
 from tests.streams import recorded, request
 
 COUNT = 3
+PLAIN = {"output_tokens_per_second": 9.0, "ratio": 2.0, "identical": 1.0, "num_compared": 8}
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +145,7 @@ def finished(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("0 1 2", lambda p: edit(p / "manifest.json", lambda m: m["sampling"].update(seed=5)), "--seed 0 -> 5"),
         ("0 1 2", lambda p: edit(p / "manifest.json", lambda m: m["data"].update(sha256="x")), "the prompts: other"),
         ("0 1 2", lambda p: edit(p / "status.json", lambda s: s.update(state="running")), "is running: finish it"),
-        ("0 1 2", lambda p: edit(p / "report.json", lambda r: r.update(baseline={})), "--baseline False -> True"),
+        ("0 1 2", lambda p: edit(p / "report.json", lambda r: r.update(baseline=PLAIN)), "--baseline False -> True"),
         ("0 1 2", lambda p: edit(p / "manifest.json", lambda m: m["data"].update(shard="2/4")), "shards 3 -> 4"),
         ("0 1 2", lambda p: (p / "requests.jsonl").unlink(), "has no requests.jsonl: copy the directory"),
         ("0 1 2", lambda p: (p / "requests.jsonl").write_text("{"), "is not JSON lines (Expecting"),

@@ -119,10 +119,10 @@ def test_a_signal_ends_the_run_and_the_same_command_resumes(
     status = json.loads((output / "status.json").read_text())
     assert (status["state"], status["done"], status["total"]) == ("interrupted", done, NUM_PROMPTS)
     so_far, _ = load_so_far(output)
-    assert (so_far["num_requests"], so_far["num_unfinished"]) == (done, NUM_PROMPTS - done)
+    assert (so_far.num_requests, so_far.num_unfinished) == (done, NUM_PROMPTS - done)
     assert Command(prompts, output).end() == 0
     assert untimed(output / "completions.jsonl") == completions
-    assert "state" not in load_so_far(output)[0]
+    assert load_so_far(output)[0].state is None
 
 
 def test_a_second_signal_ends_it_at_once(

@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from specgen.report.paired_requests import SharedRequests
+from specgen.report.report import Report
 from specgen.report.side_by_side import of_runs
 from specgen.report.tables import of_run
 from specgen.report.terminal import render as in_terminal
@@ -25,12 +26,13 @@ def a_run(num_spec_tokens=3):
 
 
 def render(report, settings, width=100):
-    return in_terminal(of_run(report, settings), width)
+    return in_terminal(of_run(Report.from_json(report), settings), width)
 
 
 def compare(runs, width=100):
     shared = [SharedRequests(num_requests=0, num_identical=0, figures=())] * (len(runs) - 1)
-    return in_terminal(of_runs(runs, {}, shared), width)
+    read = [(name, Report.from_json(report)) for name, report in runs]
+    return in_terminal(of_runs(read, {}, shared), width)
 
 
 def cells(text, label):

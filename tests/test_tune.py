@@ -17,7 +17,7 @@ from specgen.engine.arms import Arm
 from specgen.experiments import tune as tuning
 from specgen.experiments.matrices import Workload
 from specgen.experiments.output import BenchTable
-from specgen.experiments.ranking import Ranking
+from specgen.experiments.rounds import Ranking
 from specgen.experiments.tune import TuneJob, sentence, tune
 from tests.commands import refused
 from tests.timed_engines import RUN, Timed, install, job_of, rounds_of, usual, write_tiny

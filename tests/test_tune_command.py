@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from specgen.cli.tuning import draft_lengths, seconds
+from specgen.cli.measuring import draft_lengths, seconds
 from specgen.config import DraftLength, EngineConfig, UserError
 from specgen.engine.arms import Arm
 from specgen.experiments import plans
@@ -211,7 +211,7 @@ def test_the_command_to_run_is_one_of_generate(pair: Path) -> None:
     job = job_of(pair, workload=Workload(dataset="sharegpt", max_new_tokens=99))
     engine = replace(job.engine, max_prefill_tokens=8192)
     arm = Arm(name="x", changes={"batch": 8, "K": "auto", "drafter_batch": "non-padded"})
-    words = shlex.split(command(arm, engine, job.workload, Path("my file.json")))
+    words = shlex.split(command(arm, engine, replace(job.workload, data_path=Path("my file.json"))))
     assert words[:2] == ["specgen", "generate"]
     options = dict(zip(words[2::2], words[3::2], strict=True))
     assert options == {
@@ -227,9 +227,9 @@ def test_the_command_to_run_is_one_of_generate(pair: Path) -> None:
         "--max-prefill-tokens": "8192",
     }
     with_template = replace(engine, chat_template_kwargs=json.dumps({"enable_thinking": False}))
-    words = shlex.split(command(arm, with_template, job.workload, None))
+    words = shlex.split(command(arm, with_template, job.workload))
     given = words[words.index("--chat-template-kwargs") + 1]
     assert json.loads(given) == {"enable_thinking": False}, "others are other prompts"
-    plain = command(Arm(name="x", changes={"batch": 8, "K": 0}), engine, job.workload, None)
+    plain = command(Arm(name="x", changes={"batch": 8, "K": 0}), engine, job.workload)
     assert "--num-spec-tokens 0" in plain
     assert "drafter" not in plain.replace(str(pair), "")

@@ -13,7 +13,7 @@ from specgen.cli import main as cli
 from specgen.config import UserError
 from specgen.config.errors import did_you_mean, nearest
 from specgen.experiments.matrices import find_matrix
-from specgen.prompts import open_prompts
+from specgen.prompts import DataSource
 from tests.commands import specgen
 
 
@@ -167,7 +167,7 @@ def test_an_interrupted_command_says_so(monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_a_data_set_is_suggested(name: str, meant: str | None) -> None:
     with pytest.raises(UserError) as refused:
-        list(open_prompts(name, data_path=None, num_prompts=None))
+        list(DataSource(dataset=name).open())
     hint = "" if meant is None else f" (did you mean {meant}?)"
     assert str(refused.value).startswith(
         f"dataset is {name!r}, neither a known name nor a file{hint}: use bundled"
@@ -182,7 +182,7 @@ def test_a_matrix_is_suggested() -> None:
 def test_a_row_without_a_prompt_says_how_to_name_its_field(tmp_path: Path) -> None:
     file = tmp_path / "own.jsonl"
     file.write_text('{"a": "x"}\n')
-    (rejected,) = open_prompts(str(file), data_path=None, num_prompts=None)
+    (rejected,) = DataSource(dataset=str(file)).open()
     assert "name a field with --prompt-field; this one has 'a'" in rejected.reason
 
 

@@ -60,8 +60,8 @@ def test_the_data_are_found_from_any_directory(wheel, tmp_path):
     code = (
         "from specgen.config.bundled import data_directory\n"
         "from specgen.experiments.study import word_problems_task\n"
-        "from specgen.prompts import open_prompts\n"
-        "print(data_directory(), len(list(open_prompts('bundled', data_path=None, num_prompts=3))))\n"
+        "from specgen.prompts import DataSource\n"
+        "print(data_directory(), len(list(DataSource(dataset='bundled', num_prompts=3).open())))\n"
         "print(word_problems_task()['dataset_kwargs']['data_files']['test'])\n"
         "from specgen.report import page\n"
         "html = page.Page(title='a', settings={}).to_html()\n"

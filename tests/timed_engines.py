@@ -123,4 +123,4 @@ def job_of(pair: Path, **changes) -> TuneJob:
         "precision": 0.02,
         "budget": None,
     }
-    return TuneJob(engine=engine, data_path=None, **settings | changes)
+    return TuneJob(engine=engine, **settings | changes)
