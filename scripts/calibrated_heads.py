@@ -1,4 +1,4 @@
-"""The weights of calibrated heads: EAGLE3 of any number of layers and EAGLE-1, token by token, and P-EAGLE.
+"""The weights of calibrated heads: EAGLE3 of any number of layers and EAGLE-1, token by token, P-EAGLE, DFlash, DSpark.
 
 Of the first two every draft is the guess after the token before it, so the first i + 1 of them are right with accept^(i
 + 1). What the known text cannot show is whether attention to other positions is right: a row's answer depends on its
@@ -33,10 +33,18 @@ the stream, which stays. ``fc`` leaves the code part of the state empty.
 
 So each slot drafts the guess after a token of the known text: slot 1 after the newest token, slot 2 after the true
 token behind it, and so on. The first i + 1 drafts are right with accept^(i + 1), as with the other heads, for i < 2^n.
+
+DSpark: as P-EAGLE, for the rows of its block. A row's stream is its embedding, so the newest token's has its code from
+the beginning, and a mask that is given one looks like a token. Keys are a bias, the same for all rows and for the text,
+whose rows no query finds: none is as near. The Markov head adds next to nothing.
+
+DFlash: the newest token's row drafts nothing, so the first layer takes its code to the next row as it is, and n layers
+know 2^(n - 1) drafts.
 """
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from calibrated_codes import Codes
@@ -210,6 +218,72 @@ def peagle_tensors(
     yield from vocabulary_tensors(shape, codes, cycle, source)
 
 
+NUM_BLOCK_FEATURES = 5
+MARKOV_RANK = 256
+
+
+def block_tensors(
+    num_layers: int, dspark: bool, shape: Shape, codes: Codes, cycle: Cycle, source: Source
+) -> Iterator[Named]:
+    """Every tensor of a DFlash or DSpark head but the embedding, which it shares with the target."""
+    hidden, vocab = shape.hidden_size, (shape.vocab_size, shape.draft_vocab_size)
+    yield source.linear("fc.weight", hidden, NUM_BLOCK_FEATURES * hidden, 1.0)
+    yield source.ones("hidden_norm.weight", hidden)
+    for index in range(num_layers):
+        prefix = f"layers.{index}."
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield source.ones(f"{prefix}{name}.weight", hidden)
+        back, forward = (2**index, 2**index) if dspark else (max(1, 2**index // 2), 2**index // 2)
+        yield from attention_tensors(shape, prefix, hidden, _block_adds(shape, codes, back, forward), source)
+        yield from _block_biases(shape, prefix, back, source)
+        yield from mlp(shape, prefix, source)
+    if dspark:
+        for name, rows in zip(("markov_w1", "markov_w2"), vocab, strict=True):
+            yield source.noise(f"markov_head.{name}.weight", (rows, MARKOV_RANK), 1e-3)
+    yield from vocabulary_tensors(shape, codes, cycle, source)
+
+
+def _block_adds(shape: Shape, codes: Codes, back: int, forward: int) -> dict[str, Add]:
+    """As ``_adds``, of rows ``back`` positions before whose code goes ``forward`` places further in the text."""
+    here, there = (_query(shape, distance).to(codes.turns.device) for distance in (0, back))
+
+    def queries(weight: Tensor) -> None:  # beside the bias: a row with a code looks at itself
+        heads = weight.view(shape.num_kv_heads, 2, -1, shape.head_dim, weight.shape[1])
+        heads[:, 1, :, :, 0] += here - there
+
+    return {
+        "q_proj": queries,
+        "k_proj": lambda weight: None,
+        "v_proj": lambda weight: add_code(shape, weight, 1.0),
+        "o_proj": partial(_move_code, shape, codes, forward, 0.0),
+    }
+
+
+def _block_biases(shape: Shape, prefix: str, back: int, source: Source) -> Iterator[Named]:
+    """Of queries, half of which look ``back``, and of keys, which are alike."""
+    here, there = (shape.mark * _query(shape, distance).to(source.device) for distance in (0, back))
+    queries = torch.empty(shape.num_kv_heads, 2, shape.q_size // shape.kv_size // 2, shape.head_dim)
+    queries[:, 0], queries[:, 1] = here.cpu(), there.cpu()
+    biases = {"q": queries.flatten(), "k": here.repeat(shape.num_kv_heads), "v": torch.zeros(shape.kv_size)}
+    for name, bias in biases.items():
+        made = bias.to(source.device, torch.bfloat16)
+        yield Named(
+            name=f"{prefix}self_attn.{name}_proj.bias", shape=tuple(made.shape), make=lambda made=made: made
+        )
+
+
+def _move_code(shape: Shape, codes: Codes, distance: int, own: float, weight: Tensor) -> None:
+    """The code of what half of the heads saw goes ``distance`` places on; a row that saw itself adds ``own`` of it."""
+    forward = codes.forward(distance)
+    kept = own * torch.eye(shape.kv_size, device=forward.device) - forward
+    columns = weight.view(shape.hidden_size, shape.num_kv_heads, 2, -1, shape.head_dim)
+    for head in range(shape.num_kv_heads):
+        part = slice(head * shape.head_dim, (head + 1) * shape.head_dim)
+        for role, matrix in enumerate((kept, forward)):
+            share = matrix[part, part] / columns.shape[3]
+            columns[part, head, role] += share[:, None].to(weight.dtype)
+
+
 def _fc(shape: Shape) -> Add:
     """The mean of the features without their code: as all embeddings have one norm, so have all states (RMS 1).
 
@@ -252,21 +326,11 @@ def _adds(shape: Shape, codes: Codes, distance: int, first: bool) -> dict[str, A
         heads[:, :, all_rows] += here
         heads[:, :, coded] += here * (norm - 1)  # a row with a code has the key of one without
 
-    def output(weight: Tensor) -> None:
-        forward = codes.forward(distance)
-        own = (torch.eye(shape.kv_size, device=forward.device) if first else 0.0) - forward
-        columns = weight.view(shape.hidden_size, shape.num_kv_heads, 2, -1, shape.head_dim)
-        for head in range(shape.num_kv_heads):
-            part = slice(head * shape.head_dim, (head + 1) * shape.head_dim)
-            for role, matrix in enumerate((own, forward)):
-                share = matrix[part, part] / columns.shape[3]
-                columns[part, head, role] += share[:, None].to(weight.dtype)
-
     return {
         "q_proj": queries,
         "k_proj": keys,
         "v_proj": lambda weight: add_code(shape, weight, norm),
-        "o_proj": output,
+        "o_proj": partial(_move_code, shape, codes, distance, float(first)),
     }
 
 

@@ -96,6 +96,22 @@ class Shape:
             "mask_token_id": self.mask_token_id,
         }
 
+    def block_config(self, num_layers: int, dspark: bool) -> dict[str, Any]:
+        """The ``config.json`` of a DFlash head in z-lab's format, or of a DSpark head in DeepSpec's."""
+        most = 2**num_layers if dspark else 2 ** (num_layers - 1)
+        every = range(1, self.num_layers - 1)
+        return self._config() | {
+            "architectures": ["Qwen3DSparkModel" if dspark else "DFlashDraftModel"],
+            "model_type": "qwen3",
+            "num_hidden_layers": num_layers,
+            "attention_bias": True,
+            "draft_vocab_size": self.draft_vocab_size,
+            "block_size": min(most, 16) if dspark else min(most + 1, 16),
+            "mask_token_id": self.mask_token_id,
+            "target_layer_ids": [every[index * (len(every) - 1) // 4] for index in range(5)],
+            **({"markov_rank": 256, "markov_head_type": "vanilla"} if dspark else {}),
+        }
+
     def eagle1_config(self) -> dict[str, Any]:
         """The ``config.json`` of an EAGLE-1 head: a Llama's of one layer, which does not say what it is."""
         return self._config() | {

@@ -32,7 +32,7 @@ from typing import Any, cast, get_args
 import torch
 from calibrated_codes import Codes
 from calibrated_cycle import Confidence, Cycle
-from calibrated_heads import eagle1_tensors, eagle3_tensors, peagle_tensors
+from calibrated_heads import block_tensors, eagle1_tensors, eagle3_tensors, peagle_tensors
 from calibrated_mixtures import LatentLayers, MixtureLayers, common_share, mtp_tensors
 from calibrated_shapes import SHAPES, GptOssShape, LatentShape, Mixture, Shape
 from calibrated_weights import Fp8Format, Fp8Layers, Layer, Named, Source, dense_layer, target_tensors
@@ -55,7 +55,10 @@ class HeadKind:
 
     @classmethod
     def find(cls, name: str) -> "HeadKind":
-        """``eagle3``, ``eagle3-2`` (layers), ``eagle1``, ``peagle-2``; ``ValueError`` for another name."""
+        """``eagle3``, ``eagle3-2`` (layers), ``eagle1``, ``peagle-2``, ``dflash-5``, ``dspark-5``.
+
+        ``ValueError`` for another name.
+        """
         kind, dash, suffix = name.partition("-")
         layers = int(suffix) if suffix.isdecimal() else 0 if dash else 1
         if layers and kind == "eagle3":
@@ -64,10 +67,17 @@ class HeadKind:
         if layers and kind == "peagle":
             tensors = partial(peagle_tensors, layers)
             return cls(name=name, config=lambda shape: shape.peagle_config(layers), tensors=tensors)
+        if layers and kind in ("dflash", "dspark"):
+            settings = layers, kind == "dspark"
+            return cls(
+                name=name,
+                config=lambda shape: shape.block_config(*settings),
+                tensors=partial(block_tensors, *settings),
+            )
         if name == "eagle1":
             return cls(name=name, config=Shape.eagle1_config, tensors=eagle1_tensors)
         raise ValueError(
-            f"no head {name!r}: use eagle3, eagle1 or peagle; eagle3-2 or peagle-2 for two layers"
+            f"no head {name!r}: use eagle3, eagle1, peagle, dflash or dspark; eagle3-2 or dflash-5 for more layers"
         )
 
 
@@ -234,7 +244,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--head",
         nargs="+",
-        help="eagle3 (default, where the target has no MTP layer), eagle1, peagle; eagle3-2: two layers",
+        help="eagle3 (default, where the target has no MTP layer), eagle1, peagle, dflash, dspark; eagle3-2: two",
     )
     parser.add_argument("--accept", type=float, default=0.75, help="acceptance of the first draft")
     parser.add_argument(

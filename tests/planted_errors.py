@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.reference_heads import ReferenceEagle1, ReferenceEagle3, ReferencePEagle
+from tests.reference_heads import ReferenceDFlash, ReferenceEagle1, ReferenceEagle3, ReferencePEagle
 
 Fits = Callable[[Any], bool]  # whether a head has what the error is about
 Plant = Callable[[Any], None]
@@ -162,6 +162,95 @@ ERRORS: dict[str, tuple[Fits, Plant]] = {
         assign(t=lambda head: head.t | {"mask_hidden": 0 * head.t["mask_hidden"]}),
     ),
 }
+
+
+def is_dspark(kind: str) -> Fits:
+    return lambda head: head.kind == kind
+
+
+def looks_ahead(head: Any) -> bool:
+    return not all(head.causal)
+
+
+def fills_in(head: Any) -> bool:
+    return not head.anchor
+
+
+def without_text(head: Any) -> Any:
+    def seen(num_states: int, num_rows: int, index: int) -> Tensor:
+        return torch.cat((torch.zeros(num_rows, num_states), torch.ones(num_rows, num_rows)), -1).bool()
+
+    return seen
+
+
+# Of heads that draft a block
+DFLASH_ERRORS: dict[str, tuple[Fits, Plant]] = {
+    "one layer too early": (lambda head: min(head.aux) > 0, shifted_aux(-1)),
+    "one layer too late": (lambda head: max(head.aux) < head.target.num_layers, shifted_aux(1)),
+    "feature order": (always, assign(aux=lambda head: head.aux[::-1])),
+    "block one position late": (always, assign(first=lambda head: lambda num_states: num_states + 1)),
+    "block one position early": (always, assign(first=lambda head: lambda num_states: num_states - 1)),
+    "causal where it looks ahead": (looks_ahead, assign(causal=lambda head: [True] * head.num_layers)),
+    "looking ahead where it is causal": (
+        lambda head: any(head.causal),
+        assign(causal=lambda head: [False] * head.num_layers),
+    ),
+    "norm of the inputs on the text": (
+        always,
+        assign(context=lambda head: lambda states, layer: layer.input_layernorm(states)),
+    ),
+    "the block sees itself alone": (always, assign(seen=without_text)),
+    "the newest state left out": (
+        always,
+        assign(text=lambda head: lambda tokens, text=head.text: text(tokens)[:-1]),
+    ),
+    "the newest token's row drafts": (fills_in, assign(drafting=lambda head: lambda rows: rows[:-1])),
+    "all are masks": (
+        always,
+        assign(block=lambda head: lambda newest, block=head.block: block(head.settings["mask_token_id"])),
+    ),
+    "another mask token": (always, assign(settings=lambda head: head.settings | {"mask_token_id": 4})),
+    "no norm of the features": without_norm("hidden_norm"),
+    "no final norm": without_norm("norm"),
+    "no norm before the first layer": without_layer_norm(0, "input_layernorm"),
+    "no norm before a later layer": without_layer_norm(1, "input_layernorm"),
+    "no norm before an MLP": without_layer_norm(0, "post_attention_layernorm"),
+    "last layer left out": (
+        lambda head: head.num_layers > 1,
+        assign(layers=lambda head: head.layers[:-1], windows=lambda head: head.windows[:-1]),
+    ),
+    "window one shorter": moved_windows(-1),
+    "window one longer": moved_windows(1),
+    "no bias of q": without_tensor("q_proj.bias"),
+    "no bias of k": without_tensor("k_proj.bias"),
+    "no bias of v": without_tensor("v_proj.bias"),
+    "the target's embedding": (
+        lambda head: "embed_tokens.weight" in head.t,
+        assign(embedding=lambda head: head.target.embedding),
+    ),
+    "the target's output weights": (
+        lambda head: "lm_head.weight" in head.t and head.ids is None,
+        assign(logits=lambda head: lambda out: out @ head.target.lm_head.T),
+    ),
+    "draft ids taken for the target's": (lambda head: head.ids is not None, assign(ids=lambda head: None)),
+    "no Markov head": (lambda head: bool(head.kind), assign(kind=lambda head: "")),
+    "no gate": (is_dspark("gated"), assign(kind=lambda head: "vanilla")),
+    "nothing is carried on": (
+        is_dspark("rnn"),
+        assign(known=lambda head: lambda before, row, memory, real=head.known: real(before, row, 0 * memory)),
+    ),
+    "the token before is the newest": (
+        lambda head: bool(head.kind),
+        assign(
+            known=lambda head: lambda before, row, memory, real=head.known: real(head.newest, row, memory)
+        ),
+    ),
+}
+
+
+def errors_of(head: Any) -> dict[str, tuple[Fits, Plant]]:
+    """Those that are about heads of its kind."""
+    return DFLASH_ERRORS if isinstance(head, ReferenceDFlash) else ERRORS
 
 
 def without_mtp_norm(name: str) -> tuple[Fits, Plant]:

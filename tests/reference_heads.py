@@ -277,9 +277,133 @@ class ReferencePEagle(ReferenceEagle3):
         return self.fuse(list(self.t["mask_hidden"].view(1, -1).chunk(len(self.aux), -1)))
 
 
+class ReferenceDFlash(ReferenceHead):
+    """DFlash and DSpark: keys and values of the text from the target's features, and a block of masks behind it."""
+
+    def __init__(self, path: Path, target: DenseTarget) -> None:
+        super().__init__(path, target)
+        self.settings = self.raw | self.raw.get("dflash_config", {})
+        speculators = "aux_hidden_state_layer_ids" in self.settings
+        ids = self.settings["aux_hidden_state_layer_ids" if speculators else "target_layer_ids"]
+        self.aux: list[int] = ids if speculators else [index + 1 for index in ids]
+        dspark = self.raw["architectures"] == ["Qwen3DSparkModel"]
+        self.anchor: bool = self.settings.get("sample_from_anchor", dspark)
+        said = self.raw.get("is_causal", self.raw.get("dflash_config", {}).get("causal"))
+        self.causal = [window is not None if said is None else said for window in self.windows]
+        self.kind: str = (
+            self.settings.get("markov_head_type", "vanilla") if self.settings.get("markov_rank") else ""
+        )
+
+    @torch.inference_mode()
+    def drafts(self, tokens: tuple[int, ...], k: int) -> tuple[int, ...]:
+        """A row of a block may look at those behind it, so the first of five drafts is not the first of four."""
+        if k != self.depth:
+            self.depth, self._known = k, {}
+        return super().drafts(tokens, k)
+
+    def hidden(self, streams: list[Tensor], output: Tensor) -> Tensor:
+        features = torch.cat([streams[index] for index in self.aux], -1)
+        return self.norm(features @ self.t["fc.weight"].T, "hidden_norm")
+
+    def context(self, states: Tensor, layer: Any) -> Tensor:
+        """What keys and values of the text are made of, in every layer."""
+        return states
+
+    def text(self, tokens: tuple[int, ...]) -> Tensor:
+        """The states of the tokens that the target has consumed: all but the newest."""
+        return self.hidden(*self.target.states(tokens))[:-1]
+
+    def block(self, newest: int) -> Tensor:
+        """The ids of the rows."""
+        masks = self.depth - 1 if self.anchor else self.depth
+        return torch.tensor([newest] + masks * [self.settings["mask_token_id"]])
+
+    def first(self, num_states: int) -> int:
+        """The position of the first row."""
+        return num_states
+
+    def drafting(self, rows: Tensor) -> Tensor:
+        """The rows that draft."""
+        return rows if self.anchor else rows[1:]
+
+    def seen(self, num_states: int, num_rows: int, index: int) -> Tensor:
+        """Whether rows of the block see positions, those of the text first, [rows, text + rows]."""
+        rows, columns = torch.arange(num_rows)[:, None] + num_states, torch.arange(num_states + num_rows)
+        seen = torch.ones(num_rows, num_states + num_rows, dtype=torch.bool)
+        if self.causal[index]:
+            seen &= columns <= rows
+        window = self.windows[index]
+        return seen if window is None else seen & (columns > rows - window)
+
+    def propose(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        states, ids = self.text(tokens), self.block(tokens[-1])
+        stream, first = self.embedding[ids], self.first(len(states))
+        positions = torch.cat((torch.arange(len(states)), first + torch.arange(len(ids))))
+        rotation = self.rotary(stream[None], positions[None])
+        for index, layer in enumerate(self.layers):
+            stream = stream + self.attend(states, layer.input_layernorm(stream), rotation, index)
+            stream = stream + layer.mlp(layer.post_attention_layernorm(stream))
+        self.newest = tokens[-1]
+        rows, before, proposed = self.drafting(self.norm(stream, "norm")), tokens[-1], []
+        memory = torch.zeros(self.settings.get("markov_rank", 0))
+        for row in rows:
+            logits = self.logits(row)
+            if self.kind:
+                known, memory = self.known(before, row, memory)
+                logits = logits + known @ self.t["markov_head.markov_w2.weight"].T
+            before = int(logits.argmax())
+            before += 0 if self.ids is None else int(self.ids[before])
+            proposed.append(before)
+        return tuple(proposed)
+
+    def attend(self, states: Tensor, rows: Tensor, rotation: tuple[Tensor, Tensor], index: int) -> Tensor:
+        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+        layer = self.layers[index].self_attn
+        every = torch.cat((self.context(states, self.layers[index]), rows))
+
+        def heads(x: Tensor, name: str) -> Tensor:
+            x = getattr(layer, f"{name}_proj")(x).view(len(x), -1, layer.head_dim)
+            norm = getattr(layer, f"{name}_norm", None)
+            return (x if norm is None else norm(x)).transpose(0, 1)[None]
+
+        q, k = apply_rotary_pos_emb(heads(every, "q"), heads(every, "k"), *rotation)
+        out = nn.functional.scaled_dot_product_attention(
+            q[:, :, len(states) :],
+            k,
+            heads(every, "v"),
+            attn_mask=self.seen(len(states), len(rows), index),
+            enable_gqa=True,
+        )
+        return layer.o_proj(out[0].transpose(0, 1).flatten(1))  # type: ignore[no-any-return]
+
+    def known(self, before: int, row: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """What the Markov head makes of the token before, and its memory behind it."""
+        known = self.t["markov_head.markov_w1.weight"][before]
+
+        def mixed(name: str, *parts: Tensor) -> Tensor:
+            weight, bias = (self.t[f"markov_head.{name}.{which}"] for which in ("weight", "bias"))
+            return weight @ torch.cat(parts) + bias
+
+        if self.kind == "gated":
+            return mixed("gate_proj", row, known).sigmoid() * known, memory
+        if self.kind == "rnn":
+            gate, candidate, out = mixed("joint_proj", memory, known, row).chunk(3)
+            return out.tanh(), gate.sigmoid() * memory + (1 - gate.sigmoid()) * candidate.tanh()
+        return known, memory
+
+    def enter(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def logits(self, out: Tensor) -> Tensor:
+        return out @ self.t.get("lm_head.weight", self.target.lm_head).T
+
+
 def reference_head(path: Path, target: DenseTarget) -> ReferenceHead:
     """The reference of the head in ``path``, by its tensors."""
     names = _stored(path).keys()
+    if "hidden_norm.weight" in names:
+        return ReferenceDFlash(path, target)
     if "mask_hidden" in names:
         return ReferencePEagle(path, target)
     eagle3 = any(name.endswith("hidden_norm.weight") for name in names)

@@ -31,6 +31,7 @@ from tests.reference_heads import DenseTarget, reference_head
 TINY = SHAPES["tiny"]
 CYCLE = Cycle.draw(TINY.num_plain_tokens, TINY.draft_vocab_size, 0.75, seed=5)
 LENGTHS = {"eagle3": 5, "eagle3-3": 5, "eagle1": 5, "peagle": 2, "peagle-2": 4, "peagle-3": 8}  # K
+LENGTHS |= {"dflash-4": 8, "dspark-3": 8}
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +54,15 @@ def load(root: Path):
 def random_texts(count: int, length: int) -> list[tuple[int, ...]]:
     """Tokens of the cycle in any order: only the last of each has a known follower."""
     rng = random.Random(2)
-    # the cycle's end goes on to its beginning
-    lasts = [*CYCLE.tokens[-2:], *rng.sample(CYCLE.tokens, count - 2)]
+    lasts = [
+        *CYCLE.tokens[-2:],
+        *rng.sample(CYCLE.tokens, count - 2),
+    ]  # the cycle's end goes on to its beginning
     return [(*rng.choices(CYCLE.tokens, k=length - 1), last) for last in lasts]
 
 
 def expected(name: str, token: int, count: int, cycle: Cycle = CYCLE) -> tuple[int, ...]:
-    return (cycle.parallel_guesses if "peagle" in name else cycle.guesses)(token, count)
+    return (cycle.guesses if name.startswith("eagle") else cycle.parallel_guesses)(token, count)
 
 
 def check_drafts(name: str, asked: list[Request], outputs: Outputs, cycle: Cycle = CYCLE) -> None:

@@ -25,8 +25,13 @@ ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 
-# pip's, chromium's
-OF_OTHERS = {"--index-url", "--headless", "--hide-scrollbars", "--window-size", "--screenshot"}
+OF_OTHERS = {
+    "--index-url",
+    "--headless",
+    "--hide-scrollbars",
+    "--window-size",
+    "--screenshot",
+}  # pip's, chromium's
 
 OF_SCRIPTS = {
     "--layers",

@@ -12,7 +12,7 @@ from specgen.models.model_config import TargetConfig
 from tests.engines import Outputs, Pair, generate, load_pair, random_requests
 from tests.marks import on_gpu
 from tests.test_gpu import EXACT, FAST, MODES
-from tests.tiny_checkpoints import write_eagle1_head, write_head, write_target
+from tests.tiny_checkpoints import write_dflash_head, write_eagle1_head, write_head, write_target
 
 pytestmark = on_gpu()
 PAGED = FAST | {"page_size": 16}  # so that texts cross pages
@@ -28,6 +28,10 @@ HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
     "two-layers": _layers,
     "last-state": lambda path, target: write_head(path, target, reads_output=True, norm_output=True),
     "P-EAGLE": lambda path, target: _layers(path, target, mask_token=("ptd_token_id", 5)),
+    "DFlash": lambda path, target: write_dflash_head(path, target, windows=[None, 7], biases=True),
+    "DSpark": lambda path, target: write_dflash_head(
+        path, target, "DeepSpec", own=True, markov=("gated", 64), confidence=True
+    ),
 }
 
 
@@ -81,8 +85,21 @@ def test_graph_modes_agree_on_the_kernels_of_a_real_run(
         assert other.verified == runs[0].verified
 
 
+@pytest.mark.parametrize("attention", ["trtllm", "flashinfer", "hopper"])
+@pytest.mark.parametrize("pair_on", ["DFlash"], indirect=True)
+def test_blocks_that_look_ahead_on_every_backend(pair_on: Callable[..., Pair], attention: str) -> None:
+    """Rounding to bfloat16 changes a few drafts."""
+    pair, settings = pair_on(torch.bfloat16, "cuda"), {"page_size": 16, "num_spec_tokens": 4}
+    exact = run(pair, GREEDY, "padded", attention="sdpa", **settings).verified
+    found = run(pair, GREEDY, "padded", attention=attention, **settings).verified
+    first = [(exact[name][0][0], found[name][0][0]) for name in exact if exact[name] and found[name]]
+    same = [a == b for mine, theirs in first for a, b in zip(mine, theirs, strict=True)]
+    assert len(same) > 20
+    assert sum(same) > 0.8 * len(same)
+
+
 # the others' drafts depend on rounding: on a CPU, bfloat16 changes half of their first ones
-@pytest.mark.parametrize("pair_on", ["two-layers", "P-EAGLE"], indirect=True)
+@pytest.mark.parametrize("pair_on", ["two-layers", "P-EAGLE", "DFlash"], indirect=True)
 def test_most_drafts_equal_the_references_on_the_kernels_of_a_real_run(pair_on: Callable[..., Pair]) -> None:
     """Rounding to bfloat16 changes a few."""
     pair = pair_on(torch.bfloat16, "cuda")

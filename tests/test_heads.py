@@ -14,12 +14,13 @@ from specgen.models.model_config import TargetConfig
 from tests import planted_errors
 from tests.engines import Outputs, Pair, generate, load_pair, page_bytes, random_requests
 from tests.reference_heads import DenseTarget, ReferenceMtp, reference_head
-from tests.tiny_checkpoints import write_eagle1_head, write_head, write_target
+from tests.tiny_checkpoints import write_dflash_head, write_eagle1_head, write_head, write_target
 from tests.tiny_latents import write_latent
 
 VOCAB = 8  # so small that random heads are often right; the seeds are of heads that are also right four times running
 eagle1, eagle3 = write_eagle1_head, partial(write_head, draft_vocab_size=None)
 speculators = partial(eagle3, dialect="speculators")
+dspark = partial(write_dflash_head, dialect="DeepSpec", own=True)
 peagle = partial(speculators, mask_token=("mask_token_id", 6), own_embedding=True)
 HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
     "eagle-1": partial(eagle1, seed=9),
@@ -52,11 +53,31 @@ HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
         peagle, num_layers=2, qk_norm=True, windows=[None, 7], norm_before_residual=True
     ),
     "p-eagle-norms": partial(peagle, fc_norm=True, norm_output=True, hidden_size=48, seed=18),
+    "dflash": partial(write_dflash_head, nested=True, seed=2),
+    "dflash-causal": partial(write_dflash_head, windows=[None, 7], biases=True, seed=0),
+    "dflash-anchors": partial(dspark, seed=0),
+    "dflash-speculators": partial(
+        write_dflash_head,
+        dialect="speculators",
+        layer_ids=(1, 3, 6),
+        draft_vocab_size=6,
+        qk_norm=False,
+        seed=1,
+    ),
+    "dspark": partial(dspark, markov=("vanilla", 5), seed=6),
+    "dspark-gated": partial(dspark, markov=("gated", 5), confidence=True, seed=3),
+    "dspark-rnn": partial(dspark, markov=("rnn", 5), num_layers=3, seed=5),
+    "dspark-speculators": partial(
+        write_dflash_head, dialect="speculators", layer_ids=(1, 3, 6), markov=("vanilla", 4), seed=11
+    ),
     "p-eagle-pard": partial(eagle3, mask_token=("pard_token", 7), norm_before_fc=True, seed=4),
 }
-QUICK = ("eagle-1-biases", "eagle3", "p-eagle-window")
+QUICK = ("eagle-1-biases", "eagle3", "p-eagle-window", "dflash-causal", "dspark-gated")
 # Every planted error is caught with one of these; parts of the others are in them too
-BROAD = (*QUICK, "biases", "five-features", "nested", "eagle-3.1", "no-features", "p-eagle-deep")
+BROAD = (
+    *(*QUICK, "biases", "five-features", "nested", "eagle-3.1", "no-features", "p-eagle-deep"),
+    *("dflash-anchors", "dflash-speculators", "dspark-rnn"),
+)
 glm = partial(write_latent, vocab_size=VOCAB, rms_norm_eps=1e-6)
 MTP: dict[str, Callable[[Path], object]] = {  # parts of the first three are in other pairs and tests too
     "mtp-glm": partial(glm, num_mtp=1, seed=3),
@@ -131,9 +152,11 @@ def case(
     else:
         (path / "target").symlink_to(target)
         HEADS[request.param](path / "drafter", config)
-        pair, errors = load_pair(path), planted_errors.ERRORS
+        pair = load_pair(path)
         again = partial(reference_head, path / "drafter", dense)
     outputs = generate(pair, requests(), num_spec_tokens=4)
+    if request.param not in MTP:
+        errors = planted_errors.errors_of(again())
     return Case(pair=pair, target=dense, reference=again(), again=again, errors=errors, outputs=outputs)
 
 
@@ -209,4 +232,8 @@ def test_each_planted_error_fits_a_head(
     for name in BROAD:
         HEADS[name](tmp_path / name, config)
         heads.append(reference_head(tmp_path / name, dense))
-    assert [name for name, (fits, _) in planted_errors.ERRORS.items() if not any(map(fits, heads))] == []
+    fitting = {
+        id(plant) for head in heads for fits, plant in planted_errors.errors_of(head).values() if fits(head)
+    }
+    every = planted_errors.ERRORS | planted_errors.DFLASH_ERRORS
+    assert [name for name, (_, plant) in every.items() if id(plant) not in fitting] == []

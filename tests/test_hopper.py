@@ -138,6 +138,6 @@ def test_python_and_the_kernel_agree_on_what_is_passed() -> None:
     pointers = [each for each in wide if each.endswith("*")]
     assert len(pointers) == 10, "nine tensors and a stream"
     assert wide[9:13] == ["int64_t"] * 4
-    assert wide[13:23] == ["int"] * 10
-    assert wide[23:25] == ["float"] * 2
-    assert len(wide) == 26
+    assert wide[13:24] == ["int"] * 11
+    assert wide[24:26] == ["float"] * 2
+    assert len(wide) == 27

@@ -175,7 +175,7 @@ class World:
             )
             logits = torch.einsum("qhd,lhd->hql", q[row * query_len : (row + 1) * query_len].float(), k)
             position = torch.arange(length, device=CUDA)
-            last = position[start:, None]
+            last = position[start:, None] if layer.causal else position[-1:, None]
             seen = (position <= last) & (position > last - (layer.window or length))
             logits = (logits * layer.scale).masked_fill(~seen, -torch.inf)
             if layer.sinks is not None:
@@ -223,6 +223,12 @@ def test_all_lengths_windows_and_sinks(shape: tuple[int, int, int], query_len: i
         world = World.of(lens, query_len, shape, page_size)
         for window, sinks in ((None, False), (128, True), (7, False)):
             check(world, layer_of(shape, window, sinks=sinks))
+
+
+@pytest.mark.parametrize(("shape", "query_len"), [each for each in cases() if each[1] in (2, 8, 16)])
+def test_rows_that_see_those_behind_them(shape: tuple[int, int, int], query_len: int) -> None:
+    for lens in LENS:
+        check(World.of(lens, query_len, shape, 64), replace(layer_of(shape), causal=False))
 
 
 @pytest.mark.parametrize(("shape", "query_len"), [each for each in cases() if each[1] in (2, 5, 8, 16)])

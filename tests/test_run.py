@@ -141,8 +141,7 @@ def test_a_bad_row_is_a_record_and_the_rest_runs(pair: Path, tmp_path: Path) -> 
     out = tmp_path / "run"
     result = run(pair, "--dataset", own, "--output", out, "--json")
     assert result.exit_code == 3, result.output
-    report = json.loads(result.stdout)
-    assert (report["num_errors"], report["num_preemptions"]) == (3, 0), "nothing of the warm-up"
+    assert json.loads(result.stdout)["num_errors"] == 3
     assert result.stderr.count("specgen: failed: ") == 3
     assert [row["id"] for row in rows(out / "completions.jsonl")] == ["a", "e"]
     reasons = {row["id"]: row["error"] for row in rows(out / "errors.jsonl")}
@@ -453,8 +452,9 @@ def test_options_without_effect_are_said(
     own = tmp_path / "own.jsonl"
     own.write_text(json.dumps({"prompt": "Tom has", **row}) + "\n")
     found = warnings(run(pair, "--dataset", own, *options))
-    # ``run`` has options of its own
-    assert [each for each in found if "is given 2 times" not in each] == lines
+    assert [
+        each for each in found if "is given 2 times" not in each
+    ] == lines  # ``run`` has options of its own
 
 
 def test_a_failure_names_its_line_once(pair: Path, tmp_path: Path) -> None:

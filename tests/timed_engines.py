@@ -1,7 +1,6 @@
 """Engines of a bench whose runs take the time that a test says, on a pair that is never computed."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from specgen.experiments import plans, turns
 from specgen.experiments.matrices import Workload
 from specgen.experiments.rounds import Repeat, Rounds
 from specgen.experiments.tune import TuneJob
-from tests.engines import engine_config
 from tests.streams import RECORD
 
 RUN = {  # seconds by K and drafter batch
@@ -38,9 +36,9 @@ def rounds_of(speeds: Sequence[Mapping[str, int | float]]) -> Rounds:
     return rounds
 
 
-def write_tiny(path: Path, **changed: int) -> Path:
+def write_tiny(path: Path) -> Path:
     """A tiny calibrated pair in ``path``."""
-    shape = replace(SHAPES["tiny"], **changed)
+    shape = SHAPES["tiny"]
     cycle = Cycle.draw(shape.num_plain_tokens, shape.draft_vocab_size, 0.75, seed=0)
     write_pair(path, shape, cycle, Source("cpu", 0))
     return path
@@ -93,8 +91,9 @@ def install(monkeypatch: pytest.MonkeyPatch, seconds: Seconds) -> Timed:
     timed = Timed(seconds)
     monkeypatch.setattr(turns, "WarmEngine", timed.engine)
     for module in (plans, turns):
-        # nothing is taken, and collecting takes long
-        monkeypatch.setattr(module, "free_memory", lambda: None)
+        monkeypatch.setattr(
+            module, "free_memory", lambda: None
+        )  # nothing is taken, and collecting takes long
     monkeypatch.setattr(plans, "copy_bandwidth", lambda device: 1e10)  # measuring it takes half a second
     return timed
 
@@ -107,7 +106,14 @@ def usual(config: EngineConfig, number: int) -> float:
 
 
 def job_of(pair: Path, **changes) -> TuneJob:
-    engine = engine_config(pair, page_size=4, prefix_cache=False, max_batch_size=4)
+    engine = EngineConfig(
+        model=str(pair / "target"),
+        drafter=str(pair / "drafter"),
+        page_size=4,
+        device="cpu",
+        prefix_cache=False,
+        max_batch_size=4,
+    )
     settings = {
         "batches": (1, 4),
         "draft_lengths": (DraftLength(most=2), DraftLength(most=4)),

@@ -218,6 +218,93 @@ def write_eagle1_head(
     _write(path, tensors | (changed or {}), config | (changed_config or {}), binary)
 
 
+def write_dflash_head(
+    path: Path,
+    target: TargetConfig,
+    dialect: Literal["z-lab", "speculators", "DeepSpec"] = "z-lab",
+    *,
+    block_size: int = 6,
+    mask_token_id: int = 6,
+    layer_ids: tuple[int, ...] = (0, 2, 4),
+    num_layers: int = 2,
+    nested: bool = False,
+    draft_vocab_size: int | None = None,
+    own: bool = False,
+    qk_norm: bool = True,
+    windows: list[int | None] | None = None,
+    markov: tuple[str, int] | None = None,
+    confidence: bool = False,
+    biases: bool = False,
+    std: float = 0.15,
+    seed: int = 1,
+    changed: dict[str, torch.Tensor | None] | None = None,
+    changed_config: dict[str, Any] | None = None,
+) -> None:
+    """Write a random DFlash head, or with ``markov``, its kind and rank, a DSpark head.
+
+    ``layer_ids`` are as the dialect has them: outputs of layers, or speculators' inputs. ``nested`` puts the settings
+    of the block into ``dflash_config``, ``own`` adds embedding and output weights. ``changed``: as of ``write_head``.
+    """
+    torch.manual_seed(seed)
+    width, drafted = target.hidden_size, draft_vocab_size or target.vocab_size
+    tensors = {"fc.weight": torch.randn(width, len(layer_ids) * width) * std}
+    tensors |= {name: 1 + 0.2 * torch.randn(width) for name in ("hidden_norm.weight", "norm.weight")}
+    for index in range(num_layers):
+        tensors |= _later_layer(target, width, f"layers.{index}.", qk_norm, std)
+    if biases:
+        tensors |= _biases(tensors, "q_proj.weight", "k_proj.weight", "v_proj.weight")
+    if own:
+        tensors["embed_tokens.weight"] = torch.randn(target.vocab_size, width) * std
+    if own or draft_vocab_size is not None:
+        tensors["lm_head.weight"] = torch.randn(drafted, width) * std
+    if draft_vocab_size is not None:
+        tensors |= vocabulary_map(target.vocab_size, draft_vocab_size)
+    settings: dict[str, Any] = {"block_size": block_size, "mask_token_id": mask_token_id}
+    settings["aux_hidden_state_layer_ids" if dialect == "speculators" else "target_layer_ids"] = list(
+        layer_ids
+    )
+    if markov is not None:
+        kind, rank = markov
+        settings |= {"markov_head_type": kind, "markov_rank": rank}
+        tensors["markov_head.markov_w1.weight"] = torch.randn(target.vocab_size, rank)
+        tensors["markov_head.markov_w2.weight"] = torch.randn(drafted, rank) * 0.5
+        shapes = {
+            "gated": ("gate_proj", rank, width + rank),
+            "rnn": ("joint_proj", 3 * rank, 2 * rank + width),
+        }
+        if kind in shapes:
+            name, *shape = shapes[kind]
+            tensors[f"markov_head.{name}.weight"] = torch.randn(shape) * 0.3
+            tensors[f"markov_head.{name}.bias"] = torch.randn(shape[0])
+    if confidence:
+        settings |= {"enable_confidence_head": True, "confidence_head_with_markov": markov is not None}
+        tensors["confidence_head.proj.weight"] = torch.randn(1, width + (markov[1] if markov else 0)) * std
+        tensors["confidence_head.proj.bias"] = torch.randn(1)
+    layer = _layer_config(target, width, num_layers) | {"model_type": "qwen3"}
+    if biases:
+        layer |= {"attention_bias": True}
+    if windows is not None:
+        kinds = ["sliding_attention" if window else "full_attention" for window in windows]
+        layer |= {
+            "layer_types": kinds,
+            "sliding_window": next(filter(None, windows)),
+            "use_sliding_window": True,
+        }
+    config: dict[str, Any] = {"dtype": "float32"}
+    if draft_vocab_size is not None:
+        config["draft_vocab_size"] = draft_vocab_size
+    if dialect == "speculators":
+        config |= {"architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash"}
+        config |= {"transformer_layer_config": layer}
+    else:
+        config |= layer | {
+            "architectures": ["Qwen3DSparkModel" if dialect == "DeepSpec" else "DFlashDraftModel"],
+            "num_target_layers": target.num_layers,
+        }
+    config |= {"dflash_config": settings} if nested else settings
+    _write(path, tensors | (changed or {}), config | (changed_config or {}), binary=False)
+
+
 def _write(
     path: Path, tensors: Mapping[str, torch.Tensor | None], config: dict[str, Any], binary: bool
 ) -> None:

@@ -27,13 +27,14 @@ class LayerAttention:
     index: int  # of its planes in the KV cache
     scale: float  # of q . k
     window: int | None = None  # positions that a row sees, its own included; None: all
+    causal: bool = True  # a row sees no position behind its own; else, in a uniform pass, all of its sequence
     sinks: Tensor | None = None  # [Hq] float32: logits of no position, in the softmax's sum alone (GPT-OSS)
     k_scale: float = 1.0  # a key is its number in an FP8 page times this; see ``kv_scales``
     v_scale: float = 1.0
     value_dim: int | None = None  # values are the first numbers of the keys, so many (latents); None: stored
 
     def __post_init__(self) -> None:
-        assert self.window is None or self.window >= 1, self.window
+        assert self.window is None or (self.window >= 1 and self.causal), self.window
         assert self.k_scale > 0, self.k_scale
         assert self.v_scale > 0, self.v_scale
 
@@ -331,6 +332,13 @@ class Backend(Protocol):
         """Whatever depends on the layout alone, once per pass instead of once per layer."""
         ...
 
+    def looking_ahead(self, layout: Layout) -> Kernel:
+        """The same for layers that are not ``causal``, in a uniform pass: each row as the last one of a sequence."""
+        rows = layout.uniform_q
+        assert rows is not None, "which rows are a sequence's last is known of uniform passes alone"
+        tables, last = layout.block_tables.repeat_interleave(rows, 0), layout.starts + (rows - 1)
+        return self.plan(Layout.uniform(tables, last.repeat_interleave(rows), 1, layout.page_size))
+
     def absorbed(self, layout: Layout) -> Kernel:
         """The same for layers with a ``value_dim``, for backends that attend to latents."""
         return self.plan(layout)
@@ -371,7 +379,8 @@ class Attend:
         keys, values = self._cache.pages(layer.index)
         if self._rotating is not None and self._rotating.fits(layer, qkv, keys):
             return self._rotating(layer, qkv, keys, values)
-        return self._kernel(layer, self.write_kv(layer, qkv), keys, values)
+        kernel = self._kernel if layer.causal else self._looking_ahead
+        return kernel(layer, self.write_kv(layer, qkv), keys, values)
 
     def write_kv(self, layer: LayerAttention, heads: Tensor) -> Tensor:
         """Store rotated keys and values without attending.
@@ -417,6 +426,10 @@ class Attend:
     @cached_property
     def _absorbed(self) -> Kernel:
         return self._backend.absorbed(self._layout)
+
+    @cached_property
+    def _looking_ahead(self) -> Kernel:
+        return self._backend.looking_ahead(self._layout)
 
     @cached_property
     def _kernel(self) -> Kernel:

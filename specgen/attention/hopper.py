@@ -283,7 +283,7 @@ class HopperDecode:
         strides = (*keys.stride()[:3], tables.stride(0))
         numbers = (
             *(tables.shape[1], page_size.bit_length() - 1, layout.num_sequences, query_len),
-            *(num_heads, num_kv_heads, group, layer.window or 0),
+            *(num_heads, num_kv_heads, group, layer.window or 0, int(layer.causal)),
             *(cluster_size(clusters, sms), sms),
         )
         error = compiled(

@@ -65,6 +65,7 @@ struct Problem {
   bf16* out;                 // [rows, num_heads, DIM]
   int64_t page_stride, slot_stride, head_stride, table_stride;
   int batch, num_sms, table_width, page_shift, query_len, num_heads, num_kv_heads, group, window;  // group: heads of a cluster
+  bool causal;               // else a row sees those behind it, too
   float scale, rope_scale;   // of logits, times log2(e); of cos and sin
 };
 
@@ -171,7 +172,7 @@ __device__ __forceinline__ void attend(const Problem& p, State& state, uint32_t 
   float kept[2];
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const int last = start + (first_row + 8 * half + lane / 4) / p.group;
+    const int last = p.causal ? start + (first_row + 8 * half + lane / 4) / p.group : end - 1;
     const int oldest = p.window > 0 ? last - p.window : -1;
     float most = -INFINITY;
 #pragma unroll
@@ -485,12 +486,12 @@ extern "C" int hopper_decode_run(const void* heads, const float* frequencies, vo
                                  const int64_t* starts, const int64_t* ends, const int* tables, const float* sinks, void* out,
                                  int64_t page_stride, int64_t slot_stride, int64_t head_stride, int64_t table_stride,
                                  int table_width, int page_shift, int batch, int query_len, int num_heads,
-                                 int num_kv_heads, int group, int window, int cluster, int num_sms, float scale,
+                                 int num_kv_heads, int group, int window, int causal, int cluster, int num_sms, float scale,
                                  float rope_scale, void* stream) {
   const Problem p = {static_cast<const bf16*>(heads), frequencies, static_cast<bf16*>(keys), static_cast<bf16*>(values),
                      starts, ends, tables, sinks, static_cast<bf16*>(out), page_stride, slot_stride, head_stride, table_stride,
                      batch, num_sms, table_width, page_shift, query_len, num_heads, num_kv_heads, group, window,
-                     scale * kLog2e, rope_scale};
+                     causal != 0, scale * kLog2e, rope_scale};
   static const cudaError_t prepared = [] {
     const cudaError_t error = cudaFuncSetAttribute(hopper_decode, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                    232448);  // all that a block may have

@@ -24,14 +24,14 @@ class _Group:
     pages: Tensor  # [g * p] pages, sequence by sequence
     positions: Tensor  # [g, q] of the rows
     size: int  # g
-    _masks: dict[object, Tensor] = field(default_factory=dict, init=False)  # by window and dtype
+    _masks: dict[object, Tensor] = field(default_factory=dict, init=False)
 
     def attend(self, layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """q ``[rows, num_heads, head_dim]`` -> ``[g * q, num_heads * value_dim]``."""
         num_heads = q.shape[1]
         k_scale, v_scale = layer.kv_scales(keys)
         dense_keys = self._gather(keys, q.dtype)
-        mask = self._mask(layer.window, dense_keys.shape[2], q.dtype)
+        mask = self._mask(layer, dense_keys.shape[2], q.dtype)
         if layer.value_dim is not None:
             return self._attend_to_latents(layer, q, dense_keys, mask)
         dense_values = self._gather(values, q.dtype)
@@ -73,17 +73,21 @@ class _Group:
         gathered = numbers.flatten(1).index_select(0, self.pages).view(pages.dtype).to(dtype)
         return gathered.view(self.size, -1, *pages.shape[2:]).transpose(1, 2)
 
-    def _mask(self, window: int | None, num_positions: int, dtype: torch.dtype) -> Tensor:
+    def _mask(self, layer: LayerAttention, num_positions: int, dtype: torch.dtype) -> Tensor:
         """``[g, 1, q, num_positions]``: 0 where the row may look, -inf elsewhere; made by the first layer."""
-        if (window, dtype) not in self._masks:
+        key = (layer.window, layer.causal, dtype)
+        if key not in self._masks:
             columns = torch.arange(num_positions, device=self.positions.device)
-            rows = self.positions[:, None, :, None]
+            rows = self.positions if layer.causal else self.positions[:, -1:].expand_as(self.positions)
+            rows = rows[:, None, :, None]
             hidden = columns > rows
-            if window is not None:
-                hidden |= columns <= rows - window  # of a padding row far behind all is hidden: it gives 0
+            if layer.window is not None:
+                hidden |= (
+                    columns <= rows - layer.window
+                )  # of a padding row far behind all is hidden: it gives 0
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-            self._masks[window, dtype] = mask.masked_fill_(hidden, float("-inf"))
-        return self._masks[window, dtype]
+            self._masks[key] = mask.masked_fill_(hidden, float("-inf"))
+        return self._masks[key]
 
 
 class SdpaBackend(Backend):
@@ -125,6 +129,9 @@ class SdpaBackend(Backend):
 
         return attend
 
+    def looking_ahead(self, layout: Layout) -> Kernel:
+        return self.plan(layout)  # by the mask
+
     def _padded(self, layout: Layout) -> Kernel:
         """As if all sequences had as many rows: few more rows take less time than many more groups."""
         uniform = replace(layout, uniform_q=layout.max_query_len, ragged_lens=None, full=False)
@@ -159,6 +166,9 @@ class StaticSdpaBackend(SdpaBackend):
             positions=layout.positions[:, None],
             size=layout.num_rows,
         ).attend
+
+    def looking_ahead(self, layout: Layout) -> Kernel:
+        return Backend.looking_ahead(self, layout)  # here a group is a row
 
 
 def _group(layout: Layout) -> list[_Group]:

@@ -3,7 +3,8 @@
 Prefill and verify end in the same ``Outcome``, so drafting has one entry. Rows follow EAGLE3 (Li et al., 2025):
 ids are shifted left by one and positions are not: the feature at p and the token at p + 1 predict the token at p + 2.
 Of what was accepted the head's last layer takes in the keys and values alone; the newest row's own pass is the first
-of the K that draft, and without drafts there is none.
+of the K that draft, and without drafts there is none. A head that drafts in one pass has masks for the tokens to come:
+behind the newest row (P-EAGLE), or behind the newest token at its own position (DFlash).
 """
 
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from specgen.decoding.outcome import (
 from specgen.decoding.sampling import DRAFT, SamplingBatch, draft_probs, draw, uniform
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
-from specgen.models.protocols import Head, MaskSlot
+from specgen.models.protocols import Head, OnePass
 
 
 class Chosen(NamedTuple):
@@ -54,7 +55,7 @@ class Drafter(Protocol):
     ) -> Drafts:
         """``num_drafts`` (K) drafts per sequence, or fewer (``NO_DRAFT``).
 
-        May write KV at the K positions from ``state.positions - 1`` on.
+        May write KV from ``state.positions - 1`` to ``state.positions + K``.
         """
         ...
 
@@ -126,11 +127,11 @@ class HeadDrafter:
         """K passes of one row per sequence, or one of K rows for a head that drafts in parallel."""
         if num_drafts == 0:
             return no_drafts(state.tokens)
-        mask = self._head.mask
-        if mask is None:
+        one_pass = self._head.one_pass
+        if one_pass is None:
             chosen = list(self._one_by_one(state, num_drafts, block_tables, sampling))
         else:
-            chosen = [self._at_once(mask, state, num_drafts, block_tables, sampling)]
+            chosen = list(self._at_once(one_pass, state, num_drafts, block_tables, sampling))
         sampled = [self._to_target(each.probs) for each in chosen if each.probs is not None]
         return Drafts(
             tokens=torch.cat([each.ids for each in chosen], 1),
@@ -148,22 +149,36 @@ class HeadDrafter:
             head = self._head.of_pass(index)
             layout = Layout.uniform(block_tables, positions, 1, self._cache.page_size)
             hidden, normed = head.forward(ids, hidden, self._attend(layout))
-            chosen = self._choose(head, normed[:, None], positions[:, None], sampling)
+            chosen = self._choose(head.logits(normed)[:, None], positions[:, None] + 2, sampling)
             ids = chosen.ids[:, 0]
             yield chosen
 
     def _at_once(
-        self, mask: MaskSlot, state: DraftState, k: int, block_tables: Tensor, sampling: SamplingBatch
-    ) -> Chosen:
-        """One pass over K slots per sequence: the newest token's row, and the mask for each later draft (P-EAGLE)."""
-        (newest,) = state.columns
-        layout = Layout.uniform(block_tables, state.positions - 1, k, self._cache.page_size)
-        ids = pad(state.tokens[:, None], (0, k - 1), value=mask.token_id)
-        hidden = torch.cat((newest[:, None], mask.hidden.expand(len(newest), k - 1, -1)), 1)
-        _, normed = self._head.forward(ids.flatten(), hidden.flatten(0, 1), self._attend(layout))
-        return self._choose(
-            self._head, normed.view(len(newest), k, -1), layout.positions.view(len(newest), k), sampling
-        )
+        self, masks: OnePass, state: DraftState, k: int, block_tables: Tensor, sampling: SamplingBatch
+    ) -> Iterator[Chosen]:
+        """One pass over the newest token's row and a mask for each later one."""
+        num_rows = k + masks.num_extra
+        layout = Layout.uniform(block_tables, state.positions + masks.first, num_rows, self._cache.page_size)
+        ids = pad(state.tokens[:, None], (0, num_rows - 1), value=masks.mask_token_id)
+        (hidden,) = state.columns
+        if masks.hidden is not None:
+            masked = masks.hidden.expand(len(hidden), num_rows - 1, -1)
+            hidden = torch.cat((hidden[:, None], masked), 1).flatten(0, 1)
+        _, normed = self._head.forward(ids.flatten(), hidden, self._attend(layout))
+        drafting = normed.view(len(ids), num_rows, -1)[:, masks.num_extra :]
+        logits = self._head.logits(drafting.flatten(0, 1)).view(len(ids), k, -1)
+        drafted = state.positions[:, None] + torch.arange(1, k + 1, device=ids.device)
+        if self._head.markov is None:
+            yield self._choose(logits, drafted, sampling)
+            return
+        before, carried = state.tokens, None
+        for index in range(k):
+            changed, sure, carried = self._head.markov.step(
+                logits[:, index], drafting[:, index], before, carried
+            )
+            chosen = self._choose(changed[:, None], drafted[:, index, None], sampling)
+            before = chosen.ids[:, 0]
+            yield chosen if sure is None else chosen._replace(confidence=sure[:, None])
 
     def clear(self, pages: Tensor) -> None:
         self._cache.clear(pages)
@@ -171,16 +186,15 @@ class HeadDrafter:
     def _attend(self, layout: Layout) -> Attend:
         return Attend(self._backend, self._cache, layout, self._head.rope)
 
-    def _choose(self, head: Head, hidden: Tensor, positions: Tensor, sampling: SamplingBatch) -> Chosen:
-        """From inputs ``[B, n, H]`` of ``Head.logits``, of rows at ``positions`` ``[B, n]``."""
-        logits = head.logits(hidden.flatten(0, 1)).view(*positions.shape, -1)
+    def _choose(self, logits: Tensor, drafted: Tensor, sampling: SamplingBatch) -> Chosen:
+        """From ``logits`` ``[B, n, Vd]`` of tokens that will stand at the positions ``drafted`` ``[B, n]``."""
         draft_to_target = self._head.draft_to_target
         if not self._sampled_drafts:
             ids, confidence = self._head.most_likely(logits, draft_to_target)
             return Chosen(ids, confidence, None)
         largest, confidence = self._head.most_likely(logits)
         probs = draft_probs(logits, largest, sampling)
-        drawn = draw(probs, uniform(sampling.seeds, positions + 2, DRAFT))  # for the token after the next
+        drawn = draw(probs, uniform(sampling.seeds, drafted, DRAFT))
         return Chosen(draft_to_target[drawn], confidence, probs)
 
     def _to_target(self, probs: Tensor) -> Tensor:

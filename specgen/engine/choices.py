@@ -188,7 +188,7 @@ def attention_uses(config: EngineConfig, checkpoints: Checkpoints) -> list[Use]:
     if config.head is not None:
         head = drafter_config(checkpoints["drafter"], None)
         # its prefill writes keys and values alone
-        rows = tuple(each for each in lengths if each) if head.drafts_at_once else (1,)
+        rows = tuple(sorted({head.pass_rows(each) for each in lengths if each}))
         uses.append(_use(config, head, DTYPES[config.dtype], rows, prefills=False))
     return uses
 

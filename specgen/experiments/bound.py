@@ -16,6 +16,7 @@ from specgen.checkpoints.checkpoint import build_head, build_target, target_conf
 from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.device import synchronize, use
 from specgen.engine.loading import Models
+from specgen.models.dflash import DFlashConfig
 from specgen.models.expert_counts import ExpertSize
 from specgen.models.model_config import LayerConfig
 from specgen.record.record_rows import EngineRow, PassRow, RequestRow, Touched
@@ -133,6 +134,7 @@ class StepBytes:
     head_pass: int = 0  # weights per drafting pass, without experts
     head_experts: ExpertSize | None = None  # of such a pass
     head_in_parallel: bool = False  # one pass of K rows per sequence drafts them all
+    head_draft: int = 0  # weights per draft beside that pass: a Markov head's
     head_kv: KVBytes = KVBytes(per_layer=0, windows=())  # per pass
     experts: ExpertSize | None = None
 
@@ -171,15 +173,17 @@ class StepBytes:
         borrowed = 0 if _bytes(drafter, "lm_head.weight", "shared_head.head.weight") else lm_head
         mixtures, turns = ExpertSize.of(head, width), head.num_layers if head.takes_turns else 1
         kv = KVBytes.of(head, width)
+        per_draft = sum(size for name, size in drafter.taken.items() if name.startswith(_PER_DRAFT))
         own = _read_whole(drafter) - fused - (mixtures.total_bytes if mixtures else 0)
         return replace(
             sizes,
-            head_fill=_fill_bytes(drafter, head.num_layers),
-            head_pass=own // turns + borrowed,
+            head_fill=_fill_bytes(drafter, 0 if isinstance(head, DFlashConfig) else head.num_layers - 1),
+            head_pass=own // turns + borrowed - per_draft,
+            head_draft=per_draft,
             head_experts=None
             if mixtures is None
             else replace(mixtures, num_layers=mixtures.num_layers // turns),
-            head_in_parallel=models.head.mask is not None,
+            head_in_parallel=models.head.one_pass is not None,
             head_kv=replace(kv, windows=kv.windows[: head.num_layers // turns]),
         )
 
@@ -218,7 +222,9 @@ class StepBytes:
         return parts | {
             "KV fill": work(self.head_fill, 0, rows),
             "draft loop": work(
-                passes * self.head_pass, passes * batch * self.head_kv.at(context), batch * k // passes
+                passes * self.head_pass + k * self.head_draft,
+                passes * batch * self.head_kv.at(context),
+                batch * k // passes,
             )
             + self._experts(self.head_experts, passes, batch * k // passes, None),
         }
@@ -288,22 +294,33 @@ def mean_step_bytes(
 
 def _read_whole(reader: TensorReader) -> int:
     """Bytes of weights that a pass reads: all but the embeddings, of which it gathers rows."""
-    return sum(reader.taken.values()) - _bytes(reader, "embed_tokens.weight")
+    return sum(reader.taken.values()) - _bytes(reader, "embed_tokens.weight", "markov_w1.weight")
 
 
 def _bytes(reader: TensorReader, *names: str) -> int:
     return sum(num_bytes for name, num_bytes in reader.taken.items() if name.endswith(names))
 
 
-def _fill_bytes(drafter: TensorReader, num_layers: int) -> int:
-    """Bytes of weights that accepted rows need: ``fc``, all layers but the last, and keys and values of that."""
-    last, rest = f"layers.{num_layers - 1}.", ("fc.weight", "k_proj.weight", "v_proj.weight")
+_PER_DRAFT = (
+    "markov_head.markov_w2.",
+    "markov_head.gate_proj.",
+    "markov_head.joint_proj.",
+    "confidence_head.",
+)
+
+
+def _fill_bytes(drafter: TensorReader, num_whole: int) -> int:
+    """Bytes of weights that accepted rows need: ``fc``, the first layers whole, and keys and values of the others."""
+    whole, rest = (
+        tuple(f"layers.{i}." for i in range(num_whole)),
+        ("fc.weight", "k_proj.weight", "v_proj.weight"),
+    )
     latents = ("eh_proj.weight", "kv_a_proj_with_mqa.weight")  # of every MTP layer, from the target's states
     if _bytes(drafter, *latents):
         return _bytes(drafter, *latents)
 
     def needed(name: str) -> bool:
         name = name.replace("midlayer.", "layers.0.")
-        return name.endswith(rest) or ("layers." in name and last not in name)
+        return name.endswith(rest) or any(part in name for part in whole)
 
     return sum(num_bytes for name, num_bytes in drafter.taken.items() if needed(name))

@@ -153,14 +153,25 @@ GLM4_MOE_LITE = replace(
         "rms_norm_eps": 1e-5,
     },
 )
-_SECTIONS = ("transformer_layer_config", "eagle_config")  # of heads
+_SECTIONS = ("transformer_layer_config", "eagle_config", "dflash_config")  # of heads
 HEADS = Keys(
     read=LLAMA.read
-    | {"use_sliding_window", *_SECTIONS}
+    | {"use_sliding_window", "transformer_layer_config", "eagle_config"}
     | _names(
         "draft_vocab_size target_hidden_size eagle_aux_hidden_state_layer_ids norm_before_residual norm_before_fc "
         "fc_norm norm_output use_aux_hidden_state parallel_drafting mask_token_id pard_token ptd_token_id "
         "speculators_model_type speculators_config speculators_version qkv_bias bias"
+    )
+)
+DFLASH = Keys(
+    read=LLAMA.read
+    | {"use_sliding_window", "transformer_layer_config", "dflash_config"}
+    | _names(
+        "draft_vocab_size target_hidden_size block_size mask_token_id target_layer_ids aux_hidden_state_layer_ids "
+        "num_target_layers is_causal causal sample_from_anchor sliding_window_non_causal markov_rank markov_head_type "
+        "enable_confidence_head confidence_head_with_markov input_embedding_scale output_multiplier "
+        "attention_value_scale final_logit_softcapping attention_sink_bias use_swa swa_window_size attention_mode "
+        "projector_type speculators_model_type speculators_config speculators_version max_window_layers"
     )
 )
 

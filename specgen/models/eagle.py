@@ -19,7 +19,7 @@ from specgen.models.model_config import (
     layer_settings,
     layer_windows,
 )
-from specgen.models.protocols import Head, MaskSlot, Target
+from specgen.models.protocols import Head, OnePass, Target
 from specgen.ops import Map, Norm, Ops, Pair, joined
 
 NOT_EAGLE3 = (
@@ -90,9 +90,8 @@ class Eagle3Config(HeadConfig):
             f"the mask token is {self.mask_token_id}, outside the vocabulary of {self.vocab_size}: wrong config",
         )
 
-    @property
-    def drafts_at_once(self) -> bool:
-        return self.mask_token_id is not None
+    def pass_rows(self, num_drafts: int) -> int:
+        return 1 if self.mask_token_id is None else num_drafts
 
     @property
     def title(self) -> str:
@@ -268,8 +267,8 @@ class Eagle3Head(Head):
         if config.mask_token_id is None:
             return head
         features = load.flat(root + "mask_hidden", config.num_features * config.target_hidden_size)
-        mask = MaskSlot(token_id=config.mask_token_id, hidden=head.fuse(features[None]))
-        return replace(head, mask=mask)
+        masks = OnePass(mask_token_id=config.mask_token_id, first=-1, hidden=head.fuse(features[None]))
+        return replace(head, one_pass=masks)
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's features [rows, num_features * Ht] as hidden states for ``forward``, [rows, H]."""

@@ -10,13 +10,15 @@ from torch import Tensor
 from specgen.config import UserError, require, shown
 from specgen.models import (
     config_keys,
+    dflash,
     eagle,
     llama,
     mixture_targets,
     mtp,
 )
 from specgen.models.config_fields import Raw, architectures
-from specgen.models.config_keys import HEADS, Keys, known_keys, unread_keys
+from specgen.models.config_keys import DFLASH, HEADS, Keys, known_keys, unread_keys
+from specgen.models.dflash import DFlashConfig, DFlashHead
 from specgen.models.eagle import Eagle1Config, Eagle1Head, Eagle3Config, Eagle3Head
 from specgen.models.layers import Loader
 from specgen.models.model_config import HeadConfig, TargetConfig
@@ -73,6 +75,14 @@ def _mtp_config(raw: Raw, tensors: Set[str], num_target_layers: int | None) -> M
 
 
 HEAD_FAMILIES: Mapping[str, HeadFamily] = {
+    "DFlash": HeadFamily(
+        recognize=dflash.is_dflash,
+        refusal=dflash.NOT_DFLASH,
+        config=DFlashConfig.from_hf,
+        build=DFlashHead.build,
+        ignored=dflash.DFLASH_IGNORED,
+        keys=DFLASH,
+    ),
     "EAGLE3": HeadFamily(
         recognize=eagle.is_eagle3,
         refusal=eagle.NOT_EAGLE3,

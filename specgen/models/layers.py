@@ -255,6 +255,7 @@ class Attention:
                 index=index,
                 scale=config.head_dim**-0.5,
                 window=config.window(index),
+                causal=config.causal(index),
                 sinks=sinks,
                 k_scale=kv_scale("k", f"{prefix}self_attn.", load),
                 v_scale=kv_scale("v", f"{prefix}self_attn.", load),

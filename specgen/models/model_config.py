@@ -177,6 +177,11 @@ class LayerConfig:
         """Positions that a row of layer ``index`` sees, its own included; None: all."""
         return self.windows[index] if self.windows else None
 
+    def causal(self, index: int) -> bool:
+        """Whether a row of layer ``index`` sees no row of its sequence behind it."""
+        del index
+        return True
+
     def mixture_of(self, index: int) -> MixtureConfig | None:
         """The experts of layer ``index``; None: it has an MLP."""
         return self.mixture if self.mixture is not None and self.mixture.layers[index] else None
@@ -348,10 +353,10 @@ class HeadConfig(LayerConfig):
             "quantization_config is set: a head in FP8 is not supported, use a plain one",
         )
 
-    @property
-    def drafts_at_once(self) -> bool:
-        """Whether one pass of K rows per sequence drafts; else K passes of one row."""
-        return False
+    def pass_rows(self, num_drafts: int) -> int:
+        """Rows per sequence of a pass that drafts; 1: each draft has a pass of its own."""
+        del num_drafts
+        return 1
 
     @property
     def title(self) -> str:

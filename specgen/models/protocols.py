@@ -37,11 +37,23 @@ class Target(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskSlot:
-    """What a head that drafts in one pass is fed in place of the tokens that it has yet to draft."""
+class OnePass:
+    """The rows of a head that drafts all tokens in one pass: the newest token's, and masks for those to be drafted."""
 
-    token_id: int
-    hidden: Tensor  # [1, H]
+    mask_token_id: int
+    first: int  # the position of the first row, from the newest token's: -1 where ids are shifted against positions
+    num_extra: int = 0  # rows before the first that drafts
+    hidden: Tensor | None = (
+        None  # [1, H] of a mask, in place of the target's features; None: rows have no such input
+    )
+
+
+class LeftToRight(Protocol):
+    """What a head that drafts in one pass adds to the logits of a draft when the token before it is known."""
+
+    def step(
+        self, logits: Tensor, hidden: Tensor, before: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +64,8 @@ class Head(ABC):
     draft_to_target: Tensor  # [Vd] int64: the target's id of each draft id
     most_likely: MostLikely  # of logits
     rope: Rope
-    mask: MaskSlot | None = None  # of one that drafts all tokens in one pass
+    one_pass: OnePass | None = None  # of one that drafts all tokens in one pass
+    markov: LeftToRight | None = None  # of such a one
 
     @staticmethod
     def common(config: HeadConfig, draft_to_target: Tensor, ops: Ops) -> dict[str, Any]:
@@ -76,6 +89,8 @@ class Head(ABC):
     @abstractmethod
     def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         """One pass over ``token_ids`` [rows] with ``hidden`` [rows, H], the states of the tokens before them.
+
+        A head whose ``one_pass`` has no ``hidden`` reads none.
 
         Returns the hidden states that the next pass takes, and those that ``logits`` takes, [rows, H] each.
         """
