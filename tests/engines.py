@@ -38,6 +38,12 @@ class Pair:
         return {"model": str(self.path / "target"), "drafter": drafter}
 
 
+def engine_config(path: Path, **settings: Any) -> EngineConfig:
+    """Of the target and the head in ``path``, on a CPU."""
+    names = {"model": str(path / "target"), "drafter": str(path / "drafter")}
+    return EngineConfig(**names | {"device": "cpu"} | settings)
+
+
 class NoTokenizer:
     """For engines that are asked for token ids alone."""
 

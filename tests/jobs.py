@@ -14,7 +14,7 @@ from specgen.jobs.job import Job
 from specgen.prompts.load import DataSource
 from specgen.record.progress import Progress
 from tests.commands import write_rows
-from tests.engines import loaded
+from tests.engines import engine_config, loaded
 
 # How the passes went, which a kill changes; everything else in a report has to be the same.
 HOW_IT_WENT = (
@@ -49,13 +49,7 @@ def conversations(directory: Path, rows: Iterable[dict[str, Any]], *, baseline: 
     write_rows(path, rows)
     pair = data_directory() / "demo"
     return Job(
-        engine=EngineConfig(
-            model=str(pair / "target"),
-            drafter=str(pair / "drafter"),
-            num_spec_tokens=3,
-            max_batch_size=4,
-            device="cpu",
-        ),
+        engine=engine_config(pair, num_spec_tokens=3, max_batch_size=4),
         sampling=SamplingParams(max_tokens=14),
         data=DataSource(dataset="mt-bench", data_path=path),
         baseline=baseline,

@@ -12,10 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from calibrated_cycle import Cycle
 from calibrated_shapes import MIXTURES, SHAPES
-from calibrated_weights import Source
-from make_calibrated_pair import write_pair
 
 from specgen.cli.measuring import publish
 from specgen.config import UserError
@@ -40,6 +37,7 @@ from specgen.report.table import Column
 from specgen.report.terminal import render
 from tests.engines import config_of, load_pair, loaded
 from tests.streams import pass_row, request
+from tests.timed_engines import write_tiny
 
 
 def kv(num_bytes: int) -> KVBytes:
@@ -54,10 +52,7 @@ SIZES = StepBytes(
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path, shape = tmp_path_factory.mktemp("tiny"), SHAPES["tiny"]
-    cycle = Cycle.draw(shape.num_plain_tokens, shape.draft_vocab_size, 0.75, seed=0)
-    write_pair(path, shape, cycle, Source("cpu", 0))
-    return path
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 def test_a_step_reads_weights_once_a_pass_and_the_cache_of_every_sequence() -> None:

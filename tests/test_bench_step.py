@@ -36,6 +36,7 @@ from specgen.experiments.explain import (
 from specgen.models.llama import Llama
 from specgen.report.terminal import render
 from tests.commands import printed, specgen
+from tests.engines import engine_config
 from tests.streams import pass_row, request
 
 DEVICE = DeviceSpeed(bytes_per_second=1e4, flops_per_second=1e3)
@@ -185,13 +186,7 @@ def slowed(function: Callable[..., Any]) -> Callable[..., Any]:
 )
 def test_a_slow_part_is_found(demo_path: Path, monkeypatch, part: str, owner: object, name: str) -> None:
     monkeypatch.setattr(owner, name, slowed(getattr(owner, name)))
-    engine = EngineConfig(
-        model=str(demo_path / "target"),
-        drafter=str(demo_path / "drafter"),
-        num_spec_tokens=2,
-        device="cpu",
-        prefix_cache=False,
-    )
+    engine = engine_config(demo_path, num_spec_tokens=2, prefix_cache=False)
     (table,) = explain.explain(StepJob(engine=engine, batch_sizes=(2,), prompt_tokens=5))
     assert max(map(len, render(table.parts(), 80).splitlines())) <= 80
     rows = {str(row["part"]): row for row in table.rows}

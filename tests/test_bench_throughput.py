@@ -34,7 +34,7 @@ from specgen.experiments.throughput import ThroughputJob, best_lengths, throughp
 from specgen.experiments.workload import KnownText, kv_bytes, make_prompts
 from specgen.report.terminal import render
 from tests.commands import printed, refused
-from tests.engines import Pair, loaded, resolved
+from tests.engines import Pair, engine_config, loaded, resolved
 from tests.streams import RECORD
 from tests.timed_engines import install
 
@@ -54,7 +54,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine_of(pair: Path, **changes) -> EngineConfig:
     settings = {"page_size": 4, "device": "cpu", "prefix_cache": False} | changes
-    return EngineConfig(model=str(pair / "target"), drafter=str(pair / "drafter"), **settings)
+    return engine_config(pair, **settings)
 
 
 @pytest.fixture(scope="module")

@@ -54,10 +54,8 @@ def load(root: Path):
 def random_texts(count: int, length: int) -> list[tuple[int, ...]]:
     """Tokens of the cycle in any order: only the last of each has a known follower."""
     rng = random.Random(2)
-    lasts = [
-        *CYCLE.tokens[-2:],
-        *rng.sample(CYCLE.tokens, count - 2),
-    ]  # the cycle's end goes on to its beginning
+    # the cycle's end goes on to its beginning
+    lasts = [*CYCLE.tokens[-2:], *rng.sample(CYCLE.tokens, count - 2)]
     return [(*rng.choices(CYCLE.tokens, k=length - 1), last) for last in lasts]
 
 

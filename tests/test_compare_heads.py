@@ -123,9 +123,8 @@ def test_figures_are_those_of_the_rows(compared: tuple[Path, list[str], str]) ->
     for run in found["runs"]:
         of_run = rows(Path(run["directory"]))
         units = conversations(of_run)
-        assert (
-            len(units) == 5 < len(of_run) + (run["data"] == "gsm8k")
-        )  # bundled conversations have two turns
+        # bundled conversations have two turns
+        assert len(units) == 5 < len(of_run) + (run["data"] == "gsm8k")
         length, half, *_ = interval_by_scipy(units)
         assert run["length_over_all_steps"] == pytest.approx(length)
         low, high = max(1, length - half), min(K + 1, length + half)

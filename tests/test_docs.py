@@ -25,13 +25,8 @@ ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 
-OF_OTHERS = {
-    "--index-url",
-    "--headless",
-    "--hide-scrollbars",
-    "--window-size",
-    "--screenshot",
-}  # pip's, chromium's
+# pip's, chromium's
+OF_OTHERS = {"--index-url", "--headless", "--hide-scrollbars", "--window-size", "--screenshot"}
 
 OF_SCRIPTS = {
     "--layers",

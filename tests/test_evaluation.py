@@ -12,7 +12,7 @@ from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.engine.loading import Models
 from specgen.record.results import RunDirectory
 from tests.commands import write_rows
-from tests.engines import loaded, resolved
+from tests.engines import engine_config, loaded, resolved
 from tests.jobs import Silent
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import write_byte_level
@@ -38,16 +38,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(path: Path) -> EngineConfig:
-    return resolved(
-        EngineConfig(
-            model=str(path / "target"),
-            drafter=str(path / "drafter"),
-            num_spec_tokens=3,
-            max_batch_size=4,
-            max_prefill_tokens=100,
-            device="cpu",
-        )
-    )
+    return resolved(engine_config(path, num_spec_tokens=3, max_batch_size=4, max_prefill_tokens=100))
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from calibrated_mixtures import MixtureLayers
 from calibrated_shapes import MIXTURES, SHAPES
 from calibrated_shapes import Mixture as MixtureShape
 from calibrated_weights import Source, target_tensors
-from make_calibrated_pair import write_pair
 from torch import Tensor
 
 from specgen.config import SamplingParams
@@ -41,6 +40,7 @@ from specgen.report.terminal import render
 from tests.engines import Pair, config_of, load_pair, loaded
 from tests.streams import decode_steps as decode_steps_of
 from tests.streams import fold, mixture_steps, pass_row, request
+from tests.timed_engines import write_tiny
 
 KV = KVBytes(per_layer=3, windows=(None,))
 SIZE = ExpertSize(num_layers=2, num_experts=8, num_chosen=2, num_values=100, num_bytes=50)
@@ -92,10 +92,7 @@ def mixture_of(shape: MixtureShape, *, mxfp4: bool, biases: bool) -> Any:
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path, shape = tmp_path_factory.mktemp("dense"), replace(SHAPES["tiny"], num_layers=7)
-    cycle = Cycle.draw(shape.num_plain_tokens, shape.draft_vocab_size, 0.75, seed=0)
-    write_pair(path, shape, cycle, Source("cpu", 0))
-    return path
+    return write_tiny(tmp_path_factory.mktemp("dense"), num_layers=7)
 
 
 def as_mixture(pair: Pair) -> tuple[Pair, list[Tensor]]:

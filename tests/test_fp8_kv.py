@@ -215,9 +215,7 @@ def checkpoints_with(pair: Pair, stated: Mapping[str, object]) -> dict[str, Any]
 
 
 def asked(pair: Pair, kv_dtype: str) -> EngineConfig:
-    return EngineConfig(
-        model=str(pair.path / "target"), drafter=str(pair.path / "drafter"), device="cpu", kv_dtype=kv_dtype
-    )  # type: ignore[arg-type]
+    return EngineConfig(**pair.names, device="cpu", kv_dtype=kv_dtype)  # type: ignore[arg-type]
 
 
 def test_scales_of_another_format_are_not_used_for_fp8(pair: Pair) -> None:

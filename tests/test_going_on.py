@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from specgen.config import EngineConfig, FormatName, SamplingParams, UserError
+from specgen.config import FormatName, SamplingParams, UserError
 from specgen.core.scheduler import Scheduler
 from specgen.core.sequence import NOT_FINITE, Sequence
 from specgen.engine.loading import load_models
@@ -27,6 +27,7 @@ from specgen.record.interrupt import StoppedError
 from specgen.record.progress import Status, Tally
 from specgen.record.results import LOCK, RunDirectory
 from tests.commands import printed, write_rows
+from tests.engines import engine_config
 from tests.jobs import Silent, keep_in_memory, of_field_q
 from tests.marks import mostly_slow
 from tests.tiny_checkpoints import write_head, write_target
@@ -58,9 +59,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     write_byte_level(path / "target")
     write_prompts(path / "own.jsonl")
     return Job(
-        engine=EngineConfig(
-            model=str(path / "target"), drafter=str(path / "drafter"), max_batch_size=2, device="cpu"
-        ),
+        engine=engine_config(path, max_batch_size=2),
         sampling=SamplingParams(max_tokens=6, ignore_eos=True),
         data=DataSource(dataset=str(path / "own.jsonl")),
         baseline=False,

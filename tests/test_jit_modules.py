@@ -30,6 +30,7 @@ from specgen.ops import jit_modules
 from specgen.ops.block_fp8 import FEWEST_ROWS
 from specgen.ops.jit_modules import Module, compile_missing, compiled_meanwhile
 from specgen.record.startup import watched
+from tests.engines import engine_config
 from tests.timed_engines import write_tiny
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_fp8 import quantize
@@ -381,15 +382,8 @@ def test_flashinfer_is_asked_for_what_it_would_compile_at_the_first_use(generato
 
 
 def of_pair(path: Path, expected: SamplingParams = SamplingParams(), **settings: Any) -> list[str]:  # noqa: B008
-    config = EngineConfig(
-        model=str(path / "target"),
-        drafter=str(path / "drafter"),
-        attention="hopper",
-        dtype="bfloat16",
-        kv_dtype="model",
-        page_size=64,
-        device="cuda",
-        **settings,
+    config = engine_config(
+        path, attention="hopper", dtype="bfloat16", kv_dtype="model", page_size=64, device="cuda", **settings
     )
     return [module.what for module in modules_of(config, open_checkpoints(config), expected, H100)]
 
@@ -441,9 +435,8 @@ def test_a_report_names_the_kernels_that_attend(
     monkeypatch.setattr(Gpu, "of", lambda device: H100)
     shape = {"hidden_size": 512, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64}
     write_head(tmp_path / "drafter", write_target(tmp_path / "target", **shape), draft_vocab_size=None)
-    config = EngineConfig(
-        model=str(tmp_path / "target"),
-        drafter=str(tmp_path / "drafter"),
+    config = engine_config(
+        tmp_path,
         num_spec_tokens=3,
         page_size=64,
         **{
@@ -535,7 +528,7 @@ def test_a_bench_compiles_for_all_of_its_arms_at_once(
     )
     monkeypatch.setattr(plans, "compile_missing", lambda found: asked.append([each.what for each in found]))
     arms = [Arm(name=str(k), changes={"K": k}) for k in (0, 2, 3)]
-    engine = EngineConfig(model=str(pair / "target"), drafter=str(pair / "drafter"), device="cpu")
+    engine = engine_config(pair)
     ready = plans.prepare(arms, engine, Workload(dataset="random", max_new_tokens=4))
     assert ready.load().target.device.type == "cpu"
     assert asked == [["0", "2", "3"]]

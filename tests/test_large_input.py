@@ -68,9 +68,8 @@ def test_a_row_takes_microseconds_and_a_kept_index_less(batch: Path, tmp_path: P
     read = time.process_time() - began
     assert warnings == list(range(1000, NUM_ROWS + 1, 1000))
     keep_index(tmp_path / "kept", "key", index)
-    kept = min(
-        seconds_to_load(tmp_path / "kept", index) for _ in range(3)
-    )  # Python may search its garbage in one
+    # Python may search its garbage in one
+    kept = min(seconds_to_load(tmp_path / "kept", index) for _ in range(3))
     assert (index.num_requests, index.rows[7], index.has_chats) == (NUM_ROWS, ("r7",), True)
     assert read < LONGEST * NUM_ROWS
     assert kept < read / 5

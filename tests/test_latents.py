@@ -49,14 +49,8 @@ TARGETS: dict[str, Callable[[Path], TargetConfig]] = {
     "two-shared": partial(write_latent, n_shared_experts=2, tie_word_embeddings=True, rope_parameters=YARN),
 }
 
-PIECES = [
-    40,
-    1,
-    5,
-    24,
-    1,
-    30,
-]  # the last is cut; the fourth is a decode pass too, in one of known lengths it is none
+# the last is cut; the fourth is a decode pass too, in one of known lengths it is none
+PIECES = [40, 1, 5, 24, 1, 30]
 
 
 def of_transformers(path: Path, ids: Tensor) -> Tensor:

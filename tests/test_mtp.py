@@ -46,9 +46,8 @@ def test_a_pass_equals_that_of_transformers(tmp_path: Path, family: Any) -> None
     write_latent(tmp_path / "target", family, num_mtp=1, own=False, rms_norm_eps=1e-6)
     dense = DenseTarget(tmp_path / "target").model
     dense.config.num_mtp_layers, dense.config.mtp_mlp_layer_types = 1, ["sparse"]
-    dense._keys_to_ignore_on_load_unexpected = [
-        r"model\.layers\.3\..*"
-    ]  # it knows the published number alone
+    # it knows the published number alone
+    dense._keys_to_ignore_on_load_unexpected = [r"model\.layers\.3\..*"]
     theirs: Any = MtpModel.from_pretrained(dense)
     ids = torch.randint(0, 128, (30,), generator=torch.Generator().manual_seed(3))
     hidden = dense.model(ids[None]).last_hidden_state[:, :-1]

@@ -129,6 +129,7 @@ def test_a_request_of_one_token_has_no_time_per_token():
     assert report["total_num_output_tokens"] == 1
     assert report["ttft_seconds"]["mean"] == 1.0
     assert report["tpot_seconds"] is None
+    assert as_json(request("a", [(0, 0)]), 0)["tpot_seconds"]["mean"] == 1.0, "a second one has"
 
 
 def test_preemptions_and_cached_tokens_are_counted():

@@ -312,9 +312,8 @@ def test_gpu_filters_equal_the_reference(monkeypatch: pytest.MonkeyPatch, num_ro
     params = [SamplingParams(temperature=1, top_k=k, top_p=p) for k in (0, 1, 5, 99) for p in (0.3, 0.9, 1.0)]
     batch = SamplingBatch.of(params, list(range(len(params))), torch.device("cpu"))
     probs = torch.rand(len(params), num_rows, 50, generator=torch.Generator().manual_seed(1)).softmax(-1)
-    probs = probs.masked_fill(
-        probs < 0.6 * probs.amax(-1, keepdim=True), 0
-    )  # as min-p leaves them: less than 1
+    # as min-p leaves them: less than 1
+    probs = probs.masked_fill(probs < 0.6 * probs.amax(-1, keepdim=True), 0)
     expected = _keep_top(probs, batch)
     got = _keep_top_on_gpu(probs, batch)
     torch.testing.assert_close(got, expected / expected.sum(-1, keepdim=True))

@@ -324,8 +324,10 @@ def test_a_drafter_that_knows_nothing_of_itself_costs_nothing(num_sequences):
     assert auto >= 0.985 * uniform
 
 
-def test_a_batch_that_drains_to_one_sequence_verifies_all_again():
-    policy = BestPlan(WITH_PARTS)
+@pytest.mark.parametrize("lengths", [range(MOST + 1), (0, MOST)])
+def test_a_batch_that_drains_to_one_sequence_verifies_all_again(lengths):
+    seconds = {(size, k): cost(size, k) for size in SIZES for k in lengths}
+    policy = BestPlan(StepCosts(seconds=seconds, partial=WITH_PARTS.partial))
     speed_of(policy, 128, tells=True, num_steps=150)
     assert policy.choose(128).quarters is not None
     assert policy.choose(1).quarters is None

@@ -39,6 +39,7 @@ from tests.engines import (
     Pair,
     bundled_requests,
     config_of,
+    engine_config,
     engine_of,
     generate,
     loaded,
@@ -240,15 +241,7 @@ def test_batches_that_do_not_fit_are_not_timed(random_pair: Pair) -> None:
 def test_auto_picks_the_k_with_the_highest_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
     """Free drafts give the largest K, expensive ones K = 0."""
     demo = data_directory() / "demo"
-    config = resolved(
-        EngineConfig(
-            model=str(demo / "target"),
-            drafter=str(demo / "drafter"),
-            num_spec_tokens=DraftLength(most=4, auto=True),
-            max_batch_size=4,
-            device="cpu",
-        )
-    )
+    config = resolved(engine_config(demo, num_spec_tokens=DraftLength(most=4, auto=True), max_batch_size=4))
     models, requests = loaded(config), bundled_requests(5, GREEDY)
     texts = []
     for price, expected in ((0.0, 4), (10.0, 0)):
@@ -302,12 +295,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     path = tmp_path_factory.mktemp("pair")
     write_head(path / "drafter", write_target(path / "target"))
-    return EngineConfig(
-        model=str(path / "target"),
-        drafter=str(path / "drafter"),
-        num_spec_tokens=DraftLength(most=2, auto=True),
-        max_batch_size=3,
-        device="cuda:0",
+    return engine_config(
+        path, num_spec_tokens=DraftLength(most=2, auto=True), max_batch_size=3, device="cuda:0"
     )
 
 

@@ -30,7 +30,7 @@ from specgen.prompts import Prompt
 from specgen.record.record_rows import EngineRow
 from specgen.text.tokenizer import Message
 from tests.commands import refused
-from tests.engines import Outputs, bundled_requests
+from tests.engines import Outputs, bundled_requests, engine_config
 from tests.marks import mostly_slow
 from tests.rank_plants import compare_every_pass, prefill_and_compare, together
 
@@ -292,15 +292,7 @@ def written(path: Path, name: str) -> Cycle:
 
 def found(path: Path, cycle: Cycle, num_ranks: int) -> list[tuple[Any, ...]]:
     """Texts, passes and steps with padded and non-padded batches."""
-    asked = EngineConfig(
-        model=str(path / "target"),
-        drafter=str(path / "drafter"),
-        num_spec_tokens=3,
-        max_batch_size=4,
-        page_size=16,
-        device="cpu",
-        tensor_parallel=num_ranks,
-    )
+    asked = engine_config(path, num_spec_tokens=3, max_batch_size=4, page_size=16, tensor_parallel=num_ranks)
     checkpoints = open_checkpoints(asked)
     config = resolve(asked, checkpoints)
     models, params = load_models(config, checkpoints), SamplingParams(max_tokens=24, ignore_eos=True)

@@ -311,10 +311,8 @@ def test_without_stops_nothing_is_decoded(byte_level, monkeypatch):
 
 
 def test_the_work_per_token_does_not_grow_with_the_text(byte_level_path, monkeypatch):
-    lengths, byte_level = (
-        [],
-        load_tokenizer(str(byte_level_path)),
-    )  # what it knows of tokens is not true elsewhere
+    byte_level = load_tokenizer(str(byte_level_path))  # what it knows of tokens is not true elsewhere
+    lengths = []
 
     def decode(token_ids):
         lengths.append(len(token_ids))

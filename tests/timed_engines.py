@@ -1,6 +1,7 @@
 """Engines of a bench whose runs take the time that a test says, on a pair that is never computed."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from specgen.experiments import plans, turns
 from specgen.experiments.matrices import Workload
 from specgen.experiments.rounds import Repeat, Rounds
 from specgen.experiments.tune import TuneJob
+from tests.engines import engine_config
 from tests.streams import RECORD
 
 RUN = {  # seconds by K and drafter batch
@@ -36,9 +38,9 @@ def rounds_of(speeds: Sequence[Mapping[str, int | float]]) -> Rounds:
     return rounds
 
 
-def write_tiny(path: Path) -> Path:
+def write_tiny(path: Path, **changed: int) -> Path:
     """A tiny calibrated pair in ``path``."""
-    shape = SHAPES["tiny"]
+    shape = replace(SHAPES["tiny"], **changed)
     cycle = Cycle.draw(shape.num_plain_tokens, shape.draft_vocab_size, 0.75, seed=0)
     write_pair(path, shape, cycle, Source("cpu", 0))
     return path
@@ -91,9 +93,8 @@ def install(monkeypatch: pytest.MonkeyPatch, seconds: Seconds) -> Timed:
     timed = Timed(seconds)
     monkeypatch.setattr(turns, "WarmEngine", timed.engine)
     for module in (plans, turns):
-        monkeypatch.setattr(
-            module, "free_memory", lambda: None
-        )  # nothing is taken, and collecting takes long
+        # nothing is taken, and collecting takes long
+        monkeypatch.setattr(module, "free_memory", lambda: None)
     monkeypatch.setattr(plans, "copy_bandwidth", lambda device: 1e10)  # measuring it takes half a second
     return timed
 
@@ -106,14 +107,7 @@ def usual(config: EngineConfig, number: int) -> float:
 
 
 def job_of(pair: Path, **changes) -> TuneJob:
-    engine = EngineConfig(
-        model=str(pair / "target"),
-        drafter=str(pair / "drafter"),
-        page_size=4,
-        device="cpu",
-        prefix_cache=False,
-        max_batch_size=4,
-    )
+    engine = engine_config(pair, page_size=4, prefix_cache=False, max_batch_size=4)
     settings = {
         "batches": (1, 4),
         "draft_lengths": (DraftLength(most=2), DraftLength(most=4)),
