@@ -131,6 +131,17 @@ def resolved(config: EngineConfig) -> EngineConfig:
     return resolve(config, open_checkpoints(config))
 
 
+def ranks_config(num_ranks: int, **changes: Any) -> EngineConfig:
+    """Of the bundled pair in several ranks."""
+    settings = {
+        "page_size": 4,
+        "num_spec_tokens": 3,
+        "max_batch_size": 4,
+        "tensor_parallel": num_ranks,
+    } | changes
+    return resolved(engine_config(data_directory() / "demo", **settings))
+
+
 @lru_cache(maxsize=4)
 def loaded(config: EngineConfig) -> Models:
     """The models of ``config``, shared: do not modify."""

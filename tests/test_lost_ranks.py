@@ -20,6 +20,7 @@ import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from specgen.config import SamplingParams, UserError
+from specgen.config.bundled import data_directory
 from specgen.config.errors import DeviceLost
 from specgen.core.step import Steps
 from specgen.engine import loading, worker_group
@@ -27,11 +28,12 @@ from specgen.engine.engine import Engine
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.worker_group import ModelPeers
 from specgen.jobs.run import run
+from tests.engines import ranks_config
 from tests.jobs import Silent, conversations, untimed
 from tests.rank_plants import compare_every_pass, fail_in_decode, find_others, together
-from tests.test_tensor_parallel import DEMO, config
 
 pytestmark = pytest.mark.xdist_group("ranks")
+DEMO = data_directory() / "demo"
 NUM_TURNS = 40  # of the first 20 bundled prompts
 PROMPTS = [f"Tom has {n} apples." for n in range(8)]
 SAMPLING = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -62,7 +64,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
 def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[Models]:
     """The bundled pair in two ranks, which meet in every pass."""
     monkeypatch.setattr(worker_group, "TIMEOUT", 60.0)
-    asked = config(2)
+    asked = ranks_config(2)
     models = load_models(asked, open_checkpoints(asked))
     together(models, compare_every_pass, asked)
     compare_every_pass(None, models, monkeypatch.setattr)
@@ -79,7 +81,7 @@ def lose(models: Models, plant: Callable[[], None]) -> DeviceLost:
     finished: list[str] = []
 
     def work() -> None:
-        for output in Engine(config(2), models=models).generate(PROMPTS, SAMPLING):
+        for output in Engine(ranks_config(2), models=models).generate(PROMPTS, SAMPLING):
             finished.append(output.id)
             if len(finished) == 1:
                 plant()
@@ -113,7 +115,7 @@ def test_a_rank_that_hangs(models: Models) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "why"), [("memory", MEMORY), ("bug", "KeyError: 'planted' is missing")])
 def test_a_rank_that_fails(models: Models, name: str, why: str) -> None:
-    lost = lose(models, lambda: together(models, fail_in_decode, config(2), name))
+    lost = lose(models, lambda: together(models, fail_in_decode, ranks_config(2), name))
     assert lost.reason == f"rank 1 of 2 on cpu: {why}"
 
 
@@ -130,7 +132,7 @@ def test_rank_0_has_no_memory(models: Models, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("what", ["end", "draft", "page"])
 def test_a_rank_that_finds_something_else(models: Models, what: str) -> None:
     """It is said before the next pass of a batch that is not rank 0's, and before any text is written."""
-    lost = lose(models, lambda: together(models, find_others, config(2), what))
+    lost = lose(models, lambda: together(models, find_others, ranks_config(2), what))
     assert lost.reason == "rank 1 of 2 on cpu: it has other tokens or another batch than rank 0"
 
 
@@ -141,7 +143,7 @@ def test_nothing_goes_on_behind_a_pass_that_was_interrupted(
     def interrupted(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
-    engine = Engine(config(2), models=models)
+    engine = Engine(ranks_config(2), models=models)
     with monkeypatch.context() as patch:
         patch.setattr(Steps, "decode", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -153,12 +155,12 @@ def test_nothing_goes_on_behind_a_pass_that_was_interrupted(
 def test_a_process_that_does_not_come_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with pytest.raises(DeviceLost, match="rank 1 of 2 on cpu: it ended with exit code 1"):
-        load_models(config(2), open_checkpoints(config(2)))
+        load_models(ranks_config(2), open_checkpoints(ranks_config(2)))
 
 
 @pytest.mark.slow
 def test_signals_to_another_rank_mean_nothing(models: Models) -> None:
-    engine = Engine(config(2), models=models)
+    engine = Engine(ranks_config(2), models=models)
     outputs = engine.generate(PROMPTS, SAMPLING)
     next(outputs)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -168,7 +170,7 @@ def test_signals_to_another_rank_mean_nothing(models: Models) -> None:
 
 @pytest.mark.slow
 def test_ranks_end_when_nothing_refers_to_their_model() -> None:
-    asked = config(2)
+    asked = ranks_config(2)
     models = load_models(asked, open_checkpoints(asked))
     engine = Engine(asked, models=models)
     list(engine.generate(PROMPTS[:1], SAMPLING))
@@ -194,8 +196,8 @@ def test_what_another_rank_cannot_load_is_an_error_of_the_command(
     weights = next((tmp_path / "target").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-1000])
     monkeypatch.setattr(loading, "load_share", from_elsewhere)
-    asked = replace(config(2), model=str(tmp_path / "target"))
-    whole = config(2)
+    asked = replace(ranks_config(2), model=str(tmp_path / "target"))
+    whole = ranks_config(2)
     with pytest.raises(UserError, match=r"^rank 1 of 2 on cpu: .*target"):
         load_models(asked, open_checkpoints(whole))
     gc.collect()

@@ -29,9 +29,9 @@ from specgen.engine.loading import load_models, open_checkpoints
 from specgen.engine.rank_group import Alive, Failed, Place
 from specgen.engine.worker import Worker
 from specgen.engine.worker_group import Supervisor, WorkerProcess, exit_within
+from tests.engines import ranks_config
 from tests.marks import mostly_slow
 from tests.test_lost_ranks import processes, wait_until
-from tests.test_tensor_parallel import config
 
 pytestmark = pytest.mark.xdist_group("ranks")
 WAITED = Failed(reason="connection closed", waited=True)
@@ -213,13 +213,13 @@ def test_a_rank_says_that_it_still_reads_weights() -> None:
     reading._place = place(1, timeout=0.0)
     reading._ranks = Ranks(rank=1, size=2, alive=reading._alive)
     rank_0 = Connection(ours.detach())
-    reading.load(0, config(2))
+    reading.load(0, ranks_config(2))
     said = []
     while rank_0.poll():
         said.append(rank_0.recv()[1])
     assert said[-1] == "loaded"
     assert set(said[:-1]) == {Alive()}
-    taken = [set(each.tensors) - {"d2t", "t2d"} for each in open_checkpoints(config(2)).values()]
+    taken = [set(each.tensors) - {"d2t", "t2d"} for each in open_checkpoints(ranks_config(2)).values()]
     assert len(said[:-1]) >= sum(map(len, taken))  # of target and head
 
 
@@ -259,14 +259,14 @@ def test_a_rank_that_is_lost_or_hangs_while_weights_are_read(
 
     monkeypatch.setattr("specgen.engine.worker_group.start", started)
     with pytest.raises(DeviceLost, match=f"rank 1 of 2 on cpu: {why}"):
-        load_models(config(2), open_checkpoints(config(2)))
+        load_models(ranks_config(2), open_checkpoints(ranks_config(2)))
     assert (num_read == 3) == (number == signal.SIGKILL)
 
 
 @pytest.mark.slow
 def test_ranks_share_a_machine_and_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     before, num_threads = dict(os.environ), torch.get_num_threads()
-    asked = config(2)
+    asked = ranks_config(2)
     models = load_models(asked, open_checkpoints(asked))
     assert os.environ["NCCL_NVLS_ENABLE"] == "0"
     hosts = [listening(process) for process in (os.getpid(), *processes(models))]
@@ -303,7 +303,7 @@ class Patient(Peers):
 
 
 def test_every_pass_waits_for_its_numbers_where_a_rank_may_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, peers, read = config(1), Patient(), HostCopy.tensor
+    asked, peers, read = ranks_config(1), Patient(), HostCopy.tensor
     models = replace(load_models(asked, open_checkpoints(asked)), peers=peers)
 
     def checked(self: HostCopy) -> torch.Tensor:

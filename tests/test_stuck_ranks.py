@@ -12,7 +12,7 @@ from specgen.core.step import Steps
 from specgen.engine import worker_group
 from specgen.engine.engine import Engine
 from specgen.engine.loading import load_models, open_checkpoints
-from tests.test_tensor_parallel import config
+from tests.engines import ranks_config
 
 def stuck(self, *given):
     act()
@@ -26,14 +26,14 @@ if __name__ == "__main__":
 """
 # On a GPU it may wait in a kernel for a rank that is gone, or hangs.
 IN_A_PASS = """
-    engine = Engine(config(2))
+    engine = Engine(ranks_config(2))
     engine.models.peers._workers._supervisor.timeout = 2.0
     act = lambda: signal_rank(engine, signal.{})
     Steps.decode = stuck
     list(engine.generate(["Tom has"]))
 """
 BETWEEN_TWO = """
-    engine, act = Engine(config(2)), lambda: None
+    engine, act = Engine(ranks_config(2)), lambda: None
     Steps.prefill = stuck
     signal_rank(engine, signal.SIGKILL)
     time.sleep(4)  # the caller reads prompts meanwhile
@@ -49,7 +49,7 @@ MEETING = """
         os.kill(members[0].process.pid, signal.SIGKILL)
         return joined(*given)
     worker_group.launch, worker_group.join = launch, join
-    load_models(config(2), open_checkpoints(config(2)))
+    load_models(ranks_config(2), open_checkpoints(ranks_config(2)))
 """
 KILLED = "it was ended by SIGKILL"
 

@@ -16,7 +16,6 @@ from calibrated_weights import Source
 from make_calibrated_pair import HeadKind, chosen_cycle, chosen_layer, chosen_shape, write_pair
 
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
-from specgen.config.bundled import data_directory
 from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Request, ScoreRequest
 from specgen.core.spec_length import StepCosts
@@ -30,26 +29,18 @@ from specgen.prompts import Prompt
 from specgen.record.record_rows import EngineRow
 from specgen.text.tokenizer import Message
 from tests.commands import refused
-from tests.engines import Outputs, bundled_requests, engine_config
+from tests.engines import Outputs, bundled_requests, engine_config, ranks_config
 from tests.marks import mostly_slow
 from tests.rank_plants import compare_every_pass, prefill_and_compare, together
 
 pytestmark = pytest.mark.xdist_group("ranks")  # processes that all of them use
 GREEDY = SamplingParams(max_tokens=24)
-DEMO = data_directory() / "demo"
-
-
-def config(num_ranks: int, **changes: Any) -> EngineConfig:
-    settings = {"page_size": 4, "num_spec_tokens": 3, "max_batch_size": 4, "device": "cpu"} | changes
-    drafter = settings.pop("drafter", str(DEMO / "drafter"))
-    asked = EngineConfig(model=str(DEMO / "target"), drafter=drafter, tensor_parallel=num_ranks, **settings)
-    return resolve(asked, open_checkpoints(asked))
 
 
 @pytest.fixture(scope="module", params=[2])
 def shared(request: pytest.FixtureRequest) -> Iterator[Models]:
     """The bundled pair in several ranks, which compare their inputs in every pass."""
-    asked = config(request.param)
+    asked = ranks_config(request.param)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_group, "TIMEOUT", 20.0)
         models = load_models(asked, open_checkpoints(asked))
@@ -61,14 +52,14 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Models]:
 @pytest.fixture(scope="module")
 def alone() -> Models:
     """The same pair in this process."""
-    asked = config(1)
+    asked = ranks_config(1)
     return load_models(asked, open_checkpoints(asked))
 
 
 def run(models: Models, sampling: SamplingParams, **changes: Any) -> Outputs:
     events: list[EngineRow] = []
     pages = changes.pop("num_pages", None)
-    asked = config(models.peers.ranks.size, **changes)
+    asked = ranks_config(models.peers.ranks.size, **changes)
     if pages is not None:  # of a rank's share of the heads
         asked = replace(asked, kv_memory=pages * kv_page_bytes(asked, models))
     engine = build_engine(asked, models, events.append)
@@ -153,7 +144,7 @@ def test_conversations_and_a_run_that_ends_early(shared: Models, alone: Models) 
     ]
     short, texts = SamplingParams(max_tokens=8), []
     for models in (shared, alone):
-        engine = Engine(config(models.peers.ranks.size), models=models)
+        engine = Engine(ranks_config(models.peers.ranks.size), models=models)
         seen = iter(engine.generate(prompts, short))
         next(seen)
         seen.close()  # what is in flight is dropped on every rank
@@ -170,7 +161,7 @@ def test_scores_are_those_of_one_process(shared: Models, alone: Models) -> None:
     found = []
     for models in (shared, alone):
         engine = build_engine(
-            config(models.peers.ranks.size, max_prefill_tokens=64), models, lambda event: None
+            ranks_config(models.peers.ranks.size, max_prefill_tokens=64), models, lambda event: None
         )
         with pytest.raises(UserError, match="not in the vocabulary"):
             list(engine.score([ScoreRequest(id="bad", token_ids=(1, 10**6), num_context=1)]))
@@ -190,7 +181,7 @@ def test_logits_for_a_verdict_are_computed_by_all_ranks(
 ) -> None:
     monkeypatch.setattr(build, "_prefill", prefill_and_compare)
     logits = [
-        prefill_logits(config(models.peers.ranks.size), models)([5, 6, 7]) for models in (shared, alone)
+        prefill_logits(ranks_config(models.peers.ranks.size), models)([5, 6, 7]) for models in (shared, alone)
     ]
     torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
 
@@ -199,7 +190,7 @@ def test_logits_for_a_verdict_are_computed_by_all_ranks(
 def test_a_request_that_is_refused_and_one_that_fails(shared: Models, alone: Models) -> None:
     found = []
     for models in (shared, alone):
-        engine = Engine(config(models.peers.ranks.size), models=models)
+        engine = Engine(ranks_config(models.peers.ranks.size), models=models)
         outputs = engine.generate(["Tom has", Prompt(id="long", text="x " * 3000)], GREEDY)
         found.append({each.id: (each.text, each.error) for each in outputs})
     assert found[0] == found[1]
@@ -208,7 +199,7 @@ def test_a_request_that_is_refused_and_one_that_fails(shared: Models, alone: Mod
 
 @pytest.mark.slow
 def test_another_head_is_loaded_by_every_rank(shared: Models) -> None:
-    asked = config(shared.peers.ranks.size)
+    asked = ranks_config(shared.peers.ranks.size)
     target = OneTarget(lambda *_: replace(shared, head=None))
     target._heads.clear()
     plain = replace(asked, num_spec_tokens=0, drafter=None)
@@ -229,7 +220,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_multicast_is_switched_off(shared: Models, tmp_path: Path) -> None:
     names = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
     assert [os.environ[name] for name in names] == ["0", "1", "1"]
-    together(shared, _write_environment, config(shared.peers.ranks.size), str(tmp_path / "environment"))
+    together(shared, _write_environment, ranks_config(shared.peers.ranks.size), str(tmp_path / "environment"))
     others = json.loads((tmp_path / "environment").read_text())
     assert [others[name] for name in names] == ["0", "1", "1"]
 
@@ -248,7 +239,7 @@ def test_all_have_the_pages_of_the_smallest_rank(
 
 
 def test_engines_and_models_end_on_all_ranks(shared: Models, tmp_path: Path) -> None:
-    asked = config(shared.peers.ranks.size)
+    asked = ranks_config(shared.peers.ranks.size)
     path = str(tmp_path / "engines")
     gc.collect()
     engine = build_engine(asked, shared, lambda event: None)
@@ -267,7 +258,7 @@ def _count_engines(config: EngineConfig, models: Models, path: str) -> None:
 
 def test_models_of_another_number_of_ranks_are_refused(alone: Models) -> None:
     with pytest.raises(UserError, match="tensor-parallel is 2 and the models were loaded with 1"):
-        build_engine(config(2), alone, lambda event: None)
+        build_engine(ranks_config(2), alone, lambda event: None)
 
 
 # --- other families and heads ---
