@@ -42,6 +42,7 @@ ROWS = {  # data set: one row as its public file has it
     "spec-bench": {"question_id": 161, "category": "translation", "turns": ["Translate."]},
     "humaneval": {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "test": "..."},
 }
+ROWS |= {name: ROWS[name.partition(":")[0]] for name in DATASETS if ":" in name}
 
 
 def user(content: str) -> tuple[Message, ...]:
@@ -57,6 +58,21 @@ EXPECTED = {
     "spec-bench": Prompt(id="161", messages=user("Translate."), category="translation"),
     "humaneval": Prompt(id="HumanEval/0", messages=user("def f():\n")),
 }
+ASKED = {  # as DeepSpec's files and vLLM's tests have them
+    "mt-bench": Prompt(id="81", messages=user("Write."), category="writing"),
+    "gsm8k": Prompt(
+        id="91cb48a56ac898b4",
+        messages=user("How many?\nPlease reason step by step, and put your final answer within \\boxed{}."),
+    ),
+    "humaneval": Prompt(
+        id="HumanEval/0",
+        messages=user(
+            "Write a solution to the following problem and make sure that it passes the tests:\n"
+            "```python\ndef f():\n\n```"
+        ),
+    ),
+}
+EXPECTED |= {f"{name}:{table}": prompt for name, prompt in ASKED.items() for table in ("dspark", "vllm")}
 
 
 def write_lines(path: Path, *rows: object) -> Path:
@@ -107,6 +123,12 @@ def test_rows_of_a_table_are_counted_over_its_batches(tmp_path):
     ]
     assert len(prompts) == 2499
     assert [(row.id, row.reason) for row in rejected] == [("2400", "row 2400: prompt is empty")]
+
+
+def test_a_published_form_keeps_what_a_question_says(tmp_path):
+    path = write_lines(tmp_path / "rows.jsonl", {"question": "What is {x} in \\boxed{}?"})
+    (prompt,), _ = load("gsm8k:vllm", path)
+    assert prompt.last_message.startswith("What is {x} in \\boxed{}?\nPlease reason")
 
 
 def test_own_rows(tmp_path):
@@ -381,6 +403,9 @@ def test_a_bad_row_is_named_and_does_not_stop_the_rest(tmp_path, row, row_id, re
         ),
         ("gsm8k", {"id": 1, "answer": "x"}, "question is None, not a string"),
         ("humaneval", {"task_id": "1", "prompt": None}, "prompt is None, not a string"),
+        ("humaneval:vllm", {"task_id": "1", "prompt": None}, "prompt is None, not a string"),
+        ("mt-bench:vllm", {"question_id": 1, "turns": [3, "x"]}, "turn 1 is 3, not a string"),
+        ("mt-bench:dspark", {"question_id": 1, "turns": []}, "turns is not a list with at least one"),
     ],
 )
 def test_a_bad_row_of_a_known_data_set(tmp_path, name, row, reason):
@@ -504,6 +529,7 @@ def test_a_truncated_file_is_refused(tmp_path, name):
         ("mt-bench", ("philschmid/mt-bench", None, None, "train")),
         ("gsm8k", ("openai/gsm8k", "main", None, "test")),
         ("humaneval", ("openai/openai_humaneval", None, None, "test")),
+        ("gsm8k:dspark", ("openai/gsm8k", "main", None, "test")),
     ],
 )
 def test_a_name_asks_the_hub_for_its_public_id(monkeypatch, name, expected):

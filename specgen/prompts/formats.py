@@ -37,6 +37,12 @@ def parse_turns(row_id: str, row: Row) -> Prompt:
     return Prompt(id=row_id, messages=question(first), follow_ups=tuple(later), category=category(row))
 
 
+def _parse_first_turn(row_id: str, row: Row) -> Prompt:
+    """MT-Bench's first turn alone."""
+    first = checked_text(checked_list(row.get("turns"), "turns")[0], "turn 1")
+    return Prompt(id=row_id, messages=question(first), category=category(row))
+
+
 def parse_sharegpt(row_id: str, row: Row) -> Prompt:
     """ShareGPT: the first message is the prompt if a human wrote it; the others are kept as ``recorded``."""
     first, *others = checked_list(row.get("conversations"), "conversations")
@@ -60,13 +66,14 @@ def _recorded(others: Sequence[object]) -> Iterator[Message]:
         yield Message(role=role, content=text)
 
 
-def parse_question(name: str, row_id: str, row: Row) -> Prompt:
-    """One field is the user's message: the question of GSM8K, without examples before it.
+def parse_question(name: str, row_id: str, row: Row, *, form: str = "{}") -> Prompt:
+    """One field is the user's message, put into ``form``: the question of GSM8K, without examples before it.
 
     Or HumanEval's function head and docstring without instructions, as in benchmarks of drafters such as SpecForge's,
     which measures speed and acceptance, not pass@1.
     """
-    return Prompt(id=row_id, messages=question(checked_text(row.get(name), name)), category=label(row))
+    text = form.format(checked_text(row.get(name), name))
+    return Prompt(id=row_id, messages=question(text), category=label(row))
 
 
 def parse_field(name: str, row_id: str, row: Row) -> Prompt:
@@ -180,7 +187,7 @@ def parse_users(row_id: str, row: Row) -> Prompt:
 class Format:
     """The parser of a row, whose id is in the first of ``id_keys`` that it has, if any.
 
-    ``turns`` is the field with the user's turns, where every row has them.
+    ``turns`` is the field with the user's turns, where every row has them; empty where every row is one turn.
     """
 
     id_keys: tuple[str, ...]
@@ -199,7 +206,7 @@ class Dataset:
 
 USERS = Format(id_keys=("custom_id", "id", "question_id", "task_id", "message_tree_id"), parse=parse_users)
 TURNS = Format(id_keys=("question_id",), parse=parse_turns, turns="turns")
-DATASETS = {
+_PLAIN = {
     "mt-bench": Dataset(
         format=TURNS, hub=HubSource(path="philschmid/mt-bench", split="train"), files=("question.jsonl",)
     ),
@@ -231,6 +238,28 @@ DATASETS = {
         hub=HubSource(path="openai/openai_humaneval", split="test"),
         files=("test*",),
     ),
+}
+# How published tables ask them: of DeepSpec's `eval_datasets`, and of vLLM's `acceptance_rates/utils.py`.
+_ASKED: dict[str, Callable[[str, Row], Prompt]] = {
+    "mt-bench": _parse_first_turn,
+    "gsm8k": partial(
+        parse_question,
+        "question",
+        form="{}\nPlease reason step by step, and put your final answer within \\boxed{{}}.",
+    ),
+    "humaneval": partial(
+        parse_question,
+        "prompt",
+        form="Write a solution to the following problem and make sure that it passes the tests:\n"
+        "```python\n{}\n```",
+    ),
+}
+DATASETS = _PLAIN | {
+    f"{name}:{table}": replace(
+        _PLAIN[name], format=Format(id_keys=_PLAIN[name].format.id_keys, parse=parse, turns="")
+    )
+    for table in ("dspark", "vllm")
+    for name, parse in _ASKED.items()
 }
 
 

@@ -194,7 +194,8 @@ class DataSource:
     dataset: str = option(
         "bundled",
         "Prompts",
-        "bundled, mt-bench, sharegpt, gsm8k, spec-bench, humaneval, or a file of rows with prompt, messages or "
+        "bundled, mt-bench, sharegpt, gsm8k, spec-bench, humaneval (mt-bench, gsm8k and humaneval also as a "
+        "published table asks them: gsm8k:dspark, gsm8k:vllm), or a file of rows with prompt, messages or "
         "prompt_token_ids, of an OpenAI batch, or of a public set: JSON lines, CSV or lines of text, gzipped or "
         "not, or Parquet. - is standard input; with --split a data set on the hub.",
     )
