@@ -9,39 +9,46 @@ import pytest
 from specgen.cli import main as cli
 from specgen.config import UserError
 from specgen.config.bundled import evaluation_directory
-from specgen.report.intervals import wilson
+from specgen.report.intervals import t_test, wilson
 from specgen.report.references import (
-    compare_figures,
+    Conditions,
+    Reference,
+    compare_run,
+    conditions_of,
     load_reference,
     load_results,
     of_figures,
     read_reference,
 )
 from specgen.report.terminal import render as in_terminal
-from tests.commands import specgen
+from tests.commands import refused, specgen, write_rows
 from tests.streams import fold, request
 
 NAMES = sorted(path.stem for path in (evaluation_directory() / "reference").glob("*.json"))
+MEASURED: dict[str, Any] = {
+    "dataset": "gsm8k",
+    "num_spec_tokens": 2,
+    "temperature": 0,
+    "mean": "pooled",
+    "mean_acceptance_length": 1.9,
+    "acceptance": [0.6, 0.3],
+    "accuracy": [{"measure": "gsm8k exact_match,strict-match", "value": 0.7, "stderr": 0.02}],
+}
 GOOD: dict[str, Any] = {
     "source": "https://example.org/figures",
     "model": "a target",
     "drafter": "a head",
     "setting": "some prompts",
-    "num_spec_tokens": 2,
-    "mean_acceptance_length": 1.9,
-    "acceptance": [0.6, 0.3],
-    "accuracy": [{"measure": "gsm8k exact_match,strict-match", "value": 0.7, "stderr": 0.02}],
+    "measurements": [MEASURED],
 }
 
 
-def read(tmp_path, **changes):
+def read(tmp_path, *, others=(), **changes) -> Reference:
+    """The reference ``mine``, whose first figures have these changes."""
+    measured = [MEASURED | changes, *(MEASURED | each for each in others)]
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps(GOOD | changes))
+    path.write_text(json.dumps(GOOD | {"measurements": measured}))
     return read_reference(path)
-
-
-def render(*figures, width=80):
-    return in_terminal(of_figures(*figures), width)
 
 
 def report(num_spec_tokens, *accepted):
@@ -54,19 +61,60 @@ def report(num_spec_tokens, *accepted):
     return fold(events, num_spec_tokens=num_spec_tokens)
 
 
+def manifest(dataset="gsm8k", num_spec_tokens=2, temperature=0.0, kwargs=None, **engine) -> dict[str, Any]:
+    engine = {"num_spec_tokens": num_spec_tokens, "chat_template_kwargs": kwargs or {}} | engine
+    data = {"tasks": [dataset[5:]]} if dataset.startswith("eval ") else {"dataset": dataset}
+    return {"engine": engine, "sampling": {"temperature": temperature}, "data": data}
+
+
+def against(path, run, reference, **said):
+    """``run`` beside ``reference``; its results are in the directory ``path``."""
+    return compare_run(path, run, manifest(**{"num_spec_tokens": run.num_spec_tokens} | said), reference)
+
+
+def render(found, reference, width=80):
+    return in_terminal(of_figures(reference, [found]), width)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_bundled_references_are_valid(name):
     reference = load_reference(name)
     assert reference.name == name
-    assert reference.acceptance or reference.accuracy
-    if reference.acceptance:  # the published mean is rounded to hundredths
-        assert 1 + sum(reference.acceptance) == pytest.approx(reference.mean_acceptance_length, abs=0.01)
+    for each in reference.measurements:
+        assert each.mean_acceptance_length or each.acceptance or each.accuracy
+        if each.acceptance:  # the published mean is rounded to hundredths
+            assert 1 + sum(each.acceptance) == pytest.approx(each.mean_acceptance_length, abs=0.01)
+        assert each is reference.of(each)  # found by its own conditions
 
 
 def test_the_anchors_are_there():
     assert {"vllm-ci-llama-3.1-8b", "vllm-ci-qwen3-8b", "vllm-ci-gpt-oss-20b"} < set(NAMES)
-    llama = load_reference("vllm-ci-llama-3.1-8b")
+    (llama,) = load_reference("vllm-ci-llama-3.1-8b").measurements
     assert (llama.mean_acceptance_length, llama.acceptance) == (2.60, (0.7296, 0.5208, 0.3545))
+
+
+def length(name: str, dataset: str, k: int, *, thinking: bool | None = False, temperature: float = 1.0):
+    asked = Conditions(dataset=dataset, num_spec_tokens=k, temperature=temperature, thinking=thinking)
+    found = load_reference(name).of(asked)
+    return found.mean_acceptance_length, found.mean
+
+
+def test_published_tables_are_there_with_all_they_measured():
+    """Corners of the tables, copied here a second time."""
+    heads = [name for name in NAMES if name.startswith("dspark-")]
+    assert len(heads) == 12
+    assert {len(load_reference(name).measurements) for name in heads} == {9}
+    assert length("dspark-qwen3-8b-eagle3", "gsm8k:dspark", 7) == (5.30, "pooled")
+    assert length("dspark-qwen3-4b-eagle3", "arena-hard-v2", 7) == (2.55, "pooled")
+    assert length("dspark-gemma-4-12b-dspark", "humaneval:dspark", 7) == (5.64, "pooled")
+    assert load_reference("dspark-qwen3-8b-eagle3").drafter == "deepseek-ai/eagle3_qwen3_8b_ttt7"
+    curves = [name for name in NAMES if name.startswith("inferencex-")]
+    assert len(curves) == 9
+    assert {len(load_reference(name).measurements) for name in curves} == {8, 16}
+    assert length("inferencex-kimik2.5-eagle3", "speed-bench-coding", 8, thinking=True) == (3.77, "pooled")
+    assert length("inferencex-qwen3.5-mtp", "speed-bench-coding", 1, temperature=0.7) == (1.92, "pooled")
+    vllm = ("vllm-ci-qwen3-8b-dflash", "humaneval:vllm", 16)
+    assert length(*vllm, temperature=0) == (6.50, "requests")
 
 
 @pytest.mark.parametrize(
@@ -77,19 +125,38 @@ def test_the_anchors_are_there():
         ({"acceptance": [60, 30]}, "shares that never rise"),
         ({"mean_acceptance_length": 3.1}, "a step yields 1 to 3 tokens"),
         ({"num_spec_tokens": 0}, "at least 1"),
-        ({"source": "a friend"}, "write the address"),
+        ({"temperature": -1}, "temperature is -1: write 0"),
+        ({"mean": None}, "mean is None: write pooled or requests beside a mean_acceptance_length"),
+        ({"mean": "median"}, "mean is 'median': write pooled or requests"),
+        ({"mean_acceptance_length": None}, "mean is 'pooled': write .* only there"),
+        ({"draft_sampling": "argmax"}, "draft_sampling is 'argmax': write greedy, probabilistic or null"),
+        ({"dataset": ""}, "dataset is empty"),
         ({"accuracy": [{"measure": "m", "value": 79.6, "stderr": 1.8}]}, "share in"),
         ({"accuracy": [{"measure": "m", "value": 0.796}]}, "stderr is missing"),
         ({"accuracy": [{"measure": "gsm8k", "value": 0.7, "stderr": 0}]}, "the task, a space and the metric"),
         ({"speed": 12}, "speed is not known"),
-        ({"acceptance": None}, "is not a reference"),
+        ({"acceptance": None}, "NoneType"),
+        ({"others": [{}]}, "two measurements are of gsm8k, K 2, temperature 0: leave one out"),
     ],
 )
 def test_impossible_figures_are_refused(tmp_path, changes, message):
-    with pytest.raises(UserError, match=message) as refused:
+    with refused(rf"mine\.json is not a reference: .*{message}"):
         read(tmp_path, **changes)
-    assert "mine.json is not a reference" in str(refused.value)
-    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"source": "a friend"}, "write the address"),
+        ({"measurements": []}, "measurements is empty"),
+        ({"measurements": 3}, "is not a reference"),
+        ({"num_spec_tokens": 2}, "num_spec_tokens is not known"),
+    ],
+)
+def test_impossible_references_are_refused(tmp_path, changes, message):
+    (tmp_path / "mine.json").write_text(json.dumps(GOOD | changes))
+    with refused(message):
+        read_reference(tmp_path / "mine.json")
 
 
 def test_a_file_that_is_not_json_or_lacks_a_key(tmp_path):
@@ -101,9 +168,69 @@ def test_a_file_that_is_not_json_or_lacks_a_key(tmp_path):
         read_reference(tmp_path / "mine.json")
 
 
+# --- what is compared with what -------------------------------------------------------------------
+
+
+def conditions(**changes) -> Conditions:
+    return Conditions(**{"dataset": "gsm8k", "num_spec_tokens": 2, "temperature": 0} | changes)
+
+
+def test_conditions_are_those_of_the_manifest():
+    assert conditions_of(manifest()) == conditions()
+    assert conditions_of(manifest("data/my set.jsonl.gz")).dataset == "my set"
+    assert conditions_of(manifest("gsm8k:dspark")).dataset == "gsm8k:dspark"
+    assert conditions_of(manifest("eval gsm8k")).dataset == "eval gsm8k"
+    # greedy drafts are what both kinds of sampling give at temperature 0
+    assert conditions_of(manifest(draft_sampling="probabilistic")).draft_sampling is None
+    assert conditions_of(manifest(temperature=1.0, draft_sampling="greedy")).draft_sampling == "greedy"
+    assert conditions_of(manifest(kwargs={"enable_thinking": False}), has_reasoning=True).thinking is False
+    assert conditions_of(manifest(kwargs={"thinking": True})).thinking is True
+    assert conditions_of(manifest(), has_reasoning=True).thinking is True
+    with refused("chose K at every step .*: generate with a fixed K"):
+        conditions_of(manifest(spec_length="auto"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"dataset": "mt-bench"},
+            "figures for data set gsm8k .* of data set mt-bench: generate with the same",
+        ),
+        ({"num_spec_tokens": 3}, r"figures for K 2, 7 \(gsm8k, K 2, .* this run is of K 3:"),
+        ({"temperature": 0.5}, "figures for temperature 0 .* of temperature 0.5:"),
+        ({"num_spec_tokens": 7, "thinking": True}, "figures for thinking off .* of thinking on:"),
+        (
+            {"num_spec_tokens": 7, "draft_sampling": "greedy"},
+            "figures for draft sampling probabilistic .* of draft sampling greedy:",
+        ),
+    ],
+)
+def test_what_was_measured_otherwise_is_refused_with_both_sides(tmp_path, changes, says):
+    seven = {"num_spec_tokens": 7, "acceptance": [], "thinking": False, "draft_sampling": "probabilistic"}
+    reference = read(tmp_path, others=[seven])
+    with refused(f"^mine has {says}"):
+        reference.of(conditions(**changes))
+    first, second = reference.measurements
+    assert reference.of(conditions()) is first
+    assert reference.of(conditions(num_spec_tokens=7, thinking=False)) is second
+    assert reference.of(conditions(num_spec_tokens=7)) is second
+
+
+def test_two_ways_of_thinking_need_a_word(tmp_path):
+    reference = read(tmp_path, thinking=True, others=[{"thinking": False, "mean_acceptance_length": 2.0}])
+    with refused(r"2 figures for gsm8k, K 2, temperature 0 \(.*thinking on; .*thinking off\): say with"):
+        reference.of(conditions())
+    assert reference.of(conditions(thinking=False)).mean_acceptance_length == 2.0
+
+
+# --- a run beside a reference ---------------------------------------------------------------------
+
+
 def test_a_run_beside_a_reference(tmp_path):
     run = report(2, [2, 1, 0], [1, 1, 0], [2, 0, 0], [1, 2, 1])
-    length, first, second, accuracy = compare_figures(run, {}, read(tmp_path, acceptance=[0.6, 0.9 * 0.1]))
+    found = against(tmp_path, run, read(tmp_path, acceptance=[0.6, 0.9 * 0.1]))
+    length, first, second, accuracy = found.figures
     assert (length.ours, length.theirs, length.inside) == (pytest.approx(23 / 12), 1.9, True)
     assert length.ci95 == run.mean_acceptance_length_ci95
     assert (first.ours, first.inside) == (pytest.approx(8 / 12), True)
@@ -116,26 +243,71 @@ def test_a_run_beside_a_reference(tmp_path):
     )
 
 
+def completions(path, steps):
+    """Rows of requests by id, whose steps of 2 drafts accepted these numbers."""
+    rows = []
+    for name, accepted in steps.items():
+        histogram = [accepted.count(many) for many in range(3)]
+        metrics = {"acceptance_histogram": histogram, "num_draft_tokens": 2 * len(accepted)}
+        turn = int(name.partition("/turn-")[2] or 1)
+        rows.append({"id": name, "turn": turn, "metrics": metrics | {"num_steps_without_drafts": 0}})
+    write_rows(path / "completions.jsonl", rows)
+
+
+def test_a_mean_over_requests_is_compared_with_one(tmp_path):
+    """Long requests weigh no more than short ones, and the interval is the t interval of the lengths."""
+    steps = {"a": [2, 2, 2, 2, 2, 2], "b": [0, 1], "c": [1], "d": [0]}
+    completions(tmp_path, steps)
+    run = report(2, *steps.values())
+    length, *_ = against(tmp_path, run, read(tmp_path, mean="requests")).figures
+    assert length.figure == "mean acceptance length over requests"
+    assert length.ours == pytest.approx((3 + 1.5 + 2 + 1) / 4)
+    lengths, mean = [3, 1.5, 2, 1], 1.875
+    error = (sum((each - mean) ** 2 for each in lengths) / 3 / 4) ** 0.5
+    low, high = t_test(mean, error, 3)[0]
+    assert length.ci95 == (max(1.0, low), min(3.0, high))
+    assert length.inside is True
+    pooled, *_ = against(tmp_path, run, read(tmp_path)).figures
+    assert pooled.ours == pytest.approx(1 + 14 / 10)
+
+
+def test_turns_of_a_conversation_are_one_unit_of_a_mean_over_requests(tmp_path):
+    """Copies of a request as later turns tell no more than the first turns alone."""
+    turns = {"a": [2, 1], "b": [0, 1], "c": [1, 1]}
+    alone = {name: [*steps] for name, steps in turns.items()}
+    both = {f"{name}{turn}": steps for name, steps in turns.items() for turn in ("", "/turn-2")}
+    intervals = []
+    for steps in (alone, both):
+        completions(tmp_path, steps)
+        run = report(2, *steps.values())
+        intervals.append(against(tmp_path, run, read(tmp_path, mean="requests")).figures[0].ci95)
+    assert intervals[0] == pytest.approx(intervals[1])
+
+
 def test_figures_outside_the_interval_are_named(tmp_path):
     run = report(2, *[[2, 2, 2, 1, 2]] * 40)
     reference = read(tmp_path)
-    lines = list(compare_figures(run, {}, reference))
-    assert [line.inside for line in lines[1:]] == [False, False, None]
-    text = render("runs/a", 2, reference, lines)
-    assert "Outside the run's intervals: acceptance at token 0, acceptance at token 1 (2 of 2" in " ".join(
+    found = against(tmp_path, run, reference)
+    assert [line.inside for line in found.figures[1:]] == [False, False, None]
+    text = render(found, reference)
+    assert "Outside our intervals: acceptance at token 0, acceptance at token 1 (2 of 2" in " ".join(
         text.split()
     )
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
-def test_other_draft_lengths_and_plain_decoding(tmp_path):
-    reference = read(tmp_path)
-    length, first, second, _ = compare_figures(report(1, [1, 0], [0, 1]), {}, reference)
-    assert (length.ours, length.inside) == (None, None)
-    assert first.ours == 0.5
-    assert (second.ours, second.inside) == (None, None)
-    plain = list(compare_figures(report(0, [0, 0]), {}, reference))
-    assert "no figure to compare" in render("plain", 0, reference, plain)
+def test_a_run_without_an_interval_says_so(tmp_path):
+    reference = read(tmp_path, acceptance=[])
+    text = render(against(tmp_path, report(2, [2, 1]), reference), reference)
+    assert "There is no interval that could hold a figure" in text
+
+
+def test_thinking_that_nobody_told_of_is_named(tmp_path):
+    reference, run = read(tmp_path, thinking=False), report(2, [2, 1, 0], [1, 1, 0])
+    said = "The reference has thinking off; whether this model thinks was not said"
+    assert said in " ".join(render(against(tmp_path, run, reference), reference).split())
+    told = against(tmp_path, run, reference, kwargs={"enable_thinking": False})
+    assert "thinks" not in render(told, reference)
 
 
 def results(**tasks):
@@ -155,38 +327,46 @@ def results(**tasks):
     }
 
 
+def scored(path, **tasks):
+    """Leave ``results.json`` there."""
+    (path / "results.json").write_text(json.dumps(results(**tasks)))
+
+
 @pytest.mark.parametrize(("right", "inside"), [(350, True), (300, False), (367, True), (372, False)])
 def test_accuracy_is_compared_over_the_samples(tmp_path, right, inside):
-    *_, accuracy = compare_figures(report(2, [2, 1]), results(gsm8k=right), read(tmp_path))
+    scored(tmp_path, gsm8k=right)
+    *_, accuracy = against(tmp_path, report(2, [2, 1]), read(tmp_path)).figures
     assert (accuracy.ours, accuracy.ci95) == (right / 500, wilson(right / 500, 500))
     assert accuracy.inside is inside
 
 
 def test_the_accuracy_of_another_task_is_not_taken_for_it(tmp_path):
     reference = read(tmp_path)
-    lines = list(compare_figures(report(2, [2, 1, 0], [1, 1, 2]), results(word_problems=350), reference))
-    assert lines[-1].ours is None
-    text = render("runs/a", 2, reference, lines)
+    scored(tmp_path, word_problems=350)
+    found = against(tmp_path, report(2, [2, 1, 0], [1, 1, 2]), reference)
+    assert found.figures[-1].ours is None
+    text = render(found, reference)
     assert re.search(
-        r"^gsm8k exact_match,strict-match +- +- +70\.0 % ± 2\.0  not compared$", text, re.MULTILINE
+        r"^gsm8k exact_match,strict-match +70\.0 % ± 2\.0 +- +-  not compared$", text, re.MULTILINE
     )
-    assert "Not measured by this run: gsm8k exact_match,strict-match; `specgen eval` measures" in " ".join(
+    assert "Not measured here: gsm8k exact_match,strict-match; `specgen eval` measures" in " ".join(
         text.split()
     )
 
 
 def test_accuracy_that_is_there_is_not_called_missing(tmp_path):
     reference = read(tmp_path)
-    lines = list(compare_figures(report(2, [2, 1, 0], [1, 1, 2]), results(gsm8k=250), reference))
-    text = render("runs/a", 2, reference, lines)
-    assert re.search(r"strict-match +50\.0 %  \[45\.6, 54\.4\]  70\.0 % ± 2\.0 +no$", text, re.MULTILINE)
+    scored(tmp_path, gsm8k=250)
+    text = render(against(tmp_path, report(2, [2, 1, 0], [1, 1, 2]), reference), reference)
+    assert re.search(r"strict-match +70\.0 % ± 2\.0 +50\.0 %  \[45\.6, 54\.4\] +no$", text, re.MULTILINE)
     assert "Not measured" not in text
-    assert "Outside the run's intervals: gsm8k exact_match,strict-match (1 of 4" in " ".join(text.split())
+    assert "Outside our intervals: gsm8k exact_match,strict-match (1 of 4" in " ".join(text.split())
 
 
 def test_an_accuracy_that_is_no_share_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"gsm8k exact_match,strict-match of the run is 1\.2, not a share"):
-        list(compare_figures(report(2, [2, 1]), results(gsm8k=600), read(tmp_path)))
+    scored(tmp_path, gsm8k=600)
+    with refused(r"gsm8k exact_match,strict-match of the run is 1\.2, not a share"):
+        against(tmp_path, report(2, [2, 1]), read(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -203,8 +383,9 @@ def test_results_that_are_not_lm_evals_are_refused(tmp_path, text, message):
 
 @pytest.fixture
 def run_directory(tmp_path):
+    """Of a run with K = 3, as vLLM's tests ask MT-Bench."""
     (tmp_path / "report.json").write_text(json.dumps(report(3, [3, 1, 0], [1, 2, 0], [2, 3, 1]).to_json()))
-    (tmp_path / "manifest.json").write_text("{}")
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest("mt-bench:vllm", 3)))
     return tmp_path
 
 
@@ -215,26 +396,34 @@ def invoke(*arguments):
 def test_the_command_prints_it(run_directory):
     result = invoke(run_directory, "--against", "vllm-ci-qwen3-8b")
     assert result.exit_code == 0
-    assert re.search(r"^acceptance at token 2 +22\.2 % +\[.*\] +20\.2 % +yes$", result.stdout, re.MULTILINE)
+    assert re.search(r"^acceptance at token 2 +20\.2 % +22\.2 % +\[.*\] +yes$", result.stdout, re.MULTILINE)
     assert "tests/v1/spec_decode/test_acceptance_length.py" in "".join(result.stdout.split())
+    assert "on mt-bench:vllm, K 3, temperature 0" in result.stdout
     document = json.loads(invoke(run_directory, "--against", "vllm-ci-qwen3-8b", "--json").stdout)
     assert document["num_drafts"] == 9
-    assert [line["theirs"] for line in document["against"]["figures"]] == [2.26, 0.6541, 0.3993, 0.202]
+    found = document["against"]
+    assert [line["theirs"] for line in found["figures"]] == [2.26, 0.6541, 0.3993, 0.202]
+    assert (found["name"], found["model"]) == ("vllm-ci-qwen3-8b", "Qwen/Qwen3-8B")
+    assert (found["run"]["dataset"], found["measurement"]["mean"]) == ("mt-bench:vllm", "pooled")
 
 
 def test_the_command_finds_the_accuracy_of_an_arm(run_directory):
+    (run_directory / "report.json").write_text(json.dumps(report(4, [3, 1, 0], [1, 2, 0]).to_json()))
+    (run_directory / "manifest.json").write_text(json.dumps(manifest("eval gsm8k", 4)))
     padded = ("--against", "vllm-25196-padded")
-    assert "Not measured by this run: gsm8k" in invoke(run_directory, *padded).stdout
-    (run_directory / "results.json").write_text(json.dumps(results(gsm8k=387)))
+    assert "Not measured here: gsm8k" in invoke(run_directory, *padded).stdout
+    scored(run_directory, gsm8k=387)
     printed = invoke(run_directory, *padded).stdout
-    assert "The run's intervals hold every figure compared (2)." in printed
-    assert re.search(r"strict-match +77\.4 % .* 77\.4 % ± 1\.9 +yes$", printed, re.MULTILINE)
+    assert "Our intervals hold every figure compared (2)." in printed
+    assert re.search(r"strict-match +77\.4 % ± 1\.9 +77\.4 % .* +yes$", printed, re.MULTILINE)
 
 
 def test_the_command_refuses_in_one_line(run_directory, monkeypatch, capsys):
     for arguments, message in (
         (["--against", "llama"], f"use one of {', '.join(NAMES)}"),
         ([str(run_directory), "--against", NAMES[0]], "give one directory"),
+        (["--against", "vllm-ci-qwen3-8b-dflash"], "figures for K 16 (mt-bench:vllm, K 16"),
+        (["--against", "inferencex-dsv4-mtp"], "data set speed-bench-coding"),
     ):
         monkeypatch.setattr("sys.argv", ["specgen", "report", str(run_directory), *arguments])
         with pytest.raises(SystemExit) as exited:

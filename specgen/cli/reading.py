@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -71,7 +70,7 @@ def report(
     document, parts = numbers.to_json(), of_run(numbers, manifest.get("settings", {}))
     if against is not None:
         require(len(runs) == 1, f"against is {against!r} for {len(runs)} runs: give one directory")
-        document, parts = _against(name, numbers, against)
+        document, parts = _against(name, numbers, manifest, against)
     elif len(runs) > 1:
         document, parts = _compared(runs)
     print_found(document, chain(parts, map(evaluation_note, directories)), as_json)
@@ -113,14 +112,16 @@ def _compared(
     return document, of_runs(reports, settings, shared)
 
 
-def _against(run: str, report: "Report", name: str) -> tuple[dict[str, Any], "Iterator[Part]"]:
+def _against(
+    run: str, report: "Report", manifest: dict[str, Any], name: str
+) -> tuple[dict[str, Any], "Iterator[Part]"]:
     """The report of ``run`` and the published figures ``name``, as JSON and for a terminal."""
-    from specgen.report.references import compare_figures, load_reference, load_results, of_figures
+    from specgen.report.references import compare_run, load_reference, of_figures
 
     reference = load_reference(name)
-    lines = tuple(compare_figures(report, load_results(Path(run)), reference))
-    against = {"reference": asdict(reference), "figures": [line.to_json() for line in lines]}
-    return {**report.to_json(), "against": against}, of_figures(run, report.num_spec_tokens, reference, lines)
+    found = compare_run(Path(run), report, manifest, reference)
+    against = {**reference.to_json(), **found.to_json()}
+    return {**report.to_json(), "against": against}, of_figures(reference, [found])
 
 
 @with_options

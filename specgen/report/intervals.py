@@ -99,6 +99,20 @@ class Ratio:
         return t_test(self.rate, math.sqrt(variance), self.groups - 1)[0]
 
 
+def clustered_mean_interval(groups: Sequence[Sequence[float]]) -> Interval | None:
+    """The 95 % t interval of the mean of all values; those of one group are correlated, groups independent.
+
+    As in ``Ratio`` the variance is linearized over groups. None with fewer than two groups, or without a spread.
+    """
+    found, total = len(groups), sum(map(len, groups))
+    if found < 2:
+        return None
+    mean = math.fsum(value for group in groups for value in group) / total
+    parts = [(math.fsum(group) - mean * len(group)) / total for group in groups]
+    error = math.sqrt(found / (found - 1) * math.fsum(part * part for part in parts))
+    return t_test(mean, error, found - 1)[0] if error > _ROUNDING * abs(mean) else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class PairedRatio:
     """One ratio minus another over the same groups.

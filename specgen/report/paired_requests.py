@@ -13,7 +13,14 @@ from typing import Any
 
 from specgen.config import UserError, first_line
 from specgen.record.record_rows import conversation_of
-from specgen.report.intervals import PairedRatio, Ratio, holm, paired_ratio
+from specgen.report.intervals import (
+    Interval,
+    PairedRatio,
+    Ratio,
+    clustered_mean_interval,
+    holm,
+    paired_ratio,
+)
 
 LENGTH = "length over all steps"
 POSITION = "acceptance at token "
@@ -178,6 +185,19 @@ def length_of(answers: Iterable[Answer]) -> Ratio:
     for hits, trials in units.values():
         found.add(hits, trials)
     return found
+
+
+def mean_over_requests(answers: Iterable[Answer], num_spec_tokens: int) -> Interval | None:
+    """The 95 % interval of the mean of the requests' lengths, over conversations; None without a spread."""
+    units: dict[str, list[float]] = {}
+    for answer in answers:
+        if answer.num_steps:
+            units.setdefault(answer.conversation, []).append(answer.length)
+    interval = clustered_mean_interval(list(units.values()))
+    if interval is None:
+        return None
+    # a step yields 1 to K + 1 tokens, also where the approximation exceeds that
+    return max(1.0, interval[0]), min(num_spec_tokens + 1.0, interval[1])
 
 
 def _positions(drafted: Sequence[Pair]) -> Iterator[tuple[str, PairedRatio]]:

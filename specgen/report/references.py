@@ -1,8 +1,9 @@
 """Published figures from ``eval/reference/``, each with its source, and whether a run's intervals contain them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path, PurePath
+from types import MappingProxyType
 from typing import Any
 
 from specgen.config import UserError, require
@@ -10,16 +11,20 @@ from specgen.config.bundled import evaluation_directory
 from specgen.config.json_fields import check_fields, load_json
 from specgen.report.display import DASH, ends, hundredths, percent, plain
 from specgen.report.intervals import wilson
+from specgen.report.paired_requests import mean_over_requests, read_answers
 from specgen.report.report import Report
 from specgen.report.table import Column, Row, Table
 from specgen.report.terminal import ALARMING, Part
 
-LENGTH = "mean acceptance length"
+POOLED, REQUESTS = "pooled", "requests"
+_LENGTHS = {POOLED: "mean acceptance length", REQUESTS: "mean acceptance length over requests"}
+_FILES = (".json", ".jsonl", ".csv", ".tsv", ".txt", ".parquet")
+_THINKING = ("enable_thinking", "thinking")  # as chat templates name it
 _COLUMNS = (
     Column(name="figure", title=""),
+    Column(name="theirs", title="reference"),
     Column(name="ours", title="this run"),
     Column(name="ci95", title="95 %"),
-    Column(name="theirs", title="reference"),
     Column(name="inside"),
 )
 
@@ -42,25 +47,60 @@ class PublishedAccuracy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reference:
-    """Published figures of a target and a drafter; ``source`` is their address."""
+class Conditions:
+    """What has to be alike for figures to be comparable; None where it is not known, or makes no difference.
 
-    name: str
-    source: str
-    model: str
-    drafter: str
-    setting: str  # prompts and lengths
+    ``dataset`` is a name as of ``--dataset``, of a file its name without the ending, of an evaluation ``eval TASK``.
+    """
+
+    dataset: str
     num_spec_tokens: int
-    mean_acceptance_length: float | None
-    acceptance: tuple[float, ...]  # [K], joint; empty if not published
-    accuracy: tuple[PublishedAccuracy, ...]
+    temperature: float
+    thinking: bool | None = None
+    draft_sampling: str | None = None
+
+    def shown(self) -> dict[str, str]:
+        """Each in words, by label."""
+        thinking = {None: "not known", True: "on", False: "off"}[self.thinking]
+        return {
+            "data set": self.dataset,
+            "K": str(self.num_spec_tokens),
+            "temperature": f"{self.temperature:g}",
+            "thinking": thinking,
+            "draft sampling": self.draft_sampling or "not known",
+        }
+
+    def text(self) -> str:
+        """``gsm8k, K 7, temperature 1, thinking off``, without what is not known."""
+        (_, data), *others = self.shown().items()
+        return ", ".join([data, *(f"{label} {text}" for label, text in others if text != "not known")])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement(Conditions):
+    """The figures of one data set. ``mean`` says how the length was averaged, and is required beside one.
+
+    ``pooled`` is 1 + accepted / steps over all requests, ``requests`` the mean of the lengths of each.
+    """
+
+    mean: str | None = None
+    mean_acceptance_length: float | None = None
+    acceptance: tuple[float, ...] = ()  # [K], joint, pooled; empty if not published
+    accuracy: tuple[PublishedAccuracy, ...] = ()
 
     def __post_init__(self) -> None:
         length, k = self.mean_acceptance_length, self.num_spec_tokens
-        require(
-            self.source.startswith("https://"), f"source is {self.source!r}: write the address of the figures"
-        )
+        require(bool(self.dataset), "dataset is empty: write its name as of --dataset")
         require(k >= 1, f"num_spec_tokens is {k}: write the draft length, at least 1")
+        require(self.temperature >= 0, f"temperature is {self.temperature}: write 0 (greedy) or more")
+        require(
+            self.draft_sampling in (None, "greedy", "probabilistic"),
+            f"draft_sampling is {self.draft_sampling!r}: write greedy, probabilistic or null",
+        )
+        require(
+            self.mean in ((None,) if length is None else (*_LENGTHS,)),
+            f"mean is {self.mean!r}: write {' or '.join(_LENGTHS)} beside a mean_acceptance_length, and only there",
+        )
         require(
             length is None or 1 <= length <= k + 1,
             f"mean_acceptance_length is {length}: a step yields 1 to {k + 1} tokens",
@@ -76,10 +116,63 @@ class Reference:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """Published figures of a target and a drafter; ``source`` is their address."""
+
+    name: str
+    source: str
+    model: str
+    drafter: str
+    setting: str  # prompts and lengths
+    measurements: tuple[Measurement, ...]
+
+    def __post_init__(self) -> None:
+        require(
+            self.source.startswith("https://"), f"source is {self.source!r}: write the address of the figures"
+        )
+        require(bool(self.measurements), "measurements is empty: write one for each data set")
+        texts = [each.text() for each in self.measurements]
+        twice = next((text for text in texts if texts.count(text) > 1), "")
+        require(not twice, f"two measurements are of {twice}: leave one out")
+
+    def to_json(self) -> dict[str, Any]:
+        """Where the figures come from, without them."""
+        return {name: text for name, text in asdict(self).items() if name != "measurements"}
+
+    def of(self, ours: Conditions) -> Measurement:
+        """The figures that were measured as ``ours``; ``UserError`` names the first condition that none has."""
+        left = list(self.measurements)
+        for name, label in zip(_CONDITIONS, ours.shown(), strict=True):
+            alike = [each for each in left if _agree(getattr(each, name), getattr(ours, name))]
+            theirs = ", ".join(dict.fromkeys(each.shown()[label] for each in left))
+            require(
+                bool(alike),
+                f"{self.name} has figures for {label} {theirs} ({left[0].text()}), but this run is of {label} "
+                f"{ours.shown()[label]}: generate with the same, or choose another reference",
+            )
+            left = alike
+        require(
+            len(left) == 1,
+            f"{self.name} has {len(left)} figures for {ours.text()} ({'; '.join(each.text() for each in left)}): say "
+            "with --chat-template-kwargs whether the model thinks",
+        )
+        return left[0]
+
+
+_CONDITIONS = tuple(each.name for each in fields(Conditions))
+
+
+def _agree(theirs: object, ours: object) -> bool:
+    return theirs is None or ours is None or theirs == ours
+
+
 def load_reference(name: str) -> Reference:
     """The bundled reference ``name``; ``UserError`` listing the bundled ones for any other name."""
-    files = {path.stem: path for path in sorted((evaluation_directory() / "reference").glob("*.json"))}
-    require(name in files, f"against is {name!r}, which is not a reference: use one of {', '.join(files)}")
+    files = {path.stem: path for path in (evaluation_directory() / "reference").glob("*.json")}
+    require(
+        name in files, f"against is {name!r}, which is not a reference: use one of {', '.join(sorted(files))}"
+    )
     return read_reference(files[name])
 
 
@@ -88,18 +181,57 @@ def read_reference(path: Path) -> Reference:
     value = load_json(path, "fix it")
     try:
         known = check_fields({**value, "name": path.stem}, Reference)
-        accuracy = (PublishedAccuracy(**check_fields(each, PublishedAccuracy)) for each in known["accuracy"])
-        return Reference(**known | {"acceptance": tuple(known["acceptance"]), "accuracy": tuple(accuracy)})
+        return Reference(**known | {"measurements": tuple(map(_measurement, known["measurements"]))})
     except (UserError, TypeError) as error:
         raise UserError(f"{path} is not a reference: {error}") from error
+
+
+def _measurement(value: object) -> Measurement:
+    known = check_fields(value, Measurement)
+    accuracy = (
+        PublishedAccuracy(**check_fields(each, PublishedAccuracy)) for each in known.get("accuracy", ())
+    )
+    return Measurement(
+        **known | {"acceptance": tuple(known.get("acceptance", ())), "accuracy": tuple(accuracy)}
+    )
 
 
 # --- a run against them ---------------------------------------------------------------------------
 
 
+def conditions_of(manifest: Mapping[str, Any], *, has_reasoning: bool = False) -> Conditions:
+    """Those of the run with this manifest; without a word from its command, it thinks if texts have reasoning.
+
+    ``UserError`` where K was chosen at every step.
+    """
+    engine, data, temperature = manifest["engine"], manifest["data"], manifest["sampling"]["temperature"]
+    require(
+        engine.get("spec_length", "fixed") == "fixed",
+        "this run chose K at every step (num-spec-tokens auto), as no reference did: generate with a fixed K",
+    )
+    asked = engine.get("chat_template_kwargs", {})
+    thinking = next(
+        (asked[name] for name in _THINKING if isinstance(asked.get(name), bool)), has_reasoning or None
+    )
+    return Conditions(
+        dataset=_data_name(data["dataset"]) if "dataset" in data else f"eval {', '.join(data['tasks'])}",
+        num_spec_tokens=engine["num_spec_tokens"],
+        temperature=temperature,
+        thinking=thinking,
+        draft_sampling=engine.get("draft_sampling")
+        if temperature > 0
+        else None,  # else all drafts are greedy
+    )
+
+
+def _data_name(dataset: str) -> str:
+    bare = dataset.removesuffix(".gz")
+    return PurePath(bare).stem if bare.endswith(_FILES) else dataset
+
+
 @dataclass(frozen=True, kw_only=True)
 class FigureComparison:
-    """One figure of a run and the published one; ``ours`` and ``ci95`` are None where they are not comparable."""
+    """One figure of a run and the published one; ``ours`` and ``ci95`` are None where the run has none."""
 
     figure: str
     ours: float | None
@@ -116,6 +248,39 @@ class FigureComparison:
         return {**asdict(self), "inside": self.inside}
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunComparison:
+    """A run beside the figures that were measured as it was; ``keys`` tell it from other runs of one table."""
+
+    run: Conditions
+    measurement: Measurement
+    figures: tuple[FigureComparison, ...]
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        figures = [each.to_json() for each in self.figures]
+        return {
+            **self.keys,
+            "run": asdict(self.run),
+            "measurement": asdict(self.measurement),
+            "figures": figures,
+        }
+
+
+def compare_run(
+    directory: Path,
+    report: Report,
+    manifest: Mapping[str, Any],
+    reference: Reference,
+    keys: Mapping[str, str] = MappingProxyType({}),
+) -> RunComparison:
+    """The run in ``directory`` against ``reference``; ``UserError`` where nothing was measured as it was."""
+    run = conditions_of(manifest, has_reasoning="reasoning" in report.parts)
+    theirs = reference.of(run)
+    figures = (*_acceptance(directory, report, theirs), *_accuracies(load_results(directory), theirs))
+    return RunComparison(run=run, measurement=theirs, figures=figures, keys=keys)
+
+
 def load_results(directory: Path) -> dict[str, Any]:
     """lm-eval's ``results.json`` in a run's directory; empty without one. ``UserError`` for any other content."""
     path = directory / "results.json"
@@ -129,91 +294,87 @@ def load_results(directory: Path) -> dict[str, Any]:
     return value
 
 
-def compare_figures(
-    report: Report, results: Mapping[str, Any], reference: Reference
-) -> Iterator[FigureComparison]:
-    """Compare a run's ``report`` and ``results.json`` (from ``load_results``) with ``reference``.
-
-    Mean acceptance lengths are comparable at equal K only; the joint rate at a position does not depend on K.
-    """
-    if reference.mean_acceptance_length is not None:
-        same = report.num_spec_tokens == reference.num_spec_tokens
+def _acceptance(directory: Path, report: Report, theirs: Measurement) -> Iterator[FigureComparison]:
+    if theirs.mean_acceptance_length is not None and theirs.mean is not None:
+        ours, ci95 = report.mean_acceptance_length, report.mean_acceptance_length_ci95
+        if theirs.mean == REQUESTS:
+            ours = report.mean_acceptance_length_per_request
+            ci95 = mean_over_requests(read_answers(directory).values(), report.num_spec_tokens)
         yield FigureComparison(
-            figure=LENGTH,
-            ours=report.mean_acceptance_length if same else None,
-            ci95=report.mean_acceptance_length_ci95 if same else None,
-            theirs=reference.mean_acceptance_length,
+            figure=_LENGTHS[theirs.mean], ours=ours, ci95=ci95, theirs=theirs.mean_acceptance_length
         )
-    for position, rate in enumerate(reference.acceptance):
-        ours = report.acceptance[position] if position < len(report.acceptance) else None
+    for place, rate in zip(report.acceptance, theirs.acceptance, strict=False):
         yield FigureComparison(
-            figure=f"acceptance at token {position}",
-            ours=ours.rate if ours else None,
-            ci95=ours.ci95 if ours else None,
-            theirs=rate,
+            figure=f"acceptance at token {place.position}", ours=place.rate, ci95=place.ci95, theirs=rate
         )
-    for accuracy in reference.accuracy:
-        yield _accuracy(results, accuracy)
 
 
-def _accuracy(results: Mapping[str, Any], accuracy: PublishedAccuracy) -> FigureComparison:
+def _accuracies(results: Mapping[str, Any], theirs: Measurement) -> Iterator[FigureComparison]:
     """Wilson's interval over the samples: exact for scores of 0 and 1, too wide for scores in between."""
-    task, metric = accuracy.measure.split(" ")
-    ours = results.get("results", {}).get(task, {}).get(metric)
-    samples = results.get("n-samples", {}).get(task)
-    require(
-        ours is None or 0 <= ours <= 1,
-        f"{accuracy.measure} of the run is {ours}, not a share in [0, 1]: run `specgen eval` again",
-    )
-    ci95 = wilson(ours, samples["effective"]) if ours is not None and samples is not None else None
-    return FigureComparison(
-        figure=accuracy.measure, ours=ours, ci95=ci95, theirs=accuracy.value, stderr=accuracy.stderr
-    )
+    for accuracy in theirs.accuracy:
+        task, metric = accuracy.measure.split(" ")
+        ours = results.get("results", {}).get(task, {}).get(metric)
+        samples = results.get("n-samples", {}).get(task)
+        require(
+            ours is None or 0 <= ours <= 1,
+            f"{accuracy.measure} of the run is {ours}, not a share in [0, 1]: run `specgen eval` again",
+        )
+        ci95 = wilson(ours, samples["effective"]) if ours is not None and samples is not None else None
+        yield FigureComparison(
+            figure=accuracy.measure, ours=ours, ci95=ci95, theirs=accuracy.value, stderr=accuracy.stderr
+        )
 
 
-def of_figures(
-    run: str, num_spec_tokens: int, reference: Reference, lines: Sequence[FigureComparison]
-) -> Iterator[Part]:
-    """What the terminal shows of ``lines`` (from ``compare_figures``) for the run named ``run``."""
-    yield (
-        f"{run} against {reference.name}: {reference.model} with {reference.drafter}, "
-        f"K {reference.num_spec_tokens}; {reference.setting}"
-    )
+def of_figures(reference: Reference, runs: Sequence[RunComparison]) -> Iterator[Part]:
+    """What the terminal shows of ``runs``, one at least, beside ``reference``."""
+    yield f"{reference.name}: {reference.model} with {reference.drafter}; {reference.setting}"
+    yield "\n".join(dict.fromkeys(f"on {run.measurement.text()}" for run in runs))
     yield reference.source
-    yield Table(title=reference.name, columns=_COLUMNS, rows=tuple(map(_row, lines)))
-    yield _summary(num_spec_tokens, reference, lines)
+    keys = (Column(name=name) for name in runs[0].keys)
+    yield Table(
+        title=reference.name,
+        columns=(*keys, *_COLUMNS),
+        rows=tuple({**run.keys, **_row(line)} for run in runs for line in run.figures),
+        num_keys=len(runs[0].keys) + 1,
+    )
+    yield " ".join(_summary(runs))
 
 
-def _summary(num_spec_tokens: int, reference: Reference, lines: Sequence[FigureComparison]) -> str:
+def _summary(runs: Sequence[RunComparison]) -> Iterator[str]:
     """Which published figures lie outside the run's intervals, and what is not comparable."""
-    compared = [line for line in lines if line.inside is not None]
-    outside = [line.figure for line in compared if not line.inside]
+    lines = [(" ".join((*run.keys.values(), line.figure)), line) for run in runs for line in run.figures]
+    compared = [line for _, line in lines if line.inside is not None]
+    outside = [name for name, line in lines if line.inside is False]
     if not compared:
-        sentences = ["This run has no figure to compare with the reference."]
+        yield "There is no interval that could hold a figure of the reference."
     elif outside:
-        sentences = [
-            f"Outside the run's intervals: {', '.join(outside)} ({len(outside)} of {len(compared)} figures)."
-        ]
+        yield (
+            f"Outside our intervals: {', '.join(outside)} ({len(outside)} of {len(compared)} "
+            f"figure{'s' * (len(compared) > 1)})."
+        )
     else:
-        sentences = [f"The run's intervals hold every figure compared ({len(compared)})."]
-    if num_spec_tokens != reference.num_spec_tokens and reference.mean_acceptance_length is not None:
-        sentences += ["Mean lengths of different draft lengths are not compared."]
-    measures = {accuracy.measure for accuracy in reference.accuracy}
-    missing = [line.figure for line in lines if line.ours is None and line.figure in measures]
+        yield f"Our intervals hold every figure compared ({len(compared)})."
+    measures = {accuracy.measure for run in runs for accuracy in run.measurement.accuracy}
+    missing = [name for name, line in lines if line.ours is None and line.figure in measures]
     if missing:
-        sentences += [f"Not measured by this run: {', '.join(missing)}; `specgen eval` measures accuracy."]
-    return " ".join(sentences)
+        yield f"Not measured here: {', '.join(missing)}; `specgen eval` measures accuracy."
+    thinks = {run.measurement.thinking for run in runs if run.run.thinking is None} - {None}
+    if thinks:
+        yield (
+            f"The reference has thinking {' and '.join('on' if each else 'off' for each in thinks)}; whether "
+            "this model thinks was not said (--chat-template-kwargs) and shows in no text."
+        )
 
 
 def _row(line: FigureComparison) -> Row:
-    show = plain if line.figure == LENGTH else percent
+    show = plain if line.figure in _LENGTHS.values() else percent
     error = "" if line.stderr is None else f" ± {hundredths(line.stderr)}"
     unknown = "not compared" if line.ours is None else DASH
     return {
         "figure": line.figure,
+        "theirs": show(line.theirs) + error,
         "ours": show(line.ours),
         "ci95": ends(line.ci95, show),
-        "theirs": show(line.theirs) + error,
         "inside": {None: unknown, True: "yes", False: "no"}[line.inside],
         ALARMING: line.inside is False,
     }
