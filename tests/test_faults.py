@@ -27,7 +27,7 @@ from specgen.record.record_rows import EngineRow, OutOfMemory
 from tests.engines import Pair, bundled_requests, config_of, load_pair
 from tests.marks import mostly_slow
 from tests.operations import Operations
-from tests.tiny_checkpoints import write_eagle1_head, write_head, write_target
+from tests.tiny_checkpoints import write_dflash_head, write_eagle1_head, write_head, write_target
 
 ERRORS = (torch.OutOfMemoryError, RuntimeError)
 CONFIGS = list(product(("greedy", "sampled"), (0, 4), (True, False), (False, True)))
@@ -349,11 +349,14 @@ OTHER_HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
     "eagle-1": partial(write_eagle1_head, fc_bias=True),
     "two-layers": partial(write_head, num_layers=2, windows=[None, 9]),
     "p-eagle": partial(write_head, num_layers=2, mask_token=("ptd_token_id", 4)),
+    "dspark": partial(
+        write_dflash_head, dialect="DeepSpec", markov=("rnn", 16), windows=[9, None], confidence=True
+    ),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "error"), list(zip(OTHER_HEADS, (*ERRORS, ERRORS[0]), strict=True)))
+@pytest.mark.parametrize(("name", "error"), list(zip(OTHER_HEADS, (*ERRORS, *ERRORS), strict=True)))
 def test_an_error_changes_no_result_with_other_heads(
     tmp_path: Path, device_like: Callable[..., None], name: str, error: type[RuntimeError]
 ) -> None:

@@ -30,7 +30,7 @@ from tests.reference_heads import ReferenceHead
 from tests.test_heads import MTP
 from tests.test_mtp import pair_of
 from tests.test_sampling import penalised as naive
-from tests.tiny_checkpoints import write_eagle1_head, write_head
+from tests.tiny_checkpoints import write_dflash_head, write_eagle1_head, write_head
 
 CPU = torch.device("cpu")
 KINDS: tuple[dict[str, float], ...] = (
@@ -145,6 +145,7 @@ def test_greedy_text_with_mixed_acceptance_equals_transformers(
 OTHERS: dict[str, Callable[[Path, Any], None]] = {
     "eagle-1": write_eagle1_head,
     "p-eagle": partial(write_head, num_layers=2, mask_token=("ptd_token_id", 4)),
+    "dspark": partial(write_dflash_head, dialect="DeepSpec", markov=("gated", 8)),
 }
 
 

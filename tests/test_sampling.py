@@ -33,7 +33,7 @@ from specgen.decoding.verify import accept_sampled
 from specgen.models.model_config import TargetConfig
 from tests.engines import Pair, generate, load_pair, random_requests
 from tests.marks import mostly_slow
-from tests.tiny_checkpoints import write_eagle1_head, write_head, write_target
+from tests.tiny_checkpoints import write_dflash_head, write_eagle1_head, write_head, write_target
 
 VOCAB, LENGTH, SAMPLES = 10, 4, 6000
 PROMPT = (3, 7, 4)
@@ -149,13 +149,18 @@ OTHER_HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
     "p-eagle": partial(write_head, num_layers=2, mask_token=("ptd_token_id", 4), draft_vocab_size=7, std=0.1),
     "two-layers": partial(write_head, num_layers=2, windows=[None, 3], draft_vocab_size=7, std=0.1),
     "eagle-1": partial(write_eagle1_head, qkv_bias=True, std=0.1),
+    "dflash": partial(write_dflash_head, draft_vocab_size=7, std=0.1),
+    "dspark": partial(write_dflash_head, dialect="DeepSpec", markov=("vanilla", 4), own=True, std=0.1),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "draft_sampling"),
-    [("p-eagle", "probabilistic"), ("two-layers", "greedy"), ("eagle-1", "probabilistic")],
+    [
+        *(("p-eagle", "probabilistic"), ("two-layers", "greedy"), ("eagle-1", "probabilistic")),
+        *(("dflash", "probabilistic"), ("dspark", "probabilistic")),
+    ],
 )
 def test_every_kind_of_head_leaves_the_distribution_of_plain_sampling(
     small_pair: Pair, tmp_path: Path, name: str, draft_sampling: str

@@ -1,6 +1,7 @@
 """The composition root: a resolved configuration and loaded models become an engine, with a KV cache that fits."""
 
 import gc
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -142,6 +143,12 @@ def _drafter(config: EngineConfig, models: Models, backend: Backend, allocator: 
             device=models.target.device,
         )
     assert models.head is not None
+    trained, asked = models.head.config.most_drafts, config.draft_length.most
+    if trained is not None and asked > trained:
+        text = (
+            "the head was trained to draft %d tokens and num-spec-tokens is %d: the last drafts will be poor"
+        )
+        logging.getLogger("specgen").warning(text, trained, asked)
     non_padded = NonPaddedBatch() if backend.capabilities.needs_host_lens else PackedBatch()
     return HeadDrafter(
         head=models.head,

@@ -41,6 +41,10 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     ),
     "attention_mode": (None, "gqa", "mha"),
     "projector_type": (None, "dspark"),
+    **dict.fromkeys(
+        ("dflash_query_causal", "log_snr_conditioning", "enable_qwen35_gated_q_proj"), (None, False)
+    ),
+    "speculators_model_type": (None, "dflash", "dspark"),
 }
 # How the rows of a block stand. anchor: the newest token and K - 1 masks, each of which predicts the next token;
 # fill-in: the newest token and K masks, each of which predicts its own

@@ -353,6 +353,11 @@ class HeadConfig(LayerConfig):
             "quantization_config is set: a head in FP8 is not supported, use a plain one",
         )
 
+    @property
+    def most_drafts(self) -> int | None:
+        """Drafts that it was trained to make in one pass; None: no number is known."""
+        return None
+
     def pass_rows(self, num_drafts: int) -> int:
         """Rows per sequence of a pass that drafts; 1: each draft has a pass of its own."""
         del num_drafts

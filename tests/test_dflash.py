@@ -1,0 +1,265 @@
+"""How DFlash and DSpark heads in their published dialects are read, and what is refused; drafts: test_heads.py."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specgen.checkpoints.inspect_checkpoint import describe
+from specgen.config import UserError
+from specgen.core import step
+from specgen.decoding.confidence import levels
+from specgen.models.dflash import DFlashConfig
+from specgen.models.families import head_family_of, unread
+from tests.engines import generate, load_pair, random_requests
+from tests.test_heads import GREEDY
+from tests.tiny_checkpoints import write_dflash_head, write_target
+
+NAMES = frozenset(
+    {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.0.self_attn.q_norm.weight"}
+    | {f"layers.0.self_attn.{name}_proj.weight" for name in "qkvo"}
+)
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_hidden_layers": 5,
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "hidden_act": "silu",
+    "max_window_layers": 5,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "dtype": "bfloat16",
+}
+IDS, SHIFTED = [1, 9, 17, 25, 33], (2, 10, 18, 26, 34)
+FULL, SLIDING = "full_attention", "sliding_attention"
+Z_LAB = QWEN3_8B | {
+    "architectures": ["DFlashDraftModel"],
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "block_size": 16,
+    "num_target_layers": 36,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": IDS},
+    "layer_types": 5 * [FULL],
+}
+NESTED = Z_LAB | {
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": IDS, "block_size": 16},
+    "layer_types": [*4 * [SLIDING], FULL],
+    "sliding_window": 2048,
+    "use_sliding_window": True,
+}
+del NESTED["block_size"]
+DEEPSPEC = QWEN3_8B | {
+    "architectures": ["Qwen3DSparkModel"],
+    "block_size": 7,
+    "mask_token_id": 151669,
+    "target_layer_ids": IDS,
+    "num_anchors": 512,
+    "markov_rank": 256,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+SPECFORGE = QWEN3_8B | {
+    "architectures": ["DSparkDraftModel"],
+    "block_size": 16,
+    "dflash_config": {
+        "projector_type": "dspark",
+        "markov_rank": 256,
+        "markov_head_type": "gated",
+        "mask_token_id": 151669,
+        "target_layer_ids": IDS,
+    },
+}
+SPECULATORS = {
+    "architectures": ["DFlashDraftModel"],
+    "speculators_model_type": "dflash",
+    "transformer_layer_config": QWEN3_8B | {"layer_types": [*4 * [SLIDING], FULL], "sliding_window": 2048},
+    "block_size": 16,
+    "mask_token_id": 151669,
+    "aux_hidden_state_layer_ids": list(SHIFTED),
+    "draft_vocab_size": 32000,
+    "sliding_window_non_causal": False,
+}
+CONFIDENCE = {"confidence_head.proj.weight", "confidence_head.proj.bias"}
+
+
+def read(config: Mapping[str, Any], *more: str) -> DFlashConfig:
+    """As a head with these tensors beside the usual ones; every key is read."""
+    names = NAMES | set(more)
+    found = head_family_of(config, names).config(config, names, 36)
+    assert unread(config, names) == ()
+    assert isinstance(found, DFlashConfig)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "dialect", "layout", "drafts", "causal", "markov"),
+    [
+        (Z_LAB, (), "z-lab", "fill-in", 15, 5 * (False,), 0),
+        (NESTED, (), "z-lab", "fill-in", 15, (*4 * (True,), False), 0),
+        (DEEPSPEC, CONFIDENCE, "DeepSpec", "anchor", 7, 5 * (False,), 256),
+        (
+            DEEPSPEC | {"markov_rank": 0, "enable_confidence_head": False},
+            (),
+            "DeepSpec",
+            "anchor",
+            7,
+            5 * (False,),
+            0,
+        ),
+        (SPECFORGE, (), "DeepSpec", "anchor", 16, 5 * (False,), 256),
+        (SPECULATORS, (), "speculators", "fill-in", 15, (*4 * (True,), False), 0),
+        (
+            SPECULATORS | {"sample_from_anchor": True},
+            (),
+            "speculators",
+            "anchor",
+            16,
+            (*4 * (True,), False),
+            0,
+        ),
+    ],
+    ids=["z-lab", "nested", "dspark", "deepspec-dflash", "specforge", "speculators", "speculators-anchors"],
+)
+def test_published_dialects(
+    config: Mapping[str, Any],
+    more: tuple[str, ...],
+    dialect: str,
+    layout: str,
+    drafts: int,
+    causal: tuple[bool, ...],
+    markov: int,
+) -> None:
+    found = read(config, *more)
+    assert found.aux_layers == SHIFTED, "the inputs of the layers behind those named, or speculators' inputs"
+    assert (found.dialect, found.block_layout, found.most_drafts) == (dialect, layout, drafts)
+    assert (found.causal_layers, found.markov_rank, found.mask_token_id) == (causal, markov, 151669)
+    assert found.confidence == (more == CONFIDENCE)
+    assert found.pass_rows(4) == (4 if layout == "anchor" else 5)
+    assert found.qk_norm
+    assert found.title == ("a DSpark head" if markov else "a DFlash head")
+
+
+@pytest.mark.parametrize(
+    ("changes", "nested", "causal"),
+    [
+        ({"is_causal": True}, {"causal": False}, True),
+        ({"is_causal": None}, {"causal": True}, True),
+        ({}, {"causal": True}, True),
+        ({"is_causal": False}, {}, False),
+    ],
+)
+def test_one_setting_for_all_layers_comes_before_windows(
+    changes: dict[str, Any], nested: dict[str, Any], causal: bool
+) -> None:
+    config = Z_LAB | changes | {"dflash_config": Z_LAB["dflash_config"] | nested}
+    assert read(config).causal_layers == 5 * (causal,)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
+    "two readings": ({"target_layer_ids": SHIFTED}, (), "the file fits two readings"),
+    "two kinds of ids": (
+        {"aux_hidden_state_layer_ids": IDS},
+        (),
+        "layer outputs and aux_hidden_state_layer_ids",
+    ),
+    "no mask": ({"dflash_config": {"target_layer_ids": IDS}}, (), "mask_token_id is None"),
+    "no ids": ({"dflash_config": {"mask_token_id": 1}}, (), "neither target_layer_ids nor"),
+    "no block": ({"block_size": None}, (), "config.json has no block_size"),
+    "descending": (
+        {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [9, 1]}},
+        (),
+        "ascending layer numbers",
+    ),
+    "mask outside": (
+        {"dflash_config": {"mask_token_id": 151936, "target_layer_ids": IDS}},
+        (),
+        "outside the vocab",
+    ),
+    "windows ahead": (NESTED | {"is_causal": False}, (), "layer 0 has a window and is not causal"),
+    "softcap": ({"final_logit_softcapping": 20.0}, (), "final_logit_softcapping is 20.0"),
+    "scaled": ({"input_embedding_scale": 2.0}, (), "input_embedding_scale is 2.0"),
+    "projector": ({"projector_type": "domino"}, (), "projector_type is 'domino'"),
+    "Markov kind": ({"markov_head_type": "gru"}, (), "markov_head_type is 'gru'"),
+    "Markov rank": ({"markov_rank": -1}, (), "markov_rank is -1"),
+    "no confidence head": ({"enable_confidence_head": True}, (), "no confidence_head.proj.weight"),
+    "DFlash2": ({}, ("layers.0.attention_conv.base_kernel",), "DFlash2's convolutions, which are not built"),
+    "selector": ({}, ("candidate_selector.predecessor_codebook",), "DFlash2's candidate selector"),
+    "of another type": ({"speculators_model_type": "eagle3"}, (), "speculators_model_type is 'eagle3'"),
+    "not a switch": ({"is_causal": "yes"}, (), "is_causal is 'yes'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    changes, more, reason = REFUSED[name]
+    with pytest.raises(UserError, match=reason):
+        read(Z_LAB | changes, *more)
+
+
+def test_speculators_name_inputs() -> None:
+    config = {name: value for name, value in SPECULATORS.items() if name != "aux_hidden_state_layer_ids"}
+    with pytest.raises(UserError, match="is speculators' and has target_layer_ids"):
+        read(config | {"target_layer_ids": IDS})
+
+
+def test_inspect_says_how_it_was_understood(tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target", vocab_size=8)
+    write_dflash_head(
+        tmp_path / "drafter", target, "DeepSpec", own=True, markov=("gated", 5), confidence=True
+    )
+    (part,) = describe(str(tmp_path / "drafter")).parts
+    facts = part.facts()
+    assert facts["dialect"] == "DeepSpec"
+    assert facts["features"] == "the target's residual stream at the inputs of layers 1, 3, 5"
+    assert facts["block"] == "6 rows, 6 drafts, anchor: each row predicts the next token"
+    assert facts["causal in a block"] == "no layer"
+    assert facts["Markov head"] == "gated, rank 5"
+    assert facts["confidence"] == "its own head, of the hidden state and the token before"
+
+
+def test_more_drafts_than_it_was_trained_for_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_dflash_head(tmp_path / "drafter", write_target(tmp_path / "target", vocab_size=8), block_size=4)
+    pair = load_pair(tmp_path)
+    for k, said in ((3, False), (4, True)):
+        with caplog.at_level(logging.WARNING):
+            generate(pair, random_requests(2, 8, GREEDY), num_spec_tokens=k)
+        assert ("was trained to draft 3 tokens" in caplog.text) == said, k
+
+
+def test_the_confidence_head_says_how_sure_drafts_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of weights that give .5 for each draft; the softmax would say something else."""
+    target = write_target(tmp_path / "target", vocab_size=8)
+    zeros = {"confidence_head.proj.weight": torch.zeros(1, 69), "confidence_head.proj.bias": torch.zeros(1)}
+    seen: dict[str, set[float]] = {}
+    for name, changed in (("said", zeros), ("not said", {})):
+        path = tmp_path / name
+        path.mkdir()
+        (path / "target").symlink_to(tmp_path / "target")
+        settings = {"own": True, "markov": ("vanilla", 5), "confidence": True, "changed": changed}
+        write_dflash_head(path / "drafter", target, "DeepSpec", **settings)
+        found = seen[name] = set()
+
+        def levels_of(confidence: Tensor, begins: Tensor, found: set[float] = found) -> Tensor:
+            found.update(confidence.flatten().tolist())
+            return levels(confidence, begins)
+
+        monkeypatch.setattr(step, "levels", levels_of)
+        generate(load_pair(path), random_requests(3, 8, GREEDY), num_spec_tokens=3)
+    assert seen["said"] == {0.5}
+    assert len(seen["not said"]) > 9
