@@ -502,7 +502,7 @@ def test_a_target_named_as_the_head_is_distinguished_by_its_path(target_path: Pa
     with pytest.raises(UserError) as caught:
         drafter_config(open_checkpoint(str(target_path)), None)
     assert str(caught.value).startswith(
-        f"{target_path} is not a draft head (no midlayer.hidden_norm.weight or "
+        f"{target_path} is not a draft head (no hidden_norm.weight: the checkpoint is not a DFlash or "
     )
     assert str(caught.value).endswith("): name one with --drafter, or use --drafter ngram")
 

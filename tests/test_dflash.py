@@ -214,6 +214,13 @@ def test_speculators_name_inputs() -> None:
         read(config | {"target_layer_ids": IDS})
 
 
+def test_an_embedding_of_the_mask_beside_the_weights_is_refused(tmp_path: Path) -> None:
+    write_dflash_head(tmp_path / "drafter", write_target(tmp_path / "target", vocab_size=8))
+    torch.save(torch.zeros(64), tmp_path / "drafter" / "mask_embedding.pt")
+    with pytest.raises(UserError, match=r"mask_embedding\.pt in place of its mask token's embedding"):
+        load_pair(tmp_path)
+
+
 def test_inspect_says_how_it_was_understood(tmp_path: Path) -> None:
     target = write_target(tmp_path / "target", vocab_size=8)
     write_dflash_head(

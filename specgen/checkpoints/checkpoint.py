@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specgen.checkpoints.fingerprint import BESIDES
+from specgen.checkpoints.fingerprint import BESIDES, MASK_EMBEDDING
 from specgen.checkpoints.rank_share import RankShare
 from specgen.checkpoints.tensor_reader import E4M3, Checkpoint, TensorReader, uploading
 from specgen.checkpoints.weight_files import are_equal, read_json, tensor_infos
@@ -89,6 +89,11 @@ def has_own_output(checkpoint: Checkpoint) -> bool:
 def drafter_config(checkpoint: Checkpoint, num_target_layers: int | None) -> HeadConfig:
     """The config of a head for a target of ``num_target_layers`` (None: unknown)."""
     names, config = checkpoint.tensors.keys(), checkpoint.config
+    require(
+        not (checkpoint.path / MASK_EMBEDDING).exists(),
+        f"{checkpoint.name} has {MASK_EMBEDDING} in place of its mask token's embedding, which is not built: use "
+        "another head",
+    )
     if not any(info.dtype == E4M3 for info in checkpoint.tensors.values()):  # copied from its target's config
         config = without_quantization(config)
     try:

@@ -14,7 +14,9 @@ from specgen.checkpoints.tensor_reader import Checkpoint
 from specgen.checkpoints.weight_files import file_state
 from specgen.config import UserError
 
+MASK_EMBEDDING = "mask_embedding.pt"  # of some DFlash heads
 BESIDES = (
+    MASK_EMBEDDING,
     "*.json",
     "*.jinja",
     "*.model",

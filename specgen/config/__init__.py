@@ -373,8 +373,8 @@ class EngineConfig:
     drafter: str | None = option(
         MISSING,
         "Models",
-        "EAGLE head: a directory or hub id. Or ngram[:N]: no head; n-gram lookup of up to N tokens (default "
-        f"{_NGRAM}) in the text so far. Or mtp: the target's own MTP layers.",
+        "EAGLE, DFlash or DSpark head: a directory or hub id. Or ngram[:N]: no head; n-gram lookup of up to N tokens "
+        f"(default {_NGRAM}) in the text so far. Or mtp: the target's own MTP layers.",
         shown="the bundled head",
     )
     chat_template_kwargs: TemplateKwargs | Mapping[str, Any] | str = option(
