@@ -299,6 +299,65 @@ def test_two_runs_have_the_same_p_in_report(tmp_path: Path) -> None:
     assert any(each.p != each.paired.p for each in pair.positions)
 
 
+# --- published figures ---------------------------------------------------------------------------
+
+
+def test_heads_beside_published_figures(tmp_path: Path) -> None:
+    """Every head on its own data, by the figures of its own report."""
+    steps = {"good": [[3, 2], [2, 3], [3, 1]], "bad": [[0, 1], [1, 0], [0, 0]]}
+    paths = [a_run(tmp_path / head, head, each, data="mt-bench:vllm") for head, each in steps.items()]
+    told = ("--against", "vllm-ci-llama-3.1-8b")
+    found = json.loads(call(*paths, *told, "--json"))
+    assert (found["against"]["name"], found["against"]["model"]) == (
+        told[1],
+        "meta-llama/Llama-3.1-8B-Instruct",
+    )
+    good, bad = found["against"]["runs"]
+    assert [(each["data"], each["head"]) for each in (good, bad)] == [
+        ("mt-bench:vllm", "good"),
+        ("mt-bench:vllm", "bad"),
+    ]
+    for each, run in zip((good, bad), found["runs"], strict=True):
+        length, *places = each["figures"]
+        assert (length["theirs"], length["ours"]) == (2.60, run["report"]["mean_acceptance_length"])
+        assert length["ci95"] == run["report"]["mean_acceptance_length_ci95"]
+        assert [place["ours"] for place in places] == [at["rate"] for at in run["report"]["acceptance"]]
+    text = call(*paths, *told)
+    assert text.startswith(call(*paths))  # the comparison itself does not change
+    row = r"^mt-bench:vllm +bad +mean acceptance length +2\.60 +1\.33 +\[.*\] +no$"
+    assert re.search(row, text, re.MULTILINE)
+    assert "mt-bench:vllm bad mean acceptance length" in " ".join(text.split())
+
+
+def test_what_was_not_measured_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    told = ("--against", "vllm-ci-llama-3.1-8b")
+    with refused("figures for data set mt-bench:vllm .* of data set mine: generate with the same"):
+        call(*(a_run(tmp_path / head, head, [[1], [2]]) for head in "ab"), *told)
+    prompts = data_directory() / "prompts" / "mt_bench.jsonl"
+    asked = ("--dataset", f"mt-bench:vllm={prompts}", *told, "--output", tmp_path / "out")
+    with refused("figures for K 3 .* of K 4:"):
+        call(*asked)
+    with refused("figures for temperature 0 .* of temperature 0.5:"):
+        call(*asked, "--num-spec-tokens", "3", "--temperature", "0.5")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_comparison_that_ran_is_put_beside_published_figures(tmp_path: Path) -> None:
+    """Also by ``specgen report``; of MT-Bench the first turns alone are asked."""
+    prompts, out = data_directory() / "prompts" / "mt_bench.jsonl", tmp_path / "out"
+    told = ("--against", "vllm-ci-gemma-4-e4b")
+    asked = ("--dataset", f"mt-bench:vllm={prompts}", "--num-prompts", "3", "--num-spec-tokens", "2")
+    text = call(
+        "--drafter", heads()[0], *asked, "--max-new-tokens", "16", "--repeats", "0", "--output", out, *told
+    )
+    row = re.search(r"^mt-bench:vllm +drafter +mean length over requests +2\.28 +(\S+) ", text, re.MULTILINE)
+    (run,) = json.loads(printed("report", out, "--json", *told))["against"]["runs"]
+    (length,) = run["figures"]
+    assert row is not None
+    assert row[1] == f"{length['ours']:.2f}"
+    assert len((out / "mt-bench-vllm" / "drafter" / "completions.jsonl").read_text().splitlines()) == 3
+
+
 # --- sentences ------------------------------------------------------------------------------------
 
 
@@ -528,7 +587,9 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         ("--drafter", target): f"^{target} is not a draft head .*not an EAGLE3 head",
         ("--model", str(tmp_path)): "has no drafter to compare",
         (str(tmp_path), "--drafter", "ngram"): "^drafter, output are given with directories",
-        ("--export", "md", "--json"): "choose one",
+        ("--export", "md", "--json"): "^export and json are both given: choose one",
+        ("--export", "md", "--against", "vllm-ci-qwen3-8b"): "^export and against are both given",
+        ("--against", "nothing"): "against is 'nothing', which is not a reference: use one of",
     }
     for arguments, says in refusals.items():
         with pytest.raises(UserError, match=says):

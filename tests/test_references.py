@@ -260,7 +260,7 @@ def test_a_mean_over_requests_is_compared_with_one(tmp_path):
     completions(tmp_path, steps)
     run = report(2, *steps.values())
     length, *_ = against(tmp_path, run, read(tmp_path, mean="requests")).figures
-    assert length.figure == "mean acceptance length over requests"
+    assert length.figure == "mean length over requests"
     assert length.ours == pytest.approx((3 + 1.5 + 2 + 1) / 4)
     lengths, mean = [3, 1.5, 2, 1], 1.875
     error = (sum((each - mean) ** 2 for each in lengths) / 3 / 4) ** 0.5

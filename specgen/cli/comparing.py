@@ -3,6 +3,7 @@
 import sys
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from specgen.experiments.head_figures import Comparison
     from specgen.experiments.heads_job import HeadsJob
+    from specgen.report.references import Reference
 
 _ENGINE = Only(
     "generation_config "
@@ -28,7 +30,7 @@ _ENGINE = Only(
     "kv_memory device tensor_parallel dtype kv_dtype attention cuda_graphs gpu_memory_utilization prefix_cache",
     {"drafter": "ngram"},  # each of --drafter takes its place
 )
-_OF_READING = {"directories", "export", "as_json"}
+_OF_READING = {"directories", "against", "export", "as_json"}
 _DIRECTORIES = typer.Argument(
     help="Finished runs of `specgen generate`, or the directory of a comparison, instead of running anything.",
     show_default=False,
@@ -66,6 +68,12 @@ def compare(
         "Directory for comparison.json, compare.html and a run directory for every head and data set. An earlier "
         "comparison there is resumed; heads and data sets can be added.",
     ),
+    against: str | None = option(
+        None,
+        "Results",
+        "Published figures to put beside every head on every data set; what they have not measured is refused before "
+        "anything runs. An unknown name lists them.",
+    ),
     export: ExportName | None = option(
         None, "Results", "Print a table for a paper, or as CSV all figures, instead of the comparison."
     ),
@@ -77,7 +85,9 @@ def compare(
     The target is loaded once. Runs that differ in more than head and data set are refused. With --output, running a
     stopped command again resumes it. Exit code 3 if a request failed.
     """
-    require(export is None or not as_json, "export and json are both given: choose one")
+    others = [name for name, given in (("json", as_json), ("against", against)) if given]
+    require(export is None or not others, f"export and {' and '.join(others)} are both given: choose one")
+    reference = None if against is None else _reference(against)
     if directories:
         _require_only_read(ctx)
         found = read_comparison(directories)
@@ -86,9 +96,12 @@ def compare(
 
         drafters = _drafters(engine, drafter or [])
         given = given_fields(ctx)
-        job = HeadsJob(engine, drafters, sampling, _sources(dataset, data), repeats, given)
+        sources = _sources(dataset, data)
+        if reference is not None:
+            _require_measured(reference, engine, sampling, sources)
+        job = HeadsJob(engine, drafters, sampling, sources, repeats, given)
         found = _run(job, output, repeating(ctx), quiet)
-    print_comparison(found, export, as_json)
+    print_comparison(found, reference, export, as_json)
     if output is not None and not quiet:
         print_files(output, "compare.html")
     if any(run.report.num_errors for run in found.runs):
@@ -133,6 +146,23 @@ def _sources(text: str, of_each: DataSource) -> tuple[DataSource, ...]:
     return tuple(found)
 
 
+def _reference(name: str) -> "Reference":
+    from specgen.report.references import load_reference
+
+    return load_reference(name)
+
+
+def _require_measured(
+    reference: "Reference", engine: EngineConfig, sampling: SamplingParams, sources: "Sequence[DataSource]"
+) -> None:
+    """``UserError`` for a data set and settings of which ``reference`` has no figure."""
+    from specgen.report.references import conditions_of
+
+    asked = {"engine": engine.to_json(), "sampling": {"temperature": sampling.temperature}}
+    for source in sources:
+        reference.of(conditions_of(asked | {"data": source.to_json()}))
+
+
 def _run(job: "HeadsJob", output: Path | None, config: str, quiet: bool) -> "Comparison":
     """Run or resume ``job``; if it ends early, say so and exit."""
     from specgen.config.errors import DeviceLost
@@ -167,11 +197,20 @@ def read_comparison(directories: "Sequence[Path]") -> "Comparison":
     return compare_runs(read_runs(runs), speeds)
 
 
-def print_comparison(found: "Comparison", export: ExportName | None, as_json: bool) -> None:
-    """Print it as tables and sentences, in the format ``export``, or as one JSON document."""
+def print_comparison(
+    found: "Comparison", reference: "Reference | None", export: ExportName | None, as_json: bool
+) -> None:
+    """Print it as tables and sentences, in the format ``export``, or as one JSON document, beside ``reference``."""
+    from specgen.experiments.head_figures import published
     from specgen.experiments.heads_tables import exported, of_heads
+    from specgen.report.references import of_figures
 
     if export is not None:
         print(exported(found, export), end="")
-    else:
-        print_found(found.to_json(), of_heads(found), as_json)
+        return
+    document, parts = found.to_json(), of_heads(found)
+    if reference is not None:
+        runs = published(found, reference)
+        document["against"] = reference.to_json() | {"runs": [run.to_json() for run in runs]}
+        parts = chain(parts, of_figures(reference, runs))
+    print_found(document, parts, as_json)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from specgen.report.folder import Listing
+    from specgen.report.references import Reference
     from specgen.report.report import Report
     from specgen.report.terminal import Part
 
@@ -38,7 +39,9 @@ def report(
     against: Annotated[
         str | None,
         typer.Option(
-            help="Published figures to compare one run with; an unknown name lists them.", show_default=False
+            help="Published figures to put beside one run, or the heads of a comparison; what they have not measured "
+            "is refused. An unknown name lists them.",
+            show_default=False,
         ),
     ] = None,
     as_json: _Json = False,
@@ -50,6 +53,7 @@ def report(
     """
     from specgen.experiments.head_figures import is_comparison
     from specgen.report.folder import arms, benches, evaluation_note, is_folder, listed, of_bench
+    from specgen.report.references import load_reference
     from specgen.report.report import load_so_far
     from specgen.report.tables import of_run
 
@@ -57,8 +61,9 @@ def report(
         for bench in documents:
             print_found(bench, of_bench(bench), as_json)
         return
-    if against is None and len(directories) == 1 and is_comparison(directories[0]):
-        print_comparison(read_comparison(directories), None, as_json)
+    reference = None if against is None else load_reference(against)
+    if len(directories) == 1 and is_comparison(directories[0]):
+        print_comparison(read_comparison(directories), reference, None, as_json)
         return
     if against is None and len(directories) == 1 and is_folder(directories[0]):
         listing = listed(directories[0])
@@ -68,9 +73,9 @@ def report(
     runs = [(str(arm), *load_so_far(arm)) for directory in directories for arm in arms(directory)]
     name, numbers, manifest = runs[0]
     document, parts = numbers.to_json(), of_run(numbers, manifest.get("settings", {}))
-    if against is not None:
+    if reference is not None:
         require(len(runs) == 1, f"against is {against!r} for {len(runs)} runs: give one directory")
-        document, parts = _against(name, numbers, manifest, against)
+        document, parts = _against(name, numbers, manifest, reference)
     elif len(runs) > 1:
         document, parts = _compared(runs)
     print_found(document, chain(parts, map(evaluation_note, directories)), as_json)
@@ -113,12 +118,11 @@ def _compared(
 
 
 def _against(
-    run: str, report: "Report", manifest: dict[str, Any], name: str
+    run: str, report: "Report", manifest: dict[str, Any], reference: "Reference"
 ) -> tuple[dict[str, Any], "Iterator[Part]"]:
-    """The report of ``run`` and the published figures ``name``, as JSON and for a terminal."""
-    from specgen.report.references import compare_run, load_reference, of_figures
+    """The report of ``run`` and the figures of ``reference``, as JSON and for a terminal."""
+    from specgen.report.references import compare_run, of_figures
 
-    reference = load_reference(name)
     found = compare_run(Path(run), report, manifest, reference)
     against = {**reference.to_json(), **found.to_json()}
     return {**report.to_json(), "against": against}, of_figures(reference, [found])

@@ -29,6 +29,7 @@ from specgen.report.paired_requests import (
     read_answers,
     with_steps,
 )
+from specgen.report.references import Reference, RunComparison, compare_run
 from specgen.report.report import Report, load_so_far
 
 PLAN = COMPARISON  # its runs, and when and how it was made
@@ -114,6 +115,14 @@ def read_runs(directories: Sequence[Path]) -> HeadRuns:
         if name not in _HEADS_OWN and not name.startswith(("data.", *_DECISIVE))
     }
     return HeadRuns(runs=runs, unlike=named)
+
+
+def published(runs: HeadRuns, reference: Reference) -> list[RunComparison]:
+    """Every run beside the figures of ``reference``; ``UserError`` where nothing was measured as one of them was."""
+    return [
+        compare_run(run.directory, run.report, run.manifest, reference, {"data": run.data, "head": run.head})
+        for run in runs.in_order()
+    ]
 
 
 def is_comparison(directory: Path) -> bool:

@@ -17,13 +17,13 @@ from specgen.report.table import Column, Row, Table
 from specgen.report.terminal import ALARMING, Part
 
 POOLED, REQUESTS = "pooled", "requests"
-_LENGTHS = {POOLED: "mean acceptance length", REQUESTS: "mean acceptance length over requests"}
+_LENGTHS = {POOLED: "mean acceptance length", REQUESTS: "mean length over requests"}
 _FILES = (".json", ".jsonl", ".csv", ".tsv", ".txt", ".parquet")
 _THINKING = ("enable_thinking", "thinking")  # as chat templates name it
 _COLUMNS = (
     Column(name="figure", title=""),
     Column(name="theirs", title="reference"),
-    Column(name="ours", title="this run"),
+    Column(name="ours"),
     Column(name="ci95", title="95 %"),
     Column(name="inside"),
 )
