@@ -15,6 +15,7 @@ from specgen.core import step
 from specgen.decoding.confidence import levels
 from specgen.models.dflash import DFlashConfig
 from specgen.models.families import head_family_of, unread
+from specgen.record.record_rows import PassRow
 from tests.engines import generate, load_pair, random_requests
 from tests.test_heads import GREEDY
 from tests.tiny_checkpoints import write_dflash_head, write_target
@@ -231,7 +232,7 @@ def test_inspect_says_how_it_was_understood(tmp_path: Path) -> None:
     assert facts["dialect"] == "DeepSpec"
     assert facts["features"] == "the target's residual stream at the inputs of layers 1, 3, 5"
     assert facts["block"] == "6 rows, 6 drafts, anchor: each row predicts the next token"
-    assert facts["causal in a block"] == "no layer"
+    assert facts["causal"] == "no layer"
     assert facts["Markov head"] == "gated, rank 5"
     assert facts["confidence"] == "its own head, of the hidden state and the token before"
 
@@ -245,6 +246,14 @@ def test_more_drafts_than_it_was_trained_for_are_said(
         with caplog.at_level(logging.WARNING):
             generate(pair, random_requests(2, 8, GREEDY), num_spec_tokens=k)
         assert ("was trained to draft 3 tokens" in caplog.text) == said, k
+
+
+@pytest.mark.parametrize(("dialect", "rows"), [("z-lab", 4), ("DeepSpec", 3)])
+def test_rows_of_a_block_are_counted(tmp_path: Path, dialect: Any, rows: int) -> None:
+    write_dflash_head(tmp_path / "drafter", write_target(tmp_path / "target", vocab_size=8), dialect)
+    outputs = generate(load_pair(tmp_path), random_requests(1, 8, GREEDY), num_spec_tokens=3)
+    steps = [each for each in outputs.passes if isinstance(each, PassRow) and each.kind == "decode"]
+    assert {each.loop_rows for each in steps} == {rows}
 
 
 def test_the_confidence_head_says_how_sure_drafts_are(

@@ -239,7 +239,7 @@ class Steps:
             logprobs=found.logprobs,
             target_rows=len(features),
             fill_rows=fill_rows,
-            loop_rows=num_rows * k * self._drafter.rows_per_draft,
+            loop_rows=num_rows * self._drafter.draft_rows(k),
             experts=self._experts,
         )
         sampling.count(found.tokens, (found.accepted + 1) * columns.active)

@@ -44,7 +44,6 @@ class Drafter(Protocol):
     aux_layers: tuple[int, ...]  # whose inputs make the target's features
     reads_output: bool  # the features are the target's last hidden states instead
     state_columns: tuple[StateColumn, ...]  # of ``DraftState.columns``
-    rows_per_draft: int  # that go through a head
 
     def observe(self, outcome: Outcome) -> tuple[DraftState, int]:
         """Take in what the target accepted; also says how many rows that took."""
@@ -59,6 +58,10 @@ class Drafter(Protocol):
         """
         ...
 
+    def draft_rows(self, num_drafts: int) -> int:
+        """Rows of a sequence that go through a head to draft."""
+        ...
+
     def clear(self, pages: Tensor) -> None:
         """Make ``pages`` ``[n]`` of its cache zero."""
         ...
@@ -70,7 +73,6 @@ class NoDrafter:
     aux_layers: tuple[int, ...] = ()
     reads_output = False
     state_columns: tuple[StateColumn, ...] = ()
-    rows_per_draft = 0
 
     def observe(self, outcome: Outcome) -> tuple[DraftState, int]:
         return PaddedBatch().prepare(outcome).state(), 0
@@ -80,6 +82,9 @@ class NoDrafter:
     ) -> Drafts:
         assert num_drafts == 0
         return no_drafts(state.tokens)
+
+    def draft_rows(self, num_drafts: int) -> int:
+        return 0
 
     def clear(self, pages: Tensor) -> None:
         pass
@@ -106,7 +111,6 @@ class HeadDrafter:
         self.aux_layers = head.config.aux_layers
         self.reads_output = head.config.reads_output
         self.state_columns: tuple[StateColumn, ...] = (hidden,)
-        self.rows_per_draft = 1
         self._head = head
         self._cache = cache
         self._backend = backend
@@ -179,6 +183,10 @@ class HeadDrafter:
             chosen = self._choose(changed[:, None], drafted[:, index, None], sampling)
             before = chosen.ids[:, 0]
             yield chosen if sure is None else chosen._replace(confidence=sure[:, None])
+
+    def draft_rows(self, num_drafts: int) -> int:
+        one_pass = self._head.one_pass
+        return num_drafts + (one_pass.num_extra if one_pass is not None and num_drafts else 0)
 
     def clear(self, pages: Tensor) -> None:
         self._cache.clear(pages)

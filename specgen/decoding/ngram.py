@@ -35,7 +35,6 @@ class NgramDrafter:
     aux_layers: tuple[int, ...] = ()
     reads_output = False
     state_columns: tuple[StateColumn, ...] = ()
-    rows_per_draft = 0
 
     def __init__(self, *, longest: int, num_pages: int, page_size: int, device: torch.device) -> None:
         """``longest`` is N, the most last tokens that are looked up; ``num_pages`` counts page 0 too."""
@@ -65,6 +64,9 @@ class NgramDrafter:
         drafts, matched = (torch.cat(each) for each in zip(*found, strict=True))
         confidence = torch.where(matched > 0, matched / self._longest, -1)[:, None].expand_as(drafts)
         return Drafts(tokens=drafts, probs=None, confidence=confidence)
+
+    def draft_rows(self, num_drafts: int) -> int:
+        return 0
 
     def clear(self, pages: Tensor) -> None:
         """Nothing: no id is NaN, and what lies behind the end of a text is never looked at."""

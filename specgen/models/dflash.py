@@ -185,7 +185,7 @@ class DFlashConfig(HeadConfig):
             "rule": self.aux_rule,
             "drafting": f"all drafts in one pass, with mask token {self.mask_token_id}",
             "block": f"{self.block_size} rows, {self.most_drafts} drafts, {self.block_layout}: {rows}",
-            "causal in a block": sees,
+            "causal": sees,
             "Markov head": markov,
             "confidence": f"its own head, of the hidden state{before}"
             if self.confidence
