@@ -270,6 +270,7 @@ PAIRS = {
     "tiny": ("fp8", "eagle3-2"),
     "own vocabulary": ("fp8", "eagle1"),
     "one pass": ("bf16", "peagle-2"),
+    "a block": ("bf16", "dspark-2"),
 }
 
 
