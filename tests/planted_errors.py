@@ -168,6 +168,10 @@ def is_dspark(kind: str) -> Fits:
     return lambda head: head.kind == kind
 
 
+def is_second(head: Any) -> bool:
+    return "selector_top_k" in head.settings
+
+
 def looks_ahead(head: Any) -> bool:
     return not all(head.causal)
 
@@ -233,6 +237,40 @@ DFLASH_ERRORS: dict[str, tuple[Fits, Plant]] = {
         assign(logits=lambda head: lambda out: out @ head.target.lm_head.T),
     ),
     "draft ids taken for the target's": (lambda head: head.ids is not None, assign(ids=lambda head: None)),
+    "rows of a block before it": (
+        is_second,
+        assign(
+            convolved=lambda head: (
+                lambda x, by, *rest, real=head.convolved: real(
+                    x.roll(1, 0), by, *rest
+                )  # the last comes first
+            )
+        ),
+    ),
+    "weights of the row behind": (
+        is_second,
+        assign(convolved=lambda head: lambda x, by, *rest, real=head.convolved: real(x, x, *rest)),
+    ),
+    "no convolution": (is_second, assign(convolved=lambda head: lambda x, *rest: x)),
+    "kernels exchanged": (
+        is_second,
+        assign(
+            convolved=lambda head: (
+                lambda x, by, index, part, which, real=head.convolved: real(x, by, index, part, 1 - which)
+            )
+        ),
+    ),
+    "no selector": (is_second, assign(selected=lambda head: lambda logits, row, before: logits)),
+    "selected by the newest token": (
+        is_second,
+        assign(
+            selected=lambda head: (
+                lambda logits, row, before, real=head.selected: real(logits, row, head.newest)
+            )
+        ),
+    ),
+    "no scale of embeddings": (is_second, assign(scaled=lambda head: lambda embedded: embedded)),
+    "no cap of logits": (is_second, assign(capped=lambda head: lambda logits: logits)),
     "no Markov head": (lambda head: bool(head.kind), assign(kind=lambda head: "")),
     "no gate": (is_dspark("gated"), assign(kind=lambda head: "vanilla")),
     "nothing is carried on": (

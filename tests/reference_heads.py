@@ -193,6 +193,7 @@ class ReferenceHead(ABC):
         layer: Any = (Qwen3DecoderLayer if qk_norm else LlamaDecoderLayer)(self._config, index)
         prefix = f"layers.{index}."
         own = {name.removeprefix(prefix): x for name, x in self.t.items() if name.startswith(prefix)}
+        own = {name: x for name, x in own.items() if "_conv." not in name}  # beside the layer
         for name, weight in own.items():
             if name.endswith("_proj.weight"):
                 part, kind, _ = name.split(".")
@@ -337,17 +338,23 @@ class ReferenceDFlash(ReferenceHead):
 
     def propose(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         states, ids = self.text(tokens), self.block(tokens[-1])
-        stream, first = self.embedding[ids], self.first(len(states))
+        stream, first = self.scaled(self.embedding[ids]), self.first(len(states))
         positions = torch.cat((torch.arange(len(states)), first + torch.arange(len(ids))))
         rotation = self.rotary(stream[None], positions[None])
         for index, layer in enumerate(self.layers):
-            stream = stream + self.attend(states, layer.input_layernorm(stream), rotation, index)
-            stream = stream + layer.mlp(layer.post_attention_layernorm(stream))
+            rows = layer.input_layernorm(stream)
+            seen = self.attend(states, self.convolved(rows, rows, index, "attention", 0), rotation, index)
+            stream = stream + self.convolved(seen, rows, index, "attention", 1)
+            rows = layer.post_attention_layernorm(stream)
+            out = layer.mlp(self.convolved(rows, rows, index, "mlp", 0))
+            stream = stream + self.convolved(out, rows, index, "mlp", 1)
         self.newest = tokens[-1]
         rows, before, proposed = self.drafting(self.norm(stream, "norm")), tokens[-1], []
         memory = torch.zeros(self.settings.get("markov_rank", 0))
         for row in rows:
-            logits = self.logits(row)
+            logits = self.capped(self.logits(row))
+            if "selector_top_k" in self.settings:
+                logits = self.selected(logits, row, before)
             if self.kind:
                 known, memory = self.known(before, row, memory)
                 logits = logits + known @ self.t["markov_head.markov_w2.weight"].T
@@ -355,6 +362,38 @@ class ReferenceDFlash(ReferenceHead):
             before += 0 if self.ids is None else int(self.ids[before])
             proposed.append(before)
         return tuple(proposed)
+
+    def scaled(self, embedded: Tensor) -> Tensor:
+        return embedded * self.settings.get("input_embedding_scale", 1.0)
+
+    def capped(self, logits: Tensor) -> Tensor:
+        logits = logits * self.settings.get("output_multiplier", 1.0)
+        cap = self.settings.get("final_logit_softcapping")
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def convolved(self, x: Tensor, by: Tensor, index: int, part: str, which: int) -> Tensor:
+        """Row by row over the rows up to it in the block; ``by`` are the rows that weights depend on."""
+        prefix = f"layers.{index}.{part}_conv."
+        base = self.t.get(f"{prefix}base_kernel")
+        if base is None:
+            return x
+        size = self.settings["conv_group_size"]
+        own = by @ self.t[f"{prefix}kernel_projection.weight"].T
+        own = own.view(len(x), 2, base.shape[1], -1).repeat_interleave(size, -1)
+        out = torch.zeros_like(x)
+        for row in range(len(x)):
+            for back in range(min(row + 1, base.shape[1])):
+                out[row] += (base[which, back] + own[row, which, back]) * x[row - back]
+        return out
+
+    def selected(self, logits: Tensor, row: Tensor, before: int) -> Tensor:
+        """The scores of the candidates; all others are impossible."""
+        first, ids = logits.topk(min(self.settings["selector_top_k"], len(logits)))
+        targets = ids if self.ids is None else ids + self.ids[ids]
+        mixed = self.t["candidate_selector.predecessor_codebook"][before]
+        mixed = mixed * (self.t["candidate_selector.hidden_projection.weight"] @ row)
+        scores = first + self.t["candidate_selector.successor_codebook"][targets] @ mixed
+        return torch.full_like(logits, -torch.inf).scatter(0, ids, scores)
 
     def attend(self, states: Tensor, rows: Tensor, rotation: tuple[Tensor, Tensor], index: int) -> Tensor:
         from transformers.models.llama.modeling_llama import apply_rotary_pos_emb

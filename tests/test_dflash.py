@@ -168,6 +168,19 @@ def test_one_setting_for_all_layers_comes_before_windows(
     assert read(config).causal_layers == 5 * (causal,)
 
 
+def test_the_second_version() -> None:
+    block = {"conv_group_size": 16, "conv_kernel_size": 2, "selector_rank": 256, "selector_top_k": 16}
+    scales = {"final_logit_softcapping": 20.0, "output_multiplier": 0.196, "input_embedding_scale": 2.0}
+    config = Z_LAB | {"architectures": ["DFlash2DraftModel"], "is_causal": False}
+    config |= {"dflash_config": Z_LAB["dflash_config"] | block | scales}
+    found = read(config, "candidate_selector.predecessor_codebook", "layers.0.mlp_conv.base_kernel")
+    assert found.title == "a DFlash2 head"
+    assert (found.conv_taps, found.conv_group) == (2, 16)
+    assert (found.num_candidates, found.selector_rank) == (16, 256)
+    assert (found.logit_cap, found.logit_scale, found.embedding_scale) == (20.0, 0.196, 2.0)
+    assert found.facts()["scaled"] == "embeddings by 2, logits by 0.196, capped at 20"
+
+
 REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "two readings": ({"target_layer_ids": SHIFTED}, (), "the file fits two readings"),
     "two kinds of ids": (
@@ -189,14 +202,13 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
         "outside the vocab",
     ),
     "windows ahead": (NESTED | {"is_causal": False}, (), "layer 0 has a window and is not causal"),
-    "softcap": ({"final_logit_softcapping": 20.0}, (), "final_logit_softcapping is 20.0"),
-    "scaled": ({"input_embedding_scale": 2.0}, (), "input_embedding_scale is 2.0"),
     "projector": ({"projector_type": "domino"}, (), "projector_type is 'domino'"),
     "Markov kind": ({"markov_head_type": "gru"}, (), "markov_head_type is 'gru'"),
     "Markov rank": ({"markov_rank": -1}, (), "markov_rank is -1"),
     "no confidence head": ({"enable_confidence_head": True}, (), "no confidence_head.proj.weight"),
-    "DFlash2": ({}, ("layers.0.attention_conv.base_kernel",), "DFlash2's convolutions, which are not built"),
-    "selector": ({}, ("candidate_selector.predecessor_codebook",), "DFlash2's candidate selector"),
+    "convolutions alone": ({}, ("layers.0.attention_conv.base_kernel",), "one part of DFlash2's"),
+    "a selector alone": ({}, ("candidate_selector.predecessor_codebook",), "one part of DFlash2's"),
+    "values scaled": ({"attention_value_scale": 2.0}, (), "attention_value_scale is 2.0"),
     "of another type": ({"speculators_model_type": "eagle3"}, (), "speculators_model_type is 'eagle3'"),
     "not a switch": ({"is_causal": "yes"}, (), "is_causal is 'yes'"),
 }

@@ -349,6 +349,7 @@ OTHER_HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
     "eagle-1": partial(write_eagle1_head, fc_bias=True),
     "two-layers": partial(write_head, num_layers=2, windows=[None, 9]),
     "p-eagle": partial(write_head, num_layers=2, mask_token=("ptd_token_id", 4)),
+    "dflash2": partial(write_dflash_head, second=(2, 4, 8)),
     "dspark": partial(
         write_dflash_head, dialect="DeepSpec", markov=("rnn", 16), windows=[9, None], confidence=True
     ),
@@ -356,7 +357,9 @@ OTHER_HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "error"), list(zip(OTHER_HEADS, (*ERRORS, *ERRORS), strict=True)))
+@pytest.mark.parametrize(
+    ("name", "error"), list(zip(OTHER_HEADS, (*ERRORS, *ERRORS, ERRORS[0]), strict=True))
+)
 def test_an_error_changes_no_result_with_other_heads(
     tmp_path: Path, device_like: Callable[..., None], name: str, error: type[RuntimeError]
 ) -> None:

@@ -64,6 +64,16 @@ HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
         qk_norm=False,
         seed=1,
     ),
+    "dflash2": partial(write_dflash_head, second=(2, 8, 3), seed=0),
+    "dflash2-own": partial(
+        write_dflash_head,
+        nested=True,
+        draft_vocab_size=6,
+        second=(3, 4, 4),
+        num_layers=1,
+        biases=True,
+        seed=0,
+    ),
     "dspark": partial(dspark, markov=("vanilla", 5), seed=6),
     "dspark-gated": partial(dspark, markov=("gated", 5), confidence=True, seed=3),
     "dspark-rnn": partial(dspark, markov=("rnn", 5), num_layers=3, seed=5),
@@ -72,7 +82,7 @@ HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
     ),
     "p-eagle-pard": partial(eagle3, mask_token=("pard_token", 7), norm_before_fc=True, seed=4),
 }
-QUICK = ("eagle-1-biases", "eagle3", "p-eagle-window", "dflash-causal", "dspark-gated")
+QUICK = ("eagle-1-biases", "eagle3", "p-eagle-window", "dflash-causal", "dflash2", "dspark-gated")
 # Every planted error is caught with one of these; parts of the others are in them too
 BROAD = (
     *(*QUICK, "biases", "five-features", "nested", "eagle-3.1", "no-features", "p-eagle-deep"),

@@ -150,6 +150,7 @@ OTHER_HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
     "two-layers": partial(write_head, num_layers=2, windows=[None, 3], draft_vocab_size=7, std=0.1),
     "eagle-1": partial(write_eagle1_head, qkv_bias=True, std=0.1),
     "dflash": partial(write_dflash_head, draft_vocab_size=7, std=0.1),
+    "dflash2": partial(write_dflash_head, second=(2, 8, 5), std=0.1),
     "dspark": partial(write_dflash_head, dialect="DeepSpec", markov=("vanilla", 4), own=True, std=0.1),
 }
 
@@ -159,7 +160,7 @@ OTHER_HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
     ("name", "draft_sampling"),
     [
         *(("p-eagle", "probabilistic"), ("two-layers", "greedy"), ("eagle-1", "probabilistic")),
-        *(("dflash", "probabilistic"), ("dspark", "probabilistic")),
+        *(("dflash", "probabilistic"), ("dflash2", "probabilistic"), ("dspark", "probabilistic")),
     ],
 )
 def test_every_kind_of_head_leaves_the_distribution_of_plain_sampling(

@@ -234,6 +234,7 @@ def write_dflash_head(
     windows: list[int | None] | None = None,
     markov: tuple[str, int] | None = None,
     confidence: bool = False,
+    second: tuple[int, int, int] | None = None,
     biases: bool = False,
     std: float = 0.15,
     seed: int = 1,
@@ -243,7 +244,9 @@ def write_dflash_head(
     """Write a random DFlash head, or with ``markov``, its kind and rank, a DSpark head.
 
     ``layer_ids`` are as the dialect has them: outputs of layers, or speculators' inputs. ``nested`` puts the settings
-    of the block into ``dflash_config``, ``own`` adds embedding and output weights. ``changed``: as of ``write_head``.
+    of the block into ``dflash_config``, ``second`` makes it a DFlash2 head: taps and groups of its convolutions and the
+    number of candidates, with scaled embeddings and logits. ``own`` adds embedding and output weights. ``changed``: as
+    of ``write_head``.
     """
     torch.manual_seed(seed)
     width, drafted = target.hidden_size, draft_vocab_size or target.vocab_size
@@ -280,6 +283,12 @@ def write_dflash_head(
         settings |= {"enable_confidence_head": True, "confidence_head_with_markov": markov is not None}
         tensors["confidence_head.proj.weight"] = torch.randn(1, width + (markov[1] if markov else 0)) * std
         tensors["confidence_head.proj.bias"] = torch.randn(1)
+    if second is not None:
+        tensors |= _second_version(target, num_layers, *second)
+        taps, groups, candidates = second
+        settings |= {"conv_kernel_size": taps, "conv_group_size": width // groups, "selector_rank": 4}
+        settings |= {"selector_top_k": candidates, "input_embedding_scale": 1.5, "output_multiplier": 0.7}
+        settings |= {"final_logit_softcapping": 3.0}
     layer = _layer_config(target, width, num_layers) | {"model_type": "qwen3"}
     if biases:
         layer |= {"attention_bias": True}
@@ -303,6 +312,23 @@ def write_dflash_head(
         }
     config |= {"dflash_config": settings} if nested else settings
     _write(path, tensors | (changed or {}), config | (changed_config or {}), binary=False)
+
+
+def _second_version(
+    target: TargetConfig, num_layers: int, taps: int, groups: int, candidates: int
+) -> dict[str, torch.Tensor]:
+    """The tensors that a DFlash2 head has in addition."""
+    width, rank = target.hidden_size, 4
+    tensors = {
+        f"candidate_selector.{name}": torch.randn(target.vocab_size, rank)
+        for name in ("predecessor_codebook", "successor_codebook")
+    }
+    tensors["candidate_selector.hidden_projection.weight"] = torch.randn(rank, width) * 0.1
+    for prefix in (f"layers.{i}.{part}_conv." for i in range(num_layers) for part in ("attention", "mlp")):
+        tensors[f"{prefix}base_kernel"] = torch.randn(2, taps, width) * 0.5
+        tensors[f"{prefix}base_kernel"][:, 0] += 1
+        tensors[f"{prefix}kernel_projection.weight"] = torch.randn(2 * taps * groups, width) * 0.1
+    return tensors
 
 
 def _write(

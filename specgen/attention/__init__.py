@@ -370,6 +370,12 @@ class Attend:
         self._store = rope(layout)
         self._rotating = backend.rotating(layout, rope)
 
+    @property
+    def uniform_q(self) -> int:
+        """Rows of each sequence, in a uniform pass."""
+        assert self._layout.uniform_q is not None
+        return self._layout.uniform_q
+
     def __call__(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
         """Rotate q and k, store k and v, attend to all stored positions.
 

@@ -294,7 +294,7 @@ def mean_step_bytes(
 
 def _read_whole(reader: TensorReader) -> int:
     """Bytes of weights that a pass reads: all but the embeddings, of which it gathers rows."""
-    return sum(reader.taken.values()) - _bytes(reader, "embed_tokens.weight", "markov_w1.weight")
+    return sum(reader.taken.values()) - _bytes(reader, "embed_tokens.weight", "markov_w1.weight", "_codebook")
 
 
 def _bytes(reader: TensorReader, *names: str) -> int:

@@ -171,7 +171,8 @@ DFLASH = Keys(
         "num_target_layers is_causal causal sample_from_anchor sliding_window_non_causal markov_rank markov_head_type "
         "enable_confidence_head confidence_head_with_markov input_embedding_scale output_multiplier "
         "attention_value_scale final_logit_softcapping attention_sink_bias use_swa swa_window_size attention_mode "
-        "projector_type num_anchors dflash_query_causal log_snr_conditioning enable_qwen35_gated_q_proj "
+        "projector_type conv_kernel_size conv_group_size selector_rank selector_top_k "
+        "num_anchors dflash_query_causal log_snr_conditioning enable_qwen35_gated_q_proj "
         "speculators_model_type speculators_config speculators_version max_window_layers"
     )
 )

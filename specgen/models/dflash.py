@@ -1,11 +1,13 @@
-"""Heads that draft a block in one pass: DFlash (Chen et al., 2026) and DSpark (DeepSeek-AI, 2026), published formats.
+"""Heads that draft a block in one pass: DFlash and DFlash2 (Chen et al., 2026), DSpark (DeepSeek-AI, 2026).
 
 Of the accepted rows such a head keeps keys and values alone, made of the target's features in every layer; the newest
-token and masks attend to these, and in most layers to one another. See the papers, arXiv 2602.06036 and 2607.05147.
+token and masks attend to these, and in most layers to one another. See the papers, arXiv 2602.06036 and 2607.05147, and
+z-lab/dflash on GitHub for DFlash2: convolutions over a block, and a choice among a few candidates for each draft.
 """
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
@@ -14,7 +16,7 @@ from torch.nn import functional as F
 
 from specgen.attention import Attend
 from specgen.config import require, shown
-from specgen.models.config_fields import Raw, architectures, count, flag, items, section
+from specgen.models.config_fields import Raw, architectures, count, flag, items, number, section
 from specgen.models.layers import Attention, Block, Loader, Projection
 from specgen.models.model_config import (
     HeadConfig,
@@ -25,20 +27,19 @@ from specgen.models.model_config import (
     layer_windows,
 )
 from specgen.models.protocols import Head, OnePass, Target
-from specgen.ops import Map, Norm, Ops
+from specgen.ops import Map, Norm, Ops, joined
 
 NOT_DFLASH = "no hidden_norm.weight: the checkpoint is not a DFlash or DSpark head"
 DFLASH_IGNORED = frozenset({"d2t", "t2d", "rotary_emb.inv_freq"})
 _NESTED = "dflash_config"
 _DSPARK = ("Qwen3DSparkModel", "DSparkDraftModel")
 _IDS, _SPECULATORS_IDS = "target_layer_ids", "aux_hidden_state_layer_ids"
-# Parts of later heads on the same layers, by what their tensors' names contain, and settings that belong to such heads
-_NOT_BUILT = {"_conv.": "DFlash2's convolutions", "candidate_selector.": "DFlash2's candidate selector"}
+_SELECTOR = "candidate_selector."
+_OWN_MEANING = ("is_causal", "final_logit_softcapping")  # keys that other models are refused for
+# Settings of heads that compute otherwise, at the values that change nothing
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    **dict.fromkeys(("input_embedding_scale", "output_multiplier", "attention_value_scale"), (None, 1)),
-    **dict.fromkeys(
-        ("final_logit_softcapping", "attention_sink_bias", "use_swa", "swa_window_size"), (None, False, 0)
-    ),
+    "attention_value_scale": (None, 1),
+    **dict.fromkeys(("attention_sink_bias", "use_swa", "swa_window_size"), (None, False, 0)),
     "attention_mode": (None, "gqa", "mha"),
     "projector_type": (None, "dspark"),
     **dict.fromkeys(
@@ -75,6 +76,13 @@ class DFlashConfig(HeadConfig):
     )
     confidence_reads_token: bool = False
     own_lm_head: bool = False
+    conv_taps: int = 0  # rows that a convolution of DFlash2 sums; 0: there are none
+    conv_group: int = 1  # numbers of a row that share a weight which depends on the row
+    num_candidates: int = 0  # of each draft, of DFlash2's selector; 0: there is none
+    selector_rank: int = 0
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None  # logits are tanh(logits / cap) * cap
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,7 +99,8 @@ class DFlashConfig(HeadConfig):
 
     @property
     def title(self) -> str:
-        return "a DSpark head" if self.markov_rank else "a DFlash head"
+        kind = "DSpark" if self.markov_rank else "DFlash2" if self.num_candidates else "DFlash"
+        return f"a {kind} head"
 
     @property
     def most_drafts(self) -> int:
@@ -107,11 +116,6 @@ class DFlashConfig(HeadConfig):
     @classmethod
     def from_hf(cls, config: Raw, tensors: Set[str], num_target_layers: int | None) -> "DFlashConfig":
         """Read a head's ``config.json`` in any of its dialects; ``tensors`` are the names in its checkpoint."""
-        for part, what in _NOT_BUILT.items():
-            require(
-                not any(part in name for name in tensors),
-                f"the head has {what}, which are not built: use another",
-            )
         layer = section(config, "transformer_layer_config") or config
         speculators = layer is not config
         flags = _merged(config)
@@ -162,10 +166,11 @@ class DFlashConfig(HeadConfig):
             qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in tensors),
             windows=windows,
             dtype=dtype_name(config),
+            **_second_version(flags, tensors),
             **head_biases(
                 layer, {name for name in tensors if name.startswith("layers.")}
             ),  # a Markov head has some too
-            **layer_settings({name: value for name, value in layer.items() if name != "is_causal"}),
+            **layer_settings({name: value for name, value in layer.items() if name not in _OWN_MEANING}),
         )
 
     def facts(self) -> dict[str, str]:
@@ -187,12 +192,52 @@ class DFlashConfig(HeadConfig):
             "block": f"{self.block_size} rows, {self.most_drafts} drafts, {self.block_layout}: {rows}",
             "causal": sees,
             "Markov head": markov,
+            **self._second_facts(),
             "confidence": f"its own head, of the hidden state{before}"
             if self.confidence
             else "of the softmax",
             "output": "its own output weights" if self.own_lm_head else "the target's output weights",
             **super().facts(),
         }
+
+    def _second_facts(self) -> dict[str, str]:
+        """Of DFlash2, and of scaled embeddings and logits."""
+        cap = "" if self.logit_cap is None else f", capped at {self.logit_cap:g}"
+        facts = {
+            "convolved": (f"{self.conv_taps} rows, groups of {self.conv_group}", self.conv_taps > 0),
+            "candidates": (
+                f"{self.num_candidates} a draft, rank {self.selector_rank}",
+                self.num_candidates > 0,
+            ),
+            "scaled": (
+                f"embeddings by {self.embedding_scale:g}, logits by {self.logit_scale:g}{cap}",
+                (self.embedding_scale, self.logit_scale, self.logit_cap) != (1.0, 1.0, None),
+            ),
+        }
+        return {name: text for name, (text, there) in facts.items() if there}
+
+
+def _second_version(flags: Raw, tensors: Set[str]) -> dict[str, Any]:
+    """The settings that DFlash2 has in addition, whose parts are found by their tensors, and scales."""
+    cap = flags.get("final_logit_softcapping")
+    found: dict[str, Any] = {
+        "embedding_scale": number(flags, "input_embedding_scale", 1.0),
+        "logit_scale": number(flags, "output_multiplier", 1.0),
+        "logit_cap": number(flags, "final_logit_softcapping") if cap else None,
+    }
+    convolved, selects = (any(part in name for name in tensors) for part in ("_conv.", _SELECTOR))
+    require(
+        convolved == selects,
+        "the head has one part of DFlash2's, convolutions or a candidate selector, and not the other: it is incomplete",
+    )
+    if selects:
+        found |= {
+            "conv_taps": count(flags, "conv_kernel_size"),
+            "conv_group": count(flags, "conv_group_size"),
+            "num_candidates": count(flags, "selector_top_k"),
+            "selector_rank": count(flags, "selector_rank"),
+        }
+    return found
 
 
 def _is_dspark(config: Raw) -> bool:
@@ -330,6 +375,78 @@ class Markov:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Selector:
+    """Chooses among the most likely tokens of each draft by how well they follow the token before (DFlash2)."""
+
+    num_candidates: int
+    before: Tensor  # [V, rank] of the token before
+    after: Tensor  # [V, rank] of a candidate
+    project: Map  # [n, H] -> [n, rank]
+    draft_to_target: Tensor  # [Vd]
+
+    @classmethod
+    def build(cls, config: DFlashConfig, load: Loader, draft_to_target: Tensor, ops: Ops) -> "Selector":
+        shape = (config.vocab_size, config.selector_rank)
+        projection = load.linear({f"{_SELECTOR}hidden_projection": config.selector_rank}, config.hidden_size)
+        return cls(
+            num_candidates=min(config.num_candidates, config.draft_vocab_size),
+            before=load(f"{_SELECTOR}predecessor_codebook", shape),
+            after=load(f"{_SELECTOR}successor_codebook", shape),
+            project=ops.linear(projection),
+            draft_to_target=draft_to_target,
+        )
+
+    def step(
+        self, logits: Tensor, hidden: Tensor, before: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """As of ``Markov``: scores of the candidates in float32, -inf of all other tokens."""
+        first, ids = logits.topk(self.num_candidates, -1)  # [B, n]
+        mixed = F.embedding(before, self.before).float() * self.project(hidden).float()  # [B, rank]
+        follows = F.embedding(self.draft_to_target[ids], self.after).float()  # [B, n, rank]
+        scores = first.float() + (mixed[:, None] * follows).sum(-1)
+        nothing = torch.full_like(logits, float("-inf"), dtype=torch.float32)
+        return nothing.scatter(-1, ids, scores), None, state
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConv:
+    """Convolutions over the rows of a block, one before and one behind a part of a layer (DFlash2).
+
+    A row becomes a sum over itself and rows before it in its block; the weight of each number is its own, plus one of
+    its group that depends on the row as it was before the part.
+    """
+
+    base: Tensor  # [2, taps, groups, H / groups]: before and behind
+    project: Map  # [rows, H] -> [rows, 2 * taps * groups]
+
+    @classmethod
+    def build(cls, config: DFlashConfig, prefix: str, load: Loader, ops: Ops) -> "BlockConv":
+        hidden, taps, group = config.hidden_size, config.conv_taps, config.conv_group
+        require(
+            hidden % group == 0,
+            f"conv_group_size is {group}, which does not divide a width of {hidden}: config.json is wrong",
+        )
+        weights = load.linear({f"{prefix}kernel_projection": 2 * taps * (hidden // group)}, hidden)
+        base = load(f"{prefix}base_kernel", (2, taps, hidden))
+        return cls(base=base.view(2, taps, -1, group), project=ops.linear(weights))
+
+    def around(self, part: Callable[[Tensor], Tensor], x: Tensor, num_rows: int) -> Tensor:
+        """``part`` ([rows, H] -> [parts, rows, H]) between the two, for blocks of ``num_rows``: [1, rows, H]."""
+        own = self.project(x).view(-1, num_rows, *self.base.shape[:3], 1)
+        out = part(self._sum(x, own[:, :, 0], self.base[0])).sum(0).to(x.dtype)
+        return self._sum(out, own[:, :, 1], self.base[1])[None]
+
+    def _sum(self, x: Tensor, own: Tensor, base: Tensor) -> Tensor:
+        """``own`` is [blocks, rows, taps, groups, 1], ``base`` [taps, groups, H / groups]."""
+        blocks = x.view(*own.shape[:2], *base.shape[1:])
+        total = (base[0] + own[:, :, 0]) * blocks
+        for back in range(1, len(base)):
+            earlier = F.pad(blocks, (0, 0, 0, 0, back, 0))[:, : blocks.shape[1]]
+            total = total + (base[back] + own[:, :, back]) * earlier
+        return total.view_as(x)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DFlashHead(Head):
     """See the module."""
 
@@ -339,6 +456,7 @@ class DFlashHead(Head):
     hidden_norm: Norm
     context: Projection  # keys of all layers, then values of all: [rows, H] -> [rows, 2 * L * Hkv, D]
     blocks: tuple[Block, ...]
+    convs: tuple[tuple[BlockConv, BlockConv], ...]  # around attention and MLP of each block, or none
     norms: tuple[Norm, ...]  # of the inputs of each block, and the final one
     lm_head: Map | None  # [n, H] -> [n, Vd]; None: the target's
     target: Target
@@ -366,6 +484,13 @@ class DFlashHead(Head):
             blocks=tuple(
                 Block.build(config, index, prefix, load, ops, hidden) for index, prefix in enumerate(prefixes)
             ),
+            convs=tuple(
+                (
+                    BlockConv.build(config, f"{prefix}attention_conv.", load, ops),
+                    BlockConv.build(config, f"{prefix}mlp_conv.", load, ops),
+                )
+                for prefix in (prefixes if config.conv_taps else ())
+            ),
             norms=tuple(
                 norm(name) for name in (*(f"{prefix}input_layernorm" for prefix in prefixes), "norm")
             ),
@@ -376,7 +501,9 @@ class DFlashHead(Head):
             one_pass=OnePass(
                 mask_token_id=config.mask_token_id, first=0, num_extra=int(config.block_layout == "fill-in")
             ),
-            markov=Markov.build(config, load, ops),
+            markov=Selector.build(config, load, draft_to_target, ops)
+            if config.num_candidates
+            else Markov.build(config, load, ops),
             **cls.common(config, draft_to_target, ops),
         )
 
@@ -395,13 +522,30 @@ class DFlashHead(Head):
         """A block; no state goes in but the cache."""
         del hidden
         stream = F.embedding(token_ids, self.embedding)
+        if self.config.embedding_scale != 1.0:
+            stream = stream * self.config.embedding_scale
         normed = self.norms[0](stream)
-        for block, norm in zip(self.blocks, self.norms[1:], strict=True):
-            stream, normed = norm.add(*block(stream, normed, attend))
+        for index, (block, norm) in enumerate(zip(self.blocks, self.norms[1:], strict=True)):
+            if not self.convs:
+                stream, normed = norm.add(*block(stream, normed, attend))
+                continue
+            first, second = self.convs[index]
+            attention = partial(block.attention, attend=attend)
+            stream, normed = block.post_norm.add(stream, first.around(attention, normed, attend.uniform_q))
+            changed = second.around(partial(_whole, block.mlp), normed, attend.uniform_q)
+            stream, normed = norm.add(stream, changed)
         return stream, normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.target.logits(hidden) if self.lm_head is None else self.lm_head(hidden)
+        logits = self.target.logits(hidden) if self.lm_head is None else self.lm_head(hidden)
+        scale, cap = self.config.logit_scale, self.config.logit_cap
+        if scale != 1.0:
+            logits = logits * scale
+        return logits if cap is None else (logits / cap).tanh() * cap
+
+
+def _whole(mlp: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor) -> Tensor:
+    return joined(mlp(x))
 
 
 def _context(config: LayerConfig, prefixes: list[str], load: Loader, ops: Ops) -> Projection:
