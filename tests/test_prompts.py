@@ -125,6 +125,15 @@ def test_rows_of_a_table_are_counted_over_its_batches(tmp_path):
     assert [(row.id, row.reason) for row in rejected] == [("2400", "row 2400: prompt is empty")]
 
 
+def test_a_question_of_one_turn_fails_as_one(tmp_path):
+    row = {"question_id": 1, "turns": [3, "x"]}
+    turns = {
+        name: load(name, write_lines(tmp_path / "rows.jsonl", row))[1]
+        for name in ("mt-bench", "mt-bench:vllm")
+    }
+    assert [each.turn_ids for rejected in turns.values() for each in rejected] == [("1", "1/turn-2"), ("1",)]
+
+
 def test_a_published_form_keeps_what_a_question_says(tmp_path):
     path = write_lines(tmp_path / "rows.jsonl", {"question": "What is {x} in \\boxed{}?"})
     (prompt,), _ = load("gsm8k:vllm", path)

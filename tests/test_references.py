@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -256,19 +257,24 @@ def completions(path, steps):
 
 def test_a_mean_over_requests_is_compared_with_one(tmp_path):
     """Long requests weigh no more than short ones, and the interval is the t interval of the lengths."""
-    steps = {"a": [2, 2, 2, 2, 2, 2], "b": [0, 1], "c": [1], "d": [0]}
+    steps = {"a": [2, 2, 2, 0, 1, 2, 2, 1, 2, 2], "b": [0, 1], "c": [1], "d": [1, 1, 1], "e": [1, 0]}
     completions(tmp_path, steps)
     run = report(2, *steps.values())
     length, *_ = against(tmp_path, run, read(tmp_path, mean="requests")).figures
-    assert length.figure == "mean length over requests"
-    assert length.ours == pytest.approx((3 + 1.5 + 2 + 1) / 4)
-    lengths, mean = [3, 1.5, 2, 1], 1.875
-    error = (sum((each - mean) ** 2 for each in lengths) / 3 / 4) ** 0.5
-    low, high = t_test(mean, error, 3)[0]
-    assert length.ci95 == (max(1.0, low), min(3.0, high))
+    lengths = [2.6, 1.5, 2, 2, 1.5]
+    mean = sum(lengths) / 5
+    assert (length.figure, length.ours) == ("mean length over requests", pytest.approx(mean))
+    error = (sum((each - mean) ** 2 for each in lengths) / 4 / 5) ** 0.5
+    assert length.ci95 == pytest.approx(t_test(mean, error, 4)[0])
     assert length.inside is True
     pooled, *_ = against(tmp_path, run, read(tmp_path)).figures
-    assert pooled.ours == pytest.approx(1 + 14 / 10)
+    assert pooled.ours == pytest.approx(1 + 22 / 18)
+
+
+def test_an_interval_of_a_mean_over_requests_stays_within_what_a_step_can_yield(tmp_path):
+    completions(tmp_path, {"a": [2], "b": [0]})
+    run = report(2, [2], [0])
+    assert against(tmp_path, run, read(tmp_path, mean="requests")).figures[0].ci95 == (1.0, 3.0)
 
 
 def test_turns_of_a_conversation_are_one_unit_of_a_mean_over_requests(tmp_path):
@@ -300,6 +306,13 @@ def test_a_run_without_an_interval_says_so(tmp_path):
     reference = read(tmp_path, acceptance=[])
     text = render(against(tmp_path, report(2, [2, 1]), reference), reference)
     assert "There is no interval that could hold a figure" in text
+
+
+def test_reasoning_in_the_texts_is_thinking(tmp_path):
+    reference, run = read(tmp_path, thinking=False), report(2, [2, 1, 0], [1, 1, 0])
+    reasoned = replace(run, parts={"reasoning": run, "answer": run})
+    with refused("figures for thinking off .* of thinking on:"):
+        against(tmp_path, reasoned, reference)
 
 
 def test_thinking_that_nobody_told_of_is_named(tmp_path):

@@ -44,6 +44,15 @@ def report(
             show_default=False,
         ),
     ] = None,
+    golden: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.yaml",
+            help="Write the mean acceptance length by K, as InferenceX keeps it, to this new file: of one run with the "
+            "largest K, or of several that differ in K.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: _Json = False,
 ) -> None:
     """Print the report of a run again, or compare runs with each other or one with published figures.
@@ -60,6 +69,10 @@ def report(
     if against is None and len(directories) == 1 and (documents := benches(directories[0])):
         for bench in documents:
             print_found(bench, of_bench(bench), as_json)
+        return
+    require(golden is None or against is None, "golden and against are both given: choose one")
+    if golden is not None:
+        _golden(directories, golden, as_json)
         return
     reference = None if against is None else load_reference(against)
     if len(directories) == 1 and is_comparison(directories[0]):
@@ -126,6 +139,21 @@ def _against(
     found = compare_run(Path(run), report, manifest, reference)
     against = {**reference.to_json(), **found.to_json()}
     return {**report.to_json(), "against": against}, of_figures(reference, [found])
+
+
+def _golden(directories: "Sequence[Path]", file: Path, as_json: bool) -> None:
+    """Write the curve of runs to ``file`` and print it."""
+    from specgen.experiments.golden import curve_of
+    from specgen.record.files import write_text
+
+    require(not file.exists(), f"golden is {str(file)!r}, which is there already: name a new file")
+    require(
+        file.absolute().parent.is_dir(), f"golden is {str(file)!r}, whose directory does not exist: make it"
+    )
+    curve = curve_of(directories)
+    write_text(file, curve.to_yaml())
+    print_found(curve.to_json(), curve.parts(), as_json)
+    print(f"The curve is in {file}.", file=sys.stderr)
 
 
 @with_options

@@ -34,8 +34,8 @@ from specgen.report.report import Report, load_so_far
 
 PLAN = COMPARISON  # its runs, and when and how it was made
 ROUNDS, _EARLIER_ROUNDS = "compare.rounds.jsonl", "speed.jsonl"
-_HEADS_OWN = ("engine.drafter", "fingerprints.drafter")
-_DECISIVE = (  # for acceptance; the others, such as the batch, the device or a version, are named
+HEADS_OWN = ("engine.drafter", "fingerprints.drafter")
+DECISIVE = (  # for acceptance; the others, such as the batch, the device or a version, are named
     "engine.model",
     "engine.num_spec_tokens",
     "engine.spec_length",
@@ -46,7 +46,7 @@ _DECISIVE = (  # for acceptance; the others, such as the batch, the device or a 
     "sampling.",
     "fingerprints.model",
 )
-_OF_DATA = ("data.num_prompts", "data.sha256", "data.shard")
+OF_DATA = ("data.num_prompts", "data.sha256", "data.shard")
 _DIGEST = 6  # characters that are shown of one
 _REMEDY = "generate them alike, or set them side by side with `specgen report`"
 
@@ -95,7 +95,7 @@ def read_runs(directories: Sequence[Path]) -> HeadRuns:
     read = [(directory, *_read(directory)) for directory in directories]
     manifests = [manifest for _, _, manifest in read]
     unlike = unlike_settings(manifests)
-    _refuse(directories, {name: found for name, found in unlike.items() if name.startswith(_DECISIVE)})
+    refuse_unlike(directories, {name: found for name, found in unlike.items() if name.startswith(DECISIVE)})
     heads = _heads(manifests)
     sets = short_names(manifest["data"]["dataset"] for manifest in manifests)
     runs = tuple(
@@ -112,7 +112,7 @@ def read_runs(directories: Sequence[Path]) -> HeadRuns:
     named = {
         name: each
         for name, each in unlike.items()
-        if name not in _HEADS_OWN and not name.startswith(("data.", *_DECISIVE))
+        if name not in HEADS_OWN and not name.startswith(("data.", *DECISIVE))
     }
     return HeadRuns(runs=runs, unlike=named)
 
@@ -200,7 +200,9 @@ def _check_data(runs: Sequence[HeadRun]) -> None:
     for data in dict.fromkeys(run.data for run in runs):
         alike = [run for run in runs if run.data == data]
         unlike = unlike_settings([run.manifest for run in alike])
-        _refuse([run.directory for run in alike], {name: unlike[name] for name in _OF_DATA if name in unlike})
+        refuse_unlike(
+            [run.directory for run in alike], {name: unlike[name] for name in OF_DATA if name in unlike}
+        )
         seen: dict[str, HeadRun] = {}
         for run in alike:
             other = seen.setdefault(run.head, run)
@@ -210,7 +212,7 @@ def _check_data(runs: Sequence[HeadRun]) -> None:
             )
 
 
-def _refuse(directories: Sequence[Path], unlike: Mapping[str, Sequence[Any]]) -> None:
+def refuse_unlike(directories: Sequence[Path], unlike: Mapping[str, Sequence[Any]]) -> None:
     """``UserError`` with the value of ``directories``' first two that differ, for every field."""
     differing = []
     for name, values in unlike.items():

@@ -174,12 +174,12 @@ def _paired(pairs: Sequence[Pair], positions: slice) -> PairedRatio:
     return paired_ratio([(h, t, oh, ot) for h, t, oh, ot in units.values()])
 
 
-def length_of(answers: Iterable[Answer]) -> Ratio:
-    """Accepted drafts per step, by conversation."""
+def length_of(answers: Iterable[Answer], positions: slice = slice(None)) -> Ratio:
+    """Accepted drafts at ``positions`` per step, by conversation."""
     units: dict[str, list[int]] = {}
     for answer in answers:
         sums = units.setdefault(answer.conversation, [0, 0])
-        sums[0] += sum(answer.accepted)
+        sums[0] += sum(answer.accepted[positions])
         sums[1] += answer.num_steps
     found = Ratio()
     for hits, trials in units.values():

@@ -1,0 +1,145 @@
+"""The mean acceptance length of a head by K: the curve that engines are given for synthetic acceptance."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from specgen.config import require
+from specgen.experiments.head_figures import DECISIVE, HEADS_OWN, OF_DATA, refuse_unlike
+from specgen.report.display import checkpoint_name, plain
+from specgen.report.intervals import Interval
+from specgen.report.origin import unlike_settings
+from specgen.report.paired_requests import Answer, length_of, read_answers
+from specgen.report.references import Conditions, conditions_of
+from specgen.report.report import load_so_far
+from specgen.report.table import Column, Table
+from specgen.report.terminal import Part
+
+_ALIKE = (
+    *(name for name in DECISIVE if name != "engine.num_spec_tokens"),
+    *HEADS_OWN,
+    *OF_DATA,
+    "data.dataset",
+)
+_COLUMNS = (
+    Column(name="num_spec_tokens", title="K"),
+    Column(name="length", title="mean acceptance length", show=plain, interval="ci95"),
+    Column(name="measured_at", title="of the run with K"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """The mean acceptance length with K drafts, of the steps of a run with at least as many."""
+
+    num_spec_tokens: int
+    length: float  # 1 + accepted / steps
+    ci95: Interval | None  # over conversations
+    measured_at: int  # K of that run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """The points of K = 1, 2, ... of one head, and what they were measured under."""
+
+    model: str
+    drafter: str
+    conditions: Conditions  # of the run with the largest K
+    sampling: Mapping[str, Any]
+    num_requests: int
+    points: tuple[Point, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def parts(self) -> Iterator[Part]:
+        """What the terminal shows."""
+        rows = tuple(asdict(point) for point in self.points)
+        yield f"{self.model} with {self.drafter} on {self.conditions.text()}"
+        yield Table(title="Mean acceptance length by K", columns=_COLUMNS, rows=rows)
+        yield "\n".join(self._estimates())
+
+    def to_yaml(self) -> str:
+        """As InferenceX keeps it: the model, whether it thinks, and the length by K to two decimals."""
+        lines = [
+            "Mean acceptance length, 1 + accepted drafts / steps, by draft tokens (K); measured by specgen"
+        ]
+        names = ("temperature", "top_p", "top_k", "min_p")
+        asked = {name: self.sampling[name] for name in names if name in self.sampling}
+        asked |= {"output_len": self.sampling["max_tokens"], "requests": self.num_requests}
+        lines += [
+            " | ".join(
+                f"{name}: {each}" for name, each in {"dataset": self.conditions.dataset, **asked}.items()
+            )
+        ]
+        lines += [f"drafter: {self.drafter} | draft_sampling: {self.conditions.draft_sampling or 'greedy'}"]
+        curve = {point.num_spec_tokens: round(point.length, 2) for point in self.points}
+        mode = "thinking_on" if self.conditions.thinking else "thinking_off"
+        document: str = yaml.safe_dump({self.model: {mode: curve}}, sort_keys=False)
+        return "".join(f"# {line}\n" for line in (*lines, *self._estimates())) + document
+
+    def _estimates(self) -> Iterator[str]:
+        """Which points were not measured at their own K."""
+        for at in sorted({point.measured_at for point in self.points}):
+            lower = [point for point in self.points if point.measured_at == at > point.num_spec_tokens]
+            if lower:
+                names = ", ".join(str(point.num_spec_tokens) for point in lower)
+                yield f"K {names}: estimated by min(accepted, K) of the steps of the run with K {at}"
+
+
+def curve_of(directories: Sequence[Path]) -> Curve:
+    """The curve of finished runs that differ in K; ``UserError`` names what else they differ in, or what is missing.
+
+    A K without a run is estimated from the run with the next larger one: of a step that accepted so many drafts,
+    min(accepted, K) would have been. It is an estimate, as a run with that K begins its steps elsewhere in the text.
+    """
+    read = [(directory, *load_so_far(directory)) for directory in directories]
+    manifests = [manifest for *_, manifest in read]
+    unlike = unlike_settings(manifests)
+    refuse_unlike(directories, {name: found for name, found in unlike.items() if name.startswith(_ALIKE)})
+    answers: dict[int, list[Answer]] = {}
+    for directory, report, manifest in read:
+        require(report.state is None, f"{directory}: {report.unfinished}")
+        k = conditions_of(manifest).num_spec_tokens
+        require(k not in answers, f"{directory} is a second run with K {k}: give one for each K")
+        answers[k] = _whole(directory, k)
+    _, report, manifest = max(read, key=lambda each: each[1].num_spec_tokens)
+    return Curve(
+        model=manifest.get("served_model_name", checkpoint_name(manifest["engine"]["model"])),
+        drafter=checkpoint_name(manifest["engine"]["drafter"]),
+        conditions=conditions_of(manifest, has_reasoning="reasoning" in report.parts),
+        sampling=manifest["sampling"],
+        num_requests=report.num_requests,
+        points=tuple(_points(answers)),
+    )
+
+
+def _whole(directory: Path, num_spec_tokens: int) -> list[Answer]:
+    """The answers of a run, all of whose steps drafted K tokens."""
+    found = [answer for answer in read_answers(directory).values() if answer.num_steps]
+    require(
+        bool(found), f"{directory} has no steps with drafts: give a run of `specgen generate` with a drafter"
+    )
+    require(
+        all(answer.whole for answer in found),
+        f"{directory} has steps with fewer than {num_spec_tokens} drafts, of which no curve by K follows: give the run "
+        "of a head",
+    )
+    return found
+
+
+def _points(answers: Mapping[int, Sequence[Answer]]) -> Iterator[Point]:
+    for k in range(1, max(answers) + 1):
+        at = min(each for each in answers if each >= k)
+        found = length_of(answers[at], slice(k))
+        interval = found.mean_interval()
+        yield Point(
+            num_spec_tokens=k,
+            length=1 + (found.rate or 0.0),
+            # a step yields 1 to K + 1 tokens, also where the approximation exceeds that
+            ci95=None if interval is None else (1 + max(0.0, interval[0]), 1 + min(float(k), interval[1])),
+            measured_at=at,
+        )
