@@ -14,14 +14,16 @@ from calibrated_shapes import SHAPES
 from calibrated_weights import Source
 from make_calibrated_pair import write_pair
 
-from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
+from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError, acceptance_rates
 from specgen.core import step
 from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Completion, Request
-from specgen.decoding.verify import accept_greedy
+from specgen.decoding.outcome import NO_DRAFT
+from specgen.decoding.verify import accept_by_dice, accept_greedy
 from specgen.engine import build, step_costs, warm_engine
 from specgen.engine.arms import Arm
 from specgen.engine.build import build_engine
+from specgen.engine.engine import Engine
 from specgen.engine.loading import Models
 from specgen.engine.warm_engine import WarmEngine
 from specgen.experiments import plans
@@ -263,6 +265,56 @@ def test_a_stopped_bench_goes_on(pair: Path, monkeypatch, tmp_path: Path) -> Non
     table.write(tmp_path)
     with pytest.raises(UserError, match="without the rounds that it is of: name a new directory"):
         list(throughput(job, tmp_path))
+
+
+def test_dice_accept_in_place_of_the_target(pair: Path, tmp_path: Path) -> None:
+    workload = replace(SMALL, num_prompts=12, max_new_tokens=40)
+    job = job_of(pair, "batch-and-k", "batch=2", "K=0,2", workload=workload, repeats=1)
+    job, other = (
+        replace(job, engine=replace(job.engine, synthetic_acceptance=rates))
+        for rates in ((0.9, 0.5), (0.9, 0.4))
+    )
+    *_, found = throughput(job, tmp_path)
+    assert "0.9, 0.5 by position" in str(found.conditions["synthetic acceptance"])
+    assert "same_texts" not in found.conditions
+    assert {row["same_texts"] for row in found.rows} == {row["wrong_tokens"] for row in found.rows} == {None}
+    first, second = map(float, str(found.rows[1]["acceptance"]).split())
+    assert 0.8 < first < 1
+    assert 0.4 < second / first < 0.6
+    with pytest.raises(UserError, match="synthetic_acceptance"):
+        list(throughput(other, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "rates"),
+    [("0.8,0.6", (0.8, 0.6)), ("1", (1.0,)), ("0", (0.0,)), ("4", (0.75,)), ("1.25", (pytest.approx(0.2),))],
+)
+def test_synthetic_acceptance_is_chances_or_a_length(text: str, rates: tuple[float, ...]) -> None:
+    assert acceptance_rates(text) == rates
+
+
+@pytest.mark.parametrize("text", ["", "x", "0.5,1.2", "-0.1", "nan", "inf", "2,3", "0.5,"])
+def test_other_synthetic_acceptances_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match="use chances from 0 to 1 such as"):
+        acceptance_rates(text)
+
+
+def test_texts_by_dice_are_for_the_bench_alone(pair: Path) -> None:
+    with pytest.raises(UserError, match="its texts are not the model's, use specgen bench throughput"):
+        Engine(engine_of(pair, synthetic_acceptance=(0.5,)))
+
+
+def test_dice_decide_on_drafts_behind_accepted_ones() -> None:
+    drafts = torch.tensor([[5, 6, 7], [5, 6, 7], [5, NO_DRAFT, NO_DRAFT]])
+    greedy = torch.tensor([[1, 2, 3, 4]] * 3)
+    dice = torch.tensor([[0.1, 0.9, 0.1], [0.4, 0.4, 0.1], [0.1, 0.0, 0.0]])
+    accepted, tokens = accept_by_dice(drafts, greedy, torch.tensor([0.5, 0.5, 0.2]), dice)
+    assert accepted.tolist() == [1, 3, 1]
+    assert [row[: count + 1] for row, count in zip(tokens.tolist(), accepted.tolist(), strict=True)] == [
+        [5, 2],
+        [5, 6, 7, 4],
+        [5, 2],
+    ]
 
 
 def test_an_engine_frees_its_memory_at_once(pair: Path, models: Models) -> None:

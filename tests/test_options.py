@@ -156,8 +156,9 @@ NAMES = {
     "device tensor_parallel dtype kv_dtype "
     "attention cuda_graphs gpu_memory_utilization output as_json quiet",
     bench.throughput: "matrix axis repeats dry_run model drafter dataset data_path num_prompts split prompt_field chat "
-    "prompt_tokens chat_template_kwargs num_spec_tokens max_new_tokens output_lens max_batch_size max_prefill_tokens "
-    "device tensor_parallel dtype kv_dtype attention cuda_graphs gpu_memory_utilization output as_json quiet",
+    "prompt_tokens chat_template_kwargs synthetic_acceptance num_spec_tokens max_new_tokens output_lens max_batch_size "
+    "max_prefill_tokens device tensor_parallel dtype kv_dtype attention cuda_graphs gpu_memory_utilization output "
+    "as_json quiet",
     bench.step: "batch_sizes prompt_tokens model drafter num_spec_tokens drafter_batch max_prefill_tokens device "
     "tensor_parallel dtype kv_dtype attention cuda_graphs output as_json quiet",
 }

@@ -12,7 +12,15 @@ from specgen.cli.help import Command, Commands
 from specgen.cli.options import AS_JSON, Only, numbers, repeating, with_options
 from specgen.cli.printing import kept_in, print_files, print_found, print_parts, stoppable
 from specgen.cli.progress_bar import QUIET
-from specgen.config import MOST_DRAFTS, DrafterBatchName, DraftLength, EngineConfig, option, require
+from specgen.config import (
+    MOST_DRAFTS,
+    DrafterBatchName,
+    DraftLength,
+    EngineConfig,
+    acceptance_rates,
+    option,
+    require,
+)
 from specgen.prompts.formats import Reading
 from specgen.prompts.load import DataSource
 from specgen.record.files import writable, write_text
@@ -446,6 +454,14 @@ def throughput(
     prompt_tokens: int | None = option(None, "Prompts", "Tokens per random prompt.", shown="the matrix's"),
     max_new_tokens: int | None = option(None, "Sampling", "Longest answer in tokens.", shown="the matrix's"),
     output_lens: str = _OUTPUT_LENS,
+    synthetic_acceptance: str | None = option(
+        None,
+        "Speculation",
+        "What would such a head be worth here? Real passes, but drafts are accepted by dice: chances by position "
+        "behind accepted drafts, such as 0.8,0.7,0.6, or a mean acceptance length, such as 3.2. The texts are not the "
+        "model's then.",
+        shown="by the target",
+    ),
     max_batch_size: int | None = option(None, "Running", "Sequences per batch.", shown="the matrix's"),
     engine: Annotated[
         EngineConfig,
@@ -477,6 +493,8 @@ def throughput(
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     workload = replace(chosen.workload, data_path=data.data_path, how=how, **changes)
     engine = replace(engine, max_batch_size=workload.max_batch_size, prefix_cache=False)
+    if synthetic_acceptance is not None:
+        engine = replace(engine, synthetic_acceptance=acceptance_rates(synthetic_acceptance))
     from specgen.experiments.throughput import ThroughputJob, forecast_of  # imports torch
     from specgen.experiments.throughput import throughput as measure
 

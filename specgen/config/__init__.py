@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, replace
 from datetime import date
 from importlib.util import find_spec
+from math import inf
 from typing import Any, Literal, NoReturn, Self, get_args, get_origin, get_type_hints
 
 from specgen.config.errors import UserError as UserError
@@ -365,8 +366,8 @@ class EngineConfig:
     ``model`` and ``drafter`` are directories or hub ids, or ``ngram`` or ``mtp`` as the drafter; without one
     (``drafter=None, num_spec_tokens=0``) decoding is plain. ``max_batch_size`` counts sequences, ``max_prefill_tokens``
     and ``page_size`` tokens, ``kv_memory`` bytes, and ``gpu_memory_utilization`` is a share of the GPU. Every field but
-    ``page_size`` is an option of ``specgen generate``, whose help says more. ``auto`` is resolved only in
-    ``engine/choices.py``.
+    ``page_size`` and ``synthetic_acceptance`` is an option of ``specgen generate``, whose help says more. ``auto`` is
+    resolved only in ``engine/choices.py``.
     """
 
     model: str = option(MISSING, "Models", "Target: a directory or hub id.", shown="the bundled target")
@@ -416,6 +417,9 @@ class EngineConfig:
     max_batch_size: int = option(32, "Running", "Sequences per batch.")
     max_prefill_tokens: int = option(2048, "Running", "Prompt tokens per prefill pass.")
     page_size: int = 0  # tokens; 0: the default of the attention backend
+    # Drafts are accepted by dice, with these chances by position behind accepted ones: texts are not the model's, so
+    # only a bench that shows none takes it. Empty: by the target
+    synthetic_acceptance: tuple[float, ...] = ()
     kv_memory: int | None = option(
         None,
         "Running",
@@ -515,12 +519,34 @@ class EngineConfig:
         """
         length, fields = self.draft_length, asdict(self)
         del fields["generation_config"]  # what it does is in the sampling parameters
+        if not self.synthetic_acceptance:
+            del fields["synthetic_acceptance"]
         if self.kv_dtype != "fp8":
             del fields["kv_dtype"]
         if self.tensor_parallel == 1:
             del fields["tensor_parallel"]
         auto = {"num_spec_tokens": length.most, "spec_length": length.kind}
         return fields | auto | {"chat_template_kwargs": self.template_kwargs.values}
+
+
+def acceptance_rates(text: str) -> tuple[float, ...]:
+    """``0.8,0.6``: the chance of each draft behind accepted ones, the last one's for all later ones; or a length.
+
+    A length above 1, such as ``3.2``, is that of a head with one chance everywhere and any number of drafts:
+    1 / (1 - chance). ``UserError`` for anything else.
+    """
+    try:
+        numbers = tuple(float(each) for each in text.split(","))
+    except ValueError:
+        numbers = ()
+    if len(numbers) == 1 and 1 < numbers[0] < inf:
+        return (1 - 1 / numbers[0],)
+    require(
+        bool(numbers) and all(0 <= each <= 1 for each in numbers),
+        f"synthetic-acceptance is {shown(text)}: use chances from 0 to 1 such as 0.8,0.6, or a mean acceptance length "
+        "above 1",
+    )
+    return numbers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from specgen.decoding.sampling import (
     token_logprobs,
     uniform,
 )
-from specgen.decoding.verify import accept_greedy, accept_sampled
+from specgen.decoding.verify import accept_by_dice, accept_greedy, accept_sampled
 from specgen.device import on_device
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
@@ -141,6 +141,7 @@ class Steps:
         drafter: Drafter,
         runner: Runner,
         experts: ExpertSize | None = None,
+        synthetic_acceptance: tuple[float, ...] = (),
     ) -> None:
         self._target = target
         self._cache = cache
@@ -153,6 +154,10 @@ class Steps:
         self._chances = torch.zeros(MOST_DRAFTS, len(CONFIDENCE_LEVELS), device=target.device)
         self._uploaded: Chances = ()
         self._begins = torch.tensor(CONFIDENCE_LEVELS, device=target.device)
+        self._dice: Tensor | None = None  # [MOST_DRAFTS] chances of drafts that dice decide on
+        if synthetic_acceptance:
+            last = synthetic_acceptance[-1:] * MOST_DRAFTS
+            self._dice = on_device((*synthetic_acceptance, *last)[:MOST_DRAFTS], target.device, torch.float32)
 
     def prefill(
         self, layout: Layout, token_ids: Tensor, next_tokens: Tensor, fresh: Tensor, sampling: SamplingBatch
@@ -319,17 +324,22 @@ class Steps:
             logits = logits.view(num_sequences, k + 1, -1) if rows is None else logits[rows]
             decisive = penalised(biased(logits, sampling), drafts.tokens, sampling)
             greedy_tokens, largest = argmax(decisive)
-        if sampling.form.kind == "greedy":
+        chances = None if self._dice is None else self._dice[: drafts.tokens.shape[1]]
+        if sampling.form.kind == "greedy" and (chances is None or not len(chances)):
             accepted, tokens = accept_greedy(drafts.tokens, greedy_tokens)
         else:
-            decided = positions[:, None] + 1 + torch.arange(logits.shape[1], device=logits.device)
-            accepted, tokens = accept_sampled(
-                drafts.tokens,
-                drafts.probs,
-                target_probs(decisive, greedy_tokens, sampling),
-                uniform(sampling.seeds, decided[:, :-1], ACCEPT),
-                uniform(sampling.seeds, decided, EMIT),
-            )
+            decided = positions[:, None] + 1 + torch.arange(greedy_tokens.shape[1], device=logits.device)
+            dice = uniform(sampling.seeds, decided[:, :-1], ACCEPT)
+            if chances is not None:
+                accepted, tokens = accept_by_dice(drafts.tokens, greedy_tokens, chances, dice)
+            else:
+                accepted, tokens = accept_sampled(
+                    drafts.tokens,
+                    drafts.probs,
+                    target_probs(decisive, greedy_tokens, sampling),
+                    dice,
+                    uniform(sampling.seeds, decided, EMIT),
+                )
         num_top = sampling.form.num_logprobs
         return _Verdict(
             accepted=accepted,

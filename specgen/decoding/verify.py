@@ -21,6 +21,21 @@ def accept_greedy(drafts: Tensor, greedy_tokens: Tensor) -> tuple[Tensor, Tensor
     return accepted, greedy_tokens
 
 
+def accept_by_dice(
+    drafts: Tensor, greedy_tokens: Tensor, chances: Tensor, dice: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As ``accept_greedy`` in what it returns, but what is accepted has nothing to do with the target.
+
+    A draft is accepted behind accepted ones where its die, uniform in [0, 1), is below its chance; ``dice`` ``[B, K]``,
+    ``chances`` ``[K]``.
+    """
+    accepted = ((drafts != NO_DRAFT) & (dice < chances)).long().cumprod(1).sum(1)
+    k = drafts.shape[1]
+    taken = torch.arange(k, device=drafts.device) < accepted[:, None]
+    tokens = torch.cat((torch.where(taken, drafts, greedy_tokens[:, :k]), greedy_tokens[:, k:]), 1)
+    return accepted, tokens
+
+
 def accept_sampled(
     drafts: Tensor, draft_probs: Tensor | None, probs: Tensor, u_accept: Tensor, u_emit: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -98,6 +98,7 @@ def assemble(
             drafter=drafter,
             runner=runner,
             experts=ExpertSize.of(target.config, target.dtype.itemsize),
+            synthetic_acceptance=config.synthetic_acceptance,
         ),
         batch=RunningBatch(
             max_rows=runner.num_rows(num_sequences),

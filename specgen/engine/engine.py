@@ -61,6 +61,10 @@ class Engine:
     ) -> None:
         if not isinstance(config, EngineConfig):
             raise UserError(f"config is {shown(config)}: use EngineConfig(model=..., drafter=...)")
+        require(
+            not config.synthetic_acceptance,
+            "synthetic_acceptance is set: its texts are not the model's, use specgen bench throughput",
+        )
         checkpoints = open_checkpoints(config) if models is None else models.checkpoints
         self.config = resolve(config, checkpoints)
         require_memory(self.config)

@@ -122,6 +122,8 @@ def prepare(
     said = generation_config(checkpoints["model"], base.generation_config)
     count = max(workload.count(arm.configure(base).max_batch_size) for arm in arms)
     prompts = make_prompts(workload, models, count, said)
+    if engine.synthetic_acceptance:  # an end is found by chance in such a text
+        prompts = prompts.ignoring_eos()
     plans: list[Plan] = []
     notes: list[str] = []
     for arm in arms:
@@ -200,6 +202,7 @@ class Yardstick:
     bytes_per_second: float
     flops_per_second: float  # of a large GEMM
     known: KnownText | None
+    synthetic_acceptance: tuple[float, ...] = ()
 
     @property
     def conditions(self) -> dict[str, str]:
@@ -213,6 +216,12 @@ class Yardstick:
                 f"of the {self.sizes.experts.num_experts} of a layer, touched by a decode step; means over layers and "
                 "steps; experts_plain: by the rows of the newest tokens alone, as by a plain step; experts_read: the "
                 "bytes of those touched over that bandwidth"
+            )
+        if self.synthetic_acceptance:
+            rates = ", ".join(f"{rate:.3g}" for rate in self.synthetic_acceptance)
+            found["synthetic acceptance"] = (
+                f"{rates} by position, the last one's for later ones: drafts are accepted by dice, texts are not the "
+                "model's"
             )
         if self.known is not None:
             made_for = f"the pair's head knows {display.percent(self.known.accept)} of it"
@@ -229,7 +238,8 @@ def yardstick_of(ready: Prepared) -> Yardstick:
         sizes=StepBytes.of(ready.models, target_kv_dtype(ready.base).itemsize),
         bytes_per_second=bandwidth,
         flops_per_second=flops,
-        known=KnownText.of(ready.models),
+        known=None if ready.base.synthetic_acceptance else KnownText.of(ready.models),
+        synthetic_acceptance=ready.base.synthetic_acceptance,
     )
 
 

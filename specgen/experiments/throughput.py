@@ -130,7 +130,13 @@ def _conditions(job: ThroughputJob, ready: Prepared, groups: list[list[Plan]], y
         "repeats": f"{job.repeats}, the median, with the lowest and the highest; ratios are of the same repeat, and of "
         "all pairs of repeats where two arms did not take turns",
         "arms that took turns": "; ".join(str(len(group)) for group in groups),
-        "same_texts": "share of the texts that are equal to those of the first row with the same prompts",
+        **(
+            {}
+            if config.synthetic_acceptance
+            else {
+                "same_texts": "share of the texts that are equal to those of the first row with the same prompts"
+            }
+        ),
         "wall time": TERMS.format(speed=yardstick.flops_per_second / 1e12),
         "acceptance": "share of the steps that accepted more than 0, 1, ... drafts",
     }
@@ -161,7 +167,7 @@ def table(
     """
     mixture = any(repeats.touched for repeats in measured.values())
     results = [(arm.changes, measured[arm.name]) for arm in matrix.arms if arm.name in measured]
-    rows = tuple(_row(matrix, *each, results, mixture, yardstick.bytes_per_second) for each in results)
+    rows = tuple(_row(matrix, *each, results, mixture, yardstick) for each in results)
     disturbed = [f"{arm}: {text}" for arm, repeats in measured.items() for text in repeats.disturbances]
     return BenchTable(
         name=f"throughput-{matrix.name}",
@@ -204,8 +210,9 @@ def _row(
     repeats: Repeats,
     results: Sequence[tuple[Mapping[str, Any], Repeats]],
     mixture: bool,
-    bytes_per_second: float,
+    yardstick: Yardstick,
 ) -> Row:
+    bytes_per_second = yardstick.bytes_per_second
     row: dict[str, Value] = {**changes, **_range(("speed", "lowest", "highest"), repeats.speed)}
     for ratio, labels in matrix.ratios.items():
         base = next((other for arm, other in results if arm == {**changes, **labels}), None)
@@ -231,7 +238,9 @@ def _row(
             "experts_read": milliseconds(touched.num_bytes / bytes_per_second) if touched else None,
         }
     row |= {
-        "same_texts": repeats.same_texts(next(other for _, other in results if other.ids == repeats.ids)),
+        "same_texts": None
+        if yardstick.synthetic_acceptance
+        else repeats.same_texts(next(other for _, other in results if other.ids == repeats.ids)),
         "wrong_tokens": repeats.num_wrong,
     }
     if matrix.latencies:

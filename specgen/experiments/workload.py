@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from typing import Self
 
 from specgen.config import EngineConfig, SamplingParams, UserError, require
 from specgen.config.json_fields import load_json
@@ -31,6 +32,13 @@ class Prompts:
     requests: tuple[Request, ...]
     description: str
     notes: tuple[str, ...]
+
+    def ignoring_eos(self) -> Self:
+        """The same, with as many new tokens as are asked for."""
+        requests = (
+            replace(request, sampling=replace(request.sampling, ignore_eos=True)) for request in self.requests
+        )
+        return replace(self, requests=tuple(requests))
 
 
 def make_prompts(
