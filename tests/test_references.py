@@ -127,6 +127,8 @@ def test_published_tables_are_there_with_all_they_measured():
         ({"mean_acceptance_length": 3.1}, "a step yields 1 to 3 tokens"),
         ({"num_spec_tokens": 0}, "at least 1"),
         ({"temperature": -1}, "temperature is -1: write 0"),
+        ({"thinking": "off"}, "thinking is 'off': write true, false or null"),
+        ({"temperature": "hot"}, "not supported between"),
         ({"mean": None}, "mean is None: write pooled or requests beside a mean_acceptance_length"),
         ({"mean": "median"}, "mean is 'median': write pooled or requests"),
         ({"mean_acceptance_length": None}, "mean is 'pooled': write .* only there"),

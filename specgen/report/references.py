@@ -94,6 +94,9 @@ class Measurement(Conditions):
         require(k >= 1, f"num_spec_tokens is {k}: write the draft length, at least 1")
         require(self.temperature >= 0, f"temperature is {self.temperature}: write 0 (greedy) or more")
         require(
+            self.thinking in (None, True, False), f"thinking is {self.thinking!r}: write true, false or null"
+        )
+        require(
             self.draft_sampling in (None, "greedy", "probabilistic"),
             f"draft_sampling is {self.draft_sampling!r}: write greedy, probabilistic or null",
         )
