@@ -153,7 +153,7 @@ class HeadDrafter:
             head = self._head.of_pass(index)
             layout = Layout.uniform(block_tables, positions, 1, self._cache.page_size)
             hidden, normed = head.forward(ids, hidden, self._attend(layout))
-            chosen = self._choose(head.logits(normed)[:, None], positions[:, None] + 2, sampling)
+            chosen = self._choose(head.logits(normed)[:, None], state, index, sampling)
             ids = chosen.ids[:, 0]
             yield chosen
 
@@ -171,16 +171,15 @@ class HeadDrafter:
         _, normed = self._head.forward(ids.flatten(), hidden, self._attend(layout))
         drafting = normed.view(len(ids), num_rows, -1)[:, masks.num_extra :]
         logits = self._head.logits(drafting.flatten(0, 1)).view(len(ids), k, -1)
-        drafted = state.positions[:, None] + torch.arange(1, k + 1, device=ids.device)
         if self._head.markov is None:
-            yield self._choose(logits, drafted, sampling)
+            yield self._choose(logits, state, 0, sampling)
             return
         before, carried = state.tokens, None
         for index in range(k):
             changed, sure, carried = self._head.markov.step(
                 logits[:, index], drafting[:, index], before, carried
             )
-            chosen = self._choose(changed[:, None], drafted[:, index, None], sampling)
+            chosen = self._choose(changed[:, None], state, index, sampling)
             before = chosen.ids[:, 0]
             yield chosen if sure is None else chosen._replace(confidence=sure[:, None])
 
@@ -194,15 +193,16 @@ class HeadDrafter:
     def _attend(self, layout: Layout) -> Attend:
         return Attend(self._backend, self._cache, layout, self._head.rope)
 
-    def _choose(self, logits: Tensor, drafted: Tensor, sampling: SamplingBatch) -> Chosen:
-        """From ``logits`` ``[B, n, Vd]`` of tokens that will stand at the positions ``drafted`` ``[B, n]``."""
+    def _choose(self, logits: Tensor, state: DraftState, first: int, sampling: SamplingBatch) -> Chosen:
+        """From ``logits`` ``[B, n, Vd]`` of the drafts from ``first`` on, counted from 0 behind the newest tokens."""
         draft_to_target = self._head.draft_to_target
         if not self._sampled_drafts:
             ids, confidence = self._head.most_likely(logits, draft_to_target)
             return Chosen(ids, confidence, None)
         largest, confidence = self._head.most_likely(logits)
         probs = draft_probs(logits, largest, sampling)
-        drawn = draw(probs, uniform(sampling.seeds, drafted, DRAFT))
+        drafted = first + torch.arange(1, logits.shape[1] + 1, device=logits.device)
+        drawn = draw(probs, uniform(sampling.seeds, state.positions[:, None] + drafted, DRAFT))
         return Chosen(draft_to_target[drawn], confidence, probs)
 
     def _to_target(self, probs: Tensor) -> Tensor:
