@@ -79,7 +79,7 @@ class PagedPass:
         out, rows = [], iter(self.q)
         for table, kv_len, query_len in zip(self.tables.long(), self.kv_lens, self.query_lens, strict=True):
             keys, values = (x[table].flatten(0, 1).repeat_interleave(2, 1) for x in (self.keys, self.values))
-            for end in range(kv_len - query_len + 1, kv_len + 1):
+            for end in range(kv_len - query_len + 1, kv_len + 1) if layer.causal else [kv_len] * query_len:
                 seen = slice(0 if layer.window is None else max(0, end - layer.window), end)
                 scores = torch.einsum("hd,khd->hk", next(rows), keys[seen]) * layer.scale
                 if layer.sinks is not None:

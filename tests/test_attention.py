@@ -88,6 +88,18 @@ def test_backend_equals_dense_attention(
 
 
 CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("backend", [SdpaBackend, StaticSdpaBackend], ids=lambda backend: backend.name)
+def test_rows_that_are_not_causal_see_those_behind_them(backend: type[Backend]) -> None:
+    """By its own way, and by the one of backends that have none: each row as the last one of a sequence."""
+    case = PagedPass.random([5, 9, 20, 67, 68, 69, 150], [5] * 7, 16)
+    layer = LayerAttention(index=0, scale=HEAD_DIM**-0.5, causal=False)
+    layout, made = case.uniform(), backend(CPU)
+    for kernel in (made.looking_ahead(layout), Backend.looking_ahead(made, layout)):
+        torch.testing.assert_close(kernel(layer, case.q, case.keys, case.values), case.expected(layer))
+
+
 WINDOWS = (None, 3, 16, 1000, 1, None, 64, 16)  # of the layers of one pass
 LAYERS = [LayerAttention(index=i, scale=HEAD_DIM**-0.5, window=window) for i, window in enumerate(WINDOWS)]
 

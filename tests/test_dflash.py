@@ -221,6 +221,12 @@ def test_what_is_refused(name: str) -> None:
         read(Z_LAB | changes, *more)
 
 
+def test_windows_of_speculators_are_not_causal_unless_it_says_so() -> None:
+    config = {name: value for name, value in SPECULATORS.items() if name != "sliding_window_non_causal"}
+    with pytest.raises(UserError, match="layer 0 has a window and is not causal"):
+        read(config)
+
+
 def test_speculators_name_inputs() -> None:
     config = {name: value for name, value in SPECULATORS.items() if name != "aux_hidden_state_layer_ids"}
     with pytest.raises(UserError, match="is speculators' and has target_layer_ids"):
