@@ -60,7 +60,8 @@ def random_texts(count: int, length: int) -> list[tuple[int, ...]]:
 
 
 def expected(name: str, token: int, count: int, cycle: Cycle = CYCLE) -> tuple[int, ...]:
-    return (cycle.guesses if name.startswith("eagle") else cycle.parallel_guesses)(token, count)
+    at_once = name.startswith(("peagle", "dflash", "dspark"))
+    return (cycle.parallel_guesses if at_once else cycle.guesses)(token, count)
 
 
 def check_drafts(name: str, asked: list[Request], outputs: Outputs, cycle: Cycle = CYCLE) -> None:
