@@ -262,6 +262,16 @@ def test_zero_probability_tokens_are_never_sampled() -> None:
     assert draw(weights, torch.tensor([0.0, 0.29, 0.31, almost_one])).tolist() == [1, 1, 3, 3]
 
 
+def test_a_draft_without_probability_is_not_accepted_by_a_random_number_of_0() -> None:
+    probs = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]])
+    for drawn_from in (None, torch.tensor([[[1.0, 0.0]]])):
+        accepted, tokens = accept_sampled(
+            torch.tensor([[0]]), drawn_from, probs, torch.zeros(1, 1), torch.zeros(1, 2)
+        )
+        assert accepted.tolist() == [0]
+        assert tokens[0, 0] == 1
+
+
 def test_draft_probabilities_of_greedy_and_nan_rows_are_one_hot() -> None:
     """A row that sums to more would be accepted too rarely, and no text would show it."""
     logits = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0))
