@@ -80,7 +80,7 @@ class DenseTarget:
 
 
 class ReferenceHead(ABC):
-    """What the heads have in common; ids are shifted left by one against the states, positions are not."""
+    """What the heads have in common."""
 
     depth = 5  # drafts computed at once
 
@@ -105,66 +105,21 @@ class ReferenceHead(ABC):
             self._known[tokens] = self.propose(tokens)
         return self._known[tokens][:k]
 
+    @abstractmethod
     def propose(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """``depth`` drafts, each from a pass of its own over the text and the drafts before it."""
-        ids, hidden = self.rows(torch.tensor(tokens), self.hidden(*self.target.states(tokens)))
-        num_rows, proposed = len(ids), []
-        for step in range(self.depth):
-            last = self.run(ids, hidden, self.positions(num_rows, step))[-1:]
-            proposed.append(self.token(last[0]))
-            hidden = torch.cat([hidden, self.recycled(last)])
-            ids = torch.cat([ids, torch.tensor(proposed[-1:])])
-        return tuple(proposed)
+        """``depth`` drafts after ``tokens``."""
 
     @abstractmethod
     def hidden(self, streams: list[Tensor], output: Tensor) -> Tensor:
         """The head's hidden state at each position, [T, H], from what ``DenseTarget.states`` returns."""
 
     @abstractmethod
-    def enter(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream before the first layer, [rows, H], and the input of its attention."""
-
-    @abstractmethod
     def logits(self, out: Tensor) -> Tensor:
         """Over the draft vocabulary, from a row of what ``run`` returns."""
-
-    def recycled(self, out: Tensor) -> Tensor:
-        """The hidden state of the next draft's row."""
-        return out
-
-    def rows(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens and states of the rows of a text."""
-        return tokens[1:], hidden[:-1]
-
-    def positions(self, num_rows: int, num_drafted: int) -> Tensor:
-        return torch.arange(num_rows + num_drafted)
 
     def token(self, out: Tensor) -> int:
         draft = int(self.logits(out).argmax())
         return draft if self.ids is None else draft + int(self.ids[draft])
-
-    def run(self, ids: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
-        """One pass: what leaves the last layer, [rows, H]."""
-        stream, inputs = self.enter(ids, hidden)
-        rotation = self.rotary(stream[None], positions[None])
-        for index, (layer, window) in enumerate(zip(self.layers, self.windows, strict=True)):
-            if index > 0:
-                inputs = layer.input_layernorm(stream)
-            attended, _ = layer.self_attn(
-                hidden_states=inputs[None],
-                position_embeddings=rotation,
-                attention_mask=self.mask(len(ids), window),
-            )
-            stream = stream + attended[0]
-            stream = stream + layer.mlp(layer.post_attention_layernorm(stream))
-        return stream
-
-    def mask(self, num_rows: int, window: int | None) -> Tensor:
-        """0 where a row may look, [1, 1, rows, rows]: at itself and before, not further back than the window."""
-        seen = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
-        if window is not None:
-            seen &= torch.ones_like(seen).triu(1 - window)
-        return torch.zeros(1, 1, num_rows, num_rows).masked_fill(~seen, float("-inf"))
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         return nn.functional.rms_norm(x, x.shape[-1:], self.t[f"{name}.weight"], self.layer["rms_norm_eps"])
@@ -206,7 +161,60 @@ class ReferenceHead(ABC):
         return layer.eval().requires_grad_(False)
 
 
-class ReferenceEagle1(ReferenceHead):
+class ReferenceEagle(ReferenceHead):
+    """Heads that read a token beside a state; ids are shifted left by one against the states, positions are not."""
+
+    def propose(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """``depth`` drafts, each from a pass of its own over the text and the drafts before it."""
+        ids, hidden = self.rows(torch.tensor(tokens), self.hidden(*self.target.states(tokens)))
+        num_rows, proposed = len(ids), []
+        for step in range(self.depth):
+            last = self.run(ids, hidden, self.positions(num_rows, step))[-1:]
+            proposed.append(self.token(last[0]))
+            hidden = torch.cat([hidden, self.recycled(last)])
+            ids = torch.cat([ids, torch.tensor(proposed[-1:])])
+        return tuple(proposed)
+
+    @abstractmethod
+    def enter(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream before the first layer, [rows, H], and the input of its attention."""
+
+    def recycled(self, out: Tensor) -> Tensor:
+        """The hidden state of the next draft's row."""
+        return out
+
+    def rows(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens and states of the rows of a text."""
+        return tokens[1:], hidden[:-1]
+
+    def positions(self, num_rows: int, num_drafted: int) -> Tensor:
+        return torch.arange(num_rows + num_drafted)
+
+    def run(self, ids: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+        """One pass: what leaves the last layer, [rows, H]."""
+        stream, inputs = self.enter(ids, hidden)
+        rotation = self.rotary(stream[None], positions[None])
+        for index, (layer, window) in enumerate(zip(self.layers, self.windows, strict=True)):
+            if index > 0:
+                inputs = layer.input_layernorm(stream)
+            attended, _ = layer.self_attn(
+                hidden_states=inputs[None],
+                position_embeddings=rotation,
+                attention_mask=self.mask(len(ids), window),
+            )
+            stream = stream + attended[0]
+            stream = stream + layer.mlp(layer.post_attention_layernorm(stream))
+        return stream
+
+    def mask(self, num_rows: int, window: int | None) -> Tensor:
+        """0 where a row may look, [1, 1, rows, rows]: at itself and before, not further back than the window."""
+        seen = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
+        if window is not None:
+            seen &= torch.ones_like(seen).triu(1 - window)
+        return torch.zeros(1, 1, num_rows, num_rows).masked_fill(~seen, float("-inf"))
+
+
+class ReferenceEagle1(ReferenceEagle):
     """EAGLE-1: no norm but the one before the MLP, the target's final hidden states and vocabulary."""
 
     def hidden(self, streams: list[Tensor], output: Tensor) -> Tensor:
@@ -221,7 +229,7 @@ class ReferenceEagle1(ReferenceHead):
         return out @ self.target.lm_head.T
 
 
-class ReferenceEagle3(ReferenceHead):
+class ReferenceEagle3(ReferenceEagle):
     """EAGLE3 and EAGLE 3.1, of any number of layers and features."""
 
     def __init__(self, path: Path, target: DenseTarget) -> None:
@@ -430,9 +438,6 @@ class ReferenceDFlash(ReferenceHead):
             gate, candidate, out = mixed("joint_proj", memory, known, row).chunk(3)
             return out.tanh(), gate.sigmoid() * memory + (1 - gate.sigmoid()) * candidate.tanh()
         return known, memory
-
-    def enter(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
 
     def logits(self, out: Tensor) -> Tensor:
         return out @ self.t.get("lm_head.weight", self.target.lm_head).T

@@ -82,9 +82,8 @@ class _Group:
             rows = rows[:, None, :, None]
             hidden = columns > rows
             if layer.window is not None:
-                hidden |= (
-                    columns <= rows - layer.window
-                )  # of a padding row far behind all is hidden: it gives 0
+                # of a padding row far behind all is hidden: it gives 0
+                hidden |= columns <= rows - layer.window
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
             self._masks[key] = mask.masked_fill_(hidden, float("-inf"))
         return self._masks[key]

@@ -35,6 +35,18 @@ _DIRECTORIES = typer.Argument(
     help="Finished runs of `specgen generate`, or the directory of a comparison, instead of running anything.",
     show_default=False,
 )
+_AGAINST = option(
+    None,
+    "Results",
+    "Published figures to put beside every head on every data set; what they have not measured is refused before "
+    "anything runs. An unknown name lists them.",
+)
+_OUTPUT = option(
+    None,
+    "Results",
+    "Directory for comparison.json, compare.html and a run directory for every head and data set. An earlier "
+    "comparison there is resumed; heads and data sets can be added.",
+)
 
 
 @with_options
@@ -62,18 +74,8 @@ def compare(
         "Results",
         "Rounds of speeds: in each one every head and plain decoding answer all prompts in turn. 0: no speeds.",
     ),
-    output: Path | None = option(
-        None,
-        "Results",
-        "Directory for comparison.json, compare.html and a run directory for every head and data set. An earlier "
-        "comparison there is resumed; heads and data sets can be added.",
-    ),
-    against: str | None = option(
-        None,
-        "Results",
-        "Published figures to put beside every head on every data set; what they have not measured is refused before "
-        "anything runs. An unknown name lists them.",
-    ),
+    output: Path | None = _OUTPUT,
+    against: str | None = _AGAINST,
     export: ExportName | None = option(
         None, "Results", "Print a table for a paper, or as CSV all figures, instead of the comparison."
     ),

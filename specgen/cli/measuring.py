@@ -34,6 +34,14 @@ if TYPE_CHECKING:
 _DRY_RUN = option(
     False, "Table", "Print the arms with their memory and least time; read no weights and run nothing."
 )
+_SYNTHETIC_ACCEPTANCE = option(
+    None,
+    "Speculation",
+    "What would such a head be worth here? Real passes, but drafts are accepted by dice: chances by position "
+    "behind accepted drafts, such as 0.8,0.7,0.6, or a mean acceptance length, such as 3.2. The texts are not the "
+    "model's then.",
+    shown="by the target",
+)
 _OUTPUT_LENS = option(
     "fixed",
     "Sampling",
@@ -454,14 +462,7 @@ def throughput(
     prompt_tokens: int | None = option(None, "Prompts", "Tokens per random prompt.", shown="the matrix's"),
     max_new_tokens: int | None = option(None, "Sampling", "Longest answer in tokens.", shown="the matrix's"),
     output_lens: str = _OUTPUT_LENS,
-    synthetic_acceptance: str | None = option(
-        None,
-        "Speculation",
-        "What would such a head be worth here? Real passes, but drafts are accepted by dice: chances by position "
-        "behind accepted drafts, such as 0.8,0.7,0.6, or a mean acceptance length, such as 3.2. The texts are not the "
-        "model's then.",
-        shown="by the target",
-    ),
+    synthetic_acceptance: str | None = _SYNTHETIC_ACCEPTANCE,
     max_batch_size: int | None = option(None, "Running", "Sequences per batch.", shown="the matrix's"),
     engine: Annotated[
         EngineConfig,

@@ -161,7 +161,7 @@ class HeadDrafter:
         self, masks: OnePass, state: DraftState, k: int, block_tables: Tensor, sampling: SamplingBatch
     ) -> Iterator[Chosen]:
         """One pass over the newest token's row and a mask for each later one."""
-        num_rows = k + masks.num_extra
+        num_rows = self._head.config.pass_rows(k)
         layout = Layout.uniform(block_tables, state.positions + masks.first, num_rows, self._cache.page_size)
         ids = pad(state.tokens[:, None], (0, num_rows - 1), value=masks.mask_token_id)
         (hidden,) = state.columns
@@ -169,7 +169,7 @@ class HeadDrafter:
             masked = masks.hidden.expand(len(hidden), num_rows - 1, -1)
             hidden = torch.cat((hidden[:, None], masked), 1).flatten(0, 1)
         _, normed = self._head.forward(ids.flatten(), hidden, self._attend(layout))
-        drafting = normed.view(len(ids), num_rows, -1)[:, masks.num_extra :]
+        drafting = normed.view(len(ids), num_rows, -1)[:, num_rows - k :]
         logits = self._head.logits(drafting.flatten(0, 1)).view(len(ids), k, -1)
         if self._head.markov is None:
             yield self._choose(logits, state, 0, sampling)
@@ -184,8 +184,8 @@ class HeadDrafter:
             yield chosen if sure is None else chosen._replace(confidence=sure[:, None])
 
     def draft_rows(self, num_drafts: int) -> int:
-        one_pass = self._head.one_pass
-        return num_drafts + (one_pass.num_extra if one_pass is not None and num_drafts else 0)
+        at_once = self._head.one_pass is not None and num_drafts > 0
+        return self._head.config.pass_rows(num_drafts) if at_once else num_drafts
 
     def clear(self, pages: Tensor) -> None:
         self._cache.clear(pages)

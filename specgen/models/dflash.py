@@ -498,9 +498,7 @@ class DFlashHead(Head):
             if config.own_lm_head
             else None,
             target=target,
-            one_pass=OnePass(
-                mask_token_id=config.mask_token_id, first=0, num_extra=int(config.block_layout == "fill-in")
-            ),
+            one_pass=OnePass(mask_token_id=config.mask_token_id, first=0),
             markov=Selector.build(config, load, draft_to_target, ops)
             if config.num_candidates
             else Markov.build(config, load, ops),

@@ -359,7 +359,7 @@ class HeadConfig(LayerConfig):
         return None
 
     def pass_rows(self, num_drafts: int) -> int:
-        """Rows per sequence of a pass that drafts; 1: each draft has a pass of its own."""
+        """Rows per sequence of a pass that drafts, the last of which draft; 1: each draft has a pass of its own."""
         del num_drafts
         return 1
 

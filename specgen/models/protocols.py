@@ -42,7 +42,6 @@ class OnePass:
 
     mask_token_id: int
     first: int  # the position of the first row, from the newest token's: -1 where ids are shifted against positions
-    num_extra: int = 0  # rows before the first that drafts
     hidden: Tensor | None = (
         None  # [1, H] of a mask, in place of the target's features; None: rows have no such input
     )
