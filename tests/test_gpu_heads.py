@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from specgen.config import SamplingParams
+from specgen.core.graphs import Runner, bucket
+from specgen.core.packing import PromptBlocks
 from specgen.models.model_config import TargetConfig
 from tests.engines import Outputs, Pair, generate, load_pair, random_requests
 from tests.marks import on_gpu
@@ -32,6 +34,7 @@ HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
     "DSpark": lambda path, target: write_dflash_head(
         path, target, "DeepSpec", own=True, markov=("gated", 64), confidence=True
     ),
+    "DFlash2": lambda path, target: write_dflash_head(path, target, second=(2, 8, 3)),
 }
 
 
@@ -72,8 +75,11 @@ def test_drafts_equal_the_cpus_in_every_graph_mode(pair_on: Callable[..., Pair],
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
 def test_graph_modes_agree_on_the_kernels_of_a_real_run(
-    pair_on: Callable[..., Pair], batch: str, draft_sampling: str
+    pair_on: Callable[..., Pair], batch: str, draft_sampling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of the same rows: prompts in blocks and more padding rows, which captures alone have, round otherwise."""
+    monkeypatch.setattr(PromptBlocks, "of", lambda layout: None)
+    monkeypatch.setattr(Runner, "num_rows", lambda self, num_sequences: bucket(num_sequences))
     pair = pair_on(torch.bfloat16, "cuda")
     sampling = GREEDY if draft_sampling == "greedy" else SAMPLED
     runs = [
