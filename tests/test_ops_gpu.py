@@ -69,14 +69,37 @@ def test_rms_norm_of_strided_rows(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_that_round_last_take_float32_weights(dtype: torch.dtype) -> None:
+    weight, heads = random(20, 256, dtype=torch.float32), random(7, 28, 256, dtype=dtype)[:, :20]
+    stream, delta = heads[:, 0].contiguous(), random(1, 7, 256, dtype=dtype)
+    mine, plain = (ops.rms_norm(weight, 1e-6, True) for ops in (fast(dtype), torch_ops()))
+    assert mine(heads).dtype == dtype
+    assert_close_to_one_rounding(mine(heads), plain(heads))
+    mine, plain = (ops.rms_norm(weight[0], 1e-6, True) for ops in (fast(dtype), torch_ops()))
+    assert_close_to_one_rounding(mine.add(stream, delta)[1], plain.add(stream, delta)[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("casts_last", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 5, 300])
-def test_embed_norm_concat(rows: int, dtype: torch.dtype) -> None:
-    table, weights = random(999, 4096, dtype=dtype), random(2, 4096, dtype=dtype)
+def test_embed_norm_concat(rows: int, casts_last: bool, dtype: torch.dtype) -> None:
+    table = random(999, 4096, dtype=dtype)
+    weights = random(2, 4096, dtype=torch.float32 if casts_last else dtype)
     ids, hidden = torch.randint(999, (rows,), device=CUDA), random(rows, 4096, dtype=dtype, scale=9)
     got, expected = (
-        ops.embed_norm_concat(table, weights[0], weights[1], 1e-5)(ids, hidden)
+        ops.embed_norm_concat(table, weights[0], weights[1], 1e-5, casts_last)(ids, hidden)
         for ops in (fast(dtype), torch_ops())
     )
+    assert_close_to_one_rounding(got, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [48, 3])
+@pytest.mark.parametrize("rows", [0, 1, 5, 300])
+def test_gated_norm(rows: int, heads: int, dtype: torch.dtype) -> None:
+    weight, x = random(128, dtype=dtype), random(rows, heads, 128, dtype=dtype, scale=3)
+    gate = random(rows, 40 + heads * 128, dtype=dtype, scale=3)[:, 40:].view(rows, heads, 128)
+    got, expected = (ops.gated_norm(weight, 1e-6)(x, gate) for ops in (fast(dtype), torch_ops()))
     assert_close_to_one_rounding(got, expected)
 
 
@@ -153,19 +176,21 @@ def layouts(page_size: int) -> dict[str, Layout]:
 @pytest.mark.parametrize(
     "kind", ["one", "past the last page", "columns of a wider table", "ragged", "packed"]
 )
-@pytest.mark.parametrize("heads", [(32, 8, 128), (4, 4, 64), (6, 1, 96)], ids=str)
+@pytest.mark.parametrize(
+    "heads", [(32, 8, 128, 128), (4, 4, 64, 64), (6, 1, 96, 96), (24, 4, 256, 64), (4, 2, 64, 48)], ids=str
+)
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"),
     [*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.float8_e4m3fn)],
     ids=str,
 )
 def test_rope_and_store(
-    kind: str, heads: tuple[int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype
+    kind: str, heads: tuple[int, int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> None:
-    num_heads, num_kv_heads, head_dim = heads
+    num_heads, num_kv_heads, head_dim, rotated = heads
     layout = layouts(16)[kind]
     qkv = random(layout.num_rows, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, scale=200)
-    frequencies = 500_000.0 ** -(torch.arange(head_dim // 2, device=CUDA) / (head_dim // 2))
+    frequencies = 500_000.0 ** -(torch.arange(rotated // 2, device=CUDA) / (rotated // 2))
     scale, found = 1.3466 if head_dim == 64 else 1.0, []
     kv_scales = (0.37, 1.7) if kv_dtype.itemsize == 1 else (1.0, 1.0)  # many of these keys saturate
     qkv[:, -1, 5] = torch.nan  # of a value

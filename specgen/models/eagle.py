@@ -258,6 +258,7 @@ class Eagle3Head(Head):
                 vector(prefixes[0] + "input_layernorm.weight"),
                 vector(prefixes[0] + "hidden_norm.weight"),
                 eps,
+                False,
             ),
             layers=HeadLayers.build(config, prefixes, 2 * hidden, load, ops),
             norm=ops.rms_norm(vector(root + "norm.weight"), eps),

@@ -108,7 +108,7 @@ class MtpLayer:
         block = Block.build(config, index, prefix, load, ops, hidden)
         own = f"{head}.weight" in load
         return cls(
-            inputs=ops.embed_norm_concat(embedding, vector("enorm"), vector("hnorm"), eps),
+            inputs=ops.embed_norm_concat(embedding, vector("enorm"), vector("hnorm"), eps, False),
             project=ops.linear(load.linear({f"{prefix}eh_proj": hidden}, 2 * hidden)),
             input_norm=ops.rms_norm(vector("input_layernorm"), eps, False, block.attention.input_scale),
             block=block,

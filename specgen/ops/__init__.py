@@ -24,6 +24,8 @@ class Store(Protocol):
     ) -> Tensor:
         """``qkv`` [rows, Hq + 2 * Hkv, D] into pages of keys and of values, [num_pages, page_size, Hkv, D].
 
+        Of each head the first numbers are rotated, two for each frequency; what is behind them stays as it is.
+
         8-bit pages take the float32 quotients by the scales, at most their largest number in size; other pages have
         no scales. Returns the rotated q [rows, Hq, D], contiguous because not every attention kernel reads strides.
         """
@@ -64,7 +66,7 @@ class MakeNorm(Protocol):
     def __call__(
         self, weight: Tensor, eps: float, casts_last: bool = False, out_scale: Tensor | None = None
     ) -> Norm:
-        """``casts_last``: round behind the product with the weight (GPT-OSS), not before it.
+        """``casts_last``: round behind the product with the weight (GPT-OSS), not before it; it may then be float32.
 
         ``out_scale``, float32 of one number: all that reads the result is a GEMM whose inputs are rounded to e4m3
         with that scale, and the result may be so already.
@@ -84,7 +86,10 @@ class MakeRope(Protocol):
     """Prepares a ``Rope`` for half-split pairs; see ``Store``."""
 
     def __call__(self, frequencies: Tensor, scale: float = 1.0) -> Rope:
-        """``frequencies``: radians per position [D / 2]; ``scale`` multiplies cos and sin before they are rounded."""
+        """``frequencies``: radians per position [R / 2], where the first R numbers of a head are rotated.
+
+        ``scale`` multiplies cos and sin before they are rounded.
+        """
         ...
 
 
@@ -124,9 +129,12 @@ class Ops:
     choice: Callable[[int, Weighing], Choice]  # of so many experts a row
     sigmoid_choice: Callable[[SigmoidRouting], Choice]
     rms_norm: MakeNorm
-    # Embedding table [V, N], two norm weights [N] and eps: token ids [rows] and x [rows, N] -> the normed embeddings
-    # concatenated with the normed x, [rows, 2 * N].
-    embed_norm_concat: Callable[[Tensor, Tensor, Tensor, float], Pair]
+    # Embedding table [V, N], two norm weights [N], eps and whether norms round last: token ids [rows] and x [rows, N]
+    # -> the normed embeddings concatenated with the normed x, [rows, 2 * N].
+    embed_norm_concat: Callable[[Tensor, Tensor, Tensor, float, bool], Pair]
+    # Norm weight [N] and eps: x [rows, heads, N] and a gate like it, whose rows may be strided -> the normed x times
+    # silu(gate), a product in float32.
+    gated_norm: Callable[[Tensor, float], Pair]
     largest: Largest
     most_likely: MostLikely
     rope: MakeRope

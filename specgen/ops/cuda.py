@@ -26,7 +26,14 @@ from specgen.ops.measured_choices import Tile
 from specgen.ops.reference import gated, linear, linear_float32, one_part
 from specgen.ops.rope import TritonRope
 from specgen.ops.router_kernel import fused_choice, fused_sigmoid_choice
-from specgen.ops.row_kernels import TritonEmbedNormConcat, TritonNorm, largest, most_likely, silu_and_mul
+from specgen.ops.row_kernels import (
+    TritonEmbedNormConcat,
+    TritonGatedNorm,
+    TritonNorm,
+    largest,
+    most_likely,
+    silu_and_mul,
+)
 from specgen.ops.skinny import skinny_gated_linear, skinny_linear
 from specgen.ops.weight import Weight
 
@@ -46,6 +53,7 @@ def cuda_ops(dtype: torch.dtype) -> Ops:
         sigmoid_choice=partial(fused_sigmoid_choice, dtype),
         rms_norm=TritonNorm,
         embed_norm_concat=TritonEmbedNormConcat,
+        gated_norm=TritonGatedNorm,
         largest=largest,
         most_likely=most_likely,
         rope=TritonRope,

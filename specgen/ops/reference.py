@@ -27,6 +27,7 @@ def torch_ops() -> Ops:
         sigmoid_choice=sigmoid_choice,
         rms_norm=RmsNorm,
         embed_norm_concat=embed_norm_concat,
+        gated_norm=gated_norm,
         largest=largest,
         most_likely=most_likely,
         rope=rope,
@@ -98,10 +99,18 @@ class RmsNorm:
         return total, self(total)
 
 
-def embed_norm_concat(table: Tensor, embed_weight: Tensor, weight: Tensor, eps: float) -> Pair:
+def embed_norm_concat(
+    table: Tensor, embed_weight: Tensor, weight: Tensor, eps: float, casts_last: bool
+) -> Pair:
     """See ``Ops.embed_norm_concat``."""
-    embed_norm, norm = RmsNorm(embed_weight, eps), RmsNorm(weight, eps)
+    embed_norm, norm = (RmsNorm(each, eps, casts_last) for each in (embed_weight, weight))
     return lambda token_ids, x: torch.cat((embed_norm(F.embedding(token_ids, table)), norm(x)), -1)
+
+
+def gated_norm(weight: Tensor, eps: float) -> Pair:
+    """See ``Ops.gated_norm``."""
+    norm = RmsNorm(weight, eps)
+    return lambda x, gate: (norm(x).float() * F.silu(gate.float())).to(x.dtype)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -114,7 +123,7 @@ def rope(frequencies: Tensor, scale: float = 1.0) -> Rope:
     """See ``Ops.rope``."""
 
     def plan(layout: Layout) -> Store:
-        angles = layout.positions[:, None, None] * frequencies  # [rows, 1, D / 2]
+        angles = layout.positions[:, None, None] * frequencies  # [rows, 1, R / 2]
         cos, sin = angles.cos() * scale, angles.sin() * scale
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         return _Store(cos=cos, sin=sin, slots=layout.slots)
@@ -124,7 +133,7 @@ def rope(frequencies: Tensor, scale: float = 1.0) -> Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class _Store:
-    cos: Tensor  # [rows, 1, D]
+    cos: Tensor  # [rows, 1, R]
     sin: Tensor  # the first half negated
     slots: Tensor  # [rows]
 
@@ -144,7 +153,10 @@ class _Store:
         out.copy_(self._rotated(q))
 
     def _rotated(self, x: Tensor) -> Tensor:
-        return rotate(x, self.cos.to(x.dtype), self.sin.to(x.dtype))
+        cos, sin, width = self.cos.to(x.dtype), self.sin.to(x.dtype), self.cos.shape[-1]
+        if width == x.shape[-1]:
+            return rotate(x, cos, sin)
+        return torch.cat((rotate(x[..., :width], cos, sin), x[..., width:]), -1)
 
 
 def _put(pages: Tensor, slots: Tensor, rows: Tensor, scale: float) -> None:
@@ -180,7 +192,8 @@ def ranked(ops: Ops, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> 
     ) -> Norm:
         norm = ops.rms_norm(weight, eps, casts_last, out_scale)
         sums = RankedNorm(norm=norm, ranks=ranks)
-        return sums if fuse is None else fuse(norm, sums, weight, eps, ranks)
+        # the fused kernel takes weights in the dtype of the rows alone
+        return sums if fuse is None or weight.dtype != dtype else fuse(norm, sums, weight, eps, ranks)
 
     return replace(ops, rms_norm=rms_norm, ranks=ranks)
 

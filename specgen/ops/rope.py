@@ -79,6 +79,7 @@ def _rope_store_kernel(
     num_kv_heads: int,
     QUERY_LEN: tl.constexpr,  # noqa: N803
     HALF: tl.constexpr,  # noqa: N803
+    TURNED: tl.constexpr,  # noqa: N803  pairs that are rotated; the halves of the others lie behind them
     BLOCK: tl.constexpr,  # noqa: N803
     HEADS: tl.constexpr,  # noqa: N803
 ) -> None:
@@ -87,29 +88,35 @@ def _rope_store_kernel(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     pair = tl.arange(0, BLOCK)
     inside = (head < num_heads + 2 * num_kv_heads) & (pair < HALF)[None, :]
-    frequency = tl.load(frequencies + pair, pair < HALF, 0)
+    frequency = tl.load(frequencies + pair, pair < TURNED, 0)
     gdc_wait()
     position, page, offset = _slot(row, where, tables, table_stride, table_width, page_size, QUERY_LEN)
     angle = position.to(tl.float32) * frequency
     cos = (tl.cos(angle) * scale).to(qkv.dtype.element_ty).to(tl.float32)[None, :]
     sin = (tl.sin(angle) * scale).to(qkv.dtype.element_ty).to(tl.float32)[None, :]
 
-    source = qkv + (row * (num_heads + 2 * num_kv_heads) + head) * 2 * HALF + pair[None, :]
-    low, high = tl.load(source, inside, 0), tl.load(source + HALF, inside, 0)
     is_q, is_v = head < num_heads, head >= num_heads + num_kv_heads
-    new_low = tl.where(is_v, low, _rotated(low, high, cos, -sin))
-    new_high = tl.where(is_v, high, _rotated(high, low, cos, sin))
+    if TURNED == HALF:
+        first, second, plain = pair[None, :], pair[None, :] + HALF, is_v
+    else:
+        first = (pair + tl.where(pair < TURNED, 0, TURNED))[None, :]
+        second = (pair + tl.where(pair < TURNED, TURNED, HALF))[None, :]
+        plain = is_v | (pair >= TURNED)[None, :]
+    source = qkv + (row * (num_heads + 2 * num_kv_heads) + head) * 2 * HALF
+    low, high = tl.load(source + first, inside, 0), tl.load(source + second, inside, 0)
+    new_low = tl.where(plain, low, _rotated(low, high, cos, -sin))
+    new_high = tl.where(plain, high, _rotated(high, low, cos, sin))
 
-    to_q = q + (row * num_heads + head) * 2 * HALF + pair[None, :]
-    tl.store(to_q, new_low, inside & is_q)
-    tl.store(to_q + HALF, new_high, inside & is_q)
+    to_q = q + (row * num_heads + head) * 2 * HALF
+    tl.store(to_q + first, new_low, inside & is_q)
+    tl.store(to_q + second, new_high, inside & is_q)
     kv_head = tl.where(is_v, head - num_heads - num_kv_heads, head - num_heads)
-    slot = page * page_stride + offset * slot_stride + kv_head * head_stride + pair[None, :]
+    slot = page * page_stride + offset * slot_stride + kv_head * head_stride
     is_k = inside & (head >= num_heads) & (head < num_heads + num_kv_heads)
-    tl.store(keys + slot, _cast(new_low, keys, k_scale), is_k)
-    tl.store(keys + slot + HALF, _cast(new_high, keys, k_scale), is_k)
-    tl.store(values + slot, _cast(new_low, values, v_scale), inside & is_v)
-    tl.store(values + slot + HALF, _cast(new_high, values, v_scale), inside & is_v)
+    tl.store(keys + slot + first, _cast(new_low, keys, k_scale), is_k)
+    tl.store(keys + slot + second, _cast(new_high, keys, k_scale), is_k)
+    tl.store(values + slot + first, _cast(new_low, values, v_scale), inside & is_v)
+    tl.store(values + slot + second, _cast(new_high, values, v_scale), inside & is_v)
 
 
 @triton.jit(do_not_specialize=["table_stride", "table_width"])
@@ -172,7 +179,7 @@ def _latent_store_kernel(
 class TritonRope:
     """In a uniform layout the kernel of each layer computes positions and slots itself."""
 
-    frequencies: Tensor  # [D / 2] float32
+    frequencies: Tensor  # [R / 2] float32
     scale: float = 1.0  # of cos and sin
 
     def __call__(self, layout: Layout) -> Store:
@@ -232,6 +239,7 @@ class _TritonStore:
                 *(self.tables.stride(0), self.tables.shape[-1], keys.shape[1], num_heads, num_kv_heads),
                 QUERY_LEN=self.query_len,
                 HALF=half,
+                TURNED=len(self.frequencies),
                 BLOCK=triton.next_power_of_2(half),
                 HEADS=_HEADS,
                 num_warps=2,

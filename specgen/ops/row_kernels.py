@@ -133,6 +133,7 @@ def _embed_norm_concat_kernel(
     size: int,
     eps: float,
     stride: int,
+    CASTS_LAST: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:
     gdc_launch_dependents()
@@ -148,7 +149,36 @@ def _embed_norm_concat_kernel(
         w = tl.load(weight + columns, inside, 0)
         gdc_wait()
         values = tl.load(x + row * stride + columns, inside, 0)
-    tl.store(out + columns, _normed(values, w, size, eps, False), inside)
+    tl.store(out + columns, _normed(values, w, size, eps, CASTS_LAST), inside)
+
+
+@triton.jit
+def _gated_norm_kernel(
+    x: tl.tensor,
+    gate: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    num_heads: int,
+    size: int,
+    eps: float,
+    gate_stride: int,
+    HEADS: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+) -> None:
+    gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (head < num_heads) & (column < size)
+    w = tl.load(weight + column, column < size, 0)
+    gdc_wait()
+    values = tl.load(x + (row * num_heads + head) * size + column, inside, 0)
+    wide = values.to(tl.float32)
+    scaled = wide * tl.rsqrt(tl.sum(wide * wide, 1)[:, None] / size + eps)
+    normed = (scaled.to(values.dtype) * w).to(tl.float32)
+    opened = tl.load(gate + row * gate_stride + head * size + column, inside, 0).to(tl.float32)
+    gated = normed * (opened / (1 + tl.exp(-opened)))
+    tl.store(out + (row * num_heads + head) * size + column, gated.to(values.dtype), inside)
 
 
 @triton.jit
@@ -180,6 +210,9 @@ def _silu_mul_kernel(
     if out_scale is not None:
         gated = to_e4m3(gated, 1.0 / tl.load(out_scale))
     tl.store(out + row * size + columns, gated, inside)
+
+
+_NORMED_HEADS = 8  # per program of a gated norm
 
 
 @dataclass(frozen=True)
@@ -236,13 +269,38 @@ class TritonEmbedNormConcat:
     embed_weight: Tensor
     weight: Tensor
     eps: float
+    casts_last: bool
 
     def __call__(self, token_ids: Tensor, x: Tensor) -> Tensor:
         rows, size = x.shape
         out = x.new_empty(rows, 2 * size)
         if rows:
             args = (token_ids, self.table, self.embed_weight, x, self.weight, out, size, self.eps)
-            _embed_norm_concat_kernel[(rows, 2)](*args, x.stride(0), **_block(size), **PDL)
+            _embed_norm_concat_kernel[(rows, 2)](
+                *args, x.stride(0), CASTS_LAST=self.casts_last, **_block(size), **PDL
+            )
+        return out
+
+
+@dataclass(frozen=True)
+class TritonGatedNorm:
+    weight: Tensor  # [N]
+    eps: float
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        rows, num_heads, size = x.shape
+        assert x.is_contiguous()
+        assert gate.shape == x.shape
+        assert gate.stride()[1:] == (size, 1), "the heads of a row must be contiguous"
+        out = torch.empty_like(x)
+        if rows:
+            _gated_norm_kernel[(rows, triton.cdiv(num_heads, _NORMED_HEADS))](
+                *(x, gate, self.weight, out, num_heads, size, self.eps, gate.stride(0)),
+                HEADS=_NORMED_HEADS,
+                BLOCK=triton.next_power_of_2(size),
+                num_warps=4,
+                **PDL,
+            )
         return out
 
 
