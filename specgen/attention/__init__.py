@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specgen.attention.gated_delta import DeltaLayer as DeltaLayer
+from specgen.attention.gated_delta import recur
 from specgen.attention.planning import spread
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import HostLens, Layout
@@ -422,6 +424,16 @@ class Attend:
         (pages,) = self._cache.pages(layer.absorbed.index)
         none = key.new_empty(len(key), 0, key.shape[1])
         self._store.latents(latent, key, pages, none, none)
+
+    def recur(self, layer: DeltaLayer, mixed: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """The rows' inputs through the convolution into the state of each sequence, and what they read there.
+
+        ``mixed`` is ``[rows, channels]`` in front of the convolution, ``a`` and ``b`` ``[rows, Hv]`` set how much of
+        the state decays and is overwritten; the result is ``[rows, Hv, value_dim]``.
+        """
+        states = self._cache.states
+        assert states is not None, "the cache was made for layers that attend"
+        return recur(states, self._layout, layer, torch.cat((mixed, a, b), -1))
 
     @cached_property
     def _expanded(self) -> tuple[Tensor, Kernel] | None:

@@ -30,6 +30,7 @@ def chunk_layout(chunks: Sequence[Chunk], page_size: int, device: torch.device) 
         [chunk.start for chunk in chunks],
         [chunk.num_rows for chunk in chunks],
         page_size,
+        [chunk.sequence.state_slot for chunk in chunks],
     )
 
 

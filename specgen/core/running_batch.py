@@ -21,6 +21,7 @@ class Columns:
 
     state: DraftState
     block_tables: Tensor  # [B, max_pages] int32; page 0 where a sequence has none
+    state_slots: Tensor  # [B] int64; 0 in padding rows
     sampling: SamplingBatch
     active: Tensor  # [B] bool; False in padding rows
 
@@ -57,6 +58,7 @@ class RunningBatch:
         )
         self._tables = column(torch.int32, table_width)
         self._active = column(torch.bool)
+        self._slots = column(torch.int64)  # of recurrent states
         self._sampling = SamplingBatch(
             temperature=column(torch.float32),
             top_p=column(torch.float32),
@@ -88,6 +90,7 @@ class RunningBatch:
         joining = (*state.tensors(), *_tensors(sampling))
         for mine, theirs in zip(self._row_values(sampling.form), joining, strict=True):
             mine[rows] = theirs
+        self._slots[rows] = on_device([sequence.state_slot for sequence in sequences], self._device)
         self._active[rows] = True
         self.form = self._form_of_all()
         self._num_used = len(self.sequences)
@@ -100,7 +103,7 @@ class RunningBatch:
         rows = [row_of[id(sequence)] for sequence in sequences]
         kept = len(rows)
         index = on_device(rows, self._device)
-        for column in (*self._row_values(self.form), self._tables):
+        for column in (*self._row_values(self.form), self._tables, self._slots):
             if rows != list(range(kept)):
                 column[:kept] = column[index]
         self.sequences = list(sequences)
@@ -116,12 +119,19 @@ class RunningBatch:
         return Columns(
             state=self._state.take(rows),
             block_tables=self._tables[rows],
+            state_slots=self._slots[rows],
             sampling=self._sampling.take(rows).shaped(self.form),
             active=self._active[rows],
         )
 
     def _make_padding(self, rows: slice) -> None:
-        for column in (*self._state.tensors(), *_tensors(self._sampling), self._tables, self._active):
+        for column in (
+            *self._state.tensors(),
+            *_tensors(self._sampling),
+            self._tables,
+            self._slots,
+            self._active,
+        ):
             column[rows] = 0
         self._state.positions[rows] = 1  # the head begins at the position before
         self._sampling.top_p[rows] = 1  # 0 would leave nothing to draw from

@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from specgen.core.sequence import Sequence
-from specgen.kv.pages import PageAllocator, extend_digests
+from specgen.kv.pages import PageAllocator, StateSlots, extend_digests
 from specgen.record.record_rows import OutOfMemory
 
 # A prefill of fewer rows than this takes hardly less time: reading the weights is what it waits for.
@@ -81,17 +81,20 @@ class Limits:
 class Scheduler:
     """Continuous batching: sequences join and leave at every step.
 
-    A sequence is admitted when pages for all it holds and one step ahead are free. When a running one cannot grow,
-    the one admitted last gives its pages back and is computed again later; the oldest always can go on, because
-    a request that would not fit alone is refused (``refusal``). The limits may change while it runs. One that is
-    to run alone (``retry``) waits until all others have left, and they wait for it.
+    A sequence is admitted when a slot for its recurrent state and pages for all it holds and one step ahead are free.
+    When a running one cannot grow, the one admitted last gives its pages back and is computed again later; the oldest
+    always can go on, because a request that would not fit alone is refused (``refusal``). The limits may change while
+    it runs. One that is to run alone (``retry``) waits until all others have left, and they wait for it.
 
     A prefill pass is begun by ``next_chunks`` and ends in ``launched`` or ``send_all_back``; until then its pages are
     shared with no other sequence.
     """
 
-    def __init__(self, *, allocator: PageAllocator, limits: Limits, step_rows: int) -> None:
+    def __init__(
+        self, *, allocator: PageAllocator, slots: StateSlots, limits: Limits, step_rows: int
+    ) -> None:
         self._allocator = allocator
+        self._slots = slots
         self.limits = limits
         self._step_rows = step_rows  # that a pass may write behind a sequence's tokens
         self.waiting: deque[Sequence] = deque()
@@ -187,13 +190,14 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         alone = any(each.alone for each in (sequence, *self.prefilling, *self.running))
-        if self.num_admitted >= (1 if alone else self.limits.max_batch_size):
+        if self.num_admitted >= (1 if alone else self.limits.max_batch_size) or not self._slots.available:
             return False
         cached = self._allocator.reuse(sequence.pages, self._digests(sequence, sequence.num_reusable))
         if not self._allocator.grow(sequence.pages, len(sequence.tokens) + self._step_rows):
             self._allocator.release(sequence.pages)
             return False
         sequence.num_computed = sequence.num_cached = cached * self.page_size
+        sequence.state_slot = self._slots.take()
         return True
 
     def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
@@ -243,7 +247,7 @@ class Scheduler:
         """Send the youngest sequence back to the head of the queue; those still prefilling are the youngest."""
         if self.prefilling:
             victim = self.prefilling.pop()
-            self._allocator.release(victim.pages)  # ``launched`` has recorded what its passes computed
+            self._give_back(victim)  # ``launched`` has recorded what its passes computed
         else:
             victim = self.running.pop()
             self._release(victim)
@@ -284,7 +288,7 @@ class Scheduler:
         """
         self._remove(sequence)
         self._allocator.forget()
-        return self._allocator.release(sequence.pages)
+        return self._give_back(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
         for queue in (self.prefilling, self.running, self.leaving):
@@ -294,4 +298,10 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         """Give back the pages of one that ran, and tell what they hold; passes in flight write behind that."""
         self._allocator.keep(sequence.pages, self._digests(sequence, len(sequence.tokens) - 1))
-        self._allocator.release(sequence.pages)
+        self._give_back(sequence)
+
+    def _give_back(self, sequence: Sequence) -> list[int]:
+        """Its pages and its slot, if any; returns the pages that it alone had."""
+        self._slots.give_back(sequence.state_slot)
+        sequence.state_slot = 0
+        return self._allocator.release(sequence.pages)

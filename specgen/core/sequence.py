@@ -98,6 +98,7 @@ class Sequence:
     stop: StopStrings | None = None
     parts: PartFinder | None = None  # None where a text has one part
     pages: list[int] = field(default_factory=list)
+    state_slot: int = 0  # of its recurrent state, while it has pages
     digests: list[bytes] = field(default_factory=list)  # of its pages, see ``prefix_cache``
     prefix_root: bytes = b""  # sequences share pages only with those of the same
     num_cached: int = 0  # positions that another sequence had computed

@@ -114,8 +114,10 @@ class _Geometry:
     def layout(self, *lens: Tensor) -> Layout:
         """``lens`` [B] are each sequence's rows, where ``num_verified`` is not None."""
         if self._layout is None or not self._kept:
-            positions, tables = self._columns.state.positions, self._columns.block_tables
-            uniform = Layout.uniform(tables, positions, self._query_len, self._page_size)
+            columns, positions = self._columns, self._columns.state.positions
+            uniform = Layout.uniform(
+                columns.block_tables, positions, self._query_len, self._page_size, columns.state_slots
+            )
             self._layout = uniform
             if self.num_verified is not None:
                 num_rows = len(positions) + self.num_verified
@@ -280,8 +282,9 @@ class Steps:
 
     def _prompts(self, token_ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """``_forward``; captured, where the host would be slower than the device."""
-        latent = self._target.config.latent is not None  # prefills have another form than decode passes
-        blocks = PromptBlocks.of(layout) if self.runner.captures and not latent else None
+        config = self._target.config
+        one_form = config.latent is None and config.delta is None  # prefills have that of decode passes
+        blocks = PromptBlocks.of(layout) if self.runner.captures and one_form else None
         if blocks is None:
             return self._forward(token_ids, layout)
 

@@ -27,9 +27,9 @@ from specgen.device import HostCopy, total_memory, use
 from specgen.engine import step_costs
 from specgen.engine.choices import BACKENDS, DTYPES, RUNNERS, needed_modules, target_kv_dtype
 from specgen.engine.loading import Models
-from specgen.kv.kv_cache import KVCache
+from specgen.kv.kv_cache import KVCache, StateCache
 from specgen.kv.layout import Layout
-from specgen.kv.pages import PageAllocator
+from specgen.kv.pages import PageAllocator, StateSlots
 from specgen.models.expert_counts import ExpertSize
 from specgen.models.model_config import LayerConfig
 from specgen.ops.jit_modules import compile_missing
@@ -83,17 +83,20 @@ def assemble(
 ) -> EngineCore:
     """An engine of a resolved ``config`` whose cache has ``num_pages`` pages; see ``build_engine``."""
     backend = BACKENDS[config.attention](models.target.device)
-    allocator = PageAllocator(num_pages, config.page_size, prefix_cache=config.prefix_cache)
     target, step_rows = models.target, max(config.draft_length.most + 1, BLOCK if runner.captures else 0)
+    # a state is that behind the last position alone, so no page of it can be taken from another text
+    shares = config.prefix_cache and target.config.state_spec is None
+    allocator = PageAllocator(num_pages, config.page_size, prefix_cache=shares)
     # the last steps of a text may run past its end, and past the pages it has
     longest = min(target.config.max_positions, num_pages * config.page_size) + 3 * step_rows
     num_sequences = min(config.max_batch_size, num_pages)  # each has a page or more
     drafter = _drafter(config, models, backend, allocator)
+    states = _states(config, target.config, num_sequences, target.device)
     return EngineCore(
         config=target.config,
         steps=Steps(
             target=target,
-            cache=new_cache(target.config, allocator, target_kv_dtype(config), target.device),
+            cache=new_cache(target.config, allocator, target_kv_dtype(config), target.device, states),
             backend=backend,
             drafter=drafter,
             runner=runner,
@@ -108,6 +111,7 @@ def assemble(
         ),
         scheduler=Scheduler(
             allocator=allocator,
+            slots=StateSlots(None if states is None else num_state_slots(num_sequences)),
             limits=Limits(max_batch_size=num_sequences, max_prefill_tokens=config.max_prefill_tokens),
             step_rows=step_rows,
         ),
@@ -120,8 +124,40 @@ def assemble(
     )
 
 
+def num_state_slots(num_sequences: int) -> int:
+    """For a batch of so many, and some for those that passes in flight will end."""
+    return num_sequences + -(-num_sequences // 8)
+
+
+def _states(
+    config: EngineConfig, target: LayerConfig, num_sequences: int, device: torch.device
+) -> StateCache | None:
+    """Of the target's recurrent layers; None: it has none."""
+    if target.state_spec is None:
+        return None
+    return StateCache(
+        spec=target.state_spec,
+        num_slots=num_state_slots(num_sequences) + 1,  # slot 0 is for padding rows
+        step_rows=config.draft_length.most + 1,
+        dtype=DTYPES[config.dtype],
+        device=device,
+    )
+
+
+def state_bytes(config: EngineConfig, target: LayerConfig, num_sequences: int) -> int:
+    """Of the recurrent states of a batch of so many sequences."""
+    if target.state_spec is None:
+        return 0
+    each = target.state_spec.bytes_per_sequence(config.draft_length.most + 1, DTYPES[config.dtype].itemsize)
+    return (num_state_slots(num_sequences) + 1) * each
+
+
 def new_cache(
-    model: LayerConfig, allocator: PageAllocator, dtype: torch.dtype, device: torch.device
+    model: LayerConfig,
+    allocator: PageAllocator,
+    dtype: torch.dtype,
+    device: torch.device,
+    states: StateCache | None = None,
 ) -> KVCache:
     """A cache of ``dtype`` for ``model`` with as many pages as ``allocator`` gives out."""
     return KVCache(
@@ -130,6 +166,7 @@ def new_cache(
         page_size=allocator.page_size,
         dtype=dtype,
         device=device,
+        states=states,
     )
 
 
@@ -202,11 +239,16 @@ def num_pages(config: EngineConfig, models: Models, expected: SamplingParams = D
     """
     each = kv_page_bytes(config, models)
     memory = config.kv_memory if config.kv_memory is not None else _memory_for_kv(config, models, expected)
-    affordable = memory // each
+    states = state_bytes(config, models.target.config, config.max_batch_size)
+    affordable = (memory - states) // each
+    beside = (
+        f"the recurrent states of {config.max_batch_size} sequences take {states}, and " if states else ""
+    )
+    fewer = " or --max-batch-size" if states else ""
     require(
         affordable >= 1,
-        f"{max(memory, 0)} bytes are left for the KV cache and one page of {config.page_size} positions takes "
-        f"{each}: raise --kv-memory or --gpu-memory-utilization, or lower --max-prefill-tokens",
+        f"{max(memory, 0)} bytes are left for the KV cache and {beside}one page of {config.page_size} positions takes "
+        f"{each}: raise --kv-memory or --gpu-memory-utilization, or lower --max-prefill-tokens{fewer}",
     )
     longest = models.target.config.max_positions + config.draft_length.most + 1
     return min(affordable, config.max_batch_size * -(-longest // config.page_size))
@@ -296,9 +338,10 @@ def prefill_logits(config: EngineConfig, models: Models) -> Callable[[Sequence[i
 def _prefill(config: EngineConfig, models: Models, token_ids: Sequence[int]) -> Tensor:
     target, backend = models.target, BACKENDS[config.attention](models.target.device)
     pages = PageAllocator(-(-len(token_ids) // config.page_size), config.page_size)
-    cache = new_cache(target.config, pages, target_kv_dtype(config), target.device)
+    states = _states(config, target.config, 1, target.device)
+    cache = new_cache(target.config, pages, target_kv_dtype(config), target.device, states)
     table = torch.arange(1, pages.num_pages + 1, dtype=torch.int32, device=target.device)
-    layout = Layout.ragged(table[None], [0], [len(token_ids)], config.page_size)
+    layout = Layout.ragged(table[None], [0], [len(token_ids)], config.page_size, [1])
     rows = torch.tensor(token_ids, device=target.device)
     hidden, _ = target.forward(rows, Attend(backend, cache, layout, target.rope))
     return target.logits(hidden[-1:])[0].float()

@@ -1,4 +1,4 @@
-"""The storage of the paged KV cache."""
+"""The storage of the paged KV cache, and of the recurrent states beside it."""
 
 import math
 import mmap
@@ -22,8 +22,56 @@ class KVSpec:
         return self.num_layers * self.num_planes * self.num_heads * self.head_dim * bytes_per_value
 
 
+@dataclass(frozen=True, kw_only=True)
+class StateSpec:
+    """The recurrent states of a sequence: per layer ``[num_heads, value_dim, key_dim]``, and a convolution's inputs."""
+
+    num_layers: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    num_channels: int  # of the convolution
+    num_taps: int
+
+    @property
+    def row_width(self) -> int:
+        """Numbers of a row's inputs: of the convolution, and two for each head."""
+        return self.num_channels + 2 * self.num_heads
+
+    def kept_rows(self, step_rows: int) -> int:
+        """Rows whose inputs are kept: what the convolution looks back at, and those of a decode pass."""
+        return self.num_taps - 1 + step_rows
+
+    def bytes_per_sequence(self, step_rows: int, bytes_per_value: int) -> int:
+        """Bytes that a sequence takes whose decode passes have ``step_rows`` rows."""
+        rows = self.kept_rows(step_rows) * self.row_width * bytes_per_value
+        return self.num_layers * (self.num_heads * self.value_dim * self.key_dim * 4 + rows + 8)
+
+
+class StateCache:
+    """What ``spec`` describes, in ``num_slots`` slots of a sequence each; slot 0 is where padding rows write.
+
+    Like KV, a state is never rewound. It is that behind the positions before ``positions``; the inputs of the rows of
+    the last decode pass are kept behind it, and the next pass first takes in as many of them as its start says were
+    accepted. So it holds no row that was rejected, and takes no more memory for drafts than their inputs.
+    """
+
+    def __init__(
+        self, *, spec: StateSpec, num_slots: int, step_rows: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        slots = spec.num_layers, num_slots
+        sizes = spec.num_heads, spec.value_dim, spec.key_dim
+        self.states = torch.zeros(*slots, *sizes, device=device)  # float32
+        self.rows = torch.zeros(
+            *slots, spec.kept_rows(step_rows), spec.row_width, dtype=dtype, device=device
+        )  # the convolution's look-back, and behind it the last decode pass
+        self.positions = torch.zeros(slots, dtype=torch.int64, device=device)  # that the state has taken in
+
+
 class KVCache:
     """What ``spec`` describes, in ``num_pages`` pages shared by all layers.
+
+    ``states`` are those of the layers that have a state in place of keys and values.
 
     Storage is ``[num_layers, num_planes, num_pages, page_size, num_heads, head_dim]``. Target and drafter have one
     each and use the same page numbers, so a sequence has one block table.
@@ -37,7 +85,9 @@ class KVCache:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        states: StateCache | None = None,
     ) -> None:
+        self.states = states
         shape = (spec.num_layers, spec.num_planes, num_pages, page_size, spec.num_heads, spec.head_dim)
         self.page_size = page_size
         self._storage = _zeros(shape, dtype, device)

@@ -43,9 +43,16 @@ class Layout:
     chained: bool = (
         False  # sequences may continue one another: rows attend to KV that others of the pass write
     )
+    state_slots: Tensor | None = None  # [B] int64: of each sequence's recurrent state; 0 of padding rows
 
     @staticmethod
-    def uniform(block_tables: Tensor, starts: Tensor, query_len: int, page_size: int) -> "Layout":
+    def uniform(
+        block_tables: Tensor,
+        starts: Tensor,
+        query_len: int,
+        page_size: int,
+        state_slots: Tensor | None = None,
+    ) -> "Layout":
         """``query_len`` rows for every sequence, from position ``starts[b]`` on."""
         return Layout(
             block_tables=block_tables,
@@ -54,14 +61,23 @@ class Layout:
             max_query_len=query_len,
             page_size=page_size,
             uniform_q=query_len,
+            state_slots=state_slots,
         )
 
     @staticmethod
     def ragged(
-        block_tables: Tensor, starts: Sequence[int], query_lens: Sequence[int], page_size: int
+        block_tables: Tensor,
+        starts: Sequence[int],
+        query_lens: Sequence[int],
+        page_size: int,
+        state_slots: Sequence[int] = (),
     ) -> "Layout":
-        """``query_lens[b]`` rows for sequence b, from position ``starts[b]`` on; both known to the host."""
-        columns = on_device([starts, query_lens], block_tables.device)
+        """``query_lens[b]`` rows for sequence b, from position ``starts[b]`` on; both known to the host.
+
+        ``state_slots`` are needed where the model has recurrent states.
+        """
+        slots = state_slots or [0] * len(starts)
+        columns = on_device([starts, query_lens, slots], block_tables.device)
         return Layout(
             block_tables=block_tables,
             starts=columns[0],
@@ -71,6 +87,7 @@ class Layout:
             page_size=page_size,
             uniform_q=None,
             host=HostLens(starts=tuple(starts), query_lens=tuple(query_lens)),
+            state_slots=columns[2],
         )
 
     @property

@@ -1,4 +1,4 @@
-"""The pages of the KV cache: which are free, and which are known by what they hold; no torch.
+"""The pages of the KV cache: which are free, and which are known by what they hold; slots of states; no torch.
 
 Prompts that begin alike are computed once: automatic prefix caching.
 """
@@ -134,3 +134,23 @@ class PageAllocator:
         else:
             self._free.append(page)
         return True
+
+
+class StateSlots:
+    """Hands out the slots ``1 .. num_slots`` of recurrent states; where there are none all sequences have slot 0."""
+
+    def __init__(self, num_slots: int | None) -> None:
+        self._free = None if num_slots is None else list(range(num_slots, 0, -1))
+
+    @property
+    def available(self) -> bool:
+        """Whether one can be handed out now."""
+        return self._free is None or bool(self._free)
+
+    def take(self) -> int:
+        return self._free.pop() if self._free is not None else 0
+
+    def give_back(self, slot: int) -> None:
+        """Slot 0 is nobody's."""
+        if self._free is not None and slot:
+            self._free.append(slot)

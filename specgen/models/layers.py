@@ -252,7 +252,7 @@ class Attention:
             qkv=Projection.build(config, heads, width, prefix, load, ops),
             out=ops.linear_parts(load.linear({out: config.hidden_size}, q_rows, bias=config.o_bias)),
             layer=LayerAttention(
-                index=index,
+                index=config.cache_index(index),
                 scale=config.head_dim**-0.5,
                 window=config.window(index),
                 causal=config.causal(index),

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from specgen.attention import LatentDims
 from specgen.config import require, shown
-from specgen.kv.kv_cache import KVSpec
+from specgen.kv.kv_cache import KVSpec, StateSpec
 from specgen.models.config_fields import LARGEST_COUNT, Raw, architectures, count, flag, items, number
 from specgen.models.config_keys import refuse_values
 from specgen.models.fp8_config import Fp8Config, fp8_config
@@ -138,6 +138,30 @@ _WEIGHTS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeltaConfig:
+    """The layers of a hybrid that have a Gated DeltaNet (Yang et al., 2024) in place of attention."""
+
+    layers: tuple[bool, ...]  # by layer: whether it is one; the others attend
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    num_taps: int  # of the convolution
+
+    def __post_init__(self) -> None:
+        require(
+            self.num_value_heads % self.num_key_heads == 0,
+            f"{self.num_value_heads} linear value heads cannot share {self.num_key_heads} key heads: config.json is "
+            "wrong",
+        )
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution: queries, keys and values of all heads."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+
 _WINDOWED = {"full_attention": False, "sliding_attention": True}
 
 
@@ -164,6 +188,7 @@ class LayerConfig:
     norm_casts_last: bool = False  # norms round behind the product with their weight
     mixture: MixtureConfig | None = None
     latent: LatentConfig | None = None  # of every layer's attention; None: it has its own keys and values
+    delta: DeltaConfig | None = None  # of the layers that have a recurrent state; None: all attend
     fp8: Fp8Config | None = None  # of the linear layers that are stored in it; None: of none
 
     def __post_init__(self) -> None:
@@ -193,12 +218,31 @@ class LayerConfig:
 
     @property
     def kv_spec(self) -> KVSpec:
-        """What the cache stores: keys and values of grouped-query attention, or latents."""
+        """What the cache stores of layers that attend: keys and values of grouped-query attention, or latents."""
+        attending = self.num_layers if self.delta is None else self.delta.layers.count(False)
         if self.latent is not None:
             return KVSpec(num_layers=self.num_layers, num_planes=1, num_heads=1, head_dim=self.latent.width)
-        return KVSpec(
-            num_layers=self.num_layers, num_planes=2, num_heads=self.num_kv_heads, head_dim=self.head_dim
+        return KVSpec(num_layers=attending, num_planes=2, num_heads=self.num_kv_heads, head_dim=self.head_dim)
+
+    @property
+    def state_spec(self) -> StateSpec | None:
+        """The recurrent states of a sequence; None: there are none."""
+        delta = self.delta
+        if delta is None:
+            return None
+        return StateSpec(
+            num_layers=delta.layers.count(True),
+            num_heads=delta.num_value_heads,
+            key_dim=delta.key_dim,
+            value_dim=delta.value_dim,
+            num_channels=delta.num_channels,
+            num_taps=delta.num_taps,
         )
+
+    def cache_index(self, layer: int) -> int:
+        """Of the keys and values of ``layer`` in the cache, or of its state: its number among those of its kind."""
+        kinds = self.delta.layers if self.delta is not None else (False,) * self.num_layers
+        return kinds[:layer].count(kinds[layer])
 
     def shared(self, count: int) -> Self:
         """The layers of one of ``count`` ranks, as if they were a model's; ``UserError`` where they cannot be shared.
