@@ -1,7 +1,8 @@
 """Gated DeltaNet over a pass: what any row reads is that of a recurrence, row by row, over the accepted rows alone."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import pytest
 import torch
@@ -11,13 +12,27 @@ from specgen.attention.gated_delta import DeltaLayer, recur
 from specgen.kv.kv_cache import StateCache, StateSpec
 from specgen.kv.layout import Layout
 
-SPEC = StateSpec(num_layers=2, num_heads=4, key_dim=8, value_dim=6, num_channels=56, num_taps=4)
+KEYS, VALUES = 2 * 16, 4 * 32  # of all heads
+SPEC = StateSpec(
+    num_layers=2, num_heads=4, key_dim=16, value_dim=32, num_channels=2 * KEYS + VALUES, num_taps=4
+)
 MOST = 5  # rows of a decode pass
 INDEX = 1
 
 
-def layer(seed: int = 0) -> DeltaLayer:
-    torch.manual_seed(seed)
+@pytest.fixture(autouse=True, params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Everything is made there."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    with torch.device(request.param):
+        torch.manual_seed(0)
+        yield
+
+
+@lru_cache
+def layer_on(device: torch.device) -> DeltaLayer:
+    del device  # where it is made
     return DeltaLayer(
         index=INDEX,
         conv=torch.randn(SPEC.num_channels, SPEC.num_taps),
@@ -29,12 +44,13 @@ def layer(seed: int = 0) -> DeltaLayer:
     )
 
 
-LAYER = layer()
+def layer_here() -> DeltaLayer:
+    return layer_on(torch.get_default_device())
 
 
 def new_cache(num_slots: int = 4) -> StateCache:
     cache = StateCache(
-        spec=SPEC, num_slots=num_slots, step_rows=MOST, dtype=torch.float32, device=torch.device("cpu")
+        spec=SPEC, num_slots=num_slots, step_rows=MOST, dtype=torch.float32, device=torch.get_default_device()
     )
     for tensor in (cache.states, cache.rows):  # what an earlier sequence left
         tensor.fill_(float("nan"))
@@ -44,7 +60,7 @@ def new_cache(num_slots: int = 4) -> StateCache:
 
 def expected(rows: Tensor) -> tuple[Tensor, Tensor]:
     """What each of ``rows`` [n, row_width] of a text reads [n, Hv, value_dim], and the last state, in float64."""
-    rows, heads = rows.double(), SPEC.num_heads
+    rows, heads, layer = rows.double(), SPEC.num_heads, layer_here()
     mixed, a, b = rows.split([SPEC.num_channels, heads, heads], 1)
     state, outs = torch.zeros(heads, SPEC.value_dim, SPEC.key_dim, dtype=torch.float64), []
     for position in range(len(rows)):
@@ -52,16 +68,21 @@ def expected(rows: Tensor) -> tuple[Tensor, Tensor]:
         for tap in range(SPEC.num_taps):
             back = position - (SPEC.num_taps - 1 - tap)
             if back >= 0:
-                total += LAYER.conv[:, tap].double() * mixed[back]
-        q, k, v = (total * total.sigmoid()).split([16, 16, 24])
-        q, k = (each.view(2, 8).repeat_interleave(2, 0) for each in (q, k))
+                total += layer.conv[:, tap].double() * mixed[back]
+        q, k, v = (total * total.sigmoid()).split([KEYS, KEYS, VALUES])
+        q, k = (each.view(2, SPEC.key_dim).repeat_interleave(2, 0) for each in (q, k))
         q, k = (each / (each.square().sum(1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
-        rate = LAYER.log_rate.double().exp() * torch.log1p((a[position] + LAYER.rate_bias).exp())
+        rate = layer.log_rate.double().exp() * torch.log1p((a[position] + layer.rate_bias).exp())
         state = state * (-rate).exp()[:, None, None]
         error = v.view(heads, SPEC.value_dim) - (state * k[:, None]).sum(2)
         state = state + (b[position].sigmoid()[:, None] * error)[..., None] * k[:, None]
         outs.append((state * q[:, None]).sum(2) * SPEC.key_dim**-0.5)
     return torch.stack(outs), state
+
+
+def inputs(rows: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Those of the convolution, and two for each head."""
+    return torch.cat(tuple(rows)).split([SPEC.num_channels, SPEC.num_heads, SPEC.num_heads], 1)
 
 
 @dataclass
@@ -85,7 +106,7 @@ def prefill(cache: StateCache, texts: Sequence[Text], lens: Sequence[int]) -> No
     new = [torch.randn(n, SPEC.row_width) for n in lens]
     tables = torch.zeros(len(texts), 1, dtype=torch.int32)
     layout = Layout.ragged(tables, [each.length for each in texts], lens, 16, [each.slot for each in texts])
-    found = recur(cache, layout, LAYER, torch.cat(new)).split(list(lens))
+    found = recur(cache, layout, layer_here(), *inputs(new)).split(list(lens))
     for text, rows, out in zip(texts, new, found, strict=True):
         text.rows = torch.cat((text.rows, rows))
         torch.testing.assert_close(out, expected(text.rows)[0][-len(rows) :].float(), rtol=1e-4, atol=1e-5)
@@ -104,7 +125,7 @@ def decode(
             layout, uniform_q=None, ragged_lens=torch.tensor(lens), num_rows=sum(lens), full=True
         )
     new = [torch.randn(n, SPEC.row_width) for n in lens or [num_rows] * len(texts)]
-    found = recur(cache, layout, LAYER, torch.cat(new)).split([len(rows) for rows in new])
+    found = recur(cache, layout, layer_here(), *inputs(new)).split([len(rows) for rows in new])
     for text, rows, out, kept in zip(texts, new, found, accepted, strict=True):
         if text.slot:  # the others are padding
             right = expected(torch.cat((text.rows, rows)))[0][text.length :]

@@ -433,7 +433,7 @@ class Attend:
         """
         states = self._cache.states
         assert states is not None, "the cache was made for layers that attend"
-        return recur(states, self._layout, layer, torch.cat((mixed, a, b), -1))
+        return recur(states, self._layout, layer, mixed, a, b)
 
     @cached_property
     def _expanded(self) -> tuple[Tensor, Kernel] | None:

@@ -52,9 +52,30 @@ class _Rows(NamedTuple):
         return _Rows(q, k, v, torch.where(there, self.beta, 0), torch.where(there, self.g, 0))
 
 
-def recur(cache: StateCache, layout: Layout, layer: DeltaLayer, rows: Tensor) -> Tensor:
-    """``rows`` [rows, row_width] of a pass into the state of each sequence; see ``Attend.recur``."""
+def recur(
+    cache: StateCache, layout: Layout, layer: DeltaLayer, mixed: Tensor, a: Tensor, b: Tensor
+) -> Tensor:
+    """The rows of a pass into the state of each sequence; see ``Attend.recur``."""
     assert layout.state_slots is not None, "sequences without slots have no state"
+    if mixed.is_cuda:
+        from specgen.ops import delta_kernels
+
+        if delta_kernels.serves(cache, layer.conv.shape[1], mixed.dtype):
+            return delta_kernels.recur(
+                cache,
+                layer.index,
+                (layer.conv, layer.log_rate, layer.rate_bias),
+                (mixed, a, b),
+                (layout.state_slots, layout.starts, layout.first_rows, layout.query_lens),
+                None if layout.host is None else layout.kv_lens,
+                layer.num_key_heads,
+            )
+    return _recur(cache, layout, layer, torch.cat((mixed, a, b), -1))
+
+
+def _recur(cache: StateCache, layout: Layout, layer: DeltaLayer, rows: Tensor) -> Tensor:
+    """``rows`` [rows, row_width] in plain torch."""
+    assert layout.state_slots is not None
     index, slots = layer.index, layout.state_slots
     begins = layout.starts == 0  # whatever the slot held was another sequence's
     states = torch.where(begins[:, None, None, None], 0, cache.states[index, slots])
