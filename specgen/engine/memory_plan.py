@@ -15,7 +15,7 @@ from specgen.checkpoints.checkpoint import build_head, build_target, drafter_con
 from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
 from specgen.config import EngineConfig, KVDtypeName
 from specgen.device import Ranks
-from specgen.engine.build import page_bytes
+from specgen.engine.build import page_bytes, state_bytes
 from specgen.engine.choices import DTYPES, choose_kv_dtype
 from specgen.engine.loading import open_checkpoints
 from specgen.models.model_config import HeadConfig, TargetConfig
@@ -71,6 +71,11 @@ class MemoryPlan:
         return self._passes(max(self.num_sequences, 1))
 
     @property
+    def states(self) -> int:
+        """Of recurrent layers, for that many sequences."""
+        return state_bytes(self.config, self.target, max(self.num_sequences, 1))
+
+    @property
     def kv_cache(self) -> int:
         """What is left for the KV cache; below 0 where weights and passes do not fit."""
         return self._kv_cache(max(self.num_sequences, 1))
@@ -81,7 +86,8 @@ class MemoryPlan:
 
     def _kv_cache(self, num_sequences: int) -> int:
         ours = int(self.total * self.config.gpu_memory_utilization)
-        return ours - self.weights - self.workspace - self._passes(num_sequences)
+        states = state_bytes(self.config, self.target, num_sequences)
+        return ours - self.weights - self.workspace - states - self._passes(num_sequences)
 
     def _room(self, num_sequences: int) -> int:
         """Sequences for which there are pages, beside the passes of ``num_sequences``."""
@@ -100,9 +106,15 @@ class MemoryPlan:
         layer = rows * width * (2 * model.hidden_size + max(3 * inner, _of_heads(model)) + features)
         return 2 * (layer + sampled * model.vocab_size * (width + 8))
 
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """Of a table of plans; states alone where the target has some."""
+        stateless = self.target.state_spec is None
+        return tuple(column for column in _COLUMNS if column.name != "states" or not stateless)
+
     def to_json(self) -> dict[str, Any]:
         """The numbers; the sizes in bytes."""
-        names = [column.name for column in _COLUMNS[1:]]
+        names = [column.name for column in self.columns[1:]]
         return {"num_spec_tokens": self.config.draft_length.most} | {
             each: getattr(self, each) for each in names
         }
@@ -185,6 +197,7 @@ _COLUMNS = (
             ("weights", "weights"),
             ("workspace", "CUDA, workspace"),
             ("passes", "passes"),
+            ("states", "states"),
             ("kv_cache", "KV cache"),
         )
     ),
@@ -203,7 +216,7 @@ def of_plans(plans: tuple[MemoryPlan, ...]) -> Iterator[Part]:
         f"Memory plan for {share} (--gpu-memory-utilization), {config.formats}, pages of {config.page_size} positions, "
         f"prefill of {count(config.max_prefill_tokens)} tokens:"
     )
-    yield Table(title="Memory plan", columns=_COLUMNS, rows=tuple(plan.to_json() for plan in plans))
+    yield Table(title="Memory plan", columns=first.columns, rows=tuple(plan.to_json() for plan in plans))
     most = max(plan.num_sequences for plan in plans)
     yield (
         f"sequences = of {count(first.length)} tokens, prompt and output, at once: what --max-batch-size can be. "
