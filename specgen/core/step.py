@@ -282,9 +282,8 @@ class Steps:
 
     def _prompts(self, token_ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """``_forward``; captured, where the host would be slower than the device."""
-        config = self._target.config
-        one_form = config.latent is None and config.delta is None  # prefills have that of decode passes
-        blocks = PromptBlocks.of(layout) if self.runner.captures and one_form else None
+        in_blocks = self.runner.captures and self._target.config.prompts_in_blocks
+        blocks = PromptBlocks.of(layout) if in_blocks else None
         if blocks is None:
             return self._forward(token_ids, layout)
 

@@ -182,7 +182,7 @@ def attention_uses(config: EngineConfig, checkpoints: Checkpoints) -> list[Use]:
     rows = tuple(1 + num_drafts for num_drafts in lengths)
     main = _use(config, target, target_kv_dtype(config), rows, prefills=True)
     uses = [replace(main, partial=config.draft_length.kind == "auto")]
-    if config.cuda_graphs in ("step", "pass") and target.latent is None:
+    if config.cuda_graphs in ("step", "pass") and target.prompts_in_blocks:
         short = _use(config, target, target_kv_dtype(config), (BLOCK,), prefills=False)
         uses.append(replace(short, num_sequences=MOST_BLOCKS, chained=True))
     if config.head is not None:

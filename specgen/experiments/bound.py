@@ -66,7 +66,7 @@ class Work:
 
     num_bytes: float
     flops: float  # of GEMMs, without attention
-    cache_bytes: float = 0.0  # of num_bytes, those of the KV cache
+    cache_bytes: float = 0.0  # of num_bytes, those of the KV cache and of recurrent states
 
     def __add__(self, other: "Work") -> "Work":
         return Work(
@@ -77,7 +77,7 @@ class Work:
 
     @property
     def cache(self) -> "Work":
-        """Attention's: reading the KV cache."""
+        """Attention's: reading the KV cache, and recurrent states."""
         return Work(num_bytes=self.cache_bytes, flops=0.0, cache_bytes=self.cache_bytes)
 
     @property
@@ -105,11 +105,9 @@ class KVBytes:
     @classmethod
     def of(cls, config: LayerConfig, bytes_per_value: int) -> "KVBytes":
         """Of the layers of a target or a head."""
-        num_layers = config.num_layers
-        return cls(
-            per_layer=config.kv_spec.bytes_per_token(bytes_per_value) // num_layers,
-            windows=tuple(config.window(index) for index in range(num_layers)),
-        )
+        spec = config.kv_spec
+        windows = (config.window(index) for index in range(config.num_layers) if config.attends(index))
+        return cls(per_layer=spec.bytes_per_token(bytes_per_value) // spec.num_layers, windows=tuple(windows))
 
     def at(self, context: float) -> float:
         """At ``context`` positions; a layer with a window reads no more than that."""
@@ -121,12 +119,13 @@ class KVBytes:
 class StepBytes:
     """The least that the passes of a decode step read, in bytes.
 
-    Gathered embedding rows and writes are left out: they are thousands of times smaller. Of a mixture's experts a pass
-    reads those that its rows touch.
+    Gathered embedding rows and writes are left out: they are thousands of times smaller, but for recurrent states, each
+    of which is read and written once. Of a mixture's experts a pass reads those that its rows touch.
     """
 
     target: int  # weights of one pass, without experts
     target_kv: KVBytes
+    target_states: int = 0  # of a sequence, read and written
     logits: int  # per row
     lm_head: int = 0  # of ``target``
     bytes_per_value: int
@@ -160,6 +159,7 @@ class StepBytes:
             + lm_head * target.tied_embeddings
             - (experts.total_bytes if experts else 0),
             target_kv=KVBytes.of(target, kv_width or width),
+            target_states=0 if target.state_spec is None else 2 * target.state_spec.num_bytes,
             logits=len(vocabulary.rows) * width,
             lm_head=lm_head,
             bytes_per_value=width,
@@ -211,9 +211,9 @@ class StepBytes:
             flops = 2 * weights / self.bytes_per_value * rows_each
             return Work(num_bytes=weights + cache, flops=flops, cache_bytes=cache)
 
+        cache = batch * (self.target_kv.at(context) + self.target_states)
         parts = {
-            "verify": work(self.target, batch * self.target_kv.at(context), rows)
-            + self._experts(self.experts, 1, rows, touched),
+            "verify": work(self.target, cache, rows) + self._experts(self.experts, 1, rows, touched),
             "accept": Work(num_bytes=rows * self.logits, flops=0.0),
         }
         if k == 0 or self.head_pass == 0:

@@ -34,6 +34,11 @@ class StateSpec:
     num_taps: int
 
     @property
+    def num_bytes(self) -> int:
+        """Of a sequence's states, which are float32."""
+        return self.num_layers * self.num_heads * self.value_dim * self.key_dim * 4
+
+    @property
     def row_width(self) -> int:
         """Numbers of a row's inputs: of the convolution, and two for each head."""
         return self.num_channels + 2 * self.num_heads
@@ -45,7 +50,7 @@ class StateSpec:
     def bytes_per_sequence(self, step_rows: int, bytes_per_value: int) -> int:
         """Bytes that a sequence takes whose decode passes have ``step_rows`` rows."""
         rows = self.kept_rows(step_rows) * self.row_width * bytes_per_value
-        return self.num_layers * (self.num_heads * self.value_dim * self.key_dim * 4 + rows + 8)
+        return self.num_bytes + self.num_layers * (rows + 8)
 
 
 class StateCache:

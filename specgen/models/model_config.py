@@ -219,7 +219,7 @@ class LayerConfig:
     @property
     def kv_spec(self) -> KVSpec:
         """What the cache stores of layers that attend: keys and values of grouped-query attention, or latents."""
-        attending = self.num_layers if self.delta is None else self.delta.layers.count(False)
+        attending = sum(map(self.attends, range(self.num_layers)))
         if self.latent is not None:
             return KVSpec(num_layers=self.num_layers, num_planes=1, num_heads=1, head_dim=self.latent.width)
         return KVSpec(num_layers=attending, num_planes=2, num_heads=self.num_kv_heads, head_dim=self.head_dim)
@@ -239,10 +239,20 @@ class LayerConfig:
             num_taps=delta.num_taps,
         )
 
+    def attends(self, layer: int) -> bool:
+        """Whether ``layer`` has keys and values, and no recurrent state."""
+        return self.delta is None or not self.delta.layers[layer]
+
+    @property
+    def prompts_in_blocks(self) -> bool:
+        """Whether pieces of one prompt may be laid out as sequences of one pass: each layer computes them as it does
+        those of a decode pass, and none depends on the state behind another.
+        """
+        return self.latent is None and self.delta is None
+
     def cache_index(self, layer: int) -> int:
         """Of the keys and values of ``layer`` in the cache, or of its state: its number among those of its kind."""
-        kinds = self.delta.layers if self.delta is not None else (False,) * self.num_layers
-        return kinds[:layer].count(kinds[layer])
+        return sum(self.attends(before) == self.attends(layer) for before in range(layer))
 
     def shared(self, count: int) -> Self:
         """The layers of one of ``count`` ranks, as if they were a model's; ``UserError`` where they cannot be shared.
