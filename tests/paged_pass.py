@@ -79,8 +79,9 @@ class PagedPass:
         out, rows = [], iter(self.q)
         for table, kv_len, query_len in zip(self.tables.long(), self.kv_lens, self.query_lens, strict=True):
             keys, values = (x[table].flatten(0, 1).repeat_interleave(2, 1) for x in (self.keys, self.values))
-            for end in range(kv_len - query_len + 1, kv_len + 1) if layer.causal else [kv_len] * query_len:
-                seen = slice(0 if layer.window is None else max(0, end - layer.window), end)
+            for own in range(kv_len - query_len, kv_len):
+                window = layer.window or kv_len
+                seen = slice(max(0, own + 1 - window), own + 1 if layer.causal else min(kv_len, own + window))
                 scores = torch.einsum("hd,khd->hk", next(rows), keys[seen]) * layer.scale
                 if layer.sinks is not None:
                     scores = torch.cat((scores, layer.sinks[:, None]), 1)

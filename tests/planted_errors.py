@@ -180,6 +180,30 @@ def fills_in(head: Any) -> bool:
     return not head.anchor
 
 
+def looks_ahead_in_windows(head: Any) -> bool:
+    return any(window and not causal for window, causal in zip(head.windows, head.causal, strict=True))
+
+
+def narrower_than_blocks(head: Any) -> bool:
+    return looks_ahead_in_windows(head) and min(filter(None, head.windows)) < head.depth
+
+
+def seen_by(mask: Callable[[Tensor, Tensor, int], Tensor]) -> Plant:
+    """In layers with a window: of the rows' and all positions, and the window."""
+
+    def plant(head: Any) -> None:
+        real = head.seen
+
+        def seen(num_states: int, num_rows: int, index: int) -> Tensor:
+            rows, columns = torch.arange(num_rows)[:, None] + num_states, torch.arange(num_states + num_rows)
+            window = head.windows[index]
+            return real(num_states, num_rows, index) if window is None else mask(rows, columns, window)
+
+        head.seen = seen
+
+    return plant
+
+
 def without_text(head: Any) -> Any:
     def seen(num_states: int, num_rows: int, index: int) -> Tensor:
         return torch.cat((torch.zeros(num_rows, num_states), torch.ones(num_rows, num_rows)), -1).bool()
@@ -198,6 +222,22 @@ DFLASH_ERRORS: dict[str, tuple[Fits, Plant]] = {
     "looking ahead where it is causal": (
         lambda head: any(head.causal),
         assign(causal=lambda head: [False] * head.num_layers),
+    ),
+    "a block's windows reach back from its last row": (
+        looks_ahead_in_windows,
+        seen_by(lambda rows, columns, window: columns > rows[-1:] - window),
+    ),
+    "a block's windows reach back from its first row": (
+        looks_ahead_in_windows,
+        seen_by(lambda rows, columns, window: columns > rows[:1] - window),
+    ),
+    "windows reach back alone": (
+        narrower_than_blocks,
+        seen_by(lambda rows, columns, window: columns > rows - window),
+    ),
+    "no windows": (
+        lambda head: any(head.windows),
+        assign(windows=lambda head: [None] * head.num_layers),
     ),
     "norm of the inputs on the text": (
         always,

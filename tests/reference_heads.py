@@ -298,7 +298,9 @@ class ReferenceDFlash(ReferenceHead):
         dspark = self.raw["architectures"] == ["Qwen3DSparkModel"]
         self.anchor: bool = self.settings.get("sample_from_anchor", dspark)
         said = self.raw.get("is_causal", self.raw.get("dflash_config", {}).get("causal"))
-        self.causal = [window is not None if said is None else said for window in self.windows]
+        ahead = speculators and self.raw.get("sliding_window_non_causal", True)
+        by_window = [window is not None and not ahead for window in self.windows]
+        self.causal = by_window if said is None else [said] * self.num_layers
         self.kind: str = (
             self.settings.get("markov_head_type", "vanilla") if self.settings.get("markov_rank") else ""
         )
@@ -342,7 +344,7 @@ class ReferenceDFlash(ReferenceHead):
         if self.causal[index]:
             seen &= columns <= rows
         window = self.windows[index]
-        return seen if window is None else seen & (columns > rows - window)
+        return seen if window is None else seen & ((columns - rows).abs() < window)
 
     def propose(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         states, ids = self.text(tokens), self.block(tokens[-1])

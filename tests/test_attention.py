@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgen.attention import Attend, Backend, LayerAttention
+from specgen.attention import Attend, Backend, Kernel, LayerAttention
 from specgen.attention.flashinfer_paged import FlashInferBackend, _PlanKey, _sink_variant
 from specgen.attention.hopper import UnsplitDecode
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
@@ -93,11 +93,9 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("backend", [SdpaBackend, StaticSdpaBackend], ids=lambda backend: backend.name)
 def test_rows_that_are_not_causal_see_those_behind_them(backend: type[Backend]) -> None:
     """By its own way, and by the one of backends that have none: each row as the last one of a sequence."""
-    case = PagedPass.random([5, 9, 20, 67, 68, 69, 150], [5] * 7, 16)
-    layer = LayerAttention(index=0, scale=HEAD_DIM**-0.5, causal=False)
-    layout, made = case.uniform(), backend(CPU)
+    layout, made = random_pass("verify").uniform(), backend(CPU)
     for kernel in (made.looking_ahead(layout), Backend.looking_ahead(made, layout)):
-        torch.testing.assert_close(kernel(layer, case.q, case.keys, case.values), case.expected(layer))
+        check_looking_ahead(kernel, random_pass("verify"))
 
 
 WINDOWS = (None, 3, 16, 1000, 1, None, 64, 16)  # of the layers of one pass
@@ -121,6 +119,13 @@ SHAPES = {  # positions and rows of each sequence
 def random_pass(shape: str, page_size: int = 16) -> PagedPass:
     """One for all tests: what is expected of it is computed once."""
     return PagedPass.random(*SHAPES[shape], page_size)
+
+
+def check_looking_ahead(kernel: Kernel, world: PagedPass) -> None:
+    """With windows longer and shorter than the rows of a sequence, and without; all of one plan."""
+    for layer in (replace(layer, causal=False) for layer in (*LAYERS, *SINKS[:3])):
+        out = kernel(layer, world.q, world.keys, world.values).clone()
+        torch.testing.assert_close(out, world.expected(layer), atol=1e-5, rtol=1e-5)
 
 
 def check(
@@ -188,6 +193,21 @@ def test_every_call_of_trtllm_is_given_windows_and_sinks(monkeypatch: pytest.Mon
     layout = world.packed(num_padding=3) if kind == "packed" else getattr(world, kind)()
     for layers in (SINKS, MIXED, LAYERS, LAYERS):  # what a pass has planned serves the next
         check(made, world, layout, layers)
+
+
+@pytest.mark.parametrize("backend", [TrtllmBackend, FlashInferBackend], ids=lambda backend: backend.name)
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn])
+def test_rows_see_those_behind_them_on_kernels_that_are_causal(
+    monkeypatch: pytest.MonkeyPatch, backend: type[Backend], kv_dtype: torch.dtype
+) -> None:
+    """FP8 pages are read by a call that writes every result to the same place."""
+    fake_flashinfer.install(monkeypatch, major=9, num_sms=132)
+    world = random_pass("verify") if kv_dtype == torch.float32 else fp8_pass("verify")
+    kernel = backend(CPU).looking_ahead(world.uniform())
+    for layer in (replace(layer, causal=False) for layer in (*LAYERS, *FP8_LAYERS)):
+        out = kernel(layer, world.q, world.keys, world.values)
+        plain = multiplied(world, layer) if kv_dtype != torch.float32 else world
+        torch.testing.assert_close(out, plain.expected(layer), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

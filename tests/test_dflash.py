@@ -201,7 +201,6 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
         (),
         "outside the vocab",
     ),
-    "windows ahead": (NESTED | {"is_causal": False}, (), "layer 0 has a window and is not causal"),
     "projector": ({"projector_type": "domino"}, (), "projector_type is 'domino'"),
     "Markov kind": ({"markov_head_type": "gru"}, (), "markov_head_type is 'gru'"),
     "Markov rank": ({"markov_rank": -1}, (), "markov_rank is -1"),
@@ -223,8 +222,11 @@ def test_what_is_refused(name: str) -> None:
 
 def test_windows_of_speculators_are_not_causal_unless_it_says_so() -> None:
     config = {name: value for name, value in SPECULATORS.items() if name != "sliding_window_non_causal"}
-    with pytest.raises(UserError, match="layer 0 has a window and is not causal"):
-        read(config)
+    found = read(config)
+    assert found.windows == (*4 * (2048,), None)
+    assert found.causal_layers == 5 * (False,)
+    assert found.facts()["causal"] == "no layer; windows of the others reach as far ahead as back"
+    assert read(SPECULATORS).facts()["causal"] == "layers [0, 1, 2, 3]"
 
 
 def test_speculators_name_inputs() -> None:

@@ -31,6 +31,9 @@ HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
     "last-state": lambda path, target: write_head(path, target, reads_output=True, norm_output=True),
     "P-EAGLE": lambda path, target: _layers(path, target, mask_token=("ptd_token_id", 5)),
     "DFlash": lambda path, target: write_dflash_head(path, target, windows=[None, 7], biases=True),
+    "DFlash-windows-ahead": lambda path, target: write_dflash_head(
+        path, target, windows=[None, 7], changed_config={"is_causal": False}
+    ),
     "DSpark": lambda path, target: write_dflash_head(
         path, target, "DeepSpec", own=True, markov=("gated", 64), confidence=True
     ),
@@ -92,7 +95,7 @@ def test_graph_modes_agree_on_the_kernels_of_a_real_run(
 
 
 @pytest.mark.parametrize("attention", ["trtllm", "flashinfer", "hopper"])
-@pytest.mark.parametrize("pair_on", ["DFlash"], indirect=True)
+@pytest.mark.parametrize("pair_on", ["DFlash", "DFlash-windows-ahead"], indirect=True)
 def test_blocks_that_look_ahead_on_every_backend(pair_on: Callable[..., Pair], attention: str) -> None:
     """Rounding to bfloat16 changes a few drafts."""
     pair, settings = pair_on(torch.bfloat16, "cuda"), FAST | {"page_size": 16}

@@ -55,6 +55,17 @@ HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
     "p-eagle-norms": partial(peagle, fc_norm=True, norm_output=True, hidden_size=48, seed=18),
     "dflash": partial(write_dflash_head, nested=True, seed=2),
     "dflash-causal": partial(write_dflash_head, windows=[None, 7], biases=True, seed=0),
+    "dflash-windows-ahead": partial(
+        write_dflash_head, windows=[7, None], changed_config={"is_causal": False}, seed=0
+    ),
+    "dflash-speculators-windows": partial(
+        write_dflash_head,
+        dialect="speculators",
+        layer_ids=(1, 3, 6),
+        windows=[3, None, 3],
+        num_layers=3,
+        seed=7,
+    ),
     "dflash-anchors": partial(dspark, seed=0),
     "dflash-speculators": partial(
         write_dflash_head,
@@ -82,11 +93,14 @@ HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
     ),
     "p-eagle-pard": partial(eagle3, mask_token=("pard_token", 7), norm_before_fc=True, seed=4),
 }
-QUICK = ("eagle-1-biases", "eagle3", "p-eagle-window", "dflash-causal", "dflash2", "dspark-gated")
+QUICK = (
+    *("eagle-1-biases", "eagle3", "p-eagle-window"),
+    *("dflash-causal", "dflash-windows-ahead", "dflash2", "dspark-gated"),
+)
 # Every planted error is caught with one of these; parts of the others are in them too
 BROAD = (
     *(*QUICK, "biases", "five-features", "nested", "eagle-3.1", "no-features", "p-eagle-deep"),
-    *("dflash-anchors", "dflash-speculators", "dspark-rnn"),
+    *("dflash-anchors", "dflash-speculators", "dflash-speculators-windows", "dspark-rnn"),
 )
 glm = partial(write_latent, vocab_size=VOCAB, rms_norm_eps=1e-6)
 MTP: dict[str, Callable[[Path], object]] = {  # parts of the first three are in other pairs and tests too

@@ -175,8 +175,10 @@ class World:
             )
             logits = torch.einsum("qhd,lhd->hql", q[row * query_len : (row + 1) * query_len].float(), k)
             position = torch.arange(length, device=CUDA)
-            last = position[start:, None] if layer.causal else position[-1:, None]
-            seen = (position <= last) & (position > last - (layer.window or length))
+            own = position[start:, None]
+            seen = (own - position).abs() < (layer.window or length)
+            if layer.causal:
+                seen &= position <= own
             logits = (logits * layer.scale).masked_fill(~seen, -torch.inf)
             if layer.sinks is not None:
                 logits = torch.cat((logits, layer.sinks[:, None, None].expand(-1, query_len, 1)), -1)
@@ -228,7 +230,9 @@ def test_all_lengths_windows_and_sinks(shape: tuple[int, int, int], query_len: i
 @pytest.mark.parametrize(("shape", "query_len"), [each for each in cases() if each[1] in (2, 8, 16)])
 def test_rows_that_see_those_behind_them(shape: tuple[int, int, int], query_len: int) -> None:
     for lens in LENS:
-        check(World.of(lens, query_len, shape, 64), replace(layer_of(shape), causal=False))
+        for window, sinks in ((None, False), (128, True), (7, False), (1, False)):
+            layer = replace(layer_of(shape, window, sinks=sinks), causal=False)
+            check(World.of(lens, query_len, shape, 64), layer)
 
 
 @pytest.mark.parametrize(("shape", "query_len"), [each for each in cases() if each[1] in (2, 5, 8, 16)])

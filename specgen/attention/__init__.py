@@ -4,8 +4,8 @@ Models import nothing of this package but what this file holds. May import ops a
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from importlib.util import find_spec
 from typing import Literal, Protocol, Self
 
@@ -28,15 +28,15 @@ class LayerAttention:
 
     index: int  # of its planes in the KV cache
     scale: float  # of q . k
-    window: int | None = None  # positions that a row sees, its own included; None: all
-    causal: bool = True  # a row sees no position behind its own; else, in a uniform pass, all of its sequence
+    window: int | None = None  # a row sees those less than this from its own; None: all
+    causal: bool = True  # a row sees none behind its own; else, in a uniform pass, those of its sequence
     sinks: Tensor | None = None  # [Hq] float32: logits of no position, in the softmax's sum alone (GPT-OSS)
     k_scale: float = 1.0  # a key is its number in an FP8 page times this; see ``kv_scales``
     v_scale: float = 1.0
     value_dim: int | None = None  # values are the first numbers of the keys, so many (latents); None: stored
 
     def __post_init__(self) -> None:
-        assert self.window is None or (self.window >= 1 and self.causal), self.window
+        assert self.window is None or self.window >= 1, self.window
         assert self.k_scale > 0, self.k_scale
         assert self.v_scale > 0, self.v_scale
 
@@ -335,11 +335,34 @@ class Backend(Protocol):
         ...
 
     def looking_ahead(self, layout: Layout) -> Kernel:
-        """The same for layers that are not ``causal``, in a uniform pass: each row as the last one of a sequence."""
-        rows = layout.uniform_q
-        assert rows is not None, "which rows are a sequence's last is known of uniform passes alone"
-        tables, last = layout.block_tables.repeat_interleave(rows, 0), layout.starts + (rows - 1)
-        return self.plan(Layout.uniform(tables, last.repeat_interleave(rows), 1, layout.page_size))
+        """The same for layers that are not ``causal``, in a uniform pass: each row as the last one of a sequence.
+
+        A window then counts from the last row that a row sees, so the n-th rows of all sequences have a call of their
+        own where there is one.
+        """
+        num_rows = layout.uniform_q
+        assert num_rows is not None, "which rows are a sequence's last is known of uniform passes alone"
+
+        @cache
+        def ending(last: int, times: int) -> Kernel:
+            """For sequences that end with row ``last``, each ``times`` times."""
+            tables, starts = (
+                each.repeat_interleave(times, 0) for each in (layout.block_tables, layout.starts)
+            )
+            return self.plan(Layout.uniform(tables, starts + last, 1, layout.page_size))
+
+        def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            if layer.window is None:
+                return ending(num_rows - 1, num_rows)(layer, q, keys, values)
+            rows = q.view(-1, num_rows, *q.shape[1:])
+            out = q.new_empty(*rows.shape[:2], q.shape[1] * (layer.value_dim or values.shape[-1]))
+            for row in range(num_rows):
+                ahead = min(num_rows - 1 - row, layer.window - 1)
+                reaching = replace(layer, causal=True, window=layer.window + ahead)
+                out[:, row] = ending(row + ahead, 1)(reaching, rows[:, row].contiguous(), keys, values)
+            return out.flatten(0, 1)
+
+        return kernel
 
     def absorbed(self, layout: Layout) -> Kernel:
         """The same for layers with a ``value_dim``, for backends that attend to latents."""

@@ -65,7 +65,7 @@ struct Problem {
   bf16* out;                 // [rows, num_heads, DIM]
   int64_t page_stride, slot_stride, head_stride, table_stride;
   int batch, num_sms, table_width, page_shift, query_len, num_heads, num_kv_heads, group, window;  // group: heads of a cluster
-  bool causal;               // else a row sees those behind it, too
+  bool causal;               // else a row sees those behind it, too, of a window as many as before it
   float scale, rope_scale;   // of logits, times log2(e); of cos and sin
 };
 
@@ -172,8 +172,9 @@ __device__ __forceinline__ void attend(const Problem& p, State& state, uint32_t 
   float kept[2];
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const int last = p.causal ? start + (first_row + 8 * half + lane / 4) / p.group : end - 1;
-    const int oldest = p.window > 0 ? last - p.window : -1;
+    const int own = start + (first_row + 8 * half + lane / 4) / p.group;
+    const int last = p.causal ? own : p.window > 0 ? own + p.window - 1 : end - 1;
+    const int oldest = p.window > 0 ? own - p.window : -1;
     float most = -INFINITY;
 #pragma unroll
     for (int n = 0; n < 2; n++) {

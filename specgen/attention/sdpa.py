@@ -78,12 +78,13 @@ class _Group:
         key = (layer.window, layer.causal, dtype)
         if key not in self._masks:
             columns = torch.arange(num_positions, device=self.positions.device)
-            rows = self.positions if layer.causal else self.positions[:, -1:].expand_as(self.positions)
-            rows = rows[:, None, :, None]
-            hidden = columns > rows
+            rows = self.positions[:, None, :, None]
+            hidden = columns > (rows if layer.causal else rows[:, :, -1:].expand_as(rows))
             if layer.window is not None:
                 # of a padding row far behind all is hidden: it gives 0
                 hidden |= columns <= rows - layer.window
+                if not layer.causal:
+                    hidden |= columns >= rows + layer.window
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
             self._masks[key] = mask.masked_fill_(hidden, float("-inf"))
         return self._masks[key]

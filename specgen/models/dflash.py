@@ -90,12 +90,6 @@ class DFlashConfig(HeadConfig):
             self.mask_token_id < self.vocab_size,
             f"the mask token is {self.mask_token_id}, outside the vocabulary of {self.vocab_size}: wrong config",
         )
-        for index, causal in enumerate(self.causal_layers):
-            require(
-                causal or self.window(index) is None,
-                f"layer {index} has a window and is not causal: blocks that look ahead need full attention, use "
-                "another head",
-            )
 
     @property
     def title(self) -> str:
@@ -176,6 +170,7 @@ class DFlashConfig(HeadConfig):
     def facts(self) -> dict[str, str]:
         causal = [index for index, causal in enumerate(self.causal_layers) if causal]
         sees = "no layer" if not causal else "all layers" if all(self.causal_layers) else f"layers {causal}"
+        ahead = any(self.window(index) and not causal for index, causal in enumerate(self.causal_layers))
         rows = (
             "a mask predicts its own token"
             if self.block_layout == "fill-in"
@@ -190,7 +185,7 @@ class DFlashConfig(HeadConfig):
             "rule": self.aux_rule,
             "drafting": f"all drafts in one pass, with mask token {self.mask_token_id}",
             "block": f"{self.block_size} rows, {self.most_drafts} drafts, {self.block_layout}: {rows}",
-            "causal": sees,
+            "causal": sees + "; windows of the others reach as far ahead as back" * ahead,
             "Markov head": markov,
             **self._second_facts(),
             "confidence": f"its own head, of the hidden state{before}"
