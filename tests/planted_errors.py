@@ -269,7 +269,7 @@ DFLASH_ERRORS: dict[str, tuple[Fits, Plant]] = {
     "no bias of k": without_tensor("k_proj.bias"),
     "no bias of v": without_tensor("v_proj.bias"),
     "the target's embedding": (
-        lambda head: "embed_tokens.weight" in head.t,
+        lambda head: head.embedding is not head.target.embedding,  # of all tokens or of the mask
         assign(embedding=lambda head: head.target.embedding),
     ),
     "the target's output weights": (

@@ -292,6 +292,10 @@ class ReferenceDFlash(ReferenceHead):
     def __init__(self, path: Path, target: DenseTarget) -> None:
         super().__init__(path, target)
         self.settings = self.raw | self.raw.get("dflash_config", {})
+        own_mask = path / "mask_embedding.pt"
+        if own_mask.exists():
+            self.embedding = self.embedding.clone()
+            self.embedding[self.settings["mask_token_id"]] = torch.load(own_mask)["embedding"]
         speculators = "aux_hidden_state_layer_ids" in self.settings
         ids = self.settings["aux_hidden_state_layer_ids" if speculators else "target_layer_ids"]
         self.aux: list[int] = ids if speculators else [index + 1 for index in ids]

@@ -226,7 +226,7 @@ def test_a_hub_download_leaves_out_unneeded_files(target_path: Path, monkeypatch
     assert checkpoint.name == "owner/model-1.5"
     [(repo_id, settings)] = calls
     assert repo_id == "owner/model-1.5"
-    assert {"*.json", "*.safetensors"} <= set(settings["allow_patterns"])
+    assert {"*.json", "*.safetensors", "mask_embedding.pt"} <= set(settings["allow_patterns"])
     assert not [pattern for pattern in settings["allow_patterns"] if "bin" in pattern]
     assert settings["ignore_patterns"] == ["*/*"]  # Llama's own original/ folder is the whole model again
 

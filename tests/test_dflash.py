@@ -9,16 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from specgen.checkpoints.checkpoint import open_checkpoint
+from specgen.checkpoints.fingerprint import fingerprint
 from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.config import UserError
 from specgen.core import step
 from specgen.decoding.confidence import levels
-from specgen.models.dflash import DFlashConfig
+from specgen.models.dflash import DFlashConfig, DFlashHead
 from specgen.models.families import head_family_of, unread
 from specgen.record.record_rows import PassRow
 from tests.engines import generate, load_pair, random_requests
 from tests.test_heads import GREEDY
-from tests.tiny_checkpoints import write_dflash_head, write_target
+from tests.tiny_checkpoints import write_dflash_head, write_head, write_target
 
 NAMES = frozenset(
     {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.0.self_attn.q_norm.weight"}
@@ -235,10 +237,58 @@ def test_speculators_name_inputs() -> None:
         read(config | {"target_layer_ids": IDS})
 
 
-def test_an_embedding_of_the_mask_beside_the_weights_is_refused(tmp_path: Path) -> None:
+OWN = torch.arange(64.0)
+MASK_FILES: dict[str, tuple[object, str]] = {
+    "a vector": (OWN, ""),
+    "a row of a table": (OWN.view(1, 1, -1).bfloat16(), ""),
+    "by name": ({"embedding": OWN}, ""),
+    "with its id": ({"embedding": OWN[None], "mask_token_id": 6}, ""),
+    "several rows": (OWN.view(2, 32), r"has shape \[2, 32\], but config.json asks for \[64\]"),
+    "of another width": (OWN[:-1], r"has shape \[63\], but config.json asks for \[64\]"),
+    "one number": (OWN[0], r"has shape \[\], but config.json asks for \[64\]"),
+    "other names": ({"embedding": OWN, "bias": OWN}, r"holds \['bias', 'embedding'\]: only a tensor"),
+    "no embedding": ({"mask_token_id": 6}, "only a tensor, or embedding and mask_token_id, is supported"),
+    "of another token": ({"embedding": OWN, "mask_token_id": 5}, "is of token 5 and mask_token_id 6"),
+    "no id": ({"embedding": OWN, "mask_token_id": None}, "mask_token_id is None, not a number"),
+    "no tensor": ("mask", "'mask_embedding' is str, not a named tensor"),
+    "no numbers": (OWN * torch.nan, "mask_embedding holds NaN or Inf"),
+    "tables of ids": (OWN.long(), "mask_embedding is stored as int64"),
+}
+
+
+@pytest.mark.parametrize("name", MASK_FILES)
+def test_an_embedding_of_the_mask_beside_the_weights(tmp_path: Path, name: str) -> None:
+    held, refusal = MASK_FILES[name]
     write_dflash_head(tmp_path / "drafter", write_target(tmp_path / "target", vocab_size=8))
-    torch.save(torch.zeros(64), tmp_path / "drafter" / "mask_embedding.pt")
-    with pytest.raises(UserError, match=r"mask_embedding\.pt in place of its mask token's embedding"):
+    torch.save(held, tmp_path / "drafter" / "mask_embedding.pt")
+    if refusal:
+        with pytest.raises(UserError, match=refusal):
+            load_pair(tmp_path)
+        return
+    head = load_pair(tmp_path).models.head
+    assert isinstance(head, DFlashHead)
+    assert head.mask_embedding is not None
+    assert torch.equal(head.mask_embedding, OWN)
+    assert (
+        describe(str(tmp_path / "drafter")).parts[0].facts()["drafting"].endswith("an embedding of its own")
+    )
+
+
+def test_the_embedding_of_the_mask_belongs_to_the_checkpoint(tmp_path: Path) -> None:
+    target, path = write_target(tmp_path / "target", vocab_size=8), tmp_path / "drafter"
+    write_dflash_head(path, target, mask_embedding=True)
+    first = fingerprint(open_checkpoint(str(path)))
+    torch.save(OWN, path / "mask_embedding.pt")
+    assert fingerprint(open_checkpoint(str(path))) != first
+    write_dflash_head(path, target, changed={"mask_embedding": OWN})
+    with pytest.raises(UserError, match=r"mask_embedding is in mask_embedding\.pt and in the weights"):
+        open_checkpoint(str(path))
+
+
+def test_other_heads_with_an_embedding_of_the_mask_are_refused(tmp_path: Path) -> None:
+    write_head(tmp_path / "drafter", write_target(tmp_path / "target", vocab_size=8), draft_vocab_size=None)
+    torch.save(OWN, tmp_path / "drafter" / "mask_embedding.pt")
+    with pytest.raises(UserError, match="an unknown tensor, 'mask_embedding'"):
         load_pair(tmp_path)
 
 

@@ -66,6 +66,7 @@ HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
         num_layers=3,
         seed=7,
     ),
+    "dflash-mask-embedding": partial(write_dflash_head, mask_embedding=True, seed=8),
     "dflash-anchors": partial(dspark, seed=0),
     "dflash-speculators": partial(
         write_dflash_head,

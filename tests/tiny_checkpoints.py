@@ -235,6 +235,7 @@ def write_dflash_head(
     markov: tuple[str, int] | None = None,
     confidence: bool = False,
     second: tuple[int, int, int] | None = None,
+    mask_embedding: bool = False,
     biases: bool = False,
     std: float = 0.15,
     seed: int = 1,
@@ -245,8 +246,8 @@ def write_dflash_head(
 
     ``layer_ids`` are as the dialect has them: outputs of layers, or speculators' inputs. ``nested`` puts the settings
     of the block into ``dflash_config``, ``second`` makes it a DFlash2 head: taps and groups of its convolutions and the
-    number of candidates, with scaled embeddings and logits. ``own`` adds embedding and output weights. ``changed``: as
-    of ``write_head``.
+    number of candidates, with scaled embeddings and logits. ``own`` adds embedding and output weights,
+    ``mask_embedding`` a file of its own for that of the mask token. ``changed``: as of ``write_head``.
     """
     torch.manual_seed(seed)
     width, drafted = target.hidden_size, draft_vocab_size or target.vocab_size
@@ -312,6 +313,9 @@ def write_dflash_head(
         }
     config |= {"dflash_config": settings} if nested else settings
     _write(path, tensors | (changed or {}), config | (changed_config or {}), binary=False)
+    if mask_embedding:
+        saved = {"mask_token_id": mask_token_id, "embedding": torch.randn(width) * std}
+        torch.save(saved, path / "mask_embedding.pt")
 
 
 def _second_version(

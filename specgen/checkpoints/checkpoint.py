@@ -8,13 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specgen.checkpoints.fingerprint import BESIDES, MASK_EMBEDDING
+from specgen.checkpoints.fingerprint import BESIDES
 from specgen.checkpoints.rank_share import RankShare
 from specgen.checkpoints.tensor_reader import E4M3, Checkpoint, TensorReader, uploading
-from specgen.checkpoints.weight_files import are_equal, read_json, tensor_infos
+from specgen.checkpoints.weight_files import MASK_EMBEDDING, are_equal, read_json, tensor_infos
 from specgen.config import UserError, first_line, require, shown
 from specgen.device import SINGLE_RANK, Ranks
 from specgen.models.config_keys import generation_defaults
+from specgen.models.dflash import MASK_ID_TENSOR, DFlashConfig
 from specgen.models.families import FAMILIES, HEAD_FAMILIES, family_of, head_family_of, is_head
 from specgen.models.fp8_config import with_modelopt, without_quantization
 from specgen.models.model_config import HeadConfig, TargetConfig
@@ -89,11 +90,6 @@ def has_own_output(checkpoint: Checkpoint) -> bool:
 def drafter_config(checkpoint: Checkpoint, num_target_layers: int | None) -> HeadConfig:
     """The config of a head for a target of ``num_target_layers`` (None: unknown)."""
     names, config = checkpoint.tensors.keys(), checkpoint.config
-    require(
-        not (checkpoint.path / MASK_EMBEDDING).exists(),
-        f"{checkpoint.name} has {MASK_EMBEDDING} in place of its mask token's embedding, which is not built: use "
-        "another head",
-    )
     if not any(info.dtype == E4M3 for info in checkpoint.tensors.values()):  # copied from its target's config
         config = without_quantization(config)
     try:
@@ -102,7 +98,14 @@ def drafter_config(checkpoint: Checkpoint, num_target_layers: int | None) -> Hea
         raise UserError(
             f"{checkpoint.name} is not a draft head ({error}): name one with --drafter, or use --drafter ngram"
         ) from error
-    return family.config(config, names, num_target_layers)
+    found, token = family.config(config, names, num_target_layers), checkpoint.read(MASK_ID_TENSOR)
+    if token is not None and isinstance(found, DFlashConfig):
+        require(
+            int(token) == found.mask_token_id,
+            f"{checkpoint.name}: {MASK_EMBEDDING} is of token {int(token)} and mask_token_id {found.mask_token_id}: "
+            "they are of different heads, download both again",
+        )
+    return found
 
 
 def draft_to_target(checkpoint: Checkpoint, config: HeadConfig) -> Tensor:

@@ -11,10 +11,9 @@ from typing import Any
 
 from specgen.checkpoints.cache_files import cache_directory, read_cached, write_cached
 from specgen.checkpoints.tensor_reader import Checkpoint
-from specgen.checkpoints.weight_files import file_state
+from specgen.checkpoints.weight_files import MASK_EMBEDDING, file_state
 from specgen.config import UserError
 
-MASK_EMBEDDING = "mask_embedding.pt"  # of some DFlash heads
 BESIDES = (
     MASK_EMBEDDING,
     "*.json",

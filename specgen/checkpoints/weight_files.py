@@ -19,8 +19,10 @@ from torch import Tensor
 from specgen.checkpoints.rank_share import Cut
 from specgen.config import UserError, first_line, require, shown
 from specgen.config.json_fields import load_json
+from specgen.models.dflash import MASK_ID_TENSOR, MASK_TENSOR
 
 _STEMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))  # in order of preference
+MASK_EMBEDDING = "mask_embedding.pt"  # of some DFlash heads, beside their weights
 _SAFETENSORS_DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -44,6 +46,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: str  # as torch names it: "float32"
     cut: Cut | None = None  # what is read of it; None: all
+    stored: str | None = None  # its name in the file; None: the one that it is asked for by
 
     def is_like(self, other: "TensorInfo") -> bool:
         """Whether both are as large and of one type."""
@@ -55,7 +58,7 @@ def tensor_infos(directory: Path) -> dict[str, TensorInfo]:
 
     ``UserError`` when there are no weights, or a file is missing, corrupt, outside the directory or unsafe, and for
     shards beside a single file with other tensors: some programs read these, others that. A pickle beside safetensors
-    is read by none.
+    is read by none, but for the embedding of a mask token.
     """
     for stem, suffix in _STEMS:
         index, single = directory / f"{stem}{suffix}.index.json", directory / f"{stem}{suffix}"
@@ -68,7 +71,8 @@ def tensor_infos(directory: Path) -> dict[str, TensorInfo]:
         if len(found) == 2:
             _require_copies(directory, found)
         if found:
-            return next(iter(found.values()))
+            extra = directory / MASK_EMBEDDING
+            return _with_mask_embedding(next(iter(found.values())), extra)
     raise UserError(
         f"{directory} has no weights: add model.safetensors or pytorch_model.bin, or their shards and index"
     )
@@ -86,13 +90,13 @@ def read_tensors(infos: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Tensor]
         if file.suffix == ".safetensors":
             with _safetensors(file) as handle:
                 for name in names:
-                    cut = infos[name].cut
-                    yield name, handle.get_tensor(name) if cut is None else cut.of(handle.get_slice(name))
+                    cut, stored = infos[name].cut, infos[name].stored or name
+                    yield name, handle.get_tensor(stored) if cut is None else cut.of(handle.get_slice(stored))
         else:
             tensors = read_pickle(file)
             for name in names:
-                cut = infos[name].cut
-                yield name, (tensors[name] if cut is None else cut.of(tensors[name])).clone()
+                cut, tensor = infos[name].cut, tensors[infos[name].stored or name]
+                yield name, (tensor if cut is None else cut.of(tensor)).clone()
 
 
 def are_equal(one: tuple[str, TensorInfo], other: tuple[str, TensorInfo]) -> bool:
@@ -136,6 +140,16 @@ def _together(directory: Path, files: Iterable[Path]) -> dict[str, TensorInfo]:
             require(not known, f"{shown(name)} is in two weight files of {directory}: remove the stale one")
             infos[name] = info
     return infos
+
+
+def _with_mask_embedding(infos: dict[str, TensorInfo], file: Path) -> dict[str, TensorInfo]:
+    """``infos`` and what ``file`` adds to them, if it is there."""
+    if not file.exists():
+        return infos
+    require(file.is_file(), f"{file} is not a regular file: download it again")
+    known = infos.keys() & {MASK_TENSOR, MASK_ID_TENSOR}
+    require(not known, f"{MASK_TENSOR} is in {file.name} and in the weights beside it: remove one")
+    return infos | dict(_infos(file))
 
 
 def _require_copies(directory: Path, found: Mapping[Path, Mapping[str, TensorInfo]]) -> None:
@@ -221,9 +235,8 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
             zipped = content.read(len(_ZIP)) == _ZIP
         return _mapped(file, file_state(file)) if zipped else _unpickled(file, zipped)
     except Exception as error:  # the library raises whatever its parsers raise
-        raise UserError(
-            f"{file} cannot be read as tensors ({first_line(error)}): use a safetensors version"
-        ) from error
+        remedy = "download it again" if file.name == MASK_EMBEDDING else "use a safetensors version"
+        raise UserError(f"{file} cannot be read as tensors ({first_line(error)}): {remedy}") from error
 
 
 @lru_cache(maxsize=64)  # tensors are asked for one by one, each time all of them would be unpickled
@@ -235,6 +248,8 @@ def _mapped(file: Path, state: object) -> dict[str, Tensor]:
 def _unpickled(file: Path, zipped: bool) -> dict[str, Tensor]:
     _require_plain(file, zipped)
     tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
+    if file.name == MASK_EMBEDDING:
+        tensors = _of_mask(tensors)
     require(isinstance(tensors, dict), f"it holds {type(tensors).__name__}, not tensors by name")
     for name, value in tensors.items():
         named = isinstance(name, str) and isinstance(value, Tensor)
@@ -243,6 +258,22 @@ def _unpickled(file: Path, zipped: bool) -> dict[str, Tensor]:
     # A view may repeat a value without limit. Twice: tied tensors share their values.
     require(claimed <= 2 * held, f"its tensors claim {claimed} bytes, and it has {held}")
     return dict(tensors)
+
+
+def _of_mask(found: object) -> dict[str, object]:
+    """The vector of a ``mask_embedding.pt``, which is there alone or beside the id of the token that it is of."""
+    parts: dict[Any, Any] = found if isinstance(found, dict) else {"embedding": found}
+    require(
+        "embedding" in parts and parts.keys() <= {"embedding", "mask_token_id"},
+        f"it holds {shown(sorted(map(str, parts)))}: only a tensor, or embedding and mask_token_id, is supported",
+    )
+    vector, token = parts["embedding"], parts.get("mask_token_id")
+    if isinstance(vector, Tensor) and vector.dim() and vector.shape[-1] == vector.numel():
+        vector = vector.flatten()
+    if "mask_token_id" not in parts:
+        return {MASK_TENSOR: vector}
+    require(type(token) is int, f"mask_token_id is {shown(token)}, not a number")
+    return {MASK_TENSOR: vector, MASK_ID_TENSOR: torch.tensor(token)}
 
 
 def _require_plain(file: Path, zipped: bool) -> None:

@@ -30,7 +30,8 @@ from specgen.models.protocols import Head, OnePass, Target
 from specgen.ops import Map, Norm, Ops, joined
 
 NOT_DFLASH = "no hidden_norm.weight: the checkpoint is not a DFlash or DSpark head"
-DFLASH_IGNORED = frozenset({"d2t", "t2d", "rotary_emb.inv_freq"})
+MASK_TENSOR, MASK_ID_TENSOR = "mask_embedding", "mask_embedding.token_id"  # of a file beside the weights
+DFLASH_IGNORED = frozenset({"d2t", "t2d", "rotary_emb.inv_freq", MASK_ID_TENSOR})
 _NESTED = "dflash_config"
 _DSPARK = ("Qwen3DSparkModel", "DSparkDraftModel")
 _IDS, _SPECULATORS_IDS = "target_layer_ids", "aux_hidden_state_layer_ids"
@@ -76,6 +77,7 @@ class DFlashConfig(HeadConfig):
     )
     confidence_reads_token: bool = False
     own_lm_head: bool = False
+    own_mask: bool = False  # the mask token has an embedding of its own
     conv_taps: int = 0  # rows that a convolution of DFlash2 sums; 0: there are none
     conv_group: int = 1  # numbers of a row that share a weight which depends on the row
     num_candidates: int = 0  # of each draft, of DFlash2's selector; 0: there is none
@@ -148,6 +150,7 @@ class DFlashConfig(HeadConfig):
             aux_rule=aux_rule,
             own_embedding="embed_tokens.weight" in tensors,
             own_lm_head="lm_head.weight" in tensors,
+            own_mask=MASK_TENSOR in tensors,
             reads_output=False,
             block_size=count(flags, "block_size"),
             block_layout=_block_layout(config, flags, speculators),
@@ -183,7 +186,8 @@ class DFlashConfig(HeadConfig):
             "features": "the target's residual stream at the inputs of layers "
             + ", ".join(map(str, self.aux_layers)),
             "rule": self.aux_rule,
-            "drafting": f"all drafts in one pass, with mask token {self.mask_token_id}",
+            "drafting": f"all drafts in one pass, with mask token {self.mask_token_id}"
+            + ", which has an embedding of its own" * self.own_mask,
             "block": f"{self.block_size} rows, {self.most_drafts} drafts, {self.block_layout}: {rows}",
             "causal": sees + "; windows of the others reach as far ahead as back" * ahead,
             "Markov head": markov,
@@ -447,6 +451,7 @@ class DFlashHead(Head):
 
     config: DFlashConfig
     embedding: Tensor  # [V, H]; the target's unless the checkpoint has its own
+    mask_embedding: Tensor | None  # [H]; None: that of the mask token's id
     fc: Map  # [rows, num_features * Ht] -> [rows, H]
     hidden_norm: Norm
     context: Projection  # keys of all layers, then values of all: [rows, H] -> [rows, 2 * L * Hkv, D]
@@ -473,6 +478,7 @@ class DFlashHead(Head):
         return cls(
             config=config,
             embedding=table,
+            mask_embedding=load(MASK_TENSOR, (hidden,)) if config.own_mask else None,
             fc=ops.linear(load.linear({"fc": hidden}, num_features * config.target_hidden_size)),
             hidden_norm=norm("hidden_norm"),
             context=_context(config, prefixes, load, ops),
@@ -515,6 +521,9 @@ class DFlashHead(Head):
         """A block; no state goes in but the cache."""
         del hidden
         stream = F.embedding(token_ids, self.embedding)
+        if self.mask_embedding is not None:
+            is_mask = token_ids[:, None] == self.config.mask_token_id
+            stream = torch.where(is_mask, self.mask_embedding, stream)
         if self.config.embedding_scale != 1.0:
             stream = stream * self.config.embedding_scale
         normed = self.norms[0](stream)
