@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specgen.checkpoints.checkpoint import open_checkpoint
@@ -170,17 +171,78 @@ def test_one_setting_for_all_layers_comes_before_windows(
     assert read(config).causal_layers == 5 * (causal,)
 
 
+PARTS = ("candidate_selector.predecessor_codebook", "layers.0.mlp_conv.base_kernel")
+
+
 def test_the_second_version() -> None:
     block = {"conv_group_size": 16, "conv_kernel_size": 2, "selector_rank": 256, "selector_top_k": 16}
     scales = {"final_logit_softcapping": 20.0, "output_multiplier": 0.196, "input_embedding_scale": 2.0}
     config = Z_LAB | {"architectures": ["DFlash2DraftModel"], "is_causal": False}
     config |= {"dflash_config": Z_LAB["dflash_config"] | block | scales}
-    found = read(config, "candidate_selector.predecessor_codebook", "layers.0.mlp_conv.base_kernel")
+    found = read(config, *PARTS)
     assert found.title == "a DFlash2 head"
     assert (found.conv_taps, found.conv_group) == (2, 16)
     assert (found.num_candidates, found.selector_rank) == (16, 256)
     assert (found.logit_cap, found.logit_scale, found.embedding_scale) == (20.0, 0.196, 2.0)
     assert found.facts()["scaled"] == "embeddings by 2, logits by 0.196, capped at 20"
+
+
+def test_the_second_version_as_speculators_write_it() -> None:
+    """All layers have windows that look ahead; settings of experts are those of a class that can have some."""
+    layer = SPECULATORS["transformer_layer_config"] | {"layer_types": 5 * [SLIDING], "sliding_window": 2048}
+    experts = {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
+    config = SPECULATORS | {
+        "architectures": ["DFlash2DraftModel"],
+        "speculators_model_type": "dflash2",
+        "transformer_layer_config": layer | {"use_sliding_window": True},
+        "sliding_window_non_causal": True,
+        "draft_vocab_size": 151936,
+        "block_size": 8,
+        "conv_kernel_size": 2,
+        "conv_group_size": 16,
+        "selector_rank": 256,
+        "selector_top_k": 16,
+        "draft_ffn_type": "dense",
+        "moe_experts_implementation": "grouped_mm",
+        **experts,
+    }
+    found = read(config, *PARTS)
+    assert (found.title, found.dialect, found.block_layout) == ("a DFlash2 head", "speculators", "fill-in")
+    assert (found.conv_taps, found.conv_group, found.most_drafts) == (2, 16, 7)
+    assert (found.num_candidates, found.selector_rank) == (16, 256)
+    assert (found.causal_layers, found.windows) == (5 * (False,), 5 * (2048,))
+    with pytest.raises(UserError, match="draft_ffn_type is 'moe'"):
+        read(config | {"draft_ffn_type": "moe"}, *PARTS)
+    with pytest.raises(UserError, match="no candidate selector: the checkpoint is incomplete"):
+        read(config)
+
+
+SPELLINGS = {
+    "layers.0.": "midlayer.",
+    "fc.": "encoder.fc.",
+    "hidden_norm.": "encoder.output_norm_enc.",
+    "candidate_selector.predecessor_codebook": "candidate_selector.predecessor_codebook.weight",
+}
+
+
+def test_other_spellings_of_tensors_are_the_same_head(tmp_path: Path) -> None:
+    write_dflash_head(
+        tmp_path / "drafter", write_target(tmp_path / "target", vocab_size=8), second=(2, 8, 3), num_layers=1
+    )
+    file, runs = tmp_path / "drafter" / "model.safetensors", []
+    tensors = load_file(file)
+    for spellings in ({}, SPELLINGS):
+        for usual, other in spellings.items():
+            renamed = {name: name.replace(usual, other) for name in tensors if name.startswith(usual)}
+            tensors = {renamed.get(name, name): tensor for name, tensor in tensors.items()}
+            assert renamed
+        save_file(tensors, file)
+        runs.append(generate(load_pair(tmp_path), random_requests(3, 8, GREEDY), num_spec_tokens=3).verified)
+    assert runs[0] == runs[1]
+    assert "midlayer.mlp.up_proj.weight" in tensors
+    save_file(tensors | {"fc.weight": tensors["encoder.fc.weight"].clone()}, file)
+    with pytest.raises(UserError, match=r"'encoder.fc.weight' is 'fc.weight' in another spelling, and both"):
+        open_checkpoint(str(tmp_path / "drafter"))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {

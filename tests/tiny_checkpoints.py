@@ -304,7 +304,9 @@ def write_dflash_head(
     if draft_vocab_size is not None:
         config["draft_vocab_size"] = draft_vocab_size
     if dialect == "speculators":
-        config |= {"architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash"}
+        version = "" if second is None else "2"
+        config |= {"architectures": [f"DFlash{version}DraftModel"]}
+        config |= {"speculators_model_type": f"dflash{version}"}
         config |= {"transformer_layer_config": layer}
     else:
         config |= layer | {

@@ -11,11 +11,11 @@ from torch import Tensor
 from specgen.checkpoints.fingerprint import BESIDES
 from specgen.checkpoints.rank_share import RankShare
 from specgen.checkpoints.tensor_reader import E4M3, Checkpoint, TensorReader, uploading
-from specgen.checkpoints.weight_files import MASK_EMBEDDING, are_equal, read_json, tensor_infos
+from specgen.checkpoints.weight_files import MASK_EMBEDDING, TensorInfo, are_equal, read_json, tensor_infos
 from specgen.config import UserError, first_line, require, shown
 from specgen.device import SINGLE_RANK, Ranks
 from specgen.models.config_keys import generation_defaults
-from specgen.models.dflash import MASK_ID_TENSOR, DFlashConfig
+from specgen.models.dflash import MASK_ID_TENSOR, DFlashConfig, other_names
 from specgen.models.families import FAMILIES, HEAD_FAMILIES, family_of, head_family_of, is_head
 from specgen.models.fp8_config import with_modelopt, without_quantization
 from specgen.models.model_config import HeadConfig, TargetConfig
@@ -42,8 +42,17 @@ def open_checkpoint(path_or_hub_id: str) -> Checkpoint:
         path=path,
         config=with_modelopt(config, read_json(separate)) if separate.exists() else config,
         generation=read_json(generation) if generation.exists() else generation_defaults(config),
-        tensors=tensor_infos(path),
+        tensors=_by_usual_names(tensor_infos(path), path_or_hub_id),
     )
+
+
+def _by_usual_names(infos: dict[str, TensorInfo], checkpoint: str) -> dict[str, TensorInfo]:
+    try:
+        others = other_names(infos.keys())
+    except UserError as error:
+        raise UserError(f"{checkpoint}: {error}") from error
+    renamed = {others[name]: replace(infos[name], stored=name) for name in others}
+    return {name: info for name, info in infos.items() if name not in others} | renamed
 
 
 def mtp_part(checkpoint: Checkpoint) -> Checkpoint:

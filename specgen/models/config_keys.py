@@ -173,6 +173,8 @@ DFLASH = Keys(
         "attention_value_scale final_logit_softcapping attention_sink_bias use_swa swa_window_size attention_mode "
         "projector_type conv_kernel_size conv_group_size selector_rank selector_top_k "
         "num_anchors dflash_query_causal log_snr_conditioning enable_qwen35_gated_q_proj "
+        "draft_ffn_type num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size "
+        "moe_experts_implementation "  # of experts, which there are none of where draft_ffn_type is dense
         "speculators_model_type speculators_config speculators_version max_window_layers"
     )
 )

@@ -36,6 +36,14 @@ _NESTED = "dflash_config"
 _DSPARK = ("Qwen3DSparkModel", "DSparkDraftModel")
 _IDS, _SPECULATORS_IDS = "target_layer_ids", "aux_hidden_state_layer_ids"
 _SELECTOR = "candidate_selector."
+# Names in some checkpoints, by their beginnings, and those that are used here
+_SPELLINGS = {
+    "midlayer.": "layers.0.",
+    "encoder.fc.": "fc.",
+    "encoder.output_norm_enc.": "hidden_norm.",
+    f"{_SELECTOR}predecessor_codebook.weight": f"{_SELECTOR}predecessor_codebook",
+    f"{_SELECTOR}successor_codebook.weight": f"{_SELECTOR}successor_codebook",
+}
 _OWN_MEANING = ("is_causal", "final_logit_softcapping")  # keys that other models are refused for
 # Settings of heads that compute otherwise, at the values that change nothing
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -46,12 +54,35 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(
         ("dflash_query_causal", "log_snr_conditioning", "enable_qwen35_gated_q_proj"), (None, False)
     ),
-    "speculators_model_type": (None, "dflash", "dspark"),
+    "speculators_model_type": (None, "dflash", "dspark", "dflash2"),
+    "draft_ffn_type": (None, "dense"),
 }
 # How the rows of a block stand. anchor: the newest token and K - 1 masks, each of which predicts the next token;
 # fill-in: the newest token and K masks, each of which predicts its own
 BlockLayout = Literal["anchor", "fill-in"]
 MarkovKind = Literal["vanilla", "gated", "rnn"]
+
+
+def other_names(tensors: Set[str]) -> dict[str, str]:
+    """The tensors of a head that are named otherwise than here, and their names here; none of other checkpoints.
+
+    ``UserError`` where a checkpoint has a tensor by both names.
+    """
+    found = {
+        name: standard + name.removeprefix(spelling)
+        for spelling, standard in _SPELLINGS.items()
+        for name in tensors
+        if name.startswith(spelling)
+    }
+    if "hidden_norm.weight" not in tensors | set(found.values()):
+        return {}
+    for name, standard in found.items():
+        require(
+            standard not in tensors,
+            f"{shown(name)} is {shown(standard)} in another spelling, and both are there: the checkpoint fits two "
+            "readings, remove one",
+        )
+    return found
 
 
 def is_dflash(config: Raw, tensors: Set[str]) -> bool:
@@ -236,6 +267,10 @@ def _second_version(flags: Raw, tensors: Set[str]) -> dict[str, Any]:
             "num_candidates": count(flags, "selector_top_k"),
             "selector_rank": count(flags, "selector_rank"),
         }
+    require(
+        selects or flags.get("speculators_model_type") != "dflash2",
+        "speculators_model_type is 'dflash2' and there is no candidate selector: the checkpoint is incomplete",
+    )
     return found
 
 
