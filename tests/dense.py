@@ -2,8 +2,9 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from specgen.attention import LatentLayer, LayerAttention
+from specgen.attention import DeltaLayer, LatentLayer, LayerAttention
 from specgen.kv.layout import Layout
 from specgen.models.eagle import Eagle3Head
 from specgen.models.llama import Llama
@@ -22,6 +23,7 @@ class DenseAttend:
         self.rope = model.rope
         self.num_kv_heads = model.config.num_kv_heads
         self.kept: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self.states: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
         keys, values, start = self.kept.get(layer.index, (None, None, 0))
@@ -60,6 +62,30 @@ class DenseAttend:
         scores = q.transpose(0, 1) @ keys.transpose(1, 2) * layer.expanded.scale
         weights = scores.masked_fill(future, float("-inf")).softmax(-1, dtype=torch.float32)
         return (weights.to(q.dtype) @ values).transpose(0, 1).reshape(rows, -1)
+
+    def recur(self, layer: DeltaLayer, mixed: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Row by row, in float32."""
+        heads, group = len(layer.log_rate), len(layer.log_rate) // layer.num_key_heads
+        zeros = mixed.new_zeros(layer.conv.shape[1] - 1, mixed.shape[1])
+        empty = torch.zeros(heads, layer.key_dim, layer.value_dim)
+        before, state = self.states.get(layer.index, (zeros, empty))
+        rows = torch.cat((before, mixed))
+        taken = rows.unfold(0, layer.conv.shape[1], 1)  # [rows, channels, taps]
+        keys = layer.num_key_heads * layer.key_dim
+        parts = F.silu((taken * layer.conv).sum(-1)).float().split((keys, keys, heads * layer.value_dim), -1)
+        q, k = (
+            part.view(len(mixed), layer.num_key_heads, -1).repeat_interleave(group, 1) for part in parts[:2]
+        )
+        q, k = (each * (each.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for each in (q, k))
+        v, out = parts[2].view(len(mixed), heads, -1), []
+        decay = (-layer.log_rate.exp() * F.softplus(a.float() + layer.rate_bias)).exp()
+        for row, beta in enumerate(b.float().sigmoid()):
+            state = state * decay[row, :, None, None]
+            error = v[row] - torch.einsum("hkv,hk->hv", state, k[row])
+            state = state + k[row, :, :, None] * (beta[:, None] * error)[:, None]
+            out.append(torch.einsum("hkv,hk->hv", state, q[row]) * layer.key_dim**-0.5)
+        self.states[layer.index] = (rows[len(mixed) :], state)
+        return torch.stack(out).to(mixed.dtype)
 
     def _rotation(self, start: int, rows: int) -> Store:
         tables = torch.zeros(1, 1, dtype=torch.int32)

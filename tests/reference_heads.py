@@ -470,6 +470,15 @@ def _stored(path: Path) -> dict[str, Tensor]:
 # --- MTP layers ---
 
 
+# What DeepSeek has beside the decoder layer, and Qwen in its place, where norms lack the 1 that is added to them
+_OF_QWEN = {
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head.norm",
+}
+
+
 class ReferenceMtp:
     """The whole text in every pass, no cache; the decoder layer is that of ``transformers``, as are target and rope."""
 
@@ -482,21 +491,32 @@ class ReferenceMtp:
             prefix = f"model.layers.{first + len(self.layers)}."
             own = {name.removeprefix(prefix): t for name, t in stored.items() if name.startswith(prefix)}
             self.layers.append(own)
+        if "mtp.fc.weight" in stored:
+            self.layers.append(self._of_qwen(stored))
         self.blocks = [self._block(own) for own in self.layers]
         self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def _of_qwen(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+        prefix = "mtp.layers.0."
+        own = {name.removeprefix(prefix): t for name, t in stored.items() if name.startswith(prefix)}
+        for qwen, name in _OF_QWEN.items():
+            own[f"{name}.weight"] = stored[f"mtp.{qwen}.weight"] + int(qwen != "fc")
+        return own
 
     def _block(self, own: dict[str, Tensor]) -> nn.Module:
         block = copy.deepcopy(self.target.model.model.layers[-1])
         parts = {name: t for name, t in own.items() if ".experts." not in name}
         state = {name: parts[name] for name in block.state_dict() if name in parts}
-        experts = range(self.config.n_routed_experts)
-        gate, up, down = (
-            [own[f"mlp.experts.{e}.{name}_proj.weight"] for e in experts] for name in ("gate", "up", "down")
-        )
-        state["mlp.experts.gate_up_proj"] = torch.stack(
-            [torch.cat(pair) for pair in zip(gate, up, strict=True)]
-        )
-        state["mlp.experts.down_proj"] = torch.stack(down)
+        if "mlp.gate.weight" in own:
+            experts = range(len(own["mlp.gate.weight"]))
+            gate, up, down = (
+                [own[f"mlp.experts.{e}.{name}_proj.weight"] for e in experts]
+                for name in ("gate", "up", "down")
+            )
+            state["mlp.experts.gate_up_proj"] = torch.stack(
+                [torch.cat(pair) for pair in zip(gate, up, strict=True)]
+            )
+            state["mlp.experts.down_proj"] = torch.stack(down)
         block.load_state_dict(state)
         return block
 

@@ -594,7 +594,7 @@ OF_CONFIG: dict[str, tuple[dict[str, Any], str]] = {
     "aux-not-numbers": ({AUX: ["2", "6", "9"]}, "must be a list of layer numbers"),
     "aux-fewer-than-fc": ({AUX: [2, 6]}, r"fc.weight has shape \[32, 96\], but .* \[32, 64\]"),
     "flag-without-norm": ({"norm_before_fc": True}, "has no tensor 'input_norm.weight'"),
-    "two-layers": ({"num_hidden_layers": 2}, "has no tensor 'layers.1.post_attention_layernorm"),
+    "two-layers": ({"num_hidden_layers": 2}, "has no tensor 'layers.1.self_attn.q_proj"),
     "bias": ({"attention_bias": True}, "is true, but there is no q_proj.bias"),
     "layer-kinds": ({"layer_types": ["chunked_attention"]}, "only full_attention and"),
     "window-of-no-size": ({"layer_types": ["sliding_attention"]}, "no sliding_window"),

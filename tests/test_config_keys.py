@@ -38,6 +38,8 @@ from tests.tiny_checkpoints import change_json, write_head, write_target
 from tests.tiny_latents import write_latent
 from tests.tiny_mixtures import change
 
+# Those of models for pictures too are the same families
+OF_TEXT = [name for name in FAMILIES if name.endswith("ForCausalLM")]
 OF_GENERATION = ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "use_cache")
 OF_GENERATION += ("output_attentions", "output_hidden_states", "transformers_version", "cache_implementation")
 # Of keys that are read: values that must be read as something else, or be refused
@@ -49,7 +51,9 @@ OTHER: dict[str, Any] = {
     "dtype": "bfloat16",
     "eos_token_id": 3,
     "first_k_dense_replace": 2,
+    "full_attention_interval": 2,
     "head_dim": 32,
+    "linear_num_key_heads": 1,
     "layer_types": ["chunked_attention"] * 2,
     "max_window_layers": "none",
     "mlp_bias": True,
@@ -74,9 +78,11 @@ OTHER: dict[str, Any] = {
 WITH: dict[str, dict[str, Any]] = {
     "max_window_layers": {"layer_types": None},
     "first_k_dense_replace": {"mlp_layer_types": None},
+    "full_attention_interval": {"layer_types": None, "full_attention_interval": 4},
     "original_max_position_embeddings": {
         "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
     },
+    "partial_rotary_factor": {"rope_parameters": {"rope_type": "default"}},
     "rope_theta": {"rope_parameters": {"rope_type": "default"}},
     "sliding_window": {"use_sliding_window": True, "layer_types": None, "max_window_layers": 0},
     "torch_dtype": {"dtype": None},
@@ -114,7 +120,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, write in WRITERS.items():
         path = tmp_path_factory.mktemp(name)
         found[write(path).architecture] = path
-    assert found.keys() == FAMILIES.keys()
+    assert found.keys() == set(OF_TEXT)
     return found
 
 
@@ -146,13 +152,20 @@ def _of_class(architecture: str) -> set[str]:
     return known | set(config_class().to_dict()) | set(config_class.attribute_map)
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", OF_TEXT)
 def test_every_key_of_transformers_is_on_a_list(architecture: str) -> None:
     keys = FAMILIES[architecture].keys
     known = keys.read | keys.only.keys() | keys.aliases.keys() | _ONLY.keys() | NO_EFFECT.keys() | GENERATION
     assert _of_class(architecture) - known == set(), (
         "read it, refuse it, or say in config_keys.py why it has no effect"
     )
+
+
+def test_a_model_for_pictures_too_is_of_the_family_of_its_text_part() -> None:
+    for name in FAMILIES.keys() - set(OF_TEXT):
+        assert FAMILIES[name] is FAMILIES[name.replace("ForConditionalGeneration", "ForCausalLM")]
+        outer = _class(name)().to_dict().keys() - {"text_config"}
+        assert outer - FAMILIES[name].keys.read - NO_EFFECT.keys() - _ONLY.keys() == set()
 
 
 def test_no_key_is_on_two_lists() -> None:
@@ -166,7 +179,7 @@ def test_no_key_is_on_two_lists() -> None:
         assert family.keys.defaults.keys() | set(family.keys.aliases.values()) <= family.keys.read
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", OF_TEXT)
 def test_every_key_that_is_read_matters(written: dict[str, Path], architecture: str) -> None:
     for name in sorted(FAMILIES[architecture].keys.read):
         raw = _raw(written[architecture]) | WITH.get(name, {})
@@ -178,7 +191,7 @@ def test_every_key_that_is_read_matters(written: dict[str, Path], architecture: 
         assert refused or after != before, name
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", OF_TEXT)
 def test_what_a_file_leaves_out_is_as_in_transformers(written: dict[str, Path], architecture: str) -> None:
     """Read from what the class of ``transformers`` makes of it, or refused as missing."""
     raw, config_class = _raw(written[architecture]), _class(architecture)
@@ -205,7 +218,7 @@ def _logits_of_transformers(path: Path, tmp_path: Path, changes: dict[str, Any])
     return of_transformers(tmp_path, torch.arange(24))
 
 
-@pytest.mark.parametrize("architecture", mostly_slow(FAMILIES, "LlamaForCausalLM"))
+@pytest.mark.parametrize("architecture", mostly_slow(OF_TEXT, "LlamaForCausalLM"))
 def test_what_is_without_effect_here_is_so_in_transformers(
     tmp_path: Path, written: dict[str, Path], architecture: str
 ) -> None:

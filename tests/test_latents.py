@@ -62,7 +62,7 @@ def of_transformers(path: Path, ids: Tensor) -> Tensor:
     )
     for layer in model.model.layers:
         for name in ("q_a_layernorm", "kv_a_layernorm"):
-            norm = getattr(layer.self_attn, name, None)
+            norm = getattr(getattr(layer, "self_attn", None), name, None)
             if norm is not None:
                 norm.variance_epsilon = model.config.rms_norm_eps
     with torch.inference_mode():

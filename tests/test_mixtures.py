@@ -16,7 +16,7 @@ from specgen.checkpoints.checkpoint import load_target, open_checkpoint
 from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.config import SamplingParams
 from specgen.core.sequence import Request
-from specgen.kv.kv_cache import KVCache
+from specgen.kv.kv_cache import KVCache, StateCache
 from specgen.kv.layout import Layout
 from specgen.models.llama import Llama
 from specgen.models.model_config import TargetConfig
@@ -73,14 +73,24 @@ def logits_of_transformers(path: Path, ids: Tensor, dtype: torch.dtype = torch.f
 def paged_logits(model: Llama, ids: Tensor, backend: type[Backend], pieces: list[int]) -> Tensor:
     """Of one sequence, in passes of so many rows over pages of 4 positions; the first pass's lengths are known."""
     config, made, states, start = model.config, backend(CPU), [], 0
-    num_pages = -(-len(ids) // 4)
-    cache = KVCache(spec=config.kv_spec, num_pages=num_pages, page_size=4, dtype=model.dtype, device=CPU)
+    num_pages, slots, states_of = -(-len(ids) // 4), torch.tensor([1]), None
+    if config.state_spec is not None:
+        states_of = StateCache(
+            spec=config.state_spec,
+            num_slots=2,
+            step_rows=max(pieces[1:], default=1),
+            dtype=model.dtype,
+            device=CPU,
+        )
+    cache = KVCache(
+        spec=config.kv_spec, num_pages=num_pages, page_size=4, dtype=model.dtype, device=CPU, states=states_of
+    )
     tables = torch.arange(num_pages, dtype=torch.int32).flip(0)[None]
     for piece in pieces:
         rows = ids[start : start + piece]
-        layout = Layout.uniform(tables, torch.tensor([start]), len(rows), 4)
+        layout = Layout.uniform(tables, torch.tensor([start]), len(rows), 4, slots)
         if start == 0:
-            layout = Layout.ragged(tables, [0], [len(rows)], 4)
+            layout = Layout.ragged(tables, [0], [len(rows)], 4, [1])
         states.append(model.forward(rows, Attend(made, cache, layout, model.rope))[0])
         start += len(rows)
     return model.logits(torch.cat(states))

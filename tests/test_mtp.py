@@ -115,7 +115,8 @@ def test_mtp_layers_may_lie_in_a_checkpoint_of_their_own(tmp_path: Path) -> None
     change(tmp_path / "alone", dict[str, Tensor | None](alone))
     target = load_target(open_checkpoint(str(tmp_path / "both")), torch.float32, torch.device("cpu"))
     assert isinstance(load_drafter(open_checkpoint(str(tmp_path / "alone")), target), MtpHead)
-    change(tmp_path / "alone", {}, num_hidden_layers=4)
+    kinds = ["dense", *["sparse"] * 3]
+    change(tmp_path / "alone", {}, num_hidden_layers=4, mlp_layer_types=kinds)
     with pytest.raises(UserError, match="has 4 layers and no MTP layer has the next number"):
         load_drafter(open_checkpoint(str(tmp_path / "alone")), target)
 

@@ -24,6 +24,7 @@ from tests.marks import mostly_slow
 from tests.rank_threads import ThreadRanks, together
 from tests.tiny_checkpoints import change_json, change_tensors, write_target
 from tests.tiny_fp8 import quantize
+from tests.tiny_hybrids import write_hybrid
 from tests.tiny_latents import write_latent
 from tests.tiny_mixtures import in_one_tensor, packed_in_mxfp4, write_gpt_oss, write_qwen3_moe
 
@@ -102,6 +103,9 @@ TARGETS: dict[str, Callable[[Path], object]] = {
     "experts with a scale per channel": partial(experts_in_fp8, form="dynamic"),
     "experts in blocks": partial(experts_in_fp8, form="block"),
     "blocks": partial(in_fp8, form="block", **BLOCKS),
+    "hybrid": write_hybrid,
+    "hybrid for pictures too": partial(write_hybrid, architecture="Qwen3_5MoeForConditionalGeneration"),
+    "hybrid by key head": partial(write_hybrid, architecture="Qwen3NextForCausalLM", attention_bias=True),
     "latents": write_latent,
     "latents and groups": partial(write_latent, family="deepseek", q_lora_rank=None),
     "latents in blocks": latents_in_blocks,
@@ -164,7 +168,16 @@ def agrees(path: Path, size: int) -> bool:
     return bool(apart[-1] < 1e-4) and torch.equal(found[0][1], ids)
 
 
-QUICK = ("llama", "qwen3-moe", "gpt-oss in MXFP4", "latents", "a scale per channel", "blocks")
+QUICK = (
+    "llama",
+    "qwen3-moe",
+    "hybrid",
+    "hybrid by key head",
+    "gpt-oss in MXFP4",
+    "latents",
+    "a scale per channel",
+    "blocks",
+)
 # What four ranks cut otherwise than two do.
 QUICK_IN_FOUR = ("one KV head", "vocabulary that is not divided evenly")
 
@@ -176,7 +189,8 @@ QUICK_IN_FOUR = ("one KV head", "vocabulary that is not divided evenly")
             (target, size)
             for size in (2, 4)
             for target in TARGETS
-            if size == 2 or "qwen3-moe" not in target  # whose experts are 32 wide: four ranks would have 8
+            # whose experts are 32 wide: four ranks would have 8; or two key heads
+            if size == 2 or not target.startswith(("qwen3-moe", "hybrid"))
         ],
         *((target, 2) for target in QUICK),
         *((target, 4) for target in QUICK_IN_FOUR),
@@ -270,6 +284,7 @@ def test_pickles_are_read_in_shares(tmp_path: Path) -> None:
         ("one KV head", 8, "1, 2, 4"),
         ("gpt-oss", 8, "1, 2, 4"),
         ("blocks", 8, "1, 2, 4"),
+        ("hybrid", 4, "1, 2"),
     ],
 )
 def test_shares_that_would_not_be_equal_are_refused(

@@ -19,6 +19,7 @@ from tests.marks import mostly_slow
 from tests.test_latents import of_transformers
 from tests.test_mixtures import ids_of, loaded, paged_logits
 from tests.tiny_checkpoints import write_head, write_target
+from tests.tiny_hybrids import write_hybrid
 from tests.tiny_latents import write_latent
 from tests.tiny_mixtures import write_gpt_oss, write_qwen3_moe
 
@@ -41,6 +42,9 @@ FAMILIES: dict[str, Callable[[Path], TargetConfig]] = {
     "gpt-oss": lambda path: write_gpt_oss(path, num_hidden_layers=2, rope_parameters=OF_GPT_OSS),
     "deepseek": lambda path: write_latent(path, "deepseek", rope_parameters=DEFAULT),
     "glm": write_latent,
+    "qwen3-next": lambda path: write_hybrid(path, "Qwen3NextForCausalLM"),
+    "qwen3.5": write_hybrid,
+    "qwen3.5-moe": lambda path: write_hybrid(path, "Qwen3_5MoeForCausalLM"),
 }
 # Beside the rope_parameters of FAMILIES
 BESIDE: dict[str, dict[str, Any]] = {

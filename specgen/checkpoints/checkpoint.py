@@ -14,16 +14,18 @@ from specgen.checkpoints.tensor_reader import E4M3, Checkpoint, TensorReader, up
 from specgen.checkpoints.weight_files import MASK_EMBEDDING, TensorInfo, are_equal, read_json, tensor_infos
 from specgen.config import UserError, first_line, require, shown
 from specgen.device import SINGLE_RANK, Ranks
+from specgen.models.config_fields import count, text_part
 from specgen.models.config_keys import generation_defaults
 from specgen.models.dflash import MASK_ID_TENSOR, DFlashConfig, other_names
 from specgen.models.families import FAMILIES, HEAD_FAMILIES, family_of, head_family_of, is_head
 from specgen.models.fp8_config import with_modelopt, without_quantization
+from specgen.models.llama import EMBEDDINGS, text_prefix
 from specgen.models.model_config import HeadConfig, TargetConfig
-from specgen.models.mtp import mtp_prefixes
+from specgen.models.mtp import mtp_layers
 from specgen.models.protocols import Head, Target
 from specgen.ops import bind_ops
 
-_TIED = ("lm_head.weight", "model.embed_tokens.weight")
+_TIED = ("lm_head.weight", *EMBEDDINGS)
 _TABLES = ("int64", "int32", "bool")  # of d2t and t2d
 
 
@@ -57,13 +59,14 @@ def _by_usual_names(infos: dict[str, TensorInfo], checkpoint: str) -> dict[str, 
 
 def mtp_part(checkpoint: Checkpoint) -> Checkpoint:
     """The MTP layers of a target's checkpoint as a draft head's; ``UserError`` where there are none."""
-    prefixes = mtp_prefixes(checkpoint.config, checkpoint.tensors.keys())
+    num_layers = count(text_part(checkpoint.config), "num_hidden_layers")
+    roots = tuple(layer.root for layer in mtp_layers(num_layers, checkpoint.tensors.keys()))
     require(
-        bool(prefixes),
-        f"{checkpoint.name} has no MTP layer (no eh_proj.weight behind its last layer): name a head with --drafter, or "
-        "use --drafter ngram",
+        bool(roots),
+        f"{checkpoint.name} has no MTP layer (no eh_proj.weight behind its last layer, no mtp.layers.0): name a head "
+        "with --drafter, or use --drafter ngram",
     )
-    tensors = {name: info for name, info in checkpoint.tensors.items() if name.startswith(prefixes)}
+    tensors = {name: info for name, info in checkpoint.tensors.items() if name.startswith(roots)}
     return replace(checkpoint, name=f"MTP of {checkpoint.name}", tensors=tensors)
 
 
@@ -71,7 +74,8 @@ def target_config(checkpoint: Checkpoint) -> TargetConfig:
     """The config of a target, as its files say it together.
 
     EOS ids are generation_config.json's where it has some. Output weights are tied to the embedding where config.json
-    says so and there is no ``lm_head.weight`` with other numbers, which is used then, as ``transformers`` does.
+    says so and there is no ``lm_head.weight`` with other numbers, which is used then, as ``transformers`` does. What
+    names of tensors begin with is seen from the tensors.
     """
     if is_head(checkpoint.config, checkpoint.tensors.keys()):
         raise UserError(
@@ -87,13 +91,17 @@ def target_config(checkpoint: Checkpoint) -> TargetConfig:
         f"{config.vocab_size}, so that no text would end: correct it in "
         f"{'config.json' if eos is None else 'generation_config.json'}",
     )
-    return replace(config, tied_embeddings=config.tied_embeddings and not has_own_output(checkpoint))
+    return replace(
+        config,
+        prefix=text_prefix(checkpoint.tensors.keys()),
+        tied_embeddings=config.tied_embeddings and not has_own_output(checkpoint),
+    )
 
 
 def has_own_output(checkpoint: Checkpoint) -> bool:
     """Whether a target has an ``lm_head.weight`` that is no copy of its embedding; both are read for it."""
     found = {name: info for name, info in checkpoint.tensors.items() if name in _TIED}
-    return len(found) == len(_TIED) and not are_equal(*found.items())
+    return len(found) == 2 and not are_equal(*found.items())
 
 
 def drafter_config(checkpoint: Checkpoint, num_target_layers: int | None) -> HeadConfig:
@@ -185,6 +193,7 @@ def build_target(config: TargetConfig, reader: TensorReader) -> Target:
             vocab_size=config.vocab_size,
             transposed_experts=config.mixture is not None and config.mixture.interleaved,
             fp8=config.fp8,
+            delta_keys=0 if config.delta is None else config.delta.num_key_heads * config.delta.key_dim,
         )
     reader, config = replace(reader, fp8=config.fp8, share=share), config.shared(reader.ranks.size)
     require(

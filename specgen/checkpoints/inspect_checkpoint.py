@@ -24,8 +24,9 @@ from specgen.config import MTP, NGRAM_BYTES, UserError, ngram_length, require
 from specgen.models.config_keys import listed
 from specgen.models.families import is_head, unread
 from specgen.models.fp8_config import FP8, kv_scheme
+from specgen.models.llama import visual_tensors
 from specgen.models.model_config import HeadConfig, LayerConfig, TargetConfig
-from specgen.models.mtp import mtp_prefixes
+from specgen.models.mtp import mtp_layers
 
 _SCALES = ("_scale", "_scale_inv")  # of FP8
 _META = torch.device("meta")  # reads no weights
@@ -78,6 +79,7 @@ class Inspection:
     weights: Weights
     problems: tuple[str, ...]
     num_mtp_layers: int  # that a target's checkpoint has beside it
+    num_visual_tensors: int  # that it has for pictures
     unread_keys: tuple[str, ...]  # of its config.json, though they may mean something
 
     @property
@@ -93,8 +95,11 @@ class Inspection:
         )
         number = f"{self.num_mtp_layers} layer{'s' * (self.num_mtp_layers > 1)}"
         mtp = {"MTP": f"{number}, used by --drafter mtp"} if self.num_mtp_layers else {}
+        visual = f"{self.num_visual_tensors} tensors of model.visual are not loaded: prompts are text"
+        pictures = {"pictures": visual} if self.num_visual_tensors else {}
         unread = {"not read": listed(self.unread_keys)} if self.unread_keys else {}
-        return {**self.config.facts(), **mtp, "weights": _size(self.weights), "KV cache": kv_cache, **unread}
+        own = {**self.config.facts(), **mtp, **pictures}
+        return {**own, "weights": _size(self.weights), "KV cache": kv_cache, **unread}
 
     def to_json(self) -> dict[str, Any]:
         facts = {**asdict(self.config), **asdict(self.weights), "problems": list(self.problems)}
@@ -237,16 +242,16 @@ def _inspect(
         except UserError as error:
             problems.append(str(error))
     weights = Weights.of(checkpoint, config)
-    own = (
-        mtp_prefixes(checkpoint.config, checkpoint.tensors.keys()) if isinstance(config, TargetConfig) else ()
-    )
+    names = checkpoint.tensors.keys()
+    own = mtp_layers(config.num_layers, names) if isinstance(config, TargetConfig) else ()
     return Inspection(
         name=checkpoint.name,
         config=config,
         weights=weights,
         problems=tuple(problems),
         num_mtp_layers=len(own),
-        unread_keys=unread(checkpoint.config, checkpoint.tensors.keys()),
+        num_visual_tensors=len(visual_tensors(names)),
+        unread_keys=unread(checkpoint.config, names),
     )
 
 

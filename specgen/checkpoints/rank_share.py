@@ -6,7 +6,9 @@ All else - embedding, norms, routers, what makes and stores the latents of laten
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -46,10 +48,13 @@ class _Rule:
 
 _KV = re.compile(r"\.(k|v)_proj\.(weight|bias)$")
 _LM_HEAD = "lm_head.weight"
+_DELTA = re.compile(r"\.linear_attn\.(in_proj_qkv|conv1d)\.weight$")  # queries, keys and values of all heads
 _RULES = (
     _Rule(names=r"\.(q|q_b|kv_b|gate|up)_proj\.(weight|bias)$", dim=0),
     _Rule(names=r"\.self_attn\.sinks$", dim=0),
-    _Rule(names=r"\.(o|down)_proj\.weight$", dim=1),
+    _Rule(names=r"\.(o|down|out)_proj\.weight$", dim=1),
+    # of a Gated DeltaNet: heads, or key heads each with its value heads
+    _Rule(names=r"\.linear_attn\.(in_proj_(z|a|b|qkvz|ba)\.weight|A_log|dt_bias)$", dim=0),
     # all experts of a layer in one tensor: packed, transposed with gate and up alternating, or as they are multiplied
     _Rule(names=r"\.experts\.gate_up_proj_(blocks|scales|bias)$", dim=1),
     _Rule(names=r"\.experts\.down_proj_(blocks|scales)$", dim=2),
@@ -75,6 +80,7 @@ class RankShare:
     vocab_size: int
     transposed_experts: bool  # all of a layer in one tensor, with inputs before outputs
     fp8: Fp8Config | None  # of the linear layers that are stored in it
+    delta_keys: int = 0  # numbers of all key heads of a Gated DeltaNet
 
     def cut(self, name: str, shape: tuple[int, ...]) -> Cut | None:
         """Of the tensor ``name``, of which a layer wants ``shape``; None: all of it.
@@ -97,22 +103,28 @@ class RankShare:
             return self._of_kv(shape)
         if name == _LM_HEAD:
             return self._of_vocabulary(shape, unit)
+        if _DELTA.search(name):
+            keys = self.delta_keys // self.ranks.size // unit
+            return self._split(shape, 0, (keys, keys, shape[0] - 2 * keys))
         rules = (*_RULES, *(_TRANSPOSED if self.transposed_experts else _AS_MULTIPLIED))
         rule = next((rule for rule in rules if re.search(rule.names, name)), None)
         if rule is None or rule.dim >= len(shape):
             return None
-        return self._equal(shape, rule)
+        count = 2 if rule.halves else 1
+        return self._split(shape, rule.dim, (shape[rule.dim] // count,) * count)
 
     def drops(self, name: str) -> bool:
         """Whether another rank adds this bias."""
         return self.ranks.rank > 0 and _ONCE.search(name) is not None
 
-    def _equal(self, shape: tuple[int, ...], rule: _Rule) -> Cut:
-        dim, count = rule.dim, 2 if rule.halves else 1
-        part = shape[dim] // count
-        starts = (half * part * self.ranks.size + self.ranks.rank * part for half in range(count))
-        stored = (*shape[:dim], shape[dim] * self.ranks.size, *shape[dim + 1 :])
-        return Cut(stored=stored, dim=dim, ranges=tuple(slice(start, start + part) for start in starts))
+    def _split(self, shape: tuple[int, ...], dim: int, sizes: Sequence[int]) -> Cut:
+        """Parts that lie one behind the other, of each of which every rank has an equal share of ``sizes``."""
+        size, rank = self.ranks.size, self.ranks.rank
+        before = accumulate(sizes, initial=0)
+        starts = (size * all_before + rank * each for all_before, each in zip(before, sizes, strict=False))
+        stored = (*shape[:dim], shape[dim] * size, *shape[dim + 1 :])
+        ranges = (slice(start, start + each) for start, each in zip(starts, sizes, strict=True))
+        return Cut(stored=stored, dim=dim, ranges=tuple(ranges))
 
     def _of_kv(self, shape: tuple[int, ...]) -> Cut:
         """Heads of keys and values: where there are fewer than ranks, several ranks have the same one."""

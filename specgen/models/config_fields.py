@@ -18,6 +18,15 @@ def section(config: Raw, name: str) -> Raw:
     return value
 
 
+def text_part(config: Raw) -> Raw:
+    """Of a model for pictures too, what its ``config.json`` says of text, in one dictionary; of others all of it.
+
+    Where ``text_config`` and the top level say something, the latter counts, as in ``transformers``.
+    """
+    top = {name: value for name, value in config.items() if name != "text_config" and value is not None}
+    return {**section(config, "text_config"), **top} if config.get("text_config") else config
+
+
 def items(config: Raw, name: str) -> list[Any]:
     """A list; empty if absent."""
     value: list[Any] = config.get(name) or []

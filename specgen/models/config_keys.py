@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specgen.config import require, shown
-from specgen.models.config_fields import Raw, section
+from specgen.models.config_fields import Raw, section, text_part
 from specgen.models.rotary import unread_parameters
 
 
@@ -51,6 +51,15 @@ _OF_ROUTERS: Only = {
     "topk_method": (("noaux_tc", None), _OF_A_LAYER),
     "moe_layer_freq": ((1, None), _OF_A_LAYER),
 }
+_OF_HYBRIDS: Only = {
+    "attn_output_gate": ((True, None), _OF_A_LAYER),
+    "output_gate_type": (("swish", "silu", None), _OF_A_LAYER),
+    "mamba_ssm_dtype": (("float32", None), "states are kept in it: remove the key to run it so"),
+    "mtp_use_dedicated_embeddings": (
+        (False, None),
+        "MTP layers with an embedding of their own are not built",
+    ),
+}
 # Why no logit depends on them, and the keys of that kind
 _NO_EFFECT: Mapping[str, str] = {
     "where it comes from": "_name_or_path name_or_path _commit_hash transformers_version model_type auto_map "
@@ -68,7 +77,10 @@ _NO_EFFECT: Mapping[str, str] = {
     "of encoders, which these models lack": "add_cross_attention cross_attention_hidden_size is_decoder "
     "decoder_start_token_id tie_encoder_decoder",
     "the tokenizer's": "bos_token_id pad_token_id sep_token_id unk_token_id tokenizer_class prefix",
-    "follows from other keys": "qk_head_dim num_nextn_predict_layers num_mtp_layers initial_context_length",
+    "follows from other keys": "qk_head_dim num_nextn_predict_layers num_mtp_layers mtp_num_hidden_layers "
+    "initial_context_length",
+    "of pictures and videos, which are not read": "vision_config image_token_id video_token_id "
+    "vision_start_token_id vision_end_token_id",
     "nothing by itself": "use_sliding_window max_window_layers",  # in families that do not read it
 }
 NO_EFFECT: Mapping[str, str] = {key: why for why, keys in _NO_EFFECT.items() for key in keys.split()}
@@ -153,6 +165,25 @@ GLM4_MOE_LITE = replace(
         "rms_norm_eps": 1e-5,
     },
 )
+_DELTA = _names(
+    "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim "
+    "full_attention_interval attention_bias"
+)
+_HYBRID_DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4}
+QWEN3_5 = Keys(
+    read=_EVERY | _DELTA, only=_OF_HYBRIDS, defaults={**_HYBRID_DEFAULTS, "num_key_value_heads": 4}
+)
+_SHARED = _names("moe_intermediate_size shared_expert_intermediate_size num_experts num_experts_per_tok")
+QWEN3_5_MOE = Keys(
+    read=(_EVERY - {"intermediate_size"}) | _DELTA | _SHARED,
+    only=_OF_HYBRIDS,
+    defaults={**_HYBRID_DEFAULTS, "num_key_value_heads": 2},
+)
+QWEN3_NEXT = replace(
+    QWEN3_5_MOE,
+    read=_EVERY | _DELTA | _SHARED | _names("norm_topk_prob decoder_sparse_step mlp_only_layers"),
+    defaults={**QWEN3_5_MOE.defaults, "norm_topk_prob": True},
+)
 _SECTIONS = ("transformer_layer_config", "eagle_config", "dflash_config")  # of heads
 HEADS = Keys(
     read=LLAMA.read
@@ -185,6 +216,7 @@ def known_keys(config: Raw, keys: Keys) -> dict[str, Any]:
 
     ``UserError`` for a value that would change results and is not supported.
     """
+    config = text_part(config)
     refuse_values(config)
     refuse_values(config, keys.only)
     found = {name: value for name, value in config.items() if name in keys.read}
@@ -211,6 +243,7 @@ def refuse_values(config: Raw, only: Only = _ONLY) -> None:
 
 def unread_keys(config: Raw, keys: Keys) -> tuple[str, ...]:
     """Keys that say something and are on no list: nothing reads them, so that what they say does not hold."""
+    config = text_part(config)
     known = keys.read | keys.only.keys() | keys.aliases.keys() | _ONLY.keys() | NO_EFFECT.keys() | GENERATION
     found = {name for name, value in config.items() if value and name not in known}
     found |= unread_parameters({**keys.defaults, **config})

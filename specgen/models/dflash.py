@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from specgen.attention import Attend
 from specgen.config import require, shown
 from specgen.models.config_fields import Raw, architectures, count, flag, items, number, section
-from specgen.models.layers import Attention, Block, Loader, Projection
+from specgen.models.layers import Attention, Block, Loader, Projection, load_norm
 from specgen.models.model_config import (
     HeadConfig,
     LayerConfig,
@@ -501,13 +501,13 @@ class DFlashHead(Head):
         cls, config: DFlashConfig, load: Loader, target: Target, draft_to_target: Tensor, ops: Ops
     ) -> "DFlashHead":
         """Load every tensor of the head; embedding and output weights are the target's unless it has its own."""
-        hidden, table, eps = config.hidden_size, target.embedding, config.rms_norm_eps
+        hidden, table = config.hidden_size, target.embedding
         if config.own_embedding:
             table = load("embed_tokens.weight", (config.vocab_size, hidden))
         prefixes = [f"layers.{index}." for index in range(config.num_layers)]
 
         def norm(name: str) -> Norm:
-            return ops.rms_norm(load(f"{name}.weight", (hidden,)), eps)
+            return load_norm(config, name, hidden, load, ops)
 
         num_features = len(config.aux_layers)
         return cls(
@@ -602,4 +602,5 @@ def _context(config: LayerConfig, prefixes: list[str], load: Loader, ops: Ops) -
         norm=norm,
         num_normed=num_keys,
         num_heads=2 * num_keys,
+        head_dim=config.head_dim,
     )

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from specgen.attention import Attend
 from specgen.config import UserError, require, shown
 from specgen.models.config_fields import Raw, architectures, count, flag, section
-from specgen.models.layers import HeadLayers, Loader
+from specgen.models.layers import HeadLayers, Loader, load_norm
 from specgen.models.model_config import (
     HeadConfig,
     dtype_name,
@@ -261,7 +261,7 @@ class Eagle3Head(Head):
                 False,
             ),
             layers=HeadLayers.build(config, prefixes, 2 * hidden, load, ops),
-            norm=ops.rms_norm(vector(root + "norm.weight"), eps),
+            norm=load_norm(config, f"{root}norm", hidden, load, ops),
             lm_head=ops.linear(load.linear({"lm_head": config.draft_vocab_size}, hidden)),
             **cls.common(config, draft_to_target, ops),
         )
@@ -297,7 +297,7 @@ class Eagle3Head(Head):
 def _feature_norm(config: Eagle3Config, root: str, load: Loader, ops: Ops) -> Norm | None:
     count, width = config.num_features, config.target_hidden_size
     if config.norm_before_fc:
-        return ops.rms_norm(load(root + "input_norm.weight", (count * width,)), config.rms_norm_eps)
+        return load_norm(config, f"{root}input_norm", count * width, load, ops)
     if config.fc_norm:
         weights = [load(f"{root}fc_norm.{index}.weight", (width,)) for index in range(count)]
         return ops.rms_norm(torch.stack(weights), config.rms_norm_eps)

@@ -12,6 +12,7 @@ from specgen.models import (
     config_keys,
     dflash,
     eagle,
+    hybrid_targets,
     llama,
     mixture_targets,
     mtp,
@@ -59,6 +60,15 @@ class HeadFamily:
 
 _llama = partial(Family, build=llama.Llama.build, ignored=llama.ignored_tensors)
 _latents = partial(_llama, read=mixture_targets.read_deepseek, ignored=mtp.ignored_tensors)
+
+
+def _ignored_of_hybrids(config: TargetConfig, names: Set[str]) -> Set[str]:
+    return mtp.ignored_tensors(config, names) | llama.visual_tensors(names)
+
+
+_hybrid = partial(_llama, ignored=_ignored_of_hybrids)
+_qwen3_5 = _hybrid(keys=config_keys.QWEN3_5, read=hybrid_targets.read_qwen3_5)
+_qwen3_5_moe = _hybrid(keys=config_keys.QWEN3_5_MOE, read=hybrid_targets.read_qwen3_5_moe)
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": _llama(keys=config_keys.LLAMA, read=TargetConfig.from_hf),
     "Qwen2ForCausalLM": _llama(keys=config_keys.QWEN2, read=partial(TargetConfig.from_hf, qkv_bias=True)),
@@ -67,11 +77,17 @@ FAMILIES: Mapping[str, Family] = {
     "GptOssForCausalLM": _llama(keys=config_keys.GPT_OSS, read=mixture_targets.read_gpt_oss),
     "DeepseekV3ForCausalLM": _latents(keys=config_keys.DEEPSEEK_V3),
     "Glm4MoeLiteForCausalLM": _latents(keys=config_keys.GLM4_MOE_LITE),
+    "Qwen3NextForCausalLM": _hybrid(keys=config_keys.QWEN3_NEXT, read=hybrid_targets.read_qwen3_next),
+    "Qwen3_5ForCausalLM": _qwen3_5,
+    "Qwen3_5ForConditionalGeneration": _qwen3_5,  # of which the text part is read
+    "Qwen3_5MoeForCausalLM": _qwen3_5_moe,
+    "Qwen3_5MoeForConditionalGeneration": _qwen3_5_moe,
 }
 
 
 def _mtp_config(raw: Raw, tensors: Set[str], num_target_layers: int | None) -> MtpConfig:
-    return MtpConfig.from_hf(known_keys(raw, family_of(raw).keys), tensors, num_target_layers)
+    del num_target_layers  # they read no layer but the last
+    return MtpConfig.of_target(family_of(raw).config(raw), tensors)
 
 
 HEAD_FAMILIES: Mapping[str, HeadFamily] = {

@@ -3,15 +3,16 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from specgen.attention import Attend, LatentLayer, LayerAttention
+from specgen.attention import Attend, DeltaLayer, LatentLayer, LayerAttention
 from specgen.config import UserError, require
-from specgen.models.model_config import LatentConfig, LayerConfig, MixtureConfig, SigmoidWeights
-from specgen.ops import Map, Norm, Ops
+from specgen.models.model_config import DeltaConfig, LatentConfig, LayerConfig, MixtureConfig, SigmoidWeights
+from specgen.ops import Map, Norm, Ops, Pair
 from specgen.ops.experts import MXFP4_BLOCK, Choice, Experts, ExpertsMap, Gating, SigmoidRouting
 from specgen.ops.fp8 import plain_matrix
 from specgen.ops.weight import Weight
@@ -39,6 +40,31 @@ class Loader(Protocol):
     def float32(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
     def scalar(self, name: str) -> float: ...
     def __contains__(self, name: object) -> bool: ...
+
+
+def norm_weight(config: LayerConfig, name: str, size: int, load: Loader) -> Tensor:
+    """``{name}.weight`` [size] as what is normed is multiplied with it; in float32 where 1 is added."""
+    if config.norm_adds_one:
+        return load.float32(f"{name}.weight", (size,)) + 1
+    return load(f"{name}.weight", (size,))
+
+
+def load_norm(
+    config: LayerConfig, name: str, size: int, load: Loader, ops: Ops, out_scale: Tensor | None = None
+) -> Norm:
+    """The norm ``name`` over ``size`` numbers; see ``MakeNorm`` for ``out_scale``."""
+    weight = norm_weight(config, name, size, load)
+    return ops.rms_norm(weight, config.rms_norm_eps, config.norm_casts_last, out_scale)
+
+
+def _by_kind(num_groups: int, sizes: Sequence[int]) -> list[list[int]]:
+    """The rows of each kind, where every group has ``sizes[kind]`` of them, one kind behind another."""
+    ends, width = list(accumulate(sizes)), sum(sizes)
+    starts = range(0, num_groups * width, width)
+    return [
+        [start + row for start in starts for row in range(end - size, end)]
+        for size, end in zip(sizes, ends, strict=True)
+    ]
 
 
 # Takes the ids [rows, k] of the experts that each mixture's rows choose in a pass, if somebody counts them
@@ -77,16 +103,22 @@ class Mixture:
     choice: Choice
     experts: ExpertsMap
     shared: MLP | None = None  # beside them, for every row
+    gate: Map | None = (
+        None  # [rows, H] -> [rows, 1]: the shared one counts by the sigmoid of it; None: in full
+    )
 
     @classmethod
     def build(cls, config: MixtureConfig, hidden: int, prefix: str, load: Loader, ops: Ops) -> "Mixture":
         """Load ``{prefix}*`` of a layer ``hidden`` wide."""
         router, choice = _router(config, hidden, prefix + config.router, load, ops)
-        shared = None
+        shared, gate = None, None
         if config.shared_width:
-            shared = MLP.build(hidden, config.shared_width, f"{prefix}shared_experts.", load, ops)
+            name = "shared_expert." if config.shared_gate else "shared_experts."
+            shared = MLP.build(hidden, config.shared_width, prefix + name, load, ops)
+        if config.shared_gate:
+            gate = ops.linear(load.linear({f"{prefix}shared_expert_gate": 1}, hidden))
         experts = ops.experts(_experts(config, hidden, f"{prefix}experts.", load))
-        return cls(router=router, choice=choice, experts=experts, shared=shared)
+        return cls(router=router, choice=choice, experts=experts, shared=shared, gate=gate)
 
     def __call__(self, x: Tensor, chosen: Chosen = None) -> tuple[Tensor, ...]:
         """[rows, H] -> what is to be added, each [parts, rows, H]; see ``Ops.linear_parts``."""
@@ -94,7 +126,13 @@ class Mixture:
         if chosen is not None:
             chosen.append(ids)
         parts = self.experts(x, ids, weights.to(x.dtype))
-        return (parts,) if self.shared is None else (parts, *self.shared(x))
+        if self.shared is None:
+            return (parts,)
+        shared = self.shared(x)
+        if self.gate is not None:
+            weight = self.gate(x).sigmoid()
+            shared = tuple(each * weight for each in shared)
+        return parts, *shared
 
 
 def _router(config: MixtureConfig, hidden: int, name: str, load: Loader, ops: Ops) -> tuple[Map, Choice]:
@@ -193,43 +231,60 @@ def kv_scale(which: Literal["k", "v"], prefix: str, load: Loader) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Projection:
-    """The input projections of one layer's attention as one matrix: q, k and v, or only k and v."""
+    """The input projections of one layer's attention as one matrix: q, k and v, or only k and v.
+
+    Behind those heads are the gates of the queries, as many and as wide as these, where there are some.
+    """
 
     linear: Map  # [rows, width] -> [rows, num_heads * D]
     input_scale: Tensor | None  # of its inputs in FP8; see Weight.static_scale
     norm: Norm | None  # of q and k, as one over [rows, num_normed, D]
     num_normed: int
     num_heads: int
+    head_dim: int
 
     @classmethod
     def build(
         cls, config: LayerConfig, heads: Mapping[str, int], width: int, prefix: str, load: Loader, ops: Ops
     ) -> "Projection":
         """Load ``{prefix}self_attn.*``; ``heads`` counts those of "q", "k" and "v", whose inputs are ``width`` wide."""
-        prefix += "self_attn."
-        rows = {f"{prefix}{name}_proj": count * config.head_dim for name, count in heads.items()}
+        prefix, size, num_gates = f"{prefix}self_attn.", config.head_dim, 0
+        if config.query_gates:
+            num_gates = heads.get("q", 0)
+        rows = {f"{prefix}{name}_proj": count * size for name, count in heads.items()}
+        if num_gates:
+            rows[f"{prefix}q_proj"] *= 2
         normed = {name: count for name, count in heads.items() if name != "v"}
         weight, norm = load.linear(rows, width, bias=config.qkv_bias), None
+        if num_gates:  # each head's lies behind it in a checkpoint
+            queries, gates = _by_kind(num_gates, (size, size))
+            weight = weight.reordered([*queries, *range(2 * len(queries), sum(rows.values())), *gates])
         if config.qk_norm:
             weights = [
-                load(f"{prefix}{name}_norm.weight", (config.head_dim,)).repeat(count, 1)
+                norm_weight(config, f"{prefix}{name}_norm", size, load).repeat(count, 1)
                 for name, count in normed.items()
             ]
-            norm = ops.rms_norm(torch.cat(weights), config.rms_norm_eps)
+            norm = ops.rms_norm(torch.cat(weights), config.rms_norm_eps, config.norm_casts_last)
         return cls(
             linear=ops.linear(weight),
             input_scale=weight.static_scale,
             norm=norm,
             num_normed=sum(normed.values()),
             num_heads=sum(heads.values()),
+            head_dim=size,
         )
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, width] -> [rows, num_heads, D]."""
-        heads = self.linear(x).view(x.shape[0], self.num_heads, -1)
-        if self.norm is None:
-            return heads
-        return torch.cat((self.norm(heads[:, : self.num_normed]), heads[:, self.num_normed :]), 1)
+        return self.with_gates(x)[0]
+
+    def with_gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, and behind it the gates [rows, Hq * D], or none: [rows, 0]."""
+        rows = self.linear(x).view(x.shape[0], -1, self.head_dim)
+        heads, gates = rows[:, : self.num_heads], rows[:, self.num_heads :].flatten(1)
+        if self.norm is not None:
+            heads = torch.cat((self.norm(heads[:, : self.num_normed]), heads[:, self.num_normed :]), 1)
+        return heads, gates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +324,13 @@ class Attention:
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
         """Project, attend, project back: [rows, width] -> [parts, rows, H]; see ``Ops.linear_parts``."""
-        return self.out(attend(self.layer, self.qkv(x)))
+        heads, gates = self.qkv.with_gates(x)
+        attended = attend(self.layer, heads)
+        return self.out(attended * gates.sigmoid() if gates.shape[1] else attended)
+
+    def write_kv(self, x: Tensor, attend: Attend) -> None:
+        """Store the keys and values of [rows, width] without attending."""
+        attend.write_kv(self.layer, self.qkv(x))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,9 +358,9 @@ class LatentAttention:
         order = [*range(q_rank)] if q_rank is not None else [*_of_queries(latent, heads)]
         enter = enter.reordered([*order, *(len(order) + row for row in _halves(latent, latent.rank))])
 
-        kv_norm, queries = load(f"{prefix}kv_a_layernorm.weight", (rank,)), None
+        kv_norm, queries = norm_weight(config, f"{prefix}kv_a_layernorm", rank, load), None
         if q_rank is not None:
-            norm = ops.rms_norm(load(f"{prefix}q_a_layernorm.weight", (q_rank,)), config.rms_norm_eps)
+            norm = load_norm(config, f"{prefix}q_a_layernorm", q_rank, load, ops)
             weight = load.linear({f"{prefix}q_b_proj": q_rows}, q_rank)
             queries = norm, ops.linear(weight.reordered([*_of_queries(latent, heads)]))
         up = load.linear({f"{prefix}kv_b_proj": heads * (latent.nope_dim + latent.value_dim)}, rank)
@@ -308,7 +369,7 @@ class LatentAttention:
             enter=ops.linear(enter),
             input_scale=enter.static_scale,
             queries=queries,
-            norm=ops.rms_norm(kv_norm, config.rms_norm_eps),
+            norm=ops.rms_norm(kv_norm, config.rms_norm_eps, config.norm_casts_last),
             out=ops.linear_parts(out),
             layer=_layer(latent, index, plain_matrix(up, kv_norm.dtype)),  # else the forms would differ
             config=latent,
@@ -357,10 +418,76 @@ def _halves(config: LatentConfig, num_plain: int) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatedDelta:
+    """The projections around ``Attend.recur`` of a layer with a Gated DeltaNet."""
+
+    enter: Map  # [rows, width] -> q, k, v [channels] beside the gate of what is read, and a and b unless ``rates``
+    rates: Map | None  # [rows, width] -> a beside b [2 * Hv], where these are not stored as the others are
+    norm: Pair  # of what each head reads, with the gate
+    out: Map  # [rows, Hv * value_dim] -> [parts, rows, H]
+    layer: DeltaLayer
+    input_scale: None = None  # its inputs are read as they are
+
+    @classmethod
+    def build(
+        cls, config: LayerConfig, index: int, width: int, prefix: str, load: Loader, ops: Ops
+    ) -> "GatedDelta":
+        """Load ``{prefix}linear_attn.*`` of layer ``index``, whose inputs are ``width`` wide."""
+        delta, prefix = config.delta, f"{prefix}linear_attn."
+        assert delta is not None
+        heads, channels = delta.num_value_heads, delta.num_channels
+        enter, rates = _delta_weights(delta, width, prefix, load)
+        together = enter.format == rates.format == "plain"
+        out = load.linear({f"{prefix}out_proj": config.hidden_size}, heads * delta.value_dim)
+        return cls(
+            enter=ops.linear(Weight.joined([enter, rates]) if together else enter),
+            rates=None if together else ops.linear(rates),
+            norm=ops.gated_norm(load(f"{prefix}norm.weight", (delta.value_dim,)), config.rms_norm_eps),
+            out=ops.linear_parts(out),
+            layer=DeltaLayer(
+                index=config.cache_index(index),
+                conv=load(f"{prefix}conv1d.weight", (channels, 1, delta.num_taps)).squeeze(1),
+                log_rate=load.float32(f"{prefix}A_log", (heads,)),
+                rate_bias=load.float32(f"{prefix}dt_bias", (heads,)),
+                num_key_heads=delta.num_key_heads,
+                key_dim=delta.key_dim,
+                value_dim=delta.value_dim,
+            ),
+        )
+
+    def __call__(self, x: Tensor, attend: Attend) -> Tensor:
+        """Project, recur, project back: [rows, width] -> [parts, rows, H]; see ``Ops.linear_parts``."""
+        channels, (heads, value_dim) = len(self.layer.conv), (len(self.layer.log_rate), self.layer.value_dim)
+        entered = self.enter(x)
+        mixed, gate, rates = entered.tensor_split((channels, channels + heads * value_dim), -1)
+        a, b = (rates if self.rates is None else self.rates(x)).chunk(2, -1)
+        read = attend.recur(self.layer, mixed, a, b)
+        return self.out(self.norm(read, gate.view(len(x), heads, value_dim)).flatten(1))
+
+
+def _delta_weights(delta: DeltaConfig, width: int, prefix: str, load: Loader) -> tuple[Weight, Weight]:
+    """Of queries, keys, values and gate, each kind for all heads; and likewise of a and b.
+
+    Qwen3-Next has all kinds of a key head, and of the value heads that share it, before those of the next one.
+    """
+    heads, values = delta.num_value_heads, delta.num_value_heads * delta.value_dim
+    if f"{prefix}in_proj_qkvz.weight" not in load:
+        first = {f"{prefix}in_proj_qkv": delta.num_channels, f"{prefix}in_proj_z": values}
+        second = {f"{prefix}in_proj_a": heads, f"{prefix}in_proj_b": heads}
+        return load.linear(first, width), load.linear(second, width)
+    groups, key, value = delta.num_key_heads, delta.key_dim, values // delta.num_key_heads
+    every = load.linear({f"{prefix}in_proj_qkvz": delta.num_channels + values}, width)
+    rates = load.linear({f"{prefix}in_proj_ba": 2 * heads}, width)
+    b, a = _by_kind(groups, (heads // groups, heads // groups))
+    order = _by_kind(groups, (key, key, value, value))
+    return every.reordered([row for kind in order for row in kind]), rates.reordered([*a, *b])
+
+
+@dataclass(frozen=True, kw_only=True)
 class Block:
     """A decoder layer without the norm of its inputs, which its predecessor's sum is fused with."""
 
-    attention: Attention | LatentAttention
+    attention: Attention | LatentAttention | GatedDelta
     post_norm: Norm
     mlp: MLP | Mixture
 
@@ -369,11 +496,9 @@ class Block:
         cls, config: LayerConfig, index: int, prefix: str, load: Loader, ops: Ops, width: int
     ) -> "Block":
         """Load ``{prefix}*`` as layer ``index``, whose attention has inputs ``width`` wide."""
-        weight = load(prefix + "post_attention_layernorm.weight", (config.hidden_size,))
-        kind = Attention if config.latent is None else LatentAttention
-        attention = kind.build(config, index, width, prefix, load, ops)
+        attention = _attention_kind(config, index).build(config, index, width, prefix, load, ops)
         mlp, scale = _mlp(config, index, prefix, load, ops)
-        norm = ops.rms_norm(weight, config.rms_norm_eps, config.norm_casts_last, scale)
+        norm = load_norm(config, f"{prefix}post_attention_layernorm", config.hidden_size, load, ops, scale)
         return cls(attention=attention, post_norm=norm, mlp=mlp)
 
     def __call__(self, stream: Tensor, normed: Tensor, attend: Attend) -> tuple[Tensor, *tuple[Tensor, ...]]:
@@ -383,6 +508,14 @@ class Block:
         """
         stream, normed = self.post_norm.add(stream, self.attention(normed, attend))
         return stream, *self.mlp(normed)
+
+
+def _attention_kind(
+    config: LayerConfig, index: int
+) -> type[Attention] | type[LatentAttention] | type[GatedDelta]:
+    if config.delta is not None and config.delta.layers[index]:
+        return GatedDelta
+    return Attention if config.latent is None else LatentAttention
 
 
 def _mlp(
@@ -417,8 +550,7 @@ class HeadLayers:
                 for index, prefix in enumerate(prefixes)
             ),
             norms=tuple(
-                ops.rms_norm(load(prefix + "input_layernorm.weight", (hidden,)), config.rms_norm_eps)
-                for prefix in prefixes[1:]
+                load_norm(config, f"{prefix}input_layernorm", hidden, load, ops) for prefix in prefixes[1:]
             ),
             kv_proj=Projection.build(
                 config, {"k": kv_heads, "v": kv_heads}, widths[-1], prefixes[-1], load, ops

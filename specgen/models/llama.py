@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from specgen.attention import Attend
 from specgen.config import require
 from specgen.device import Ranks
-from specgen.models.layers import Block, Chosen, Loader
+from specgen.models.layers import Block, Chosen, Loader, load_norm
 from specgen.models.model_config import TargetConfig
 from specgen.models.rotary import rope_of
 from specgen.ops import Largest, Map, Norm, Ops, Rope
@@ -100,14 +100,14 @@ class Llama:
     @classmethod
     def build(cls, config: TargetConfig, load: Loader, ops: Ops) -> "Llama":
         """Load every tensor of the model by its name in a Hugging Face checkpoint."""
-        vocab_size, hidden_size = config.vocab_size, config.hidden_size
-        embedding = load("model.embed_tokens.weight", (vocab_size, hidden_size))
+        vocab_size, hidden_size, root = config.vocab_size, config.hidden_size, config.prefix
+        embedding = load(f"{root}embed_tokens.weight", (vocab_size, hidden_size))
         blocks = tuple(
-            Block.build(config, index, f"model.layers.{index}.", load, ops, hidden_size)
+            Block.build(config, index, f"{root}layers.{index}.", load, ops, hidden_size)
             for index in range(config.num_layers)
         )
         norms = {
-            f"model.layers.{index}.input_layernorm.weight": block.attention.input_scale
+            f"{root}layers.{index}.input_layernorm": block.attention.input_scale
             for index, block in enumerate(blocks)
         }
         return cls(
@@ -115,8 +115,8 @@ class Llama:
             embedding=embedding,
             blocks=blocks,
             norms=tuple(
-                ops.rms_norm(load(name, (hidden_size,)), config.rms_norm_eps, config.norm_casts_last, scale)
-                for name, scale in [*norms.items(), ("model.norm.weight", None)]
+                load_norm(config, name, hidden_size, load, ops, scale)
+                for name, scale in [*norms.items(), (f"{root}norm", None)]
             ),
             vocabulary=Vocabulary.build(config, embedding, load, ops),
             rope=rope_of(config.rope, config.rotary_dim, ops, embedding.device),
@@ -158,6 +158,26 @@ class Llama:
 def ignored_tensors(config: TargetConfig, names: Set[str]) -> Set[str]:
     """Tensors in some checkpoints that no pass uses: rotary tables, and a copy of a tied head."""
     del names
-    tables = {f"model.layers.{index}.self_attn.rotary_emb.inv_freq" for index in range(config.num_layers)}
+    root = config.prefix
+    tables = {f"{root}layers.{index}.self_attn.rotary_emb.inv_freq" for index in range(config.num_layers)}
     tied = {"lm_head.weight"} if config.tied_embeddings else set()
-    return tables | tied | {"model.rotary_emb.inv_freq"}
+    return tables | tied | {f"{root}rotary_emb.inv_freq"}
+
+
+OF_TEXT = (
+    "model.",
+    "model.language_model.",
+)  # what names begin with; the second where a model reads pictures too
+EMBEDDINGS = tuple(f"{prefix}embed_tokens.weight" for prefix in OF_TEXT)
+
+
+def text_prefix(names: Set[str]) -> str:
+    """What the names of a target's tensors begin with, by those of a checkpoint."""
+    return next(
+        (prefix for prefix, name in zip(OF_TEXT, EMBEDDINGS, strict=True) if name in names), OF_TEXT[0]
+    )
+
+
+def visual_tensors(names: Set[str]) -> Set[str]:
+    """Of the part that reads pictures and videos, which is not built."""
+    return {name for name in names if name.startswith("model.visual.")}

@@ -112,16 +112,21 @@ def _defaults(num_layers: int) -> dict[str, Any]:
     return {"rope_parameters": _YARN, "layer_types": kinds}
 
 
-def read_qwen3_moe(config: Raw) -> TargetConfig:
-    """Qwen3-MoE: a Qwen3 of which all layers, every n-th one, or none are mixtures."""
+def sparse_layers(config: Raw) -> tuple[bool, ...]:
+    """Which layers of a Qwen3-MoE or Qwen3-Next are mixtures: every n-th one but those that are named."""
     step, dense = count(config, "decoder_sparse_step", 1), items(config, "mlp_only_layers")
     require(
         all(type(layer) is int for layer in dense),
         f"mlp_only_layers is {shown(dense)}: it must be a list of layer numbers",
     )
-    layers = tuple(
+    return tuple(
         layer not in dense and (layer + 1) % step == 0 for layer in range(count(config, "num_hidden_layers"))
     )
+
+
+def read_qwen3_moe(config: Raw) -> TargetConfig:
+    """Qwen3-MoE: a Qwen3 of which all layers, every n-th one, or none are mixtures."""
+    layers = sparse_layers(config)
     window = config.get("sliding_window") if flag(config, "use_sliding_window") else None
     require(
         window is None,  # whatever layer_types says: transformers does not ask them

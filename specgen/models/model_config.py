@@ -95,6 +95,7 @@ class MixtureConfig:
     interleaved: bool = False  # gate and up alternate in a checkpoint, whose plain matrices are [in, out]
     mxfp4: bool = False
     shared_width: int = 0  # of the expert that all tokens go through; 0: there is none
+    shared_gate: bool = False  # it counts by the sigmoid of a gate's logit
     # see Gating
     alpha: float = 1.0
     shift: float = 0.0
@@ -123,7 +124,8 @@ class MixtureConfig:
         where = "all layers" if mixtures == total else f"{mixtures} of {total} layers"
         form = ", in MXFP4" if self.mxfp4 else ""
         limit = "" if self.limit is None else f", gate and up clamped at {self.limit:g}"
-        shared = f"; beside one for all tokens, {self.shared_width} wide" if self.shared_width else ""
+        gated = " and gated" * self.shared_gate
+        shared = f"; beside one for all tokens, {self.shared_width} wide{gated}" if self.shared_width else ""
         weights = _WEIGHTS[self.weights] if isinstance(self.weights, str) else str(self.weights)
         return {
             "experts": f"{self.num_experts} in {where}, {self.width} wide{form}{limit}{shared}",
@@ -156,12 +158,56 @@ class DeltaConfig:
             "wrong",
         )
 
+    @classmethod
+    def from_hf(cls, config: Raw) -> "DeltaConfig | None":
+        """Read which layers are such ones, and their widths; None where all attend."""
+        kinds, num_layers = items(config, "layer_types"), count(config, "num_hidden_layers")
+        for kind in kinds:
+            require(
+                isinstance(kind, str) and kind in _RECURRENT,
+                f"layer_types has {shown(kind)}: only {' and '.join(_RECURRENT)} are supported",
+            )
+        interval = count(config, "full_attention_interval")
+        layers = tuple(_RECURRENT[kind] for kind in kinds) or tuple(
+            (layer + 1) % interval != 0 for layer in range(num_layers)
+        )
+        require(
+            len(layers) == num_layers,
+            f"layer_types names {len(layers)} layers, num_hidden_layers {num_layers}: config.json is wrong",
+        )
+        require(
+            not all(layers),
+            "no layer has full attention: a hybrid needs some, config.json is of another family",
+        )
+        found = cls(
+            layers=layers,
+            num_key_heads=count(config, "linear_num_key_heads"),
+            num_value_heads=count(config, "linear_num_value_heads"),
+            key_dim=count(config, "linear_key_head_dim"),
+            value_dim=count(config, "linear_value_head_dim"),
+            num_taps=count(config, "linear_conv_kernel_dim"),
+        )
+        return found if any(layers) else None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.layers.count(True)} of {len(self.layers)} layers keep a state in place of keys and values: "
+            f"{self.num_value_heads} heads of {self.value_dim} x {self.key_dim}, {self.num_key_heads} key heads, "
+            f"behind a convolution over {self.num_taps} positions"
+        )
+
+    def shared(self, count: int) -> "DeltaConfig":
+        """What one of ``count`` ranks has of it: key heads, and the value heads that share them."""
+        heads = self.num_key_heads // count, self.num_value_heads // count
+        return replace(self, num_key_heads=heads[0], num_value_heads=heads[1])
+
     @property
     def num_channels(self) -> int:
         """Of the convolution: queries, keys and values of all heads."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
 
+_RECURRENT = {"full_attention": False, "linear_attention": True}
 _WINDOWED = {"full_attention": False, "sliding_attention": True}
 
 
@@ -185,7 +231,11 @@ class LayerConfig:
     mlp_bias: bool = False
     windows: tuple[int | None, ...] = ()  # by layer: positions that a row sees, its own included; None: all
     sinks: bool = False  # of every layer's attention
+    query_gates: bool = (
+        False  # what a head attended to counts by the sigmoid of a gate, which q_proj makes too
+    )
     norm_casts_last: bool = False  # norms round behind the product with their weight
+    norm_adds_one: bool = False  # to their weights
     mixture: MixtureConfig | None = None
     latent: LatentConfig | None = None  # of every layer's attention; None: it has its own keys and values
     delta: DeltaConfig | None = None  # of the layers that have a recurrent state; None: all attend
@@ -196,6 +246,15 @@ class LayerConfig:
             not self.windows or len(self.windows) == self.num_layers,
             f"layer_types names {len(self.windows)} layers, num_hidden_layers {self.num_layers}: "
             "config.json is wrong",
+        )
+        share = self.rope.share
+        require(
+            share == 1 or (self.query_gates and share < 1),
+            f"partial_rotary_factor is {share:g}: only fully rotary heads are supported",
+        )
+        require(
+            self.rotary_dim > 0 and self.rotary_dim % 2 == 0,
+            f"head_dim is {self.head_dim} and partial_rotary_factor {share:g}: rotary positions need an even number",
         )
 
     def window(self, index: int) -> int | None:
@@ -214,7 +273,7 @@ class LayerConfig:
     @property
     def rotary_dim(self) -> int:
         """Numbers of a head that are rotated."""
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+        return int(self.head_dim * self.rope.share) if self.latent is None else self.latent.rope_dim
 
     @property
     def kv_spec(self) -> KVSpec:
@@ -265,18 +324,19 @@ class LayerConfig:
             f"tensor-parallel is {count}, which does not divide this model's heads and widths, or the blocks of its "
             f"quantized weights, evenly: use one of {', '.join(map(str, fitting))}",
         )
-        mixture = self.mixture
+        mixture, delta = self.mixture, self.delta
         return replace(
             self,
             num_heads=self.num_heads // count,
             num_kv_heads=max(self.num_kv_heads // count, 1),
             intermediate_size=self.intermediate_size // count,
             mixture=None if mixture is None else mixture.shared(count),
+            delta=None if delta is None else delta.shared(count),
         )
 
     def _can_share(self, count: int) -> bool:
         """Whether ``count`` ranks have equal parts, with separate scales where blocks of a weight share one."""
-        kv, mixture = self.num_kv_heads, self.mixture
+        kv, mixture, delta = self.num_kv_heads, self.mixture, self.delta
         block = GROUP if self.fp8 is not None and self.fp8.weights == "block" else 1
         widths = [self.num_heads * self.head_dim, max(kv, count) * self.head_dim]
         if self.latent is not None:  # kv_b_proj and o_proj; a head's own keys are always whole
@@ -284,7 +344,14 @@ class LayerConfig:
             widths += [self.num_heads * self.latent.value_dim]
         if mixture is None or not all(mixture.layers):
             widths.append(self.intermediate_size)
-        whole = all(width % (count * block) == 0 for width in widths) and self.num_heads % count == 0
+        heads = [self.num_heads]
+        if delta is not None:
+            widths += [delta.num_key_heads * delta.key_dim, delta.num_value_heads * delta.value_dim]
+            heads.append(delta.num_key_heads)
+        if mixture is not None:
+            widths.append(mixture.shared_width)
+        whole = all(width % (count * block) == 0 for width in widths)
+        whole = whole and all(number % count == 0 for number in heads)
         experts = mixture is None or mixture.width % (count * max(block, mixture.multiple)) == 0
         return count == 1 or (whole and experts and (kv % count == 0 or count % kv == 0))
 
@@ -296,6 +363,7 @@ class LayerConfig:
             "layers": f"{self.num_layers}, {self.hidden_size} wide{mlp}",
             **({} if self.mixture is None else self.mixture.facts()),
             "attention": self._attention(),
+            **({} if self.delta is None else {"recurrence": str(self.delta)}),
             "rotary": str(self.rope),
             **self._deviations(),
         }
@@ -303,7 +371,8 @@ class LayerConfig:
     def _attention(self) -> str:
         if self.latent is not None:
             return f"{self.num_heads} heads, {self.latent}"
-        return f"{self.num_heads} heads, {self.num_kv_heads} KV heads, {self.head_dim} wide each"
+        gated = ", outputs gated" * self.query_gates
+        return f"{self.num_heads} heads, {self.num_kv_heads} KV heads, {self.head_dim} wide each{gated}"
 
     def _deviations(self) -> dict[str, str]:
         """What layers of a Llama do not have."""
@@ -315,7 +384,10 @@ class LayerConfig:
             "windows": (f"{windows} positions, by layer", any(self.windows)),
             "sinks": ("one per head, in the sum of the softmax alone", self.sinks),
             "quantized": (str(self.fp8), self.fp8 is not None),
-            "norm": ("rounded behind the product with its weight", self.norm_casts_last),
+            "norm": (
+                f"rounded behind the product with its weight{' plus 1' * self.norm_adds_one}",
+                self.norm_casts_last,
+            ),
         }
         return {name: text for name, (text, there) in facts.items() if there}
 
@@ -328,6 +400,7 @@ class TargetConfig(LayerConfig):
     max_positions: int
     tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
+    prefix: str = "model."  # of its tensors' names, but for the output weights
 
     @classmethod
     def from_hf(
@@ -338,9 +411,12 @@ class TargetConfig(LayerConfig):
         qkv_bias: bool = False,
         windowed: bool = False,
         sinks: bool = False,
+        query_gates: bool = False,
         norm_casts_last: bool = False,
+        norm_adds_one: bool = False,
         mixture: MixtureConfig | None = None,
         latent: LatentConfig | None = None,
+        delta: DeltaConfig | None = None,
     ) -> "TargetConfig":
         """Read the ``config.json`` of a Llama, or of a family that differs in what is given.
 
@@ -363,9 +439,12 @@ class TargetConfig(LayerConfig):
             mlp_bias=flag(config, "mlp_bias"),
             windows=layer_windows(config) if windowed else (),
             sinks=sinks,
+            query_gates=query_gates,
             norm_casts_last=norm_casts_last,
+            norm_adds_one=norm_adds_one,
             mixture=mixture,
             latent=latent,
+            delta=delta,
             **layer_settings(config),
         )
 

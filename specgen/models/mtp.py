@@ -1,74 +1,117 @@
 """Multi-token prediction (DeepSeek-V3, 2024): layers that were trained with the target draft for it."""
 
 from collections.abc import Set
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from specgen.attention import Attend
 from specgen.config import require
 from specgen.models import llama
-from specgen.models.config_fields import Raw, count
-from specgen.models.layers import Block, LatentAttention, Loader
-from specgen.models.mixture_targets import deepseek_mixture
-from specgen.models.model_config import HeadConfig, LatentConfig, TargetConfig, dtype_name, layer_settings
+from specgen.models.config_fields import Raw
+from specgen.models.layers import Block, GatedDelta, Loader, load_norm, norm_weight
+from specgen.models.model_config import HeadConfig, LayerConfig, TargetConfig
 from specgen.models.protocols import Head, Target
 from specgen.ops import Map, Norm, Ops, Pair
 
-NOT_MTP = "no model.layers.N.eh_proj.weight alone: the checkpoint is no MTP layer either"
+NOT_MTP = "no model.layers.N.eh_proj.weight or mtp.fc.weight alone: the checkpoint is no MTP layer either"
 
 
-def mtp_prefixes(config: Raw, names: Set[str]) -> tuple[str, ...]:
-    """Of the tensors of each MTP layer; they are numbered on behind the target's layers."""
-    first, prefixes = count(config, "num_hidden_layers"), list[str]()
-    while f"model.layers.{first + len(prefixes)}.eh_proj.weight" in names:
-        prefixes.append(f"model.layers.{first + len(prefixes)}.")
-    return tuple(prefixes)
+@dataclass(frozen=True, kw_only=True)
+class MtpNames:
+    """What the tensors of an MTP layer are called, without ``.weight``."""
+
+    root: str  # what all begin with
+    block: str  # what those of its decoder layer begin with
+    embed_norm: str
+    hidden_norm: str
+    project: str  # both, the embedding first
+    norm: str
+    embedding: str  # of layers that have their own
+    lm_head: str  # likewise
+
+
+def _numbered_on(layer: int) -> MtpNames:
+    """Of DeepSeek-V3 and its relatives: a layer behind the target's."""
+    root = f"model.layers.{layer}."
+    return MtpNames(
+        root=root,
+        block=root,
+        embed_norm=f"{root}enorm",
+        hidden_norm=f"{root}hnorm",
+        project=f"{root}eh_proj",
+        norm=f"{root}shared_head.norm",
+        embedding=f"{root}embed_tokens",
+        lm_head=f"{root}shared_head.head",
+    )
+
+
+def _apart(layer: int) -> MtpNames:
+    """Of Qwen3-Next and Qwen3.5: decoder layers, and once what is around them."""
+    return MtpNames(
+        root="mtp.",
+        block=f"mtp.layers.{layer}.",
+        embed_norm="mtp.pre_fc_norm_embedding",
+        hidden_norm="mtp.pre_fc_norm_hidden",
+        project="mtp.fc",
+        norm="mtp.norm",
+        embedding="mtp.embed_tokens",
+        lm_head="mtp.lm_head",
+    )
+
+
+def mtp_layers(num_target_layers: int, names: Set[str]) -> tuple[MtpNames, ...]:
+    """The MTP layers among the tensors ``names`` of a checkpoint."""
+    found = list[MtpNames]()
+    while f"{(layer := _numbered_on(num_target_layers + len(found))).project}.weight" in names:
+        found.append(layer)
+    if not found:
+        while f"{(layer := _apart(len(found))).block}input_layernorm.weight" in names:
+            found.append(layer)
+    return tuple(found)
 
 
 def is_mtp(config: Raw, tensors: Set[str]) -> bool:
     """MTP layers without their target, which has its own embedding."""
-    return "model.embed_tokens.weight" not in tensors and any(
-        name.endswith(".eh_proj.weight") for name in tensors
+    del config
+    return not any(name in tensors for name in llama.EMBEDDINGS) and any(
+        name.endswith(".eh_proj.weight") or name == "mtp.fc.weight" for name in tensors
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MtpConfig(HeadConfig):
-    """MTP layers of a target with latent attention, each with experts."""
+    """MTP layers of a target, of its kind; of a hybrid's they attend."""
 
     family: ClassVar[str] = "MTP"
     takes_fp8: ClassVar[bool] = True
     takes_turns: ClassVar[bool] = True
-    prefixes: tuple[str, ...]  # of the tensors of each layer
+    names: tuple[MtpNames, ...]  # of each layer
     own_lm_head: bool
 
     @classmethod
-    def from_hf(cls, config: Raw, tensors: Set[str], num_target_layers: int | None) -> "MtpConfig":
-        """Read the ``config.json`` of the target; ``tensors`` says what the layers share with it."""
-        del num_target_layers  # they read no layer but the last
-        prefixes, latent = mtp_prefixes(config, tensors), LatentConfig.from_hf(config)
+    def of_target(cls, target: TargetConfig, tensors: Set[str]) -> "MtpConfig":
+        """``tensors`` says how many layers there are, and what they share with the target."""
+        names = mtp_layers(target.num_layers, tensors)
         require(
-            bool(prefixes),
-            f"config.json has {count(config, 'num_hidden_layers')} layers and no MTP layer has the next number: "
+            bool(names),
+            f"config.json has {target.num_layers} layers and no MTP layer has the next number: "
             "use --drafter mtp with the target's own checkpoint",
         )
+        settings: dict[str, Any] = {each.name: getattr(target, each.name) for each in fields(LayerConfig)}
+        if target.mixture is not None:
+            settings["mixture"] = replace(target.mixture, layers=(True,) * len(names))
         return cls(
-            draft_vocab_size=count(config, "vocab_size"),
-            target_hidden_size=count(config, "hidden_size"),
-            num_layers=len(prefixes),
+            **settings | {"num_layers": len(names), "delta": None},
+            draft_vocab_size=target.vocab_size,
+            target_hidden_size=target.hidden_size,
             aux_layers=(),
             aux_rule="an MTP layer reads the last hidden state alone",
-            own_embedding=any(name.endswith(".embed_tokens.weight") for name in tensors),
-            own_lm_head=any(name.endswith(".shared_head.head.weight") for name in tensors),
+            own_embedding=any(f"{each.embedding}.weight" in tensors for each in names),
+            own_lm_head=any(f"{each.lm_head}.weight" in tensors for each in names),
             reads_output=True,
-            qk_norm=False,
-            dtype=dtype_name(config),
-            prefixes=prefixes,
-            latent=latent,
-            mixture=deepseek_mixture(config, (True,) * len(prefixes)),
-            **layer_settings({**config, "head_dim": latent.key_dim}),
+            names=names,
         )
 
     @property
@@ -78,7 +121,7 @@ class MtpConfig(HeadConfig):
     def facts(self) -> dict[str, str]:
         return {
             "features": "the target's last hidden state, behind its final norm",
-            "fed back": "the hidden state behind shared_head.norm",
+            "fed back": f"the hidden state behind {self.names[0].norm.removeprefix(self.names[0].block)}",
             "output": "its own output weights" if self.own_lm_head else "the target's output weights",
             **super().facts(),
         }
@@ -98,27 +141,29 @@ class MtpLayer:
     @classmethod
     def build(cls, config: MtpConfig, index: int, load: Loader, target: Target, ops: Ops) -> "MtpLayer":
         """Load layer ``index``; embedding and output weights are the target's unless it has its own."""
-        prefix, hidden, eps = config.prefixes[index], config.hidden_size, config.rms_norm_eps
-        table, head = f"{prefix}embed_tokens.weight", f"{prefix}shared_head.head"
-
-        def vector(name: str) -> Tensor:
-            return load(f"{prefix}{name}.weight", (hidden,))
-
-        embedding = load(table, (config.vocab_size, hidden)) if table in load else target.embedding
-        block = Block.build(config, index, prefix, load, ops, hidden)
-        own = f"{head}.weight" in load
+        names, hidden, embedding = config.names[index], config.hidden_size, target.embedding
+        if f"{names.embedding}.weight" in load:
+            embedding = load(f"{names.embedding}.weight", (config.vocab_size, hidden))
+        embed_weight = norm_weight(config, names.embed_norm, hidden, load)
+        weight = norm_weight(config, names.hidden_norm, hidden, load)
+        block = Block.build(config, index, names.block, load, ops, hidden)
+        scale, own = block.attention.input_scale, f"{names.lm_head}.weight" in load
         return cls(
-            inputs=ops.embed_norm_concat(embedding, vector("enorm"), vector("hnorm"), eps, False),
-            project=ops.linear(load.linear({f"{prefix}eh_proj": hidden}, 2 * hidden)),
-            input_norm=ops.rms_norm(vector("input_layernorm"), eps, False, block.attention.input_scale),
+            inputs=ops.embed_norm_concat(
+                embedding, embed_weight, weight, config.rms_norm_eps, config.norm_casts_last
+            ),
+            project=ops.linear(load.linear({names.project: hidden}, 2 * hidden)),
+            input_norm=load_norm(config, f"{names.block}input_layernorm", hidden, load, ops, scale),
             block=block,
-            norm=ops.rms_norm(vector("shared_head.norm"), eps),
-            logits=ops.linear(load.linear({head: config.vocab_size}, hidden)) if own else _logits(target),
+            norm=load_norm(config, names.norm, hidden, load, ops),
+            logits=ops.linear(load.linear({names.lm_head: config.vocab_size}, hidden))
+            if own
+            else _logits(target),
         )
 
     def write_kv(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> None:
         """Store what later rows read of these: neither attention nor experts are computed."""
-        assert isinstance(self.block.attention, LatentAttention)
+        assert not isinstance(self.block.attention, GatedDelta)
         self.block.attention.write_kv(self.input_norm(self.project(self.inputs(token_ids, hidden))), attend)
 
     def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
@@ -175,5 +220,5 @@ class MtpHead(Head):
 
 def ignored_tensors(config: TargetConfig, names: Set[str]) -> Set[str]:
     """As of a Llama, and those of MTP layers; a layer that is neither these nor the target's is none."""
-    prefixes = mtp_prefixes({"num_hidden_layers": config.num_layers}, names)
-    return llama.ignored_tensors(config, names) | {name for name in names if name.startswith(prefixes)}
+    roots = tuple(layer.root for layer in mtp_layers(config.num_layers, names))
+    return llama.ignored_tensors(config, names) | {name for name in names if name.startswith(roots)}

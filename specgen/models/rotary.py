@@ -21,7 +21,8 @@ _KINDS = {  # and what is read of each, beside type, base and share of a head
     "yarn": frozenset({"factor", "mscale_all_dim", "mscale", "attention_factor", "truncate", _LENGTH})
     | {"beta_fast", "beta_slow"},
 }
-_OF_ALL = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+# The last two are of positions in pictures; a token of text has one position, whichever way it is counted
+_OF_ALL = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 _YARN_NUMBERS = {"beta_fast": 32.0, "beta_slow": 1.0}  # and their defaults
 
 
@@ -59,6 +60,7 @@ class RopeConfig:
     """Rotary position embedding: base and scaling, if any."""
 
     theta: float
+    share: float = 1.0  # of a head's numbers that are rotated, the first ones
     linear: LinearScaling | None = None
     llama3: Llama3Scaling | None = None
     yarn: YarnScaling | None = None
@@ -69,7 +71,8 @@ class RopeConfig:
         return 1.0 if self.yarn is None else self.yarn.concentration
 
     def __str__(self) -> str:
-        return f"base {self.theta:,.0f}, {self._scaling()}"
+        part = "" if self.share == 1 else f", of the first {self.share:.3g} of a head"
+        return f"base {self.theta:,.0f}, {self._scaling()}{part}"
 
     def _scaling(self) -> str:
         if self.linear is not None:
@@ -91,6 +94,7 @@ class RopeConfig:
         kind = parameters["rope_type"]
         return cls(
             theta=number(parameters, "rope_theta"),
+            share=number(parameters, "partial_rotary_factor"),
             linear=LinearScaling(factor=number(parameters, "factor")) if kind == "linear" else None,
             llama3=_llama3(parameters) if kind == "llama3" else None,
             yarn=_yarn(parameters, config) if kind == "yarn" else None,
@@ -120,11 +124,6 @@ def rope_parameters(config: Raw) -> Raw:
     )  # null is no base
     for name, default in (("rope_theta", theta), ("partial_rotary_factor", 1.0)):
         found[name] = next((each[name] for each in (chosen, config) if each.get(name) is not None), default)
-    partial = found["partial_rotary_factor"]
-    require(
-        partial == 1.0,
-        f"partial_rotary_factor is {shown(partial)}: only fully rotary heads are supported",
-    )
     if kind in ("llama3", "yarn"):
         given = (each[_LENGTH] for each in (config, chosen) if each.get(_LENGTH) is not None)
         found[_LENGTH] = next(given, config.get("max_position_embeddings"))
