@@ -1,0 +1,266 @@
+"""Engines with recurrent states: greedy text is that of ``transformers``, whatever is accepted, cut off or begun again.
+
+A drafter that knows most of the texts drafts here, so that steps accept any number of drafts.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specgen.attention import gated_delta
+from specgen.config import CONFIDENCE_LEVELS, SamplingParams
+from specgen.core.sequence import Request, ScoreRequest
+from specgen.core.spec_length import FixedPlan, StepPlan
+from specgen.decoding.drafting import NoDrafter
+from specgen.decoding.outcome import Drafts, DraftState
+from specgen.decoding.sampling import SamplingBatch
+from specgen.engine import build
+from specgen.kv.pages import PageAllocator, StateSlots
+from tests.engines import (
+    Outputs,
+    Pair,
+    config_of,
+    engine_of,
+    generate,
+    load_pair,
+    page_bytes,
+    random_requests,
+)
+from tests.marks import mostly_slow
+from tests.tiny_checkpoints import write_head
+from tests.tiny_hybrids import write_hybrid
+
+pytestmark = pytest.mark.xdist_group("hybrid")  # the texts of transformers are computed once
+NUM_TOKENS, VOCAB = 24, 128
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS)
+PREFIX = tuple(range(3, 20))  # that all prompts begin with: two pages that a prefix cache would share
+Texts = dict[str, tuple[int, ...]]
+
+
+def prompts() -> list[Request]:
+    return [
+        replace(each, prompt_token_ids=PREFIX[: 17 * (number % 2)] + each.prompt_token_ids)
+        for number, each in enumerate(random_requests(14, VOCAB, GREEDY, lengths=(1, 30)))
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """A hybrid with an MTP layer, and its texts by ``transformers``."""
+
+    pair: Pair
+    texts: Texts
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    import transformers
+
+    path = tmp_path_factory.mktemp("hybrid")
+    write_head(path / "drafter", write_hybrid(path / "target", mtp=True, vocab_size=VOCAB))
+    model = transformers.AutoModelForCausalLM.from_pretrained(path / "target").eval()
+    texts = {}
+    for each in prompts():
+        ids = torch.tensor([each.prompt_token_ids])
+        out = model.generate(ids, max_new_tokens=NUM_TOKENS, do_sample=False)
+        texts[each.id] = tuple(out[0, ids.shape[1] :].tolist())
+    assert len(set(texts.values())) == len(texts)
+    return World(pair=load_pair(path, drafter="mtp"), texts=texts)
+
+
+class Oracle(NoDrafter):
+    """Drafts what follows a token at its position in one of the texts; every third position's draft is wrong."""
+
+    def __init__(self, texts: Texts) -> None:
+        self._follows: dict[tuple[int, int], tuple[int, ...]] = {}
+        for each in prompts():
+            text = each.prompt_token_ids + texts[each.id]
+            for position in range(len(each.prompt_token_ids), len(text)):
+                self._follows[position, text[position]] = text[position + 1 :]
+
+    def propose(
+        self, state: DraftState, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch
+    ) -> Drafts:
+        rows = []
+        for position, token in zip(state.positions.tolist(), state.tokens.tolist(), strict=True):
+            known = [*self._follows.get((position, token), ()), *[0] * num_drafts][:num_drafts]
+            wrong = [(position + 1 + index) * 7 % 5 == 3 for index in range(num_drafts)]
+            rows.append([(each + 1) % VOCAB if no else each for each, no in zip(known, wrong, strict=True)])
+        tokens = torch.tensor(rows, dtype=torch.int64).view(len(rows), num_drafts)
+        return Drafts(tokens=tokens, probs=None, confidence=torch.full(tokens.shape, 0.7))
+
+
+@pytest.fixture
+def oracle(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_drafter", lambda *_: Oracle(world.texts))
+
+
+def generated(world: World, **settings: Any) -> Outputs:
+    return generate(world.pair, prompts(), **{"num_spec_tokens": 4} | settings)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "one at a time": {"max_batch_size": 1},
+    "a batch that drains": {"max_batch_size": 5},
+    "all at once": {"max_batch_size": 14},
+    "K = 1": {"num_spec_tokens": 1},
+    "K = 7": {"num_spec_tokens": 7, "max_batch_size": 5},
+    "prompts in pieces": {"max_prefill_tokens": 7},
+    "prompts token by token": {"max_prefill_tokens": 1, "max_batch_size": 3},
+}
+
+
+@pytest.mark.usefixtures("oracle")
+@pytest.mark.parametrize("name", mostly_slow(SETTINGS, "a batch that drains", "prompts in pieces"))
+def test_text_is_that_of_transformers_whatever_is_accepted(
+    world: World, device_like: Callable[..., None], name: str
+) -> None:
+    device_like()  # a step is launched before the one in front of it is read
+    outputs = generated(world, **SETTINGS[name])
+    k = SETTINGS[name].get("num_spec_tokens", 4)
+    assert outputs.texts == world.texts
+    assert set(outputs.accepted) >= set(range(min(k, 4) + 1)), Counter(outputs.accepted)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "batch", "k"),
+    mostly_slow(
+        [("mtp", "padded", 0), *product(("mtp", "drafter"), ("padded", "non-padded"), (1, 4))],
+        ("mtp", "padded", 0),
+        ("mtp", "non-padded", 4),
+    ),
+)
+def test_text_is_that_of_transformers_with_every_drafter(
+    world: World, drafter: str, batch: str, k: int
+) -> None:
+    pair = load_pair(world.pair.path, drafter=drafter)
+    outputs = generate(pair, prompts(), num_spec_tokens=k, drafter_batch=batch)
+    assert outputs.texts == world.texts
+
+
+def test_drafts_of_the_mtp_layer_do_not_depend_on_the_drafter_batch(world: World) -> None:
+    padded, packed = (generated(world, drafter_batch=batch) for batch in ("padded", "non-padded"))
+    assert padded.verified == packed.verified
+    assert sum(padded.accepted) > 0
+
+
+@pytest.mark.usefixtures("oracle")
+def test_a_part_of_the_drafts_may_be_verified(world: World) -> None:
+    engine = engine_of(world.pair, num_spec_tokens=4, max_batch_size=5)
+    rising = tuple((level + 0.5) / len(CONFIDENCE_LEVELS) for level in range(len(CONFIDENCE_LEVELS)))
+    engine.spec_length = FixedPlan(StepPlan(num_drafts=4, quarters=6, chances=(rising,) * 4))
+    found = {each.request.id: each for each in engine.generate(prompts())}
+    assert {name: each.token_ids for name, each in found.items()} == world.texts
+    lengths = {len(step.drafts) for each in found.values() for step in each.record.steps or ()}
+    assert len(lengths) > 1, "every sequence had as many drafts"
+
+
+def tight(world: World) -> dict[str, Any]:
+    """Memory for the states of a batch, and few pages."""
+    config = config_of(world.pair, num_spec_tokens=4)
+    states = build.state_bytes(config, world.pair.models.target.config, config.max_batch_size)
+    return {"kv_memory": states + 34 * page_bytes(world.pair)}
+
+
+@pytest.mark.usefixtures("oracle")
+@pytest.mark.parametrize("ahead", [False, True])
+def test_preemption_changes_no_text(world: World, device_like: Callable[..., None], ahead: bool) -> None:
+    device_like(ahead)
+    outputs = generated(world, **tight(world))
+    assert outputs.num_preempted >= 3
+    assert outputs.texts == world.texts
+
+
+@pytest.mark.usefixtures("oracle")
+def test_prompts_that_begin_alike_share_no_page(world: World) -> None:
+    engine = engine_of(world.pair, num_spec_tokens=4, prefix_cache=True)
+    for _ in range(2):  # the second run finds what the first one left
+        found = list(engine.generate(prompts()))
+        assert {each.request.id: each.token_ids for each in found} == world.texts
+        assert not any(each.record.num_cached_tokens for each in found)
+
+
+@pytest.mark.usefixtures("oracle")
+def test_every_slot_is_given_back(world: World) -> None:
+    engine = engine_of(world.pair, num_spec_tokens=4, max_batch_size=4)
+    slots = engine._scheduler._slots._free
+    assert slots is not None
+    before = sorted(slots)
+    assert before == [1, 2, 3, 4, 5]
+    list(engine.generate(prompts()))
+    assert sorted(slots) == before
+    unfinished = engine.generate(prompts())
+    next(unfinished)
+    unfinished.close()
+    assert sorted(slots) == before
+
+
+def test_scores_are_those_of_a_pass_over_the_whole_text(world: World) -> None:
+    request = prompts()[3]
+    ids = request.prompt_token_ids + world.texts[request.id]
+    text = ScoreRequest(id="text", token_ids=ids, num_context=1)
+    whole, pieces = (
+        next(iter(engine_of(world.pair, max_prefill_tokens=rows).score([text]))) for rows in (512, 5)
+    )
+    assert all(whole.greedy[len(request.prompt_token_ids) - 1 :])
+    torch.testing.assert_close(torch.tensor(whole.log_probs), torch.tensor(pieces.log_probs))
+
+
+def _late(plant: pytest.MonkeyPatch) -> None:
+    """The state takes in accepted rows a step late."""
+    accepted = gated_delta._accepted
+
+    def one_less(layer: Any, states: Tensor, kept: Tensor, num_taken: Tensor) -> tuple[Tensor, Tensor]:
+        return accepted(layer, states, kept, num_taken - 1)
+
+    plant.setattr(gated_delta, "_accepted", one_less)
+
+
+def _rejected(plant: pytest.MonkeyPatch) -> None:
+    """The state takes in all rows of the last pass."""
+    accepted = gated_delta._accepted
+
+    def every(layer: Any, states: Tensor, kept: Tensor, num_taken: Tensor) -> tuple[Tensor, Tensor]:
+        return accepted(layer, states, kept, torch.full_like(num_taken, 99))
+
+    plant.setattr(gated_delta, "_accepted", every)
+
+
+def _forgotten(plant: pytest.MonkeyPatch) -> None:
+    """Every decode pass begins with an empty state."""
+    accepted = gated_delta._accepted
+
+    def nothing(layer: Any, states: Tensor, kept: Tensor, num_taken: Tensor) -> tuple[Tensor, Tensor]:
+        return accepted(layer, torch.zeros_like(states), kept, num_taken)
+
+    plant.setattr(gated_delta, "_accepted", nothing)
+
+
+def _shared(plant: pytest.MonkeyPatch) -> None:
+    """All sequences have one slot."""
+    plant.setattr(StateSlots, "take", lambda self: 1)
+
+
+def _another_prefix(plant: pytest.MonkeyPatch) -> None:
+    """Pages are taken from texts that begin alike, whose states are not there."""
+    init = PageAllocator.__init__
+
+    def sharing(self: PageAllocator, *sizes: int, prefix_cache: bool = False) -> None:
+        init(self, *sizes, prefix_cache=True)
+
+    plant.setattr(PageAllocator, "__init__", sharing)
+
+
+@pytest.mark.usefixtures("oracle")
+@pytest.mark.parametrize("plant", [_late, _rejected, _forgotten, _shared, _another_prefix])
+def test_a_wrong_state_is_seen(
+    world: World, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    plant(monkeypatch)
+    assert generated(world).texts != world.texts
