@@ -21,14 +21,14 @@ WIDTHS = {"hidden_size": 256, "head_dim": 64, "linear_key_head_dim": 32, "linear
 
 @pytest.fixture(scope="module", params=["Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its heads and states are as wide as the kernels want them."""
+    """Its heads and states are as wide as the kernels want them, and of 16 tokens some drafts are right by chance."""
     path = tmp_path_factory.mktemp("hybrid")
-    write_hybrid(path / "target", request.param, mtp=True, vocab_size=128, std=0.1, **WIDTHS)
+    write_hybrid(path / "target", request.param, mtp=True, vocab_size=16, std=0.1, **WIDTHS)
     return path
 
 
 def run(pair: Pair, sampling: SamplingParams = GREEDY, **settings: Any) -> Outputs:
-    requests = random_requests(12, 128, sampling, lengths=(2, 40))
+    requests = random_requests(12, 16, sampling, lengths=(2, 40))
     return generate(pair, requests, **{"num_spec_tokens": 4, "max_batch_size": 5} | settings)
 
 
