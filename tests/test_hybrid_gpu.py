@@ -1,5 +1,6 @@
 """On an NVIDIA GPU: hybrids give the CPU's texts and drafts, in all three graph modes."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from tests.tiny_hybrids import write_hybrid
 
 pytestmark = on_gpu()
 PAGED = FAST | {"page_size": 16}  # so that texts cross pages
-GREEDY, SAMPLED = SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, temperature=0.9)
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+SAMPLED = replace(GREEDY, temperature=0.9)
 WIDTHS = {"hidden_size": 256, "head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 64}
 
 
