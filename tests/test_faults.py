@@ -28,6 +28,7 @@ from tests.engines import Pair, bundled_requests, config_of, load_pair
 from tests.marks import mostly_slow
 from tests.operations import Operations
 from tests.tiny_checkpoints import write_dflash_head, write_eagle1_head, write_head, write_target
+from tests.tiny_hybrids import write_hybrid
 
 ERRORS = (torch.OutOfMemoryError, RuntimeError)
 CONFIGS = list(product(("greedy", "sampled"), (0, 4), (True, False), (False, True)))
@@ -366,6 +367,18 @@ def test_an_error_changes_no_result_with_other_heads(
     OTHER_HEADS[name](tmp_path / "drafter", write_target(tmp_path / "target", vocab_size=3072))
     device_like()
     setting = Setting(load_pair(tmp_path), "greedy", 4, True, True)
+    require_no_change(setting, run_without_fault(setting), error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_changes_no_result_of_a_hybrid(
+    tmp_path: Path, device_like: Callable[..., None], error: type[RuntimeError]
+) -> None:
+    """Its states have moved on by then, or have not."""
+    write_hybrid(tmp_path / "target", mtp=True, vocab_size=3072)
+    device_like()
+    setting = Setting(load_pair(tmp_path, drafter="mtp"), "greedy", 4, True, True)
     require_no_change(setting, run_without_fault(setting), error)
 
 
