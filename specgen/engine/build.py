@@ -84,9 +84,7 @@ def assemble(
     """An engine of a resolved ``config`` whose cache has ``num_pages`` pages; see ``build_engine``."""
     backend = BACKENDS[config.attention](models.target.device)
     target, step_rows = models.target, max(config.draft_length.most + 1, BLOCK if runner.captures else 0)
-    # a state is that behind the last position alone, so no page of it can be taken from another text
-    shares = config.prefix_cache and target.config.state_spec is None
-    allocator = PageAllocator(num_pages, config.page_size, prefix_cache=shares)
+    allocator = PageAllocator(num_pages, config.page_size, prefix_cache=config.prefix_cache)
     # the last steps of a text may run past its end, and past the pages it has
     longest = min(target.config.max_positions, num_pages * config.page_size) + 3 * step_rows
     num_sequences = min(config.max_batch_size, num_pages)  # each has a page or more

@@ -55,7 +55,8 @@ RUNNERS: dict[GraphsName, type[Runner]] = {"step": StepGraphs, "pass": PassGraph
 def resolve(config: EngineConfig, checkpoints: Checkpoints) -> EngineConfig:
     """``config`` with every ``auto`` replaced by what will run; ``UserError`` for what cannot run here.
 
-    N-gram drafts get their full name, ``ngram:N``, and a chat template that asks for the date gets today's.
+    N-gram drafts get their full name, ``ngram:N``, and a chat template that asks for the date gets today's. A target
+    with recurrent states has no prefix cache: they are those behind the last position alone.
     """
     device = choose_device(config.device)
     require_devices(device, config.tensor_parallel)
@@ -80,6 +81,7 @@ def resolve(config: EngineConfig, checkpoints: Checkpoints) -> EngineConfig:
         attention=attention,
         cuda_graphs=graphs,
         page_size=config.page_size or capabilities.page_size,
+        prefix_cache=config.prefix_cache and target_config(checkpoints["model"]).state_spec is None,
     )
 
 
