@@ -82,13 +82,15 @@ class MixtureLayers:
 
     def _router(self, name: str, source: Source) -> Named:
         shape = self.shape
-        start, end = shape.kv_size, shape.hidden_size - shape.head_dim
+        start, middle, end = shape.own_bounds
 
         def make() -> Tensor:
             weight = torch.zeros(shape.num_experts, shape.hidden_size, device=source.device)
-            weight[:, start:end] = (1 - self.common) ** 0.5 * source.orthogonal(
-                shape.num_experts, end - start
-            )
+            for first, last in ((start, middle), (middle, end)):  # a token has numbers in one of these alone
+                if first < last:
+                    share = (1 - self.common) * (last - first) / (end - start)
+                    directions = source.orthogonal(shape.num_experts, last - first)
+                    weight[:, first:last] = share**0.5 * directions
             weight[:, end:] = self.common**0.5 * source.orthogonal(shape.num_experts, shape.head_dim)
             return weight.mul_(SPREAD).bfloat16()
 

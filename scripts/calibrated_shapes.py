@@ -43,6 +43,17 @@ class Shape:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def own_bounds(self) -> tuple[int, int, int]:
+        """The numbers of an embedding that its token has for itself: those of unknown tokens, and of the others."""
+        end = self.hidden_size - (self.head_dim if self.passage_size else 0)
+        return self.kv_size, self.kv_size + self.leap_size, end
+
+    @property
+    def leap_size(self) -> int:
+        """Numbers of an embedding that are of unknown tokens alone (calibrated_codes.py); 0: there are none."""
+        return 0
+
+    @property
     def of_head(self) -> "Shape":
         """The sizes of an EAGLE3 head's layers: the target's, or as many heads as fill a narrower stream."""
         width = self.head_hidden_size
@@ -253,10 +264,75 @@ class LatentShape(Mixture):
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class HybridShape(Shape):
+    """Qwen3.5 and 3.6: Gated DeltaNet in all layers but every fourth, which attends and has an output gate; MTP."""
+
+    linear_key_heads: int
+    linear_value_heads: int
+    linear_head_dim: int  # of keys and of values
+    num_taps: int = 4  # of the convolution
+    rotary_share: float = 0.25  # of a head
+    interval: int = 4  # from one layer that attends to the next
+
+    @property
+    def leap_size(self) -> int:
+        return self.kv_size
+
+    def is_attending(self, layer: int) -> bool:
+        """Whether ``layer`` has keys and values in place of a state."""
+        return (layer + 1) % self.interval == 0
+
+    def target_config(self) -> dict[str, Any]:
+        pairs = int(self.head_dim * self.rotary_share) // 2
+        others = {"rope_theta", "mlp_bias", "torch_dtype"}
+        plain = {name: value for name, value in super().target_config().items() if name not in others}
+        kinds = ("linear_attention", "full_attention")
+        return plain | {
+            "dtype": "bfloat16",
+            "layer_types": [kinds[self.is_attending(layer)] for layer in range(self.num_layers)],
+            "full_attention_interval": self.interval,
+            "attn_output_gate": True,
+            "linear_num_key_heads": self.linear_key_heads,
+            "linear_num_value_heads": self.linear_value_heads,
+            "linear_key_head_dim": self.linear_head_dim,
+            "linear_value_head_dim": self.linear_head_dim,
+            "linear_conv_kernel_dim": self.num_taps,
+            "mamba_ssm_dtype": "float32",
+            "mtp_num_hidden_layers": 1,
+            "mtp_use_dedicated_embeddings": False,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": self.rope_theta,
+                "partial_rotary_factor": self.rotary_share,
+                "mrope_section": [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3],
+                "mrope_interleaved": True,
+            },
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridMixtureShape(HybridShape, Mixture):
+    """The same with experts in all layers, beside a gated one of their size that all tokens go through."""
+
+    def target_config(self) -> dict[str, Any]:
+        plain = {
+            name: value for name, value in super().target_config().items() if name != "intermediate_size"
+        }
+        return plain | {
+            "num_experts": self.num_experts,
+            "num_experts_per_tok": self.num_chosen,
+            "moe_intermediate_size": self.moe_size,
+            "shared_expert_intermediate_size": self.moe_size,
+        }
+
+
 _CLASSES: Mapping[str, type[Shape]] = {  # by architecture; of all others Shape
     "GptOssForCausalLM": GptOssShape,
     "Qwen3MoeForCausalLM": Qwen3MoeShape,
     "Glm4MoeLiteForCausalLM": LatentShape,
+    "Qwen3_5ForCausalLM": HybridShape,
+    "Qwen3_5MoeForCausalLM": HybridMixtureShape,
 }
 _TABLE: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 from calibrated_cycle import Cycle
-from calibrated_shapes import Shape
+from calibrated_shapes import HybridShape, Shape
 from torch import Tensor
 
 LOGIT = 30.0  # of the right token; the others' are near 0, so sampling at temperature 1 gives the same text
@@ -74,9 +74,27 @@ class Source:
 
     def ones(self, name: str, width: int) -> Named:
         """The weight of a norm."""
+        return self._constant(name, width, 1.0)
+
+    def zeros(self, name: str, width: int) -> Named:
+        """The weight of a norm that adds 1 to it."""
+        return self._constant(name, width, 0.0)
+
+    def _constant(self, name: str, width: int, value: float) -> Named:
         return Named(
-            name=name, shape=(width,), make=lambda: torch.ones(width, dtype=DTYPE, device=self.device)
+            name=name,
+            shape=(width,),
+            make=lambda: torch.full((width,), value, dtype=DTYPE, device=self.device),
         )
+
+    def uniform(self, name: str, shape: tuple[int, ...], low: float, high: float) -> Named:
+        """Random float32 from ``low`` to ``high``."""
+
+        def make() -> Tensor:
+            values = torch.empty(shape, device=self.device)
+            return values.uniform_(low, high, generator=self._generator)
+
+        return Named(name=name, shape=shape, make=make, dtype=torch.float32)
 
     def shaped(self, name: str, rows: int, width: int, add: Callable[[Tensor], None]) -> Named:
         """A projection ``[rows, width]`` of small random numbers, to which ``add`` adds what it is to compute."""
@@ -110,7 +128,8 @@ def target_tensors(
     yield Named(name="model.embed_tokens.weight", shape=table, make=lambda: embedding)
     for index in range(shape.num_layers):
         yield from layer(f"model.layers.{index}.", source)
-    yield source.ones("model.norm.weight", shape.hidden_size)
+    norm = source.zeros if isinstance(shape, HybridShape) else source.ones
+    yield norm("model.norm.weight", shape.hidden_size)
     yield Named(
         name="lm_head.weight", shape=table, make=lambda: output_weights(shape, embedding, cycle.succ, source)
     )
@@ -157,6 +176,7 @@ def mlp(shape: Shape, prefix: str, source: Source) -> Iterator[Named]:
 Fp8Format = Literal["fp8", "fp8-block"]
 BLOCK = 128
 E4M3 = torch.float8_e4m3fn
+_QUANTIZED = tuple(f"_proj{end}.weight" for end in ("", "_with_mqa", "_qkv", "_z"))  # ends of their names
 _LARGEST = 448.0  # of e4m3
 _INPUT = 24.0  # the largest activation; greater ones saturate
 _SIGMAS = {
@@ -175,7 +195,7 @@ class Fp8Layers:
 
     def __call__(self, prefix: str, source: Source) -> Iterator[Named]:
         for named in self.layer(prefix, source):
-            if named.name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
+            if named.name.endswith(_QUANTIZED):
                 yield from self._quantized(named)
             else:
                 yield named
@@ -197,7 +217,7 @@ class Fp8Layers:
         (rows, width), stem = named.shape, named.name.removesuffix("weight")
         name = stem.rstrip(".").rpartition(".")[-1]
         largest = _SIGMAS.get(name, 6.0)
-        rms = RESIDUAL if name in ("o_proj", "down_proj") else 1.0
+        rms = RESIDUAL if name in ("o_proj", "out_proj", "down_proj") else 1.0
         scale = rms / width**0.5 * largest / _LARGEST
 
         def values() -> Tensor:

@@ -8,11 +8,14 @@
     python scripts/make_calibrated_pair.py OUT --shape qwen3-30b-a3b --layers 24    # 31 GB; all 48 take 61 GB
     python scripts/make_calibrated_pair.py OUT --shape qwen3-30b-a3b --weights fp8-block    # 31 GB
     python scripts/make_calibrated_pair.py OUT --shape glm-4.7-flash --weights fp8-block    # 33 GB; 64 GB in bf16
+    python scripts/make_calibrated_pair.py OUT --shape qwen3.6-27b --weights fp8-block    # 30 GB; 55 GB in bf16
+    python scripts/make_calibrated_pair.py OUT --shape qwen3.6-35b-a3b --layers 20    # a multiple of 4
 
 ``OUT/target`` and ``OUT/drafter`` are checkpoints in the public formats, ``OUT/cycle.json`` is the text they generate
 (see calibrated_weights.py, calibrated_heads.py and calibrated_cycle.py). They are for measuring
 speed, not quality. Several heads for one target are in directories of their names: ``OUT/eagle3``, ``OUT/eagle1``. The
-target of glm-4.7-flash holds an MTP layer that drafts as heads do (``--drafter mtp``), and gets no head unless asked.
+targets of glm-4.7-flash and of qwen3.6 hold an MTP layer that drafts as heads do (``--drafter mtp``), and get no head
+unless asked. Of the layers of qwen3.6 every fourth attends; the others have a recurrent state (calibrated_hybrids.py).
 
 In a mixture of experts all are chosen equally often, and ``--expert-overlap`` says how alike neighbouring tokens choose
 (see calibrated_mixtures.py). Fewer ``--layers`` save disk and memory; each costs what it does in the whole model.
@@ -33,8 +36,17 @@ import torch
 from calibrated_codes import Codes
 from calibrated_cycle import Confidence, Cycle
 from calibrated_heads import block_tensors, eagle1_tensors, eagle3_tensors, peagle_tensors
+from calibrated_hybrids import HybridMixtureLayers, hybrid_layer, hybrid_mtp_tensors, plain_modules
 from calibrated_mixtures import LatentLayers, MixtureLayers, common_share, mtp_tensors
-from calibrated_shapes import SHAPES, GptOssShape, LatentShape, Mixture, Shape
+from calibrated_shapes import (
+    SHAPES,
+    GptOssShape,
+    HybridMixtureShape,
+    HybridShape,
+    LatentShape,
+    Mixture,
+    Shape,
+)
 from calibrated_weights import Fp8Format, Fp8Layers, Layer, Named, Source, dense_layer, target_tensors
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -95,14 +107,18 @@ def write_pair(
     ``layer`` makes the tensors of one layer of the target; None: a dense one. ``probabilities`` are those that a head
     with its own ``lm_head`` has of its guess after each token; None: nearly 1.
     """
+    layer = layer or partial(dense_layer, shape)
     folder = out / "target"
     folder.mkdir(parents=True, exist_ok=True)
     cycle.write(out)
     codes = replace(Codes.draw(shape, cycle, source), probabilities=probabilities or {})
     tensors = list(target_tensors(shape, codes.embedding, cycle, source, layer))
-    if isinstance(shape, LatentShape) and layer is not None:
+    if isinstance(shape, LatentShape):
         tensors += layer(f"model.layers.{shape.num_layers}.", source)
         tensors += mtp_tensors(shape, codes, cycle, source)
+    if isinstance(shape, HybridShape):
+        tensors += layer("mtp.layers.0.", source)
+        tensors += hybrid_mtp_tensors(shape, codes, source)
     write_tensors(folder, tensors, SHARD_BYTES)
     quantization = layer.config if isinstance(layer, Fp8Layers) else {}
     _write_json(folder / "config.json", shape.target_config() | quantization)
@@ -194,6 +210,10 @@ def chosen_shape(name: str, num_layers: int | None, experts: str | None) -> Shap
             raise ValueError(
                 f"layers is {num_layers}: use at least {LEAST_LAYERS}, an EAGLE3 head reads three"
             )
+        if isinstance(shape, HybridShape) and num_layers % shape.interval:
+            raise ValueError(
+                f"layers is {num_layers}: use a multiple of {shape.interval} with {name}, of which one attends"
+            )
         shape = replace(shape, num_layers=num_layers)
     if experts == "mxfp4" and not isinstance(shape, GptOssShape):
         raise ValueError(f"experts is mxfp4, but {name} has none in that format: use it with gpt-oss-20b")
@@ -205,7 +225,7 @@ def chosen_shape(name: str, num_layers: int | None, experts: str | None) -> Shap
 def chosen_layer(shape: Shape, overlap: float | None, weights: str = "bf16") -> Layer | None:
     """The layers of a mixture whose neighbours choose alike by ``overlap`` (0 if None), or of a shape in FP8.
 
-    None for a dense shape in bfloat16.
+    None for a dense shape in bfloat16 whose layers all attend.
     """
     fp8 = None if weights == "bf16" else cast(Fp8Format, weights)
     if isinstance(shape, Mixture):
@@ -213,20 +233,40 @@ def chosen_layer(shape: Shape, overlap: float | None, weights: str = "bf16") -> 
             raise ValueError(
                 f"weights is {weights}, but experts of {shape.model_type} are not in FP8: leave it out"
             )
-        common = common_share(shape.num_experts, shape.num_chosen, overlap or 0.0)
-        first, end, layers = 0, shape.num_layers, MixtureLayers(shape=shape, common=common)
-        plain = ["lm_head"]
-        if isinstance(shape, LatentShape):
-            first, end, layers = shape.num_dense, end + 1, LatentLayers(shape=shape, common=common)
-            plain += [
-                f"model.layers.{shape.num_layers}.{name}"
-                for name in ("eh_proj", "embed_tokens", "shared_head.head")
-            ]
-        plain += [f"model.layers.{index}.mlp.gate" for index in range(first, end)]
-        return layers if fp8 is None else Fp8Layers(layer=layers, format=fp8, plain=tuple(plain))
-    if overlap is not None:
+        layer = _mixture_layers(shape, overlap or 0.0, stacked=fp8 is None)
+    elif overlap is not None:
         raise ValueError("expert-overlap is for mixtures of experts, and this shape is dense: leave it out")
-    return None if fp8 is None else Fp8Layers(layer=partial(dense_layer, shape), format=fp8)
+    elif isinstance(shape, HybridShape):
+        layer = partial(hybrid_layer, shape)
+    elif fp8 is None:
+        return None
+    else:
+        layer = partial(dense_layer, shape)
+    return layer if fp8 is None else Fp8Layers(layer=layer, format=fp8, plain=_plain_modules(shape))
+
+
+def _mixture_layers(shape: Mixture, overlap: float, *, stacked: bool) -> Layer:
+    """``stacked``: experts are published so in bfloat16."""
+    common = common_share(shape.num_experts, shape.num_chosen, overlap)
+    if isinstance(shape, HybridMixtureShape):
+        return HybridMixtureLayers(shape=shape, common=common, stacked=stacked)
+    if isinstance(shape, LatentShape):
+        return LatentLayers(shape=shape, common=common)
+    return MixtureLayers(shape=shape, common=common)
+
+
+def _plain_modules(shape: Shape) -> tuple[str, ...]:
+    """The linear layers of a target in FP8 that stay in bfloat16."""
+    if isinstance(shape, HybridShape):
+        return tuple(plain_modules(shape))
+    first, end, plain = 0, shape.num_layers if isinstance(shape, Mixture) else 0, ["lm_head"]
+    if isinstance(shape, LatentShape):
+        first, end = shape.num_dense, end + 1
+        plain += [
+            f"model.layers.{shape.num_layers}.{name}"
+            for name in ("eh_proj", "embed_tokens", "shared_head.head")
+        ]
+    return (*plain, *(f"model.layers.{index}.mlp.gate" for index in range(first, end)))
 
 
 def chosen_cycle(shape: Shape, accept: float, seed: int) -> Cycle:
@@ -279,7 +319,7 @@ def main() -> None:
     try:
         shape = chosen_shape(arguments.shape, arguments.layers, arguments.experts)
         layer = chosen_layer(shape, arguments.expert_overlap, arguments.weights)
-        usual = [] if isinstance(shape, LatentShape) else ["eagle3"]
+        usual = [] if isinstance(shape, LatentShape | HybridShape) else ["eagle3"]
         heads = [HeadKind.find(name) for name in arguments.head or usual]
         cycle = chosen_cycle(shape, arguments.accept, arguments.seed)
         known = arguments.confidence != "none"

@@ -12,7 +12,7 @@ from calibrated_codes import Codes
 from calibrated_cycle import Cycle
 from calibrated_shapes import MIXTURES, SHAPES
 from calibrated_weights import Source, target_tensors
-from make_calibrated_pair import HeadKind, main, write_pair, write_tensors
+from make_calibrated_pair import HeadKind, chosen_layer, main, write_pair, write_tensors
 
 from specgen.checkpoints.weight_files import tensor_infos
 from specgen.config import EngineConfig, SamplingParams
@@ -263,7 +263,7 @@ def test_tensors_have_the_shapes_of_the_config(name: str) -> None:
         HeadKind.find(head).tensors(shape, codes, cycle, source)
         for head in ("eagle3", "eagle3-2", "eagle1", "peagle-2")
     ]
-    for tensors in (target_tensors(shape, nothing, cycle, source), *heads):
+    for tensors in (target_tensors(shape, nothing, cycle, source, chosen_layer(shape, None)), *heads):
         for named in tensors:
             if (
                 torch.Size(named.shape).numel() <= 1 << 20
