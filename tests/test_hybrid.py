@@ -27,8 +27,10 @@ from specgen.models.mtp import MtpHead
 from specgen.ops.reference import torch_ops
 from tests.dense import DenseAttend
 from tests.reference_heads import DenseTarget, ReferenceMtp
+from tests.test_fp8 import agrees, expected, logits
 from tests.test_mixtures import ids_of, loaded, paged_logits
 from tests.tiny_checkpoints import change_json, change_tensors, read
+from tests.tiny_fp8 import quantize
 from tests.tiny_hybrids import CONFIGS, write_hybrid
 from tests.tiny_mixtures import in_one_tensor
 
@@ -159,6 +161,23 @@ def test_experts_may_lie_in_one_tensor(tmp_path: Path) -> None:
     right = paged_logits(loaded(tmp_path), ids, SdpaBackend, [len(ids)])
     in_one_tensor(tmp_path)
     assert torch.equal(paged_logits(loaded(tmp_path), ids, SdpaBackend, [len(ids)]), right)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("form", ["block", "dynamic", "modelopt"])
+@pytest.mark.parametrize("architecture", ["Qwen3_5ForCausalLM", "Qwen3NextForCausalLM"])
+def test_fp8_is_read_as_it_is_published(tmp_path: Path, architecture: str, form: str) -> None:
+    """Large matrices; what makes a and b, and ``mtp.fc``, stay plain."""
+    dense = {"mlp_only_layers": [0, 1, 2, 3]} if architecture == "Qwen3NextForCausalLM" else {}
+    write_hybrid(tmp_path, architecture, std=0.08, **dense)
+    quantize(tmp_path, form, spread=1.0)
+    model = loaded(tmp_path)
+    apart = [getattr(block.attention, "rates", None) is not None for block in model.blocks]
+    assert apart == [True, True, True, False]
+    assert agrees(logits(model), expected(tmp_path, form))
+    write_hybrid(tmp_path, architecture, std=0.08, mtp=True)
+    quantize(tmp_path, form)
+    assert mtp_of(tmp_path)[1].config.fp8 is not None
 
 
 def test_a_model_for_text_may_keep_the_names_of_one_for_pictures(tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ def quantize(
     weights, inputs, config = CONFIGS[form]
     tensors, noise = load_file(path / "model.safetensors"), torch.Generator().manual_seed(seed)
     suffixes = ("_proj.weight", "_with_mqa.weight", *(("lm_head.weight",) if output_layer else ()))
+    suffixes += ("in_proj_qkv.weight", "in_proj_z.weight", "in_proj_qkvz.weight")  # not what makes a and b
     for name in [name for name in tensors if name.endswith(suffixes)]:
         wide, layer = tensors[name].float(), name.removesuffix(".weight")
         rows = torch.rand(len(wide), 1, generator=noise) * 2 - 1
