@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from specgen.attention import Attend, gated_delta
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
-from specgen.checkpoints.checkpoint import load_drafter, mtp_part, open_checkpoint, target_config
+from specgen.checkpoints.checkpoint import load_drafter, load_target, mtp_part, open_checkpoint, target_config
 from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.config import UserError
 from specgen.kv.kv_cache import KVCache
@@ -133,6 +133,18 @@ def test_the_dense_reference_gives_the_same(tmp_path: Path) -> None:
         states.append(model.forward(ids[start:end], attend)[0])
     whole = paged_logits(model, ids, SdpaBackend, [len(ids)])
     torch.testing.assert_close(model.logits(torch.cat(states)), whole, atol=1e-4, rtol=0)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("architecture", ["Qwen3_5ForCausalLM", MIXTURE])
+def test_in_bfloat16_rounding_costs_as_much_as_in_transformers(tmp_path: Path, architecture: str) -> None:
+    ids = ids_of(write_hybrid(tmp_path, architecture))
+    right, theirs = right_logits(tmp_path, architecture, ids), of_transformers(tmp_path, architecture)
+    lost = (theirs.bfloat16()(ids[None]).logits[0].float() - right).std()
+    model = load_target(open_checkpoint(str(tmp_path)), torch.bfloat16, CPU)
+    got = paged_logits(model, ids, SdpaBackend, [len(ids)])
+    assert got.dtype == torch.bfloat16
+    assert 0 < (got.float() - right).std() < 1.5 * lost
 
 
 @torch.inference_mode()

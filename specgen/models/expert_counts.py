@@ -8,7 +8,6 @@ from torch import Tensor
 from specgen.kv.layout import Layout
 from specgen.models.model_config import LayerConfig
 
-_FIRST = "model.layers.{}.mlp.experts.0.gate_proj"
 _MXFP4_BYTES = 0.5 + 1 / 32  # per value: 4 bits, and a scale of 32 values
 
 
@@ -31,7 +30,8 @@ class ExpertSize:
         num_values = 3 * config.hidden_size * mixture.width  # gate, up and down
         num_biases = 2 * mixture.width + config.hidden_size if mixture.biases else 0
         weights = num_values * (_MXFP4_BYTES if mixture.mxfp4 else bytes_per_value)
-        if config.fp8 is not None and not config.fp8.ignores(_FIRST.format(mixture.layers.index(True))):
+        first = f"layers.{mixture.layers.index(True)}.mlp.experts.0.gate_proj"
+        if config.fp8 is not None and not config.fp8.ignores(config.prefix + first):
             gate = config.fp8.num_scales(mixture.width, config.hidden_size)
             down = config.fp8.num_scales(config.hidden_size, mixture.width)
             weights = num_values + 4 * (2 * gate + down)

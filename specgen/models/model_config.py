@@ -240,6 +240,7 @@ class LayerConfig:
     latent: LatentConfig | None = None  # of every layer's attention; None: it has its own keys and values
     delta: DeltaConfig | None = None  # of the layers that have a recurrent state; None: all attend
     fp8: Fp8Config | None = None  # of the linear layers that are stored in it; None: of none
+    prefix: str = "model."  # of the names of a target's tensors, but for the output weights
 
     def __post_init__(self) -> None:
         require(
@@ -400,7 +401,6 @@ class TargetConfig(LayerConfig):
     max_positions: int
     tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
-    prefix: str = "model."  # of its tensors' names, but for the output weights
 
     @classmethod
     def from_hf(
