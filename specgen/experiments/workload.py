@@ -11,7 +11,7 @@ from specgen.config import EngineConfig, SamplingParams, UserError, require
 from specgen.config.json_fields import load_json
 from specgen.core.sequence import Completion, Request
 from specgen.engine import step_costs
-from specgen.engine.build import kv_page_bytes
+from specgen.engine.build import kv_page_bytes, state_bytes
 from specgen.engine.conversations import first_turns
 from specgen.engine.generation_config import GenerationConfig
 from specgen.engine.loading import Models
@@ -134,13 +134,15 @@ def _random(lengths: Sequence[tuple[int, int]], models: Models) -> tuple[Request
 
 
 def kv_bytes(config: EngineConfig, models: Models, requests: Sequence[Request]) -> int:
-    """Bytes of KV pages for the longest requests that can be in the batch together."""
+    """Bytes of KV pages for the longest requests that can be in the batch together, and of states for the batch."""
     least = step_costs.positions(config.draft_length) if config.draft_length.auto else _WARM_UP
     lengths = sorted(
         (max(len(r.prompt_token_ids) + r.sampling.max_tokens, least) for r in requests), reverse=True
     )
     longest = [length + config.draft_length.most + 1 for length in lengths[: config.max_batch_size]]
-    return sum(-(-length // config.page_size) for length in longest) * kv_page_bytes(config, models)
+    pages = sum(-(-length // config.page_size) for length in longest)
+    states = state_bytes(config, models.target.config, config.max_batch_size)
+    return pages * kv_page_bytes(config, models) + states
 
 
 @dataclass(frozen=True, kw_only=True)
