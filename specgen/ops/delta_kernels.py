@@ -52,29 +52,33 @@ def _weights(conv: tl.tensor, channel: tl.tensor) -> tuple[tl.tensor, tl.tensor,
 
 
 @triton.jit
-def _three(
-    row: tl.tensor, q_at: tl.tensor, k_at: tl.tensor, v_at: tl.tensor, nothing: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """A row's inputs of a query, a key and values; zeros where there is ``nothing``."""
+def _row(row: tl.tensor, places: tl.tensor, there: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """A row's inputs of a query, a key and values, at those ``places``; zeros where it is not ``there``."""
+    q_at, k_at, v_at = places
     return (
-        tl.load(row + q_at, (q_at >= 0) & (nothing == 0), 0),
-        tl.load(row + k_at, (k_at >= 0) & (nothing == 0), 0),
-        tl.load(row + v_at, (v_at >= 0) & (nothing == 0), 0),
+        tl.load(row + q_at, (q_at >= 0) & there, 0),
+        tl.load(row + k_at, (k_at >= 0) & there, 0),
+        tl.load(row + v_at, (v_at >= 0) & there, 0),
     )
 
 
 @triton.jit
 def _updated(
     state: tl.tensor,
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
+    row: tl.tensor,
+    one: tl.tensor,
+    two: tl.tensor,
+    three: tl.tensor,
+    weights: tl.tensor,
     a: tl.tensor,
     b: tl.tensor,
-    rate: tl.tensor,
-    bias: tl.tensor,
+    rates: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The state [values, keys] behind a row, and what the row reads there [values]."""
+    """The state [values, keys] behind a ``row`` that follows three others, and what the row reads there [values]."""
+    rate, bias = rates
+    q = _tap(row[0], one[0], two[0], three[0], weights[0])
+    k = _tap(row[1], one[1], two[1], three[1], weights[1])
+    v = _tap(row[2], one[2], two[2], three[2], weights[2])
     raised = a.to(tl.float32) + bias
     soft = tl.where(raised > 20, raised, tl.log(1 + tl.exp(tl.minimum(raised, 20))))
     beta = 1 / (1 + tl.exp(-b.to(tl.float32)))
@@ -120,54 +124,35 @@ def _recur_kernel(
     sequence, head = (tl.program_id(0) // VALUE_HEADS).to(tl.int64), tl.program_id(0) % VALUE_HEADS
     key, value = tl.arange(0, KEY_DIM), tl.program_id(1) * VALUES + tl.arange(0, VALUES)
     q_at = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key
-    k_at = KEY_HEADS * KEY_DIM + q_at
     v_at = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value
-    q_w, k_w, v_w = _weights(conv, q_at), _weights(conv, k_at), _weights(conv, v_at)
-    rate, bias = tl.exp(tl.load(log_rate + head)), tl.load(rate_bias + head)
+    places = q_at, KEY_HEADS * KEY_DIM + q_at, v_at
+    weights = _weights(conv, places[0]), _weights(conv, places[1]), _weights(conv, places[2])
+    rates = tl.exp(tl.load(log_rate + head)), tl.load(rate_bias + head)
     gdc_wait()
-    slot, begins = tl.load(slots + sequence), tl.load(starts + sequence) == 0
+    slot, goes_on = tl.load(slots + sequence), tl.load(starts + sequence) > 0
     first, num_rows = tl.load(first_rows + sequence), tl.load(lens + sequence).to(tl.int32)
     at = states + ((slot * VALUE_HEADS + head) * VALUE_DIM + value[:, None]) * KEY_DIM + key[None, :]
-    state = tl.where(begins, 0.0, tl.load(at))
+    state = tl.where(goes_on, tl.load(at), 0.0)
     back = kept + slot * (most + 3) * row_width
-    q1, k1, v1 = _three(back, q_at, k_at, v_at, begins)
-    q2, k2, v2 = _three(back + row_width, q_at, k_at, v_at, begins)
-    q3, k3, v3 = _three(back + 2 * row_width, q_at, k_at, v_at, begins)
+    one, two = _row(back, places, goes_on), _row(back + row_width, places, goes_on)
     back += 2 * row_width
+    three = _row(back, places, goes_on)
     if not PREFILL:
         for _index in range(_num_taken(starts, positions, sequence, slot, most)):
             back += row_width
-            q, k, v = tl.load(back + q_at), tl.load(back + k_at), tl.load(back + v_at)
-            gates = back + num_channels + head
-            state, _ = _updated(
-                state,
-                _tap(q, q1, q2, q3, q_w),
-                _tap(k, k1, k2, k3, k_w),
-                _tap(v, v1, v2, v3, v_w),
-                tl.load(gates),
-                tl.load(gates + VALUE_HEADS),
-                rate,
-                bias,
-            )
-            q1, q2, q3, k1, k2, k3, v1, v2, v3 = q2, q3, q, k2, k3, k, v2, v3, v
+            row, gates = _row(back, places, goes_on), back + num_channels + head
+            a_row, b_row = tl.load(gates), tl.load(gates + VALUE_HEADS)
+            state, _ = _updated(state, row, one, two, three, weights, a_row, b_row, rates)
+            one, two, three = two, three, row
         tl.store(at, state)
     for index in range(num_rows):
-        row = first + index
-        source = mixed + row * mixed_stride
-        q, k, v = tl.load(source + q_at), tl.load(source + k_at), tl.load(source + v_at)
-        state, read = _updated(
-            state,
-            _tap(q, q1, q2, q3, q_w),
-            _tap(k, k1, k2, k3, k_w),
-            _tap(v, v1, v2, v3, v_w),
-            tl.load(a + row * gate_stride + head),
-            tl.load(b + row * gate_stride + head),
-            rate,
-            bias,
-        )
-        q1, q2, q3, k1, k2, k3, v1, v2, v3 = q2, q3, q, k2, k3, k, v2, v3, v
-        read *= scale
-        tl.store(out + (row * VALUE_HEADS + head) * VALUE_DIM + value, read.to(out.dtype.element_ty))
+        number = first + index
+        row, gates = _row(mixed + number * mixed_stride, places, number >= 0), number * gate_stride + head
+        a_row, b_row = tl.load(a + gates), tl.load(b + gates)
+        state, read = _updated(state, row, one, two, three, weights, a_row, b_row, rates)
+        one, two, three = two, three, row
+        to = out + (number * VALUE_HEADS + head) * VALUE_DIM + value
+        tl.store(to, (read * scale).to(out.dtype.element_ty))
     if PREFILL:
         tl.store(at, state)
 
