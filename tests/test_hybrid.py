@@ -366,21 +366,15 @@ def _eps_beside_the_root(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(gated_delta, "_unit", lambda x: x / (x.norm(dim=-1, keepdim=True) + 1e-2))
 
 
-def _swapped(name: str, other: str) -> Callable[[pytest.MonkeyPatch], None]:
-    """Two tensors of a layer, whatever loads them."""
+def _a_and_b_swapped(plant: pytest.MonkeyPatch) -> None:
+    real = layers._delta_weights
 
-    def plant_it(plant: pytest.MonkeyPatch) -> None:
-        real = layers._delta_weights
+    def swapped(delta: DeltaConfig, width: int, prefix: str, load: Any) -> Any:
+        first, second = real(delta, width, prefix, load)
+        heads = delta.num_value_heads
+        return first, second.reordered([*range(heads, 2 * heads), *range(heads)])
 
-        def swapped(delta: DeltaConfig, width: int, prefix: str, load: Any) -> Any:
-            first, second = real(delta, width, prefix, load)
-            heads = delta.num_value_heads
-            return first, second.reordered([*range(heads, 2 * heads), *range(heads)])
-
-        plant.setattr(layers, "_delta_weights", swapped)
-
-    assert {name, other} == {"a", "b"}
-    return plant_it
+    plant.setattr(layers, "_delta_weights", swapped)
 
 
 def _order_of_parts(*order: int) -> Callable[[pytest.MonkeyPatch], None]:
@@ -433,7 +427,7 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "no gate": _no_gate,
     "unit norm of the mean": _mean_in_the_unit_norm,
     "epsilon beside the root": _eps_beside_the_root,
-    "a and b swapped": _swapped("a", "b"),
+    "a and b swapped": _a_and_b_swapped,
     "beta and decay swapped": _delta(beta=lambda rows: rows.g.exp(), g=lambda rows: rows.beta.log()),
     "no decay": _delta(g=lambda rows: torch.zeros_like(rows.g)),
     "queries not scaled": _delta(q=lambda rows: rows.q * 4),

@@ -2,7 +2,8 @@
 
 from typing import Literal
 
-from specgen.models.config_fields import Raw, count, flag
+from specgen.config import require, shown
+from specgen.models.config_fields import Raw, count, flag, items
 from specgen.models.mixture_targets import sparse_layers
 from specgen.models.model_config import DeltaConfig, MixtureConfig, TargetConfig
 
@@ -33,8 +34,42 @@ def _read(config: Raw, mixture: MixtureConfig | None) -> TargetConfig:
         norm_casts_last=True,
         norm_adds_one=True,
         mixture=mixture,
-        delta=DeltaConfig.from_hf(config),
+        delta=_delta(config),
     )
+
+
+_RECURRENT = {"full_attention": False, "linear_attention": True}
+
+
+def _delta(config: Raw) -> DeltaConfig | None:
+    """Read which layers are such ones, and their widths; None where all attend."""
+    kinds, num_layers = items(config, "layer_types"), count(config, "num_hidden_layers")
+    for kind in kinds:
+        require(
+            isinstance(kind, str) and kind in _RECURRENT,
+            f"layer_types has {shown(kind)}: only {' and '.join(_RECURRENT)} are supported",
+        )
+    interval = count(config, "full_attention_interval")
+    layers = tuple(_RECURRENT[kind] for kind in kinds) or tuple(
+        (layer + 1) % interval != 0 for layer in range(num_layers)
+    )
+    require(
+        len(layers) == num_layers,
+        f"layer_types names {len(layers)} layers, num_hidden_layers {num_layers}: config.json is wrong",
+    )
+    require(
+        not all(layers),
+        "no layer has full attention: a hybrid needs some, config.json is of another family",
+    )
+    found = DeltaConfig(
+        layers=layers,
+        num_key_heads=count(config, "linear_num_key_heads"),
+        num_value_heads=count(config, "linear_num_value_heads"),
+        key_dim=count(config, "linear_key_head_dim"),
+        value_dim=count(config, "linear_value_head_dim"),
+        num_taps=count(config, "linear_conv_kernel_dim"),
+    )
+    return found if any(layers) else None
 
 
 def _mixture(

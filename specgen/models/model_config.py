@@ -158,37 +158,6 @@ class DeltaConfig:
             "wrong",
         )
 
-    @classmethod
-    def from_hf(cls, config: Raw) -> "DeltaConfig | None":
-        """Read which layers are such ones, and their widths; None where all attend."""
-        kinds, num_layers = items(config, "layer_types"), count(config, "num_hidden_layers")
-        for kind in kinds:
-            require(
-                isinstance(kind, str) and kind in _RECURRENT,
-                f"layer_types has {shown(kind)}: only {' and '.join(_RECURRENT)} are supported",
-            )
-        interval = count(config, "full_attention_interval")
-        layers = tuple(_RECURRENT[kind] for kind in kinds) or tuple(
-            (layer + 1) % interval != 0 for layer in range(num_layers)
-        )
-        require(
-            len(layers) == num_layers,
-            f"layer_types names {len(layers)} layers, num_hidden_layers {num_layers}: config.json is wrong",
-        )
-        require(
-            not all(layers),
-            "no layer has full attention: a hybrid needs some, config.json is of another family",
-        )
-        found = cls(
-            layers=layers,
-            num_key_heads=count(config, "linear_num_key_heads"),
-            num_value_heads=count(config, "linear_num_value_heads"),
-            key_dim=count(config, "linear_key_head_dim"),
-            value_dim=count(config, "linear_value_head_dim"),
-            num_taps=count(config, "linear_conv_kernel_dim"),
-        )
-        return found if any(layers) else None
-
     def __str__(self) -> str:
         return (
             f"{self.layers.count(True)} of {len(self.layers)} layers keep a state in place of keys and values: "
@@ -207,7 +176,6 @@ class DeltaConfig:
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
 
-_RECURRENT = {"full_attention": False, "linear_attention": True}
 _WINDOWED = {"full_attention": False, "sliding_attention": True}
 
 
