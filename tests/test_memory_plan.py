@@ -11,14 +11,16 @@ import torch
 from specgen.checkpoints.checkpoint import build_target, mtp_part
 from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.config import EngineConfig, UserError
-from specgen.engine.build import new_cache, num_pages
+from specgen.engine.build import new_cache, num_pages, num_state_slots
 from specgen.engine.loading import load_models, open_checkpoints
 from specgen.engine.memory_plan import MemoryPlan, memory_plans
+from specgen.kv.kv_cache import StateCache
 from specgen.kv.pages import PageAllocator
 from specgen.models.families import family_of
 from specgen.models.model_config import LayerConfig
 from tests.commands import specgen
 from tests.test_published import GLM, PUBLISHED, checkpoint_of, latent_tensors, tensors
+from tests.tiny_hybrids import write_hybrid
 
 GIB = 1 << 30
 
@@ -135,6 +137,25 @@ def test_inspect_prints_the_plan(demo_path: Path) -> None:
     plan = json.loads(inspected(*pair, "--gpu=1GiB", "--json")[1])["memory_plan"]
     assert plan == [each.to_json() for each in plans(demo_path, pair[0])]
     assert "memory_plan" not in json.loads(inspected(*pair, "--json")[1])
+
+
+def test_states_of_a_hybrid_are_counted(tmp_path: Path) -> None:
+    config = write_hybrid(tmp_path, mtp=True)
+    spec = config.state_spec
+    assert spec is not None
+    for plan in memory_plans(str(tmp_path), "mtp", GIB):
+        states = StateCache(
+            spec=spec,
+            num_slots=num_state_slots(plan.num_sequences) + 1,
+            step_rows=plan.config.draft_length.most + 1,
+            dtype=torch.bfloat16,
+            device=torch.device("meta"),
+        )
+        assert plan.states == sum(each.nbytes for each in (states.states, states.rows, states.positions))
+        assert plan.states > plan.num_sequences * spec.num_bytes
+    code, text = inspected(str(tmp_path), "mtp", "--gpu=1GiB")
+    assert code == 0, text
+    assert "states" in text
 
 
 def test_what_does_not_fit_is_said(demo_path: Path) -> None:

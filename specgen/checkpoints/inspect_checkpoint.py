@@ -139,6 +139,7 @@ class Description:
 
     parts: tuple[Inspection | Ngrams, ...]
     misfits: tuple[str, ...]  # every reason why the checkpoint or the pair cannot run
+    given: tuple[str, ...]  # how they were asked for
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -149,13 +150,13 @@ class Description:
         )
 
     def pair(self) -> tuple[str, str | None]:
-        """The names of target and drafter; ``UserError`` without a target."""
+        """Target and drafter as they were given; ``UserError`` without a target."""
         names = [part.name for part in self.parts]
         require(
             isinstance(self.parts[0], Inspection) and self.parts[0].kind == "target",
             f"{names[0]} is no target: a memory plan is of a target, alone or with its drafter",
         )
-        return names[0], names[1] if len(names) > 1 else None
+        return names[0], next((name for name in self.given if name != names[0]), None)
 
     def to_json(self) -> dict[str, Any]:
         """``checkpoints``, ``kv_bytes_per_token`` of all, ``misfits``, and ``fit``: null for a single checkpoint."""
@@ -204,7 +205,7 @@ def describe(path: str, other: str | None = None) -> Description:
         reasons.append("both draft and neither is a target: give one target and one drafter")
     elif len(checkpoints) == 2:
         reasons += _pair_misfits(targets, heads)
-    return Description(parts=(*targets, *heads, *ngrams), misfits=tuple(reasons))
+    return Description(parts=(*targets, *heads, *ngrams), misfits=tuple(reasons), given=tuple(names))
 
 
 def _is_head(checkpoint: Checkpoint) -> bool:
