@@ -33,7 +33,7 @@ from tests.engines import (
     random_requests,
 )
 from tests.marks import mostly_slow
-from tests.tiny_checkpoints import write_head
+from tests.tiny_checkpoints import write_dflash_head, write_head
 from tests.tiny_hybrids import write_hybrid
 
 pytestmark = pytest.mark.xdist_group("hybrid")  # the texts of transformers are computed once
@@ -63,7 +63,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     import transformers
 
     path = tmp_path_factory.mktemp("hybrid")
-    write_head(path / "drafter", write_hybrid(path / "target", mtp=True, vocab_size=VOCAB))
+    config = write_hybrid(path / "target", mtp=True, vocab_size=VOCAB)
+    write_head(path / "eagle3", config)
+    write_dflash_head(path / "dflash", config)
     model = transformers.AutoModelForCausalLM.from_pretrained(path / "target").eval()
     texts = {}
     for each in prompts():
@@ -131,9 +133,10 @@ def test_text_is_that_of_transformers_whatever_is_accepted(
 @pytest.mark.parametrize(
     ("drafter", "batch", "k"),
     mostly_slow(
-        [("mtp", "padded", 0), *product(("mtp", "drafter"), ("padded", "non-padded"), (1, 4))],
+        [("mtp", "padded", 0), *product(("mtp", "eagle3", "dflash"), ("padded", "non-padded"), (1, 4))],
         ("mtp", "padded", 0),
         ("mtp", "non-padded", 4),
+        ("dflash", "padded", 4),
     ),
 )
 def test_text_is_that_of_transformers_with_every_drafter(
