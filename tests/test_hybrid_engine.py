@@ -65,7 +65,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     path = tmp_path_factory.mktemp("hybrid")
     config = write_hybrid(path / "target", mtp=True, vocab_size=VOCAB)
     write_head(path / "eagle3", config)
-    write_dflash_head(path / "dflash", config)
+    write_dflash_head(path / "dflash", config, layer_ids=(0, 1, 3))
     model = transformers.AutoModelForCausalLM.from_pretrained(path / "target").eval()
     texts = {}
     for each in prompts():
