@@ -3,20 +3,20 @@
 import json
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from demo_corpus import BOS, END, PAD, pack
 from demo_target import Optimizer, Recipe
-from dense_heads import Eagle1, Eagle3, Head, HeadConfig, document_mask, head_loss
+from dense_heads import DFlash, Eagle1, Eagle3, Head, HeadConfig, document_mask, head_loss
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-# by folder: the head of `make demo`, and two small ones of other kinds
+# by folder: the head of `make demo`, and small ones of other kinds
 HEADS = {
     "drafter": HeadConfig(
         kind="EAGLE3",
@@ -48,9 +48,34 @@ HEADS = {
         head_dim=64,
         draft_vocab_size=1536,
     ),
+    "drafter-dflash": HeadConfig(
+        kind="DFlash",
+        num_layers=1,
+        hidden_size=256,
+        intermediate_size=32,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=32,
+        draft_vocab_size=3072,
+        block_size=6,
+    ),
 }
 _STEP_WEIGHT = 0.8  # of the loss of each draft against the one before it
 Answered = list[tuple[list[int], list[int]]]  # prompt ids, answer ids
+
+
+def head_recipe(recipe: Recipe, config: HeadConfig) -> Recipe:
+    """``recipe`` for the training of such a head: DFlash's was trained on one CPU core, in 11 minutes."""
+    if config.kind != "DFlash":
+        return recipe
+    return replace(
+        recipe,
+        num_prompts=6000,
+        head_epochs=1,
+        head_batch_rows=4,
+        head_learning_rate=0.03,
+        unrolled_steps=config.block_size - 1,
+    )
 
 
 def aux_layers(num_layers: int) -> tuple[int, int, int]:
@@ -68,8 +93,12 @@ def draft_vocabulary(answered: Answered, size: int) -> Tensor:
 def make_head(config: HeadConfig, target: LlamaForCausalLM) -> Head:
     """An untrained head beside ``target``, on its device."""
     embedding, layers = target.get_input_embeddings().weight.detach(), target.config.num_hidden_layers
+    output = target.get_output_embeddings().weight.detach()
     if config.kind == "EAGLE-1":
-        head: Head = Eagle1(config, embedding, target.get_output_embeddings().weight.detach())
+        head: Head = Eagle1(config, embedding, output)
+    elif config.kind == "DFlash":
+        head = DFlash(config, embedding, output, target.config.pad_token_id)
+        head.norm.load_state_dict(target.model.norm.state_dict())  # in front of the same output weights
     else:
         head = Eagle3(config, embedding, len(aux_layers(layers)))
     return head.to(target.device)
@@ -85,6 +114,7 @@ def read_target(
     if config.kind == "EAGLE-1":
         return states[-1], output.logits
     layers = aux_layers(target.config.num_hidden_layers)
+    layers = layers[-1:] if config.kind == "DFlash" else layers
     return torch.cat([states[layer] for layer in layers], dim=-1), output.logits
 
 
@@ -167,7 +197,7 @@ def measure_acceptance(
 def write_head(
     folder: Path, head: Head, kept: Tensor, target: LlamaForCausalLM, tokenizer: Tokenizer
 ) -> None:
-    """The head in bfloat16 in EAGLE's formats; of EAGLE3 ``d2t`` holds offsets, ``t2d`` marks the draft vocabulary."""
+    """The head in bfloat16 in EAGLE's formats or z-lab's; ``d2t`` holds offsets, ``t2d`` marks the draft vocabulary."""
     folder.mkdir(parents=True, exist_ok=True)
     head_config, vocab_size, kept = head.config, target.config.vocab_size, kept.cpu()
     tensors = {name: value.to(torch.bfloat16).contiguous().cpu() for name, value in head.state_dict().items()}
@@ -191,6 +221,18 @@ def write_head(
         "torch_dtype": "bfloat16",
         "vocab_size": vocab_size,
     }
+    if head_config.kind == "DFlash":
+        layers = target.config.num_hidden_layers
+        config |= {
+            "architectures": ["DFlashDraftModel"],
+            "block_size": head_config.block_size,
+            "num_target_layers": layers,
+            # outputs of layers
+            "dflash_config": {
+                "mask_token_id": head.mask_token,
+                "target_layer_ids": [aux_layers(layers)[-1] - 1],
+            },
+        }
     if head_config.kind == "EAGLE3":
         tensors = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
         tensors["d2t"] = kept - torch.arange(len(kept))

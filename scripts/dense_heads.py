@@ -1,7 +1,8 @@
-"""EAGLE-1 and EAGLE3 heads as their checkpoints define them, for training-time test: dense, without a KV cache.
+"""EAGLE-1, EAGLE3 and DFlash heads as their checkpoints define them, for training: dense, without a KV cache.
 
 Independent of the engine on purpose: their measured acceptance is a check on the engine's.
-Sources: EAGLE (Li et al., 2024), https://arxiv.org/abs/2401.15077; EAGLE-3 (2025), https://arxiv.org/abs/2503.01840.
+Sources: EAGLE (Li et al., 2024), https://arxiv.org/abs/2401.15077; EAGLE-3 (2025), https://arxiv.org/abs/2503.01840;
+DFlash (Chen et al., 2026), https://arxiv.org/abs/2602.06036.
 """
 
 from abc import ABC, abstractmethod
@@ -20,7 +21,7 @@ KeysValues = tuple[Tensor, Tensor]
 class HeadConfig:
     """Sizes of a head."""
 
-    kind: Literal["EAGLE-1", "EAGLE3"]
+    kind: Literal["EAGLE-1", "EAGLE3", "DFlash"]
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -28,6 +29,7 @@ class HeadConfig:
     num_kv_heads: int
     head_dim: int
     draft_vocab_size: int
+    block_size: int = 0  # of DFlash: the newest token and masks
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
 
@@ -42,7 +44,7 @@ class _Attention(nn.Module):
         self.v_proj = nn.Linear(input_size, kv_width, bias=False)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
 
-    def _rope(self, x: Tensor, positions: Tensor) -> Tensor:
+    def rope(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate ``x [B, heads, T, D]`` by ``positions [T]``, with half-split pairs as in Llama."""
         half = self.config.head_dim // 2
         frequencies = self.config.rope_theta ** (
@@ -66,8 +68,8 @@ class _Attention(nn.Module):
             y = y.view(batch, length, heads, config.head_dim).transpose(1, 2)
             return y.repeat_interleave(config.num_heads // heads, dim=1)
 
-        q = self._rope(split(self.q_proj(x), config.num_heads), positions)
-        k = self._rope(split(self.k_proj(x), config.num_kv_heads), positions)
+        q = self.rope(split(self.q_proj(x), config.num_heads), positions)
+        k = self.rope(split(self.k_proj(x), config.num_kv_heads), positions)
         past.append((k, split(self.v_proj(x), config.num_kv_heads)))
         (first_k, first_v), *own = past
         q = q * config.head_dim**-0.5
@@ -200,6 +202,69 @@ class Eagle3(Head):
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(self.norm(hidden))
+
+
+class DFlash(Head):
+    """A DFlash head: of the text it sees the target's features alone, and drafts with the target's output weights."""
+
+    def __init__(self, config: HeadConfig, embedding: Tensor, lm_head: Tensor, mask_token: int) -> None:
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        super().__init__(config, hidden)
+        self.layers[0].input_layernorm = nn.RMSNorm(hidden, eps=eps)
+        self.fc = nn.Linear(embedding.shape[1], hidden, bias=False)
+        self.hidden_norm = nn.RMSNorm(hidden, eps=eps)
+        self.norm = nn.RMSNorm(hidden, eps=eps)
+        self.mask_token = mask_token
+        self.register_buffer("embedding", embedding, persistent=False)
+        self.register_buffer("lm_head", lm_head, persistent=False)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return self.hidden_norm(self.fc(features))
+
+    def enter(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        stream = F.embedding(tokens, self.embedding)
+        return stream, self.layers[0].input_layernorm(stream)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(self.norm(hidden), self.lm_head)
+
+    def unroll(self, features: Tensor, tokens: Tensor, mask: Tensor, steps: int) -> Iterator[Tensor]:
+        """As of ``Head``, from one pass: row p has a block of the token behind it and ``steps`` masks."""
+        states, newest = self.fuse(features), tokens.roll(-1, dims=1)[..., None]
+        masks = torch.full_like(newest, self.mask_token).expand(-1, -1, steps)
+        stream, _ = self.enter(torch.cat([newest, masks], -1), states)  # [B, T, 1 + steps, H]
+        for layer in self.layers:
+            stream = stream + _attend_in_blocks(layer.self_attn, layer.input_layernorm(stream), states, mask)
+            stream = stream + layer.mlp(layer.post_attention_layernorm(stream))
+        for j in range(steps):
+            yield self.logits(stream[:, :, 1 + j])
+
+
+def _attend_in_blocks(attention: _Attention, rows: Tensor, states: Tensor, mask: Tensor) -> Tensor:
+    """Each block of ``rows [B, T, R, H]`` sees itself and, by ``mask``, of ``states [B, T, H]`` those before it."""
+    batch, length, size, _ = rows.shape
+    config = attention.config
+
+    def heads(y: Tensor, count: int) -> Tensor:
+        y = y.view(batch, -1, count, config.head_dim).transpose(1, 2)
+        return y.repeat_interleave(config.num_heads // count, dim=1)
+
+    def in_blocks(y: Tensor) -> Tensor:
+        return y.view(*y.shape[:2], length, size, -1)
+
+    at = torch.arange(length, device=rows.device)
+    in_rows = (at[:, None] + 1 + torch.arange(size, device=rows.device)).flatten()
+    q = attention.rope(heads(attention.q_proj(rows), config.num_heads), in_rows) * config.head_dim**-0.5
+    own_k = attention.rope(heads(attention.k_proj(rows), config.num_kv_heads), in_rows)
+    own_v = heads(attention.v_proj(rows), config.num_kv_heads)
+    k = attention.rope(heads(attention.k_proj(states), config.num_kv_heads), at)
+    v = heads(attention.v_proj(states), config.num_kv_heads)
+    seen = in_blocks(q @ k.transpose(-1, -2)).masked_fill(~mask[:, :, :, None], -torch.inf)
+    own = in_blocks(q) @ in_blocks(own_k).transpose(-1, -2)
+    weights = torch.cat([seen, own], dim=-1).float().softmax(-1).to(rows.dtype)
+    text, block = weights.split([length, size], dim=-1)
+    out = in_blocks(text.flatten(2, 3) @ v) + block @ in_blocks(own_v)
+    return attention.o_proj(out.permute(0, 2, 3, 1, 4).flatten(3))
 
 
 def document_mask(tokens: Tensor, bos: int) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,15 @@ from demo_corpus import (
     render,
     train_tokenizer,
 )
-from demo_heads import HEADS, Answered, measure_acceptance, read_head, train_head, write_head
+from demo_heads import (
+    HEADS,
+    Answered,
+    head_recipe,
+    measure_acceptance,
+    read_head,
+    train_head,
+    write_head,
+)
 from demo_target import Recipe, answer, language_loss, train_target, write_target, write_tokenizer
 from demo_text import chats
 from tokenizers import Tokenizer
@@ -188,10 +196,11 @@ def train(recipe: Recipe, sources: Sources, output: Path, device: str) -> dict[s
     tokenizer, target = get_target(recipe, sources, output / "target", device)
     target.requires_grad_(False)
     missing = [name for name in HEADS if not (output / name / "model.safetensors").exists()]
-    if missing:
-        answered = make_answers(recipe, sources, tokenizer, output / "target", device)
-        for name in missing:
-            head, kept = train_head(recipe, HEADS[name], target, answered)
+    recipes = {name: head_recipe(recipe, HEADS[name]) for name in missing}
+    for each in dict.fromkeys(recipes.values()):
+        answered = make_answers(each, sources, tokenizer, output / "target", device)
+        for name in (name for name in missing if recipes[name] == each):
+            head, kept = train_head(each, HEADS[name], target, answered)
             write_head(output / name, head, kept, target, tokenizer)
     held_out, acceptance = answer_held_out(recipe, tokenizer, target), {}
     for name, config in HEADS.items():

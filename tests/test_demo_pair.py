@@ -16,7 +16,8 @@ from tests.engines import Outputs, Pair, generate, load_pair
 # They generate once. That drafts of the bundled pair change no text is in the quick test_lossless.py.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("bundled heads")]
 FILES = {"mt_bench.jsonl": "mt-bench", "gsm8k.jsonl": "gsm8k"}
-LOWEST = {"drafter": 3.9, "drafter-eagle1": 3.0, "drafter-two-layers": 2.5}  # mean acceptance lengths
+# mean acceptance lengths
+LOWEST = {"drafter": 3.9, "drafter-eagle1": 3.0, "drafter-two-layers": 2.5, "drafter-dflash": 1.35}
 Runs = dict[tuple[str, str], Outputs]
 HEADS = pytest.mark.parametrize("head", LOWEST)
 NAMES = pytest.mark.parametrize("name", FILES)
@@ -65,7 +66,7 @@ def trained(demo_path: Path) -> dict[str, Any]:
 
 def test_the_bundled_data_is_small() -> None:
     """A wheel carries it."""
-    assert sum(file.stat().st_size for file in data_directory().rglob("*") if file.is_file()) <= 20_000_000
+    assert sum(file.stat().st_size for file in data_directory().rglob("*") if file.is_file()) <= 20_400_000
 
 
 @HEADS

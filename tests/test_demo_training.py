@@ -13,7 +13,7 @@ from demo_corpus import pack
 from demo_heads import count_rows, count_steps, pool
 from demo_target import Optimizer
 from demo_text.problem import work
-from dense_heads import Eagle1, Eagle3, Head, HeadConfig, document_mask
+from dense_heads import DFlash, Eagle1, Eagle3, Head, HeadConfig, document_mask
 from torch import nn
 from word_problems import TEMPLATES, follow_up, generate, is_held_out, of_split, write_prompts
 
@@ -113,6 +113,9 @@ def make_head(kind: str) -> tuple[Head, int]:
     embedding = torch.randn(VOCAB, 16)
     if kind == "EAGLE-1":
         return Eagle1(replace(CONFIG, kind="EAGLE-1"), embedding, torch.randn(VOCAB, 16)).double(), 16
+    if kind == "DFlash":
+        config = replace(CONFIG, kind="DFlash", num_layers=2)
+        return DFlash(config, embedding, torch.randn(VOCAB, 16), mask_token=2).double(), 16
     config = replace(CONFIG, num_layers=2, hidden_size=8) if kind == "two layers" else CONFIG
     return Eagle3(config, embedding, 3).double(), 48
 
@@ -147,7 +150,25 @@ def test_unrolled_training_equals_step_by_step_drafting(kind: str):
             torch.testing.assert_close(unrolled[j][:, row], expected)
 
 
-@KINDS
+def test_a_block_sees_the_text_before_it_and_itself():
+    head, width = make_head("DFlash")
+    features, tokens = torch.randn(1, 12, width).double(), torch.randint(VOCAB, (1, 12))
+    _, mask = document_mask(torch.tensor([[0] + [1] * 11]), 0)
+    drafts = torch.stack(list(head.unroll(features, tokens, mask, 3)), 2)  # [1, T, 3, V]
+    for at in range(12):
+        changed = features.clone()
+        changed[:, at] += 1
+        moved = torch.stack(list(head.unroll(changed, tokens, mask, 3)), 2) != drafts
+        assert moved.any(-1)[0].all(-1).tolist() == [row >= at for row in range(12)], at
+    other = tokens.clone()
+    other[:, 5] = (other[:, 5] + 1) % VOCAB  # the newest token of row 4 alone
+    moved = torch.stack(list(head.unroll(features, other, mask, 3)), 2) != drafts
+    assert moved.any(-1)[0].all(-1).tolist() == [row == 4 for row in range(12)]
+    fewer = torch.stack(list(head.unroll(features, tokens, mask, 2)), 2)
+    assert (fewer != drafts[:, :, :2]).all(), "masks see one another"
+
+
+@pytest.mark.parametrize("kind", ["EAGLE-1", "EAGLE3", "two layers", "DFlash"])
 def test_packed_documents_do_not_attend_to_each_other(kind: str):
     head, width = make_head(kind)
     features = torch.randn(1, 12, width).double()
