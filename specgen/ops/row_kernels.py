@@ -21,9 +21,8 @@ def _normed(x: tl.tensor, weight: tl.tensor, size: int, eps: float, CASTS_LAST: 
     """``x`` in its own dtype, zero beyond ``size``; rounded before the weight is applied or, CASTS_LAST, behind it."""
     wide = x.to(tl.float32)
     scaled = wide * tl.rsqrt(tl.sum(wide * wide) / size + eps)
-    if CASTS_LAST:
-        return (scaled * weight.to(tl.float32)).to(x.dtype)
-    return scaled.to(x.dtype) * weight
+    # one return, as Triton compares the types of several: with a float32 weight they differ
+    return (scaled * weight.to(tl.float32)).to(x.dtype) if CASTS_LAST else scaled.to(x.dtype) * weight
 
 
 @triton.jit
