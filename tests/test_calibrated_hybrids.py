@@ -85,7 +85,7 @@ def test_full_size_pairs_take_the_bytes_of_the_published_models(
     found = tensors_of(name, weights)
     assert [gigabytes(part) for part in found] == pytest.approx([own, mtp], abs=0.01)
     if (name, weights) == ("qwen3.6-27b", "bf16"):
-        assert len(found[0]) == 851  # as transformers counts them without the pictures'
+        assert len(found[0]) == 851  # as transformers counts them without the vision part's
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)

@@ -38,7 +38,7 @@ from tests.tiny_checkpoints import change_json, write_head, write_target
 from tests.tiny_latents import write_latent
 from tests.tiny_mixtures import change
 
-# Those of models for pictures too are the same families
+# Those of vision-language models are the same families
 OF_TEXT = [name for name in FAMILIES if name.endswith("ForCausalLM")]
 OF_GENERATION = ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "use_cache")
 OF_GENERATION += ("output_attentions", "output_hidden_states", "transformers_version", "cache_implementation")
@@ -161,7 +161,7 @@ def test_every_key_of_transformers_is_on_a_list(architecture: str) -> None:
     )
 
 
-def test_a_model_for_pictures_too_is_of_the_family_of_its_text_part() -> None:
+def test_a_vision_language_model_is_of_the_family_of_its_text_part() -> None:
     for name in FAMILIES.keys() - set(OF_TEXT):
         assert FAMILIES[name] is FAMILIES[name.replace("ForConditionalGeneration", "ForCausalLM")]
         outer = _class(name)().to_dict().keys() - {"text_config"}

@@ -192,7 +192,7 @@ def test_fp8_is_read_as_it_is_published(tmp_path: Path, architecture: str, form:
     assert mtp_of(tmp_path)[1].config.fp8 is not None
 
 
-def test_a_model_for_text_may_keep_the_names_of_one_for_pictures(tmp_path: Path) -> None:
+def test_a_model_for_text_may_keep_the_names_of_a_vision_language_one(tmp_path: Path) -> None:
     """As ``transformers`` reads them in either."""
     config = write_hybrid(tmp_path, "Qwen3_5ForCausalLM", mtp=True)
     right = paged_logits(loaded(tmp_path), ids_of(config), SdpaBackend, [40])
@@ -207,7 +207,7 @@ def test_a_model_for_text_may_keep_the_names_of_one_for_pictures(tmp_path: Path)
 # ---- configs
 
 
-def test_what_the_top_level_of_a_model_for_pictures_says_counts(tmp_path: Path) -> None:
+def test_what_the_top_level_of_a_vision_language_model_says_counts(tmp_path: Path) -> None:
     write_hybrid(tmp_path, "Qwen3_5ForConditionalGeneration")
     raw = json.loads((tmp_path / "config.json").read_text())
     assert read(tmp_path).eos_token_ids == (2,)
@@ -256,7 +256,7 @@ def test_inspect_says_what_was_understood(tmp_path: Path) -> None:
         "rotary base 10,000, no scaling, of the first 0.25 of a head",
         "norm rounded behind the product with its weight plus 1",
         "MTP 1 layer, used by --drafter mtp",
-        "pictures 21 tensors of model.visual are not loaded: prompts are text",
+        "vision 21 tensors of model.visual are not loaded: prompts are text",
         "fed back the hidden state behind mtp.norm",
         "Target and head fit; together 512 bytes of KV cache per token.",
     ):

@@ -113,7 +113,7 @@ def _mlp_shapes(prefix: str, hidden: int, width: int) -> dict[str, Shape]:
 
 
 def hybrid_tensors(raw: dict[str, Any], *, fused: bool) -> Iterator[tuple[str, str, Shape]]:
-    """Names and shapes as published, of the target and its MTP layer, and one of the part for pictures."""
+    """Names and shapes as published, of the target and its MTP layer, and one of the vision part."""
     text = raw.get("text_config", raw)
     root = "model.language_model." if "text_config" in raw else "model."
     hidden, layers, experts = text["hidden_size"], text["num_hidden_layers"], text.get("num_experts", 0)

@@ -104,7 +104,7 @@ TARGETS: dict[str, Callable[[Path], object]] = {
     "experts in blocks": partial(experts_in_fp8, form="block"),
     "blocks": partial(in_fp8, form="block", **BLOCKS),
     "hybrid": write_hybrid,
-    "hybrid for pictures too": partial(write_hybrid, architecture="Qwen3_5MoeForConditionalGeneration"),
+    "vision-language hybrid": partial(write_hybrid, architecture="Qwen3_5MoeForConditionalGeneration"),
     "hybrid by key head": partial(write_hybrid, architecture="Qwen3NextForCausalLM", attention_bias=True),
     "latents": write_latent,
     "latents and groups": partial(write_latent, family="deepseek", q_lora_rank=None),

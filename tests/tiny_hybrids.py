@@ -25,8 +25,8 @@ _WIDTHS: dict[str, Any] = {
 }
 _EXPERTS = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 24, "num_experts": 6}
 _EXPERTS |= {"num_experts_per_tok": 2}
-_PICTURES = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
-_PICTURES |= {"num_position_embeddings": 16}
+_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+_VISION |= {"num_position_embeddings": 16}
 CONFIGS = {  # of transformers, by architecture
     "Qwen3NextForCausalLM": "Qwen3NextConfig",
     "Qwen3_5ForCausalLM": "Qwen3_5TextConfig",
@@ -55,7 +55,7 @@ def write_hybrid(
         settings = {name: value for name, value in settings.items() if name not in _EXPERTS}
     settings |= changes
     if architecture.endswith("ConditionalGeneration"):
-        settings = {"text_config": settings, "vision_config": _PICTURES}
+        settings = {"text_config": settings, "vision_config": _VISION}
         settings["tie_word_embeddings"] = changes.get("tie_word_embeddings", False)
     torch.manual_seed(seed)
     model: Any = getattr(transformers, architecture)(getattr(transformers, CONFIGS[architecture])(**settings))

@@ -79,7 +79,7 @@ class Inspection:
     weights: Weights
     problems: tuple[str, ...]
     num_mtp_layers: int  # that a target's checkpoint has beside it
-    num_visual_tensors: int  # that it has for pictures
+    num_visual_tensors: int  # of its vision part
     unread_keys: tuple[str, ...]  # of its config.json, though they may mean something
 
     @property
@@ -96,9 +96,9 @@ class Inspection:
         number = f"{self.num_mtp_layers} layer{'s' * (self.num_mtp_layers > 1)}"
         mtp = {"MTP": f"{number}, used by --drafter mtp"} if self.num_mtp_layers else {}
         visual = f"{self.num_visual_tensors} tensors of model.visual are not loaded: prompts are text"
-        pictures = {"pictures": visual} if self.num_visual_tensors else {}
+        vision = {"vision": visual} if self.num_visual_tensors else {}
         unread = {"not read": listed(self.unread_keys)} if self.unread_keys else {}
-        own = {**self.config.facts(), **mtp, **pictures}
+        own = {**self.config.facts(), **mtp, **vision}
         return {**own, "weights": _size(self.weights), "KV cache": kv_cache, **unread}
 
     def to_json(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def section(config: Raw, name: str) -> Raw:
 
 
 def text_part(config: Raw) -> Raw:
-    """Of a model for pictures too, what its ``config.json`` says of text, in one dictionary; of others all of it.
+    """Of a vision-language model, what its ``config.json`` says of text, in one dictionary; of others all of it.
 
     Where ``text_config`` and the top level say something, the latter counts, as in ``transformers``.
     """

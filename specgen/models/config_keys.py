@@ -79,7 +79,7 @@ _NO_EFFECT: Mapping[str, str] = {
     "the tokenizer's": "bos_token_id pad_token_id sep_token_id unk_token_id tokenizer_class prefix",
     "follows from other keys": "qk_head_dim num_nextn_predict_layers num_mtp_layers mtp_num_hidden_layers "
     "initial_context_length",
-    "of pictures and videos, which are not read": "vision_config image_token_id video_token_id "
+    "of images and videos, which are not read": "vision_config image_token_id video_token_id "
     "vision_start_token_id vision_end_token_id",
     "nothing by itself": "use_sliding_window max_window_layers",  # in families that do not read it
 }

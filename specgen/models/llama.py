@@ -167,7 +167,7 @@ def ignored_tensors(config: TargetConfig, names: Set[str]) -> Set[str]:
 OF_TEXT = (
     "model.",
     "model.language_model.",
-)  # what names begin with; the second where a model reads pictures too
+)  # what names begin with; the second in vision-language models
 EMBEDDINGS = tuple(f"{prefix}embed_tokens.weight" for prefix in OF_TEXT)
 
 
@@ -179,5 +179,5 @@ def text_prefix(names: Set[str]) -> str:
 
 
 def visual_tensors(names: Set[str]) -> Set[str]:
-    """Of the part that reads pictures and videos, which is not built."""
+    """Of the vision part, which is not built."""
     return {name for name in names if name.startswith("model.visual.")}

@@ -21,7 +21,7 @@ _KINDS = {  # and what is read of each, beside type, base and share of a head
     "yarn": frozenset({"factor", "mscale_all_dim", "mscale", "attention_factor", "truncate", _LENGTH})
     | {"beta_fast", "beta_slow"},
 }
-# The last two are of positions in pictures; a token of text has one position, whichever way it is counted
+# The last two are of positions in images; a token of text has one position, whichever way it is counted
 _OF_ALL = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 _YARN_NUMBERS = {"beta_fast": 32.0, "beta_slow": 1.0}  # and their defaults
 
