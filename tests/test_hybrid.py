@@ -26,6 +26,7 @@ from specgen.models.model_config import DeltaConfig, TargetConfig
 from specgen.models.mtp import MtpHead
 from specgen.ops.reference import torch_ops
 from tests.dense import DenseAttend
+from tests.marks import mostly_slow
 from tests.reference_heads import DenseTarget, ReferenceMtp
 from tests.test_fp8 import agrees, expected, logits
 from tests.test_mixtures import ids_of, loaded, paged_logits
@@ -111,7 +112,10 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(TARGETS, "Qwen3_5ForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+)
 def test_logits_equal_transformers_whole_in_pieces_and_row_by_row(tmp_path: Path, name: str) -> None:
     architecture, changes = TARGETS[name]
     ids = ids_of(write_hybrid(tmp_path, architecture, **changes))
@@ -177,7 +181,9 @@ def test_experts_may_lie_in_one_tensor(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("form", ["block", "dynamic", "modelopt"])
-@pytest.mark.parametrize("architecture", ["Qwen3_5ForCausalLM", "Qwen3NextForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture", mostly_slow(["Qwen3_5ForCausalLM", "Qwen3NextForCausalLM"], "Qwen3_5ForCausalLM")
+)
 def test_fp8_is_read_as_it_is_published(tmp_path: Path, architecture: str, form: str) -> None:
     """Large matrices; what makes a and b, and ``mtp.fc``, stay plain."""
     dense = {"mlp_only_layers": [0, 1, 2, 3]} if architecture == "Qwen3NextForCausalLM" else {}
@@ -300,7 +306,7 @@ def mtp_logits(path: Path, ids: Tensor, hidden: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("architecture", mostly_slow(CONFIGS, "Qwen3NextForCausalLM", MIXTURE))
 def test_the_mtp_layer_equals_one_made_of_transformers_layers(tmp_path: Path, architecture: str) -> None:
     ids = ids_of(write_hybrid(tmp_path, architecture, mtp=True))
     hidden, expected = right_mtp(tmp_path, ids)
@@ -441,7 +447,7 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", MIXTURE])
+@pytest.mark.parametrize("architecture", mostly_slow(["Qwen3NextForCausalLM", MIXTURE], MIXTURE))
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_errors_are_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, architecture: str
