@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from specgen.config import EngineConfig, SamplingParams, UserError
     from specgen.engine.conversations import RequestOutput
     from specgen.engine.engine import Engine
+    from specgen.jobs.batch_generator import BatchGenerator
     from specgen.prompts import Prompt
     from specgen.text.tokenizer import Message
 
@@ -21,8 +22,18 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1500")
 
 __version__ = VERSION
-__all__ = ["Engine", "EngineConfig", "Message", "Prompt", "RequestOutput", "SamplingParams", "UserError"]
+__all__ = [
+    "BatchGenerator",
+    "Engine",
+    "EngineConfig",
+    "Message",
+    "Prompt",
+    "RequestOutput",
+    "SamplingParams",
+    "UserError",
+]
 _HOMES = {
+    "BatchGenerator": "jobs.batch_generator",
     "Engine": "engine.engine",
     "EngineConfig": "config",
     "Message": "text.tokenizer",

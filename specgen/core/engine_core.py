@@ -108,21 +108,21 @@ class EngineCore:
 
     def generate(
         self,
-        requests: Iterable[Request],
+        requests: Iterable[Request | None],
         follow_up: Callable[[Completion], Request | None] = no_follow_up,
         until: Callable[[], bool] = never_stop,
     ) -> Generator[Completion, None, None]:
         """The completions as they finish, in no fixed order.
 
-        A request is pulled from ``requests`` when the batch has room for it. ``follow_up`` may answer a completion
-        with the next request of the same conversation. Once ``until``, which is asked between steps, is true, what
-        the passes in flight have finished is yielded, and the other requests are dropped.
+        A request is pulled from ``requests`` when the batch has room for it; None: there is none now. ``follow_up``
+        may answer a completion with the next request of the same conversation. Once ``until``, which is asked between
+        steps, is true, what the passes in flight have finished is yielded, and the other requests are dropped.
         """
         return rarely_collecting(self._generate(iter(requests), follow_up, until))
 
     def _generate(
         self,
-        source: Iterator[Request],
+        source: Iterator[Request | None],
         follow_up: Callable[[Completion], Request | None] = no_follow_up,
         until: Callable[[], bool] = never_stop,
     ) -> Generator[Completion, None, None]:
@@ -208,7 +208,7 @@ class EngineCore:
     def sizes(self, max_sequences: int) -> list[int]:
         return self._runner.sizes(max_sequences)
 
-    def _pull_requests(self, source: Iterator[Request]) -> Iterator[Completion]:
+    def _pull_requests(self, source: Iterator[Request | None]) -> Iterator[Completion]:
         while self._scheduler.wants_request:
             request = next(source, None)
             if request is None:

@@ -86,7 +86,7 @@ class Conversations:
 
     def __init__(
         self,
-        prompts: Iterable[Prompt | Rejected],
+        prompts: Iterable[Prompt | Rejected | None],
         tokenizer: Tokenizer,
         sampling: SamplingParams,
         fail: Callable[[RequestOutput], None],
@@ -101,10 +101,12 @@ class Conversations:
         self._lost = lost
         self._open: dict[str, _Conversation] = {}
 
-    def first_turns(self) -> Iterator[Request]:
-        """A request for every prompt that has one left and can be asked."""
+    def first_turns(self) -> Iterator[Request | None]:
+        """A request for every prompt that has one left and can be asked; None where there is no prompt now."""
         for prompt in self._prompts:
-            if isinstance(prompt, Rejected):
+            if prompt is None:
+                yield None
+            elif isinstance(prompt, Rejected):
                 for turn, name in enumerate(prompt.turn_ids, start=1):
                     self._fail(RequestOutput(id=name, finish_reason="error", turn=turn, error=prompt.reason))
             elif (request := self._ask(_Conversation(prompt=prompt))) is not None:
@@ -208,7 +210,8 @@ def first_turns(
     if any(isinstance(prompt, Prompt) and prompt.messages for prompt in prompts):
         tokenizer.require_chat_template()
     refused: list[RequestOutput] = []
-    requests = list(Conversations(prompts, tokenizer, sampling, refused.append).first_turns())
+    turns = Conversations(prompts, tokenizer, sampling, refused.append).first_turns()
+    requests = [turn for turn in turns if turn is not None]
     return requests, [failure(output.id, str(output.error)) for output in refused]
 
 

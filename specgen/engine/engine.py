@@ -131,7 +131,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: str | Prompt | Iterable[str | Prompt | Rejected],
+        prompts: str | Prompt | Iterable[str | Prompt | Rejected | None],
         sampling: SamplingParams | None = None,
         *,
         earlier: Mapping[str, str] = _NONE,
@@ -143,13 +143,14 @@ class Engine:
         ``prompts`` is one prompt or an iterable of prompts, and a prompt is a string or a ``Prompt``; anything else is
         a ``UserError`` (token ids: ``Prompt(id=..., token_ids=...)``). A string is raw text without a chat template;
         its id is its index among ``prompts`` ("0", "1", ...). Prompts are pulled as the batch has room, so they may be
-        a stream. One that cannot be run comes as an output with ``error``. ``sampling`` holds what a prompt does not
-        say itself; without it ``default_sampling`` does. ``earlier`` has the texts of turns, by id, that were answered
-        before: they are not asked again. ``lost`` has why the device was lost while a turn ran (see ``DeviceLost``), by
-        id and once for each time: a turn that it was lost with once runs alone, one that it was lost with twice has
-        failed. ``until`` is asked between steps; once it is true, what the steps in flight have finished is yielded and
-        the rest is dropped. ``UserError`` while the engine is at work for another caller, and once it is closed;
-        ``DeviceLost`` where only a new process can go on.
+        a stream; None in it says that there is none now, and that more may come while others run. One that cannot be
+        run comes as an output with ``error``. ``sampling`` holds what a prompt does not say itself; without it
+        ``default_sampling`` does. ``earlier`` has the texts of turns, by id, that were answered before: they are not
+        asked again. ``lost`` has why the device was lost while a turn ran (see ``DeviceLost``), by id and once for each
+        time: a turn that it was lost with once runs alone, one that it was lost with twice has failed. ``until`` is
+        asked between steps; once it is true, what the steps in flight have finished is yielded and the rest is dropped.
+        ``UserError`` while the engine is at work for another caller, and once it is closed; ``DeviceLost`` where only a
+        new process can go on.
         """
         self._require_open()
         if not isinstance(sampling, SamplingParams | None):
@@ -160,7 +161,7 @@ class Engine:
 
     def _outputs(
         self,
-        prompts: Iterator[Prompt | Rejected],
+        prompts: Iterator[Prompt | Rejected | None],
         sampling: SamplingParams,
         earlier: Mapping[str, str],
         lost: Mapping[str, Sequence[str]],
@@ -202,7 +203,9 @@ def _with_template(models: Models, config: EngineConfig) -> Models:
     return replace(models, tokenizer=models.tokenizer.with_template_kwargs(config.template_kwargs))
 
 
-def _named(prompts: str | Prompt | Iterable[str | Prompt | Rejected]) -> Iterator[Prompt | Rejected]:
+def _named(
+    prompts: str | Prompt | Iterable[str | Prompt | Rejected | None],
+) -> Iterator[Prompt | Rejected | None]:
     """One prompt, or each of several; the types of a list are checked before its first prompt runs."""
     if isinstance(prompts, str | Prompt | Rejected):
         prompts = (prompts,)
@@ -214,7 +217,9 @@ def _named(prompts: str | Prompt | Iterable[str | Prompt | Rejected]) -> Iterato
     return starmap(_prompt, enumerate(prompts))
 
 
-def _prompt(index: int, prompt: str | Prompt | Rejected) -> Prompt | Rejected:
+def _prompt(index: int, prompt: str | Prompt | Rejected | None) -> Prompt | Rejected | None:
+    if prompt is None:
+        return None
     _check(index, prompt)
     return Prompt(id=str(index), text=prompt) if isinstance(prompt, str) else prompt
 

@@ -1,0 +1,201 @@
+"""An engine as a function of batches of columns, as pipelines call one: Ray Data, ``datasets``, Daft, Spark."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import count
+from threading import Condition
+from typing import TYPE_CHECKING, Any
+
+from specgen.config import EngineConfig, SamplingParams, UserError, first_line, require, shown
+from specgen.prompts import Prompt, Rejected
+from specgen.prompts.fields import SAMPLING_FIELDS
+from specgen.prompts.own import CONTENT_FIELDS, parse_own
+
+if TYPE_CHECKING:
+    from specgen.engine.conversations import RequestOutput
+    from specgen.engine.engine import Engine
+
+_SAMPLING = "sampling_params"
+_READ = (*CONTENT_FIELDS, _SAMPLING)
+_METRICS = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length")
+COLUMNS = (
+    *("generated_text", "reasoning", "generated_tokens", "num_input_tokens", "num_generated_tokens"),
+    *("finish_reason", *_METRICS, "error"),
+)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Call:
+    """The rows of one call, and what was found of them by id."""
+
+    left: int  # rows without an output
+    rows: list[Prompt | Rejected] = field(default_factory=list)
+    waiting: deque[Prompt | Rejected] = field(default_factory=deque)  # those that the engine has not taken
+    outputs: dict[str, "RequestOutput"] = field(default_factory=dict)
+
+
+class BatchGenerator:
+    """Answers batches of rows: ``generator(batch)`` is ``batch`` with the columns ``COLUMNS`` beside its own.
+
+    A batch is a dict of columns of one length: ``messages``, ``prompt`` or ``prompt_token_ids``, and optionally
+    ``sampling_params``, for each row a dict or None of the fields of ``SamplingParams`` that differ from ``sampling``.
+    All other columns come back as they are. A row that cannot be answered has its reason in ``error``, and None or 0 in
+    the other columns; it never fails a batch. ``UserError`` for a batch that is no such dict; ``DeviceLost`` where only
+    a new process can go on.
+
+    The engine is made by the first call, so that this can be pickled before, and is there until the process ends.
+    Threads may call it at once: rows of all calls share the engine's batch, in the order of the calls. What is drawn
+    for a row depends on what the row says and on the seed, not on the call that it is in.
+    """
+
+    def __init__(self, config: EngineConfig, sampling: SamplingParams | None = None) -> None:
+        if not isinstance(config, EngineConfig):
+            raise UserError(f"config is {shown(config)}: use EngineConfig(model=..., drafter=...)")
+        self._config, self._sampling = config, sampling
+        self._start()
+
+    def _start(self) -> None:
+        self._engine: Engine | None = None
+        self._calls: list[_Call] = []  # the oldest first
+        self._owners: dict[str, _Call] = {}  # of rows, by their ids
+        self._outputs: Iterator[RequestOutput] = iter(())
+        self._changed = Condition()  # guards what is here; whoever runs the engine holds ``_at_work`` instead
+        self._at_work = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_config": self._config, "_sampling": self._sampling}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+        """``batch`` with an answer for each row; see the class."""
+        num_rows = _num_rows(batch)
+        call, contents = _Call(left=num_rows), _rows(batch, num_rows)
+        with self._changed:
+            for content in contents:
+                row = _prompt(self._new_id(content), content)
+                call.rows.append(row)
+                self._owners[row.id] = call
+            call.waiting.extend(call.rows)
+            self._calls.append(call)
+        try:
+            while self._goes_first(call):
+                try:
+                    self._answer(call)
+                finally:
+                    with self._changed:
+                        self._at_work = False
+                        self._changed.notify_all()
+        finally:
+            with self._changed:
+                self._calls.remove(call)
+                for row in call.rows:
+                    del self._owners[row.id]
+        found = [_columns(call.outputs[row.id]) for row in call.rows]
+        return {**batch, **{name: [row[name] for row in found] for name in COLUMNS}}
+
+    def _new_id(self, content: Mapping[str, Any]) -> str:
+        """Of a row, by what it says; rows that are alike and asked at once are numbered."""
+        digest = blake2b(repr(sorted(content.items())).encode(), digest_size=12).hexdigest()
+        return next(each for number in count() if (each := f"{digest}.{number}") not in self._owners)
+
+    def _goes_first(self, call: _Call) -> bool:
+        """Whether this thread is to run the engine now; waits while another does. False once ``call`` is answered."""
+        with self._changed:
+            while call.left and self._at_work:
+                self._changed.wait()
+            self._at_work = self._at_work or call.left > 0
+            return call.left > 0
+
+    def _answer(self, call: _Call) -> None:
+        """Run the engine until ``call`` is answered; what it finds of others is theirs."""
+        if self._engine is None:
+            from specgen.engine.engine import Engine
+
+            self._engine = Engine(self._config)
+        while call.left:
+            output = next(self._outputs, None)
+            if output is None:  # a run ends when it has nothing to do
+                self._outputs = self._engine.generate(self._prompts(), self._sampling)
+                continue
+            with self._changed:
+                owner = self._owners.get(output.id)  # None: its call has been broken off
+                if owner is not None:
+                    owner.outputs[output.id] = output
+                    owner.left -= 1
+                    if owner is not call and not owner.left:
+                        self._changed.notify_all()
+
+    def _prompts(self) -> Iterator[Prompt | Rejected | None]:
+        """The rows of all calls, the oldest first; None while there are none."""
+        while True:
+            with self._changed:
+                waiting = next((each.waiting for each in self._calls if each.waiting), None)
+                row = None if waiting is None else waiting.popleft()
+            yield row
+
+
+def _num_rows(batch: object) -> int:
+    """The length of each column; ``UserError`` where ``batch`` has none that can be answered."""
+    if not isinstance(batch, Mapping):
+        raise UserError(f"the batch is {shown(batch)}: use a dict of columns")
+    lengths = {str(name): len(column) for name, column in batch.items()}
+    require(
+        any(name in batch for name in CONTENT_FIELDS),
+        f"the batch has the columns {', '.join(lengths) or 'none'}: one of {', '.join(CONTENT_FIELDS)} is needed",
+    )
+    require(len(set(lengths.values())) == 1, f"columns have different lengths: {lengths}")
+    taken = [name for name in COLUMNS if name in batch]
+    require(not taken, f"the batch has a column {', '.join(taken)} already: rename it, answers go there")
+    return next(iter(lengths.values()))
+
+
+def _rows(batch: Mapping[str, Sequence[Any]], num_rows: int) -> list[dict[str, Any]]:
+    """What each row says of its prompt."""
+    columns = {name: batch[name] for name in _READ if name in batch}
+    return [{name: _plain(column[index]) for name, column in columns.items()} for index in range(num_rows)]
+
+
+def _prompt(row_id: str, content: Mapping[str, Any]) -> Prompt | Rejected:
+    own = content.get(_SAMPLING)
+    try:
+        require(
+            own is None or isinstance(own, dict),
+            f"{_SAMPLING} is {shown(own)}: use a dict of its fields, or None",
+        )
+        asked = {name: value for name, value in (own or {}).items() if value is not None}
+        unknown = sorted(asked.keys() - {*SAMPLING_FIELDS})
+        require(not unknown, f"{_SAMPLING} has {shown(', '.join(unknown))}: use fields of SamplingParams")
+        given = {name: value for name, value in content.items() if name != _SAMPLING}
+        return parse_own(row_id, given | asked)
+    except UserError as error:
+        return Rejected(id=row_id, reason=first_line(error))
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401
+    """Lists, dicts, numbers and strings, of what arrays of columns hold."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    elif hasattr(value, "as_py"):  # of Arrow
+        value = value.as_py()
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _columns(output: "RequestOutput") -> dict[str, Any]:
+    failed, metrics = output.error is not None, output.metrics
+    return {
+        "generated_text": None if failed else output.text,
+        "reasoning": output.reasoning,
+        "generated_tokens": list(output.token_ids),
+        "num_input_tokens": output.num_prompt_tokens,
+        "num_generated_tokens": len(output.token_ids),
+        "finish_reason": output.finish_reason,
+        **{name: None if metrics is None else getattr(metrics, name) for name in _METRICS},
+        "error": output.error,
+    }

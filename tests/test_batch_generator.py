@@ -1,0 +1,185 @@
+"""``BatchGenerator``: columns in, the same columns and answers out, in pipelines and from several threads."""
+
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+
+from specgen import BatchGenerator, Engine, EngineConfig, Prompt, SamplingParams, UserError
+from specgen.config.bundled import data_directory
+from specgen.jobs.batch_generator import COLUMNS
+
+DEMO = data_directory() / "demo"
+CONFIG = EngineConfig(
+    model=str(DEMO / "target"), drafter=str(DEMO / "drafter"), device="cpu", max_batch_size=4
+)
+SAMPLING = SamplingParams(max_tokens=12, ignore_eos=True)
+QUESTIONS = [f"Tom has {n} apples and eats {n // 2}. How many are left?" for n in range(3, 15)]
+
+
+@pytest.fixture(scope="module")
+def generator() -> BatchGenerator:
+    return BatchGenerator(CONFIG, SAMPLING)
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, str]:
+    """The texts by question, of an engine alone."""
+    with Engine(CONFIG) as engine:
+        prompts = [Prompt(id=question, text=question) for question in QUESTIONS]
+        return {output.id: output.text for output in engine.generate(prompts, SAMPLING)}
+
+
+def test_a_batch_comes_back_with_answers(generator: BatchGenerator, answers: dict[str, str]) -> None:
+    label = np.array([b"a", b"b", b"c"])
+    batch = {"label": label, "prompt": np.array(QUESTIONS[:3], dtype=object)}
+    found = generator(batch)
+    assert list(found) == ["label", "prompt", *COLUMNS]
+    assert found["label"] is label
+    assert found["generated_text"] == [answers[each] for each in QUESTIONS[:3]]
+    assert found["error"] == [None] * 3
+    assert set(found["finish_reason"]) <= {"stop", "length"}
+    for name, least in (("num_input_tokens", 5), ("num_generated_tokens", 1), ("num_spec_steps", 1)):
+        assert min(found[name]) >= least
+    assert [len(each) for each in found["generated_tokens"]] == found["num_generated_tokens"]
+    drafted, accepted = found["num_draft_tokens"], found["num_accepted_draft_tokens"]
+    assert all(0 <= a <= d for a, d in zip(accepted, drafted, strict=True))
+    assert 1 <= min(found["mean_acceptance_length"]) <= 5
+
+
+def test_rows_say_their_prompts_in_three_ways(generator: BatchGenerator) -> None:
+    chat = [{"role": "user", "content": QUESTIONS[0], "name": None}]
+    (text,) = generator({"messages": [chat]})["generated_text"]
+    (same,) = generator({"messages": np.array([np.array(chat, dtype=object)], dtype=object)})[
+        "generated_text"
+    ]
+    assert text == same
+    ids = generator({"prompt_token_ids": [np.array([5, 6, 7]), [5, 6, 7]]})
+    assert ids["num_input_tokens"] == [3, 3]
+    assert ids["generated_text"][0] == ids["generated_text"][1]
+
+
+def test_a_row_may_ask_otherwise(generator: BatchGenerator) -> None:
+    own = [{"max_tokens": 2, "ignore_eos": True}, None, {"max_tokens": 3, "ignore_eos": True, "seed": None}]
+    found = generator({"prompt": QUESTIONS[:3], "sampling_params": own})
+    assert found["num_generated_tokens"][0] == 2
+    assert found["num_generated_tokens"][2] == 3
+    assert found["error"] == [None] * 3
+
+
+def test_a_bad_row_fails_alone(generator: BatchGenerator, answers: dict[str, str]) -> None:
+    own = [None, {"max_tokens": 0}, {"wat": 1}, [3], None]
+    found = generator({"prompt": [QUESTIONS[0], "a", "b", "c", None], "sampling_params": own})
+    assert found["generated_text"] == [answers[QUESTIONS[0]], None, None, None, None]
+    assert found["error"][0] is None
+    for reason, part in zip(
+        found["error"][1:],
+        ("max-new-tokens is 0", "'wat'", "sampling_params is [3]", "no prompt"),
+        strict=True,
+    ):
+        assert part in reason
+        assert "\n" not in reason
+    alone = generator({"prompt": [None]})
+    assert alone["finish_reason"] == ["error"]
+    assert alone["num_generated_tokens"] == [0]
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ([1], "the batch is [1]: use a dict of columns"),
+        (
+            {"text": ["a"]},
+            "the batch has the columns text: one of prompt, messages, prompt_token_ids is needed",
+        ),
+        ({"prompt": ["a"], "label": [1, 2]}, "columns have different lengths: {'prompt': 1, 'label': 2}"),
+        ({"prompt": ["a"], "error": [""]}, "the batch has a column error already: rename it"),
+    ],
+)
+def test_what_is_no_batch_is_refused(generator: BatchGenerator, batch: Any, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        generator(batch)
+    assert message in str(error.value)
+
+
+def test_an_empty_batch_is_empty(generator: BatchGenerator) -> None:
+    assert generator({"prompt": []}) == {"prompt": [], **{name: [] for name in COLUMNS}}
+
+
+def test_calls_at_once_share_the_engine(generator: BatchGenerator, answers: dict[str, str]) -> None:
+    """Each gets its own rows, in order, also where two ask the same."""
+    batches = [QUESTIONS[first : first + 3] for first in range(0, 12, 3)] * 3
+    with ThreadPoolExecutor(len(batches)) as pool:
+        found = list(pool.map(lambda questions: generator({"prompt": questions}), batches))
+    for questions, each in zip(batches, found, strict=True):
+        assert each["generated_text"] == [answers[question] for question in questions]
+    assert not generator._calls
+    assert not generator._owners
+
+
+def test_later_rows_join_the_running_batch(generator: BatchGenerator) -> None:
+    """Two calls of two rows each take about as many passes as one call of four."""
+    rows = [{"max_tokens": 24, "ignore_eos": True}] * 2
+    passes: list[int] = []
+    engine = generator._engine
+    assert engine is not None
+    core = engine._require_open()[1]
+    record = core._record
+    core._record = lambda row: passes.append(getattr(row, "num_sequences", 0))  # type: ignore[method-assign]
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            batches = [{"prompt": QUESTIONS[i : i + 2], "sampling_params": rows} for i in (0, 2)]
+            list(pool.map(generator, batches))
+    finally:
+        core._record = record  # type: ignore[method-assign]
+    assert max(passes) == 4
+
+
+def test_a_short_call_does_not_wait_for_a_long_one(generator: BatchGenerator) -> None:
+    long = {"prompt": QUESTIONS[:3], "sampling_params": [{"max_tokens": 300}] * 3}
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(generator, long)
+        while not generator._at_work:
+            assert not first.done()
+        second = pool.submit(generator, {"prompt": QUESTIONS[3:4], "sampling_params": [{"max_tokens": 2}]})
+        assert second.result()["num_generated_tokens"] == [2]
+        assert not first.done()
+    assert first.result()["num_generated_tokens"] == [300] * 3
+
+
+def test_draws_depend_on_the_row_and_not_on_the_call(generator: BatchGenerator) -> None:
+    own = {"temperature": 1.0, "seed": 5, "max_tokens": 16}
+    alone = generator({"prompt": QUESTIONS[1:2], "sampling_params": [own]})["generated_text"]
+    among = generator({"prompt": QUESTIONS[:3], "sampling_params": [own] * 3})["generated_text"]
+    assert among[1] == alone[0]
+
+
+def test_it_is_pickled_without_its_engine(generator: BatchGenerator, answers: dict[str, str]) -> None:
+    copy = pickle.loads(pickle.dumps(generator))
+    assert copy._engine is None
+    assert copy({"prompt": QUESTIONS[:1]})["generated_text"] == [answers[QUESTIONS[0]]]
+
+
+def test_datasets_map_takes_it(generator: BatchGenerator, answers: dict[str, str]) -> None:
+    rows = datasets.Dataset.from_dict({"prompt": QUESTIONS, "number": list(range(12))})
+    found = rows.map(generator, batched=True, batch_size=5, new_fingerprint="answers")
+    assert found["generated_text"] == [answers[each] for each in QUESTIONS]
+    assert found["number"] == list(range(12))
+
+
+def test_an_error_of_the_device_reaches_every_call(
+    generator: BatchGenerator, answers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Engine, *arguments: object) -> None:
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "generate", broken)
+        patch.setattr(generator, "_outputs", iter(()))
+        with ThreadPoolExecutor(3) as pool:
+            calls = [pool.submit(generator, {"prompt": QUESTIONS[:2]}) for _ in range(3)]
+            assert [type(call.exception()) for call in calls] == [RuntimeError] * 3
+    assert generator({"prompt": QUESTIONS[:1]})["generated_text"] == [answers[QUESTIONS[0]]]
