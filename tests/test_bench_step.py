@@ -174,14 +174,15 @@ def slowed(function: Callable[..., Any]) -> Callable[..., Any]:
     return slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "owner", "name"),
     [
         ("draft loop", HeadDrafter, "propose"),
-        pytest.param("verify", Llama, "forward", marks=pytest.mark.slow),
-        pytest.param("accept", step_module, "accept_greedy", marks=pytest.mark.slow),
-        pytest.param("KV fill", HeadDrafter, "observe", marks=pytest.mark.slow),
-        pytest.param("engine", Columns, "advance", marks=pytest.mark.slow),
+        ("verify", Llama, "forward"),
+        ("accept", step_module, "accept_greedy"),
+        ("KV fill", HeadDrafter, "observe"),
+        ("engine", Columns, "advance"),
     ],
 )
 def test_a_slow_part_is_found(demo_path: Path, monkeypatch, part: str, owner: object, name: str) -> None:
