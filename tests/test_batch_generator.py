@@ -1,7 +1,9 @@
 """``BatchGenerator``: columns in, the same columns and answers out, in pipelines and from several threads."""
 
 import pickle
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import datasets
@@ -25,12 +27,17 @@ def generator() -> BatchGenerator:
     return BatchGenerator(CONFIG, SAMPLING)
 
 
-@pytest.fixture(scope="module")
-def answers() -> dict[str, str]:
+@cache
+def texts() -> dict[str, str]:
     """The texts by question, of an engine alone."""
     with Engine(CONFIG) as engine:
         prompts = [Prompt(id=question, text=question) for question in QUESTIONS]
         return {output.id: output.text for output in engine.generate(prompts, SAMPLING)}
+
+
+@pytest.fixture
+def answers() -> dict[str, str]:
+    return texts()
 
 
 def test_a_batch_comes_back_with_answers(generator: BatchGenerator, answers: dict[str, str]) -> None:
@@ -168,6 +175,32 @@ def test_datasets_map_takes_it(generator: BatchGenerator, answers: dict[str, str
     found = rows.map(generator, batched=True, batch_size=5, new_fingerprint="answers")
     assert found["generated_text"] == [answers[each] for each in QUESTIONS]
     assert found["number"] == list(range(12))
+
+
+def test_an_error_within_a_run_ends_all_calls_in_it(
+    generator: BatchGenerator, answers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that the engine had taken are in no later run."""
+    generate = Engine.generate
+
+    def breaking(self: Engine, *arguments: Any) -> Iterator[Any]:
+        outputs = generate(self, *arguments)
+        yield next(outputs)
+        outputs.close()  # type: ignore[attr-defined]
+        raise RuntimeError("planted")
+
+    long = {"prompt": QUESTIONS[:2], "sampling_params": [{"max_tokens": 60}] * 2}
+    generator({"prompt": QUESTIONS[:1]})
+    generator._outputs.close()  # type: ignore[attr-defined]  # the run that it has left
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "generate", breaking)
+        patch.setattr(generator, "_outputs", iter(()))
+        with ThreadPoolExecutor(3) as pool:
+            calls = [pool.submit(generator, long) for _ in range(3)]
+            errors = [call.exception(timeout=60) for call in calls]
+    assert [str(error) for error in errors] == ["planted"] * 3
+    assert not generator._calls
+    assert generator({"prompt": QUESTIONS[:1]})["generated_text"] == [answers[QUESTIONS[0]]]
 
 
 def test_an_error_of_the_device_reaches_every_call(

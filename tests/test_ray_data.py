@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from specgen import BatchGenerator, Engine, EngineConfig, Prompt, SamplingParams
-from specgen.config.bundled import data_directory
+from specgen import BatchGenerator
+from tests.test_batch_generator import CONFIG, QUESTIONS, SAMPLING, texts
 
 ray = pytest.importorskip("ray")
 pytestmark = [
@@ -14,12 +14,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
     pytest.mark.xdist_group("ray"),  # no two clusters at once
 ]
-DEMO = data_directory() / "demo"
-CONFIG = EngineConfig(
-    model=str(DEMO / "target"), drafter=str(DEMO / "drafter"), device="cpu", max_batch_size=4
-)
-SAMPLING = SamplingParams(max_tokens=12, ignore_eos=True)
-QUESTIONS = [f"Tom has {n} apples and eats {n // 2}. How many are left?" for n in range(3, 43)]
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +28,8 @@ def data() -> Iterator[Any]:
     ray.shutdown()
 
 
-@pytest.fixture(scope="module")
-def answers() -> dict[str, str]:
-    with Engine(CONFIG) as engine:
-        prompts = [Prompt(id=question, text=question) for question in QUESTIONS]
-        return {output.id: output.text for output in engine.generate(prompts, SAMPLING)}
-
-
-def test_rows_are_answered_on_two_workers(data: Any, answers: dict[str, str]) -> None:
+def test_rows_are_answered_on_two_workers(data: Any) -> None:
+    answers = texts()
     rows = [{"number": n, "prompt": question} for n, question in enumerate(QUESTIONS)]
     rows.append({"number": len(rows), "prompt": None})
     found = (
@@ -63,7 +51,7 @@ def test_rows_are_answered_on_two_workers(data: Any, answers: dict[str, str]) ->
     assert "no prompt" in by_number[len(QUESTIONS)]["error"]
 
 
-def test_calls_of_one_worker_overlap(data: Any, answers: dict[str, str]) -> None:
+def test_calls_of_one_worker_overlap(data: Any) -> None:
     """Ray runs several calls of an actor at once where it is told to."""
     found = (
         data.from_items([{"prompt": question} for question in QUESTIONS], override_num_blocks=8)
@@ -77,4 +65,4 @@ def test_calls_of_one_worker_overlap(data: Any, answers: dict[str, str]) -> None
         )
         .take_all()
     )
-    assert {row["prompt"]: row["generated_text"] for row in found} == answers
+    assert {row["prompt"]: row["generated_text"] for row in found} == texts()

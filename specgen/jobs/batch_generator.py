@@ -30,10 +30,15 @@ COLUMNS = (
 class _Call:
     """The rows of one call, and what was found of them by id."""
 
-    left: int  # rows without an output
     rows: list[Prompt | Rejected] = field(default_factory=list)
     waiting: deque[Prompt | Rejected] = field(default_factory=deque)  # those that the engine has not taken
     outputs: dict[str, "RequestOutput"] = field(default_factory=dict)
+    failed: BaseException | None = None  # what ended the run that its rows were in
+
+    @property
+    def is_open(self) -> bool:
+        """Whether rows have no output and may still get one."""
+        return self.failed is None and len(self.outputs) < len(self.rows)
 
 
 class BatchGenerator:
@@ -43,7 +48,7 @@ class BatchGenerator:
     ``sampling_params``, for each row a dict or None of the fields of ``SamplingParams`` that differ from ``sampling``.
     All other columns come back as they are. A row that cannot be answered has its reason in ``error``, and None or 0 in
     the other columns; it never fails a batch. ``UserError`` for a batch that is no such dict; ``DeviceLost`` where only
-    a new process can go on.
+    a new process can go on. What ends the engine's run ends all calls that are in it.
 
     The engine is made by the first call, so that this can be pickled before, and is there until the process ends.
     Threads may call it at once: rows of all calls share the engine's batch, in the order of the calls. What is drawn
@@ -74,7 +79,7 @@ class BatchGenerator:
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         """``batch`` with an answer for each row; see the class."""
         num_rows = _num_rows(batch)
-        call, contents = _Call(left=num_rows), _rows(batch, num_rows)
+        call, contents = _Call(), _rows(batch, num_rows)
         with self._changed:
             for content in contents:
                 row = _prompt(self._new_id(content), content)
@@ -86,10 +91,17 @@ class BatchGenerator:
             while self._goes_first(call):
                 try:
                     self._answer(call)
+                except BaseException as error:
+                    with self._changed:  # rows of other calls were in that run
+                        for each in self._calls:
+                            each.failed = error
+                    raise
                 finally:
                     with self._changed:
                         self._at_work = False
                         self._changed.notify_all()
+            if call.failed is not None:
+                raise call.failed
         finally:
             with self._changed:
                 self._calls.remove(call)
@@ -106,10 +118,10 @@ class BatchGenerator:
     def _goes_first(self, call: _Call) -> bool:
         """Whether this thread is to run the engine now; waits while another does. False once ``call`` is answered."""
         with self._changed:
-            while call.left and self._at_work:
+            while call.is_open and self._at_work:
                 self._changed.wait()
-            self._at_work = self._at_work or call.left > 0
-            return call.left > 0
+            self._at_work = self._at_work or call.is_open
+            return call.is_open
 
     def _answer(self, call: _Call) -> None:
         """Run the engine until ``call`` is answered; what it finds of others is theirs."""
@@ -117,7 +129,7 @@ class BatchGenerator:
             from specgen.engine.engine import Engine
 
             self._engine = Engine(self._config)
-        while call.left:
+        while call.is_open:
             output = next(self._outputs, None)
             if output is None:  # a run ends when it has nothing to do
                 self._outputs = self._engine.generate(self._prompts(), self._sampling)
@@ -126,8 +138,7 @@ class BatchGenerator:
                 owner = self._owners.get(output.id)  # None: its call has been broken off
                 if owner is not None:
                     owner.outputs[output.id] = output
-                    owner.left -= 1
-                    if owner is not call and not owner.left:
+                    if owner is not call and not owner.is_open:
                         self._changed.notify_all()
 
     def _prompts(self) -> Iterator[Prompt | Rejected | None]:

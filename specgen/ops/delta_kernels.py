@@ -295,10 +295,10 @@ def recur(
 
 
 def serves(cache: StateCache, num_taps: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels take these: whole blocks of a state, and rows of one number format."""
+    """Whether the kernels take these: whole blocks of a state, rows of one number format, and a GPU with ``PDL``."""
     _, _, _, value_dim, key_dim = cache.states.shape
     return (
-        cache.states.is_cuda
+        torch.cuda.get_device_capability(cache.states.device)[0] >= 9
         and num_taps == TAPS
         and value_dim % _VALUES == 0
         and key_dim.bit_count() == 1
