@@ -505,10 +505,7 @@ class DFlashHead(Head):
         if config.own_embedding:
             table = load("embed_tokens.weight", (config.vocab_size, hidden))
         prefixes = [f"layers.{index}." for index in range(config.num_layers)]
-
-        def norm(name: str) -> Norm:
-            return load_norm(config, name, hidden, load, ops)
-
+        norm = partial(load_norm, config, size=hidden, load=load, ops=ops)
         num_features = len(config.aux_layers)
         return cls(
             config=config,
