@@ -190,7 +190,7 @@ QUICK_IN_FOUR = ("one KV head", "vocabulary that is not divided evenly")
             for size in (2, 4)
             for target in TARGETS
             # whose experts are 32 wide: four ranks would have 8; or two key heads
-            if size == 2 or not target.startswith(("qwen3-moe", "hybrid"))
+            if size == 2 or not ("qwen3-moe" in target or "hybrid" in target)
         ],
         *((target, 2) for target in QUICK),
         *((target, 4) for target in QUICK_IN_FOUR),
