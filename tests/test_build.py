@@ -16,7 +16,8 @@ from specgen.core.step import Steps
 from specgen.decoding.sampling import SamplingForm
 from specgen.device import choose_device
 from specgen.engine.build import _largest_pass, build_engine, most_demanding, num_pages
-from specgen.jobs.prompt_index import WHOLE, index_prompts
+from specgen.jobs.prompt_index import index_prompts
+from specgen.jobs.shards import WHOLE
 from specgen.prompts import Prompt
 from tests.commands import printed
 from tests.engines import Pair, config_of

@@ -25,8 +25,13 @@ ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 
-# pip's, chromium's
-OF_OTHERS = {"--index-url", "--headless", "--hide-scrollbars", "--window-size", "--screenshot"}
+OF_OTHERS = {
+    *{"--index-url"},  # pip's
+    *{"--headless", "--hide-scrollbars", "--window-size", "--screenshot"},  # chromium's
+    *{"--array", "--requeue", "--wrap", "--gpus", "--ntasks", "--gpus-per-task"},  # Slurm's
+    *{"--num-jobs"},  # SkyPilot's
+    *{"--no-python", "--nproc-per-node", "--virtual-local-rank"},  # torchrun's
+}
 
 OF_SCRIPTS = {
     "--layers",

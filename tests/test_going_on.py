@@ -20,8 +20,9 @@ from specgen.core.sequence import NOT_FINITE, Sequence
 from specgen.engine.loading import load_models
 from specgen.jobs import run
 from specgen.jobs.job import Job
-from specgen.jobs.prompt_index import WHOLE, index_prompts
+from specgen.jobs.prompt_index import index_prompts
 from specgen.jobs.run import TooManyFailuresError
+from specgen.jobs.shards import WHOLE
 from specgen.prompts import DataSource
 from specgen.record.interrupt import StoppedError
 from specgen.record.progress import Status, Tally

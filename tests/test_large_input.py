@@ -12,7 +12,8 @@ import pytest
 from specgen.config import UserError
 from specgen.jobs import run
 from specgen.jobs.job import Job
-from specgen.jobs.prompt_index import WHOLE, PromptIndex, Shard, index_prompts, keep_index, kept_index
+from specgen.jobs.prompt_index import PromptIndex, index_prompts, keep_index, kept_index
+from specgen.jobs.shards import WHOLE, Shard
 from specgen.prompts import DataSource
 from specgen.record.interrupt import StoppedError
 from specgen.record.results import LOCK, PROMPTS, locked

@@ -14,7 +14,8 @@ from specgen.config import SamplingParams, UserError
 from specgen.engine.loading import Models
 from specgen.experiments.matrices import Workload
 from specgen.experiments.workload import make_prompts
-from specgen.jobs.prompt_index import WHOLE, Shard, index_prompts
+from specgen.jobs.prompt_index import index_prompts
+from specgen.jobs.shards import WHOLE, Shard
 from specgen.prompts import DataSource, Prompt, PromptRun, Rejected
 from specgen.prompts.formats import Reading
 from specgen.text.tokenizer import load_tokenizer

@@ -15,8 +15,8 @@ import pytest
 from specgen.config import UserError
 from specgen.jobs.job import Job
 from specgen.jobs.merge import merge
-from specgen.jobs.prompt_index import Shard, parse_shard
 from specgen.jobs.run import run
+from specgen.jobs.shards import Shard, parse_shard, scheduled_shard
 from specgen.record import files as run_files
 from specgen.record.results import PROMPTS
 from specgen.report.report import report_of
@@ -204,6 +204,97 @@ def test_an_existing_output_is_not_overwritten(finished: Path) -> None:
 def test_invalid_shards_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="shard is "):
         parse_shard(text)
+
+
+def array(task: int, first: int, last: int, step: int, count: int) -> dict[str, str]:
+    """What Slurm sets for a task of an array."""
+    values = {"ID": task, "MIN": first, "MAX": last, "STEP": step, "COUNT": count}
+    return {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in values.items()}
+
+
+STEP = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
+SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}  # of a batch job, outside of srun
+ONE_NODE = {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1"}
+ONE_JOB = {"SKYPILOT_JOB_RANK": "0", "SKYPILOT_NUM_JOBS": "1"}
+RANKS = {"RANK": "2", "WORLD_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "shard"),
+    [
+        (array(0, 0, 3, 1, 4) | SCRIPT, "0/4"),
+        (array(4, 1, 4, 1, 4) | SCRIPT, "3/4"),
+        (array(9, 1, 13, 4, 4) | SCRIPT, "2/4"),
+        (array(7, 7, 7, 1, 1), "0/1"),
+        (array(2, 0, 3, 1, 4) | SCRIPT | {"SLURM_NTASKS": "8"}, "2/4"),  # tasks that srun does not start
+        (array(1, 0, 1, 1, 2) | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, "1/2"),
+        (STEP, "2/4"),
+        (STEP | RANKS, "2/4"),
+        ({"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "3"} | ONE_JOB, "1/3"),
+        ({"SKYPILOT_JOB_RANK": "4", "SKYPILOT_NUM_JOBS": "9"} | ONE_NODE, "4/9"),
+        (ONE_NODE | ONE_JOB, "0/1"),
+        ({"DSTACK_NODE_RANK": "1", "DSTACK_NODES_NUM": "2"}, "1/2"),
+        (RANKS, "2/4"),
+    ],
+)
+def test_a_scheduler_says_the_shard(variables: dict[str, str], shard: str) -> None:
+    assert str(scheduled_shard({"HOME": "/", **variables})) == shard
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({}, "no scheduler says which one (SLURM_ARRAY_TASK_ID, SLURM_PROCID, SKYPILOT_JOB_RANK, "),
+        (SCRIPT, "no scheduler says which one"),
+        (SCRIPT | {"SLURM_NTASKS": "4"}, "in a Slurm job of 4 tasks, but outside of srun, which starts them: put "),
+        (array(5, 1, 7, 1, 3), "have holes (3 from 1 to 7 with step 1): submit one without, such as --array=0-2"),
+        (array(5, 1, 8, 2, 4), "have holes (4 from 1 to 8 with step 2)"),
+        (array(2, 1, 7, 2, 4), "have holes (4 from 1 to 7 with step 2)"),
+        (array(9, 1, 7, 2, 4), "have holes"),
+        (array(1, 1, 7, 0, 4), "have holes"),
+        (array(1, 0, 3, 1, 4) | STEP, "but Slurm's srun says 2/4 and Slurm's array says 1/4: write --shard I/N"),
+        (STEP | {"RANK": "9", "WORLD_SIZE": "32"}, "but Slurm's srun says 2/4 and torchrun says 9/32"),
+        ({"RANK": "1"}, "WORLD_SIZE is not set, unlike others of its scheduler"),
+        ({"SKYPILOT_JOB_RANK": "1"} | ONE_NODE, "SKYPILOT_NUM_JOBS is not set"),
+        ({"SLURM_ARRAY_TASK_ID": "1"}, "SLURM_ARRAY_TASK_MIN is not set"),
+        ({"RANK": "x", "WORLD_SIZE": "4"}, "RANK is 'x' and no number"),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, "shard is 4/4: of 4 shards, use 0/4 to 3/4"),
+    ],
+)  # fmt: skip
+def test_what_schedulers_cannot_say_is_refused(variables: dict[str, str], words: str) -> None:
+    with pytest.raises(UserError, match=re.escape(words)) as refused:
+        scheduled_shard(variables)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_scheduled_shard_has_its_own_directory_and_resumes_anywhere(
+    job: Job, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in array(9, 5, 13, 4, 3).items():
+        monkeypatch.setenv(name, value)
+    command = [
+        "generate",
+        "--dataset",
+        "mt-bench",
+        "--data-path",
+        job.data.data_path,
+        "--output",
+        tmp_path / "all",
+    ]
+    command += ["--num-spec-tokens", 3, "--max-new-tokens", 14, "--max-batch-size", 4, "--device", "cpu"]
+    result = specgen(*command, "--shard", "auto")
+    mine = tmp_path / "all" / "1-of-3"
+    assert f"shard 1/3 in {mine}" in result.stderr
+    assert untimed(mine / "completions.jsonl") == untimed(finished / "shard 1" / "completions.jsonl")
+    assert json.loads((mine / "manifest.json").read_text())["data"]["shard"] == "1/3"
+    passes = (mine / "passes.jsonl").read_bytes()
+    for name in array(0, 0, 0, 1, 1):
+        monkeypatch.delenv(name)
+    again = specgen("generate", "--config", mine / "config.yaml")
+    assert again.exit_code == result.exit_code
+    assert (mine / "passes.jsonl").read_bytes().startswith(passes)
+    assert [path.name for path in (tmp_path / "all").iterdir()] == ["1-of-3"]
+    assert "no scheduler says" in str(specgen(*command, "--shard", "auto").exception)
 
 
 def test_every_row_is_in_one_shard() -> None:

@@ -13,7 +13,7 @@ from specgen.cli.printing import kept_in, print_found, print_notes_and_exit, pri
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import Cluster, EngineConfig, ExecutorName, SamplingParams, option, require
 from specgen.jobs.job import Job
-from specgen.jobs.prompt_index import WHOLE
+from specgen.jobs.shards import WHOLE
 from specgen.record.interrupt import breakable, interruptible
 
 if TYPE_CHECKING:
@@ -63,6 +63,12 @@ def generate(
         output is not None or job.shard == WHOLE,
         f"shard is {job.shard} and no file is kept to merge: add --output DIR, or --output - for the rows on stdout",
     )
+    if ctx.params["shard"] == "auto":
+        if output is not None and output != Path("-"):
+            output = output / job.shard.directory_name
+        # The file that repeats the command is to do so outside of the scheduler too
+        ctx.params.update(shard=str(job.shard), output=output)
+        progress(quiet).note(f"shard {job.shard}" + ("" if output is None else f" in {output}"))
     cluster = _cluster(executor, num_workers, address)
     job = replace(job, given=given_fields(ctx), cluster=cluster, config=repeating(ctx))
     _run_and_print(job, output, as_json, quiet)

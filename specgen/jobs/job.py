@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specgen.config import Cluster, EngineConfig, FormatName, SamplingParams, option, require
-from specgen.jobs.prompt_index import WHOLE, Shard, parse_shard
+from specgen.jobs.shards import WHOLE, Shard, parse_shard
 from specgen.prompts.load import STDIN, DataSource
 
 FORMAT = option(
@@ -30,9 +30,10 @@ class Job:
     shard: Shard = option(
         WHOLE,
         "Prompts",
-        "Run shard I of N, counted from 0: every N-th prompt, such as 0/4 on one machine and 1/4 on another. "
+        "Run shard I of N, counted from 0: every N-th prompt, such as 0/4 on one machine and 1/4 on another. With auto "
+        "the scheduler says which (Slurm, SkyPilot, dstack, torchrun), and its directory is --output's I-of-N. "
         "`specgen merge` merges the directories.",
-        metavar="I/N",
+        metavar="I/N|auto",
         shown="all",
         parse=parse_shard,
     )

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from specgen.config import FormatName, require
-from specgen.jobs.prompt_index import REQUESTS, WHOLE, Shard, parse_shard, read_requests
+from specgen.jobs.prompt_index import REQUESTS, read_requests
 from specgen.jobs.run_output import FinishedRun, RunResult, read_json
+from specgen.jobs.shards import WHOLE, Shard, parse_shard
 from specgen.record.files import id_of, replacement, write_json
 from specgen.record.provenance import FREE_IN_A_RUN, differences
 from specgen.record.record_rows import require_present_version

@@ -1,4 +1,4 @@
-"""One pass over the prompts before a run: ids, shards, and a digest of the input; kept for a resume."""
+"""One pass over the prompts before a run: ids of the shard, and a digest of the input; kept for a resume."""
 
 import hashlib
 import json
@@ -11,46 +11,11 @@ from typing import Any
 import msgspec
 
 from specgen.config import UserError, first_line, require
+from specgen.jobs.shards import WHOLE, Shard
 from specgen.prompts import Prompt, PromptRun, Rejected, content_of
 from specgen.record.files import replacement
 
 REQUESTS = "requests.jsonl"  # of a shard: one line per input row, with the ids of its turns
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shard:
-    """The rows ``index``, ``index + count``, ... of an input; 0/1 is all of it."""
-
-    index: int = 0
-    count: int = 1
-
-    def __post_init__(self) -> None:
-        require(
-            0 <= self.index < self.count,
-            f"shard is {self}: of {self.count} shards, use 0/{self.count} to {self.count - 1}/{self.count}"
-            if self.count > 0
-            else f"shard is {self}: the number after the slash is the number of shards, at least 1",
-        )
-
-    def __str__(self) -> str:
-        return f"{self.index}/{self.count}"
-
-    def holds(self, row: int) -> bool:
-        """Whether ``row``, counted from 0, belongs to it."""
-        return row % self.count == self.index
-
-
-WHOLE = Shard()
-
-
-def parse_shard(text: str) -> Shard:
-    """The shard written as ``0/4``; ``UserError`` for anything else."""
-    index, _, count = text.partition("/")
-    require(
-        index.isdecimal() and count.isdecimal(),
-        f"shard is {text!r}: write which one of how many, counted from 0, such as 0/4",
-    )
-    return Shard(index=int(index), count=int(count))
 
 
 def read_requests(path: Path) -> Iterator[list[str]]:

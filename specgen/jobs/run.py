@@ -30,9 +30,10 @@ from specgen.engine.loading import (
     open_checkpoints,
 )
 from specgen.jobs.job import Job
-from specgen.jobs.prompt_index import REQUESTS, WHOLE, PromptIndex, index_prompts, keep_index, kept_index
+from specgen.jobs.prompt_index import REQUESTS, PromptIndex, index_prompts, keep_index, kept_index
 from specgen.jobs.ray_engine import RayEngine
 from specgen.jobs.run_output import MAIN_FILES, FinishedRun, RunResult, is_complete
+from specgen.jobs.shards import WHOLE
 from specgen.prompts import Prompt, PromptSet, failure
 from specgen.record.files import write_json_lines, write_text
 from specgen.record.interrupt import StoppedError
