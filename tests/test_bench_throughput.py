@@ -268,8 +268,8 @@ def test_a_stopped_bench_goes_on(pair: Path, monkeypatch, tmp_path: Path) -> Non
 
 
 def test_dice_accept_in_place_of_the_target(pair: Path, tmp_path: Path) -> None:
-    workload = replace(SMALL, num_prompts=12, max_new_tokens=40)
-    job = job_of(pair, "batch-and-k", "batch=2", "K=0,2", workload=workload, repeats=1)
+    workload = replace(SMALL, num_prompts=8, max_new_tokens=30)
+    job = job_of(pair, "batch-and-k", "batch=8", "K=0,2", workload=workload, repeats=1)
     job, other = (
         replace(job, engine=replace(job.engine, synthetic_acceptance=rates))
         for rates in ((0.9, 0.5), (0.9, 0.4))
