@@ -1,6 +1,6 @@
 """Gated DeltaNet (Yang et al., 2024) over the sequences of a pass: a short convolution, then a gated delta rule.
 
-A value head's state S [value_dim, key_dim] is updated row by row: it decays by ``exp(g)``, and what it then holds for
+A value head's state S [key_dim, value_dim] is updated row by row: it decays by ``exp(g)``, and what it then holds for
 the row's key moves towards the row's value by the share ``beta``; a row reads S behind its own update. Several rows are
 taken in together, in the chunkwise form of that paper.
 
@@ -147,10 +147,10 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _chunk(states: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
-    """What ``rows`` read [B, Hv, n, value_dim], and the states [B, Hv, value_dim, key_dim] behind the last one.
+    """What ``rows`` read [B, Hv, n, value_dim], and the states [B, Hv, key_dim, value_dim] behind the last one.
 
-    With G the sums of g, row i writes d_i = beta_i (v_i - exp(G_i) S k_i - sum over j < i of exp(G_i - G_j) (k_i . k_j)
-    d_j), which is a triangular system.
+    With G the sums of g, row i writes d_i = beta_i (v_i - exp(G_i) S' k_i - sum over j < i of exp(G_i - G_j)
+    (k_i . k_j) d_j), which is a triangular system.
     """
     q, k, v, beta, g = rows
     total = g.cumsum(-1)
@@ -162,8 +162,8 @@ def _chunk(states: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
     ).exp()  # in front of exp: above the diagonal it may overflow
     kept = total.exp()[..., None]
     system = beta[..., None] * (k @ k.mT) * decay  # the diagonal of which is not read
-    right = beta[..., None] * (v - kept * (k @ states.mT))
+    right = beta[..., None] * (v - kept * (k @ states))
     written = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    out = kept * (q @ states.mT) + (q @ k.mT * decay) @ written
+    out = kept * (q @ states) + (q @ k.mT * decay) @ written
     last = decay[..., -1, :, None]
-    return out, total[..., -1, None, None].exp() * states + written.mT @ (last * k)
+    return out, total[..., -1, None, None].exp() * states + (last * k).mT @ written

@@ -24,7 +24,7 @@ class KVSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpec:
-    """The recurrent states of a sequence: per layer ``[num_heads, value_dim, key_dim]``, and a convolution's inputs."""
+    """The recurrent states of a sequence: per layer ``[num_heads, key_dim, value_dim]``, and a convolution's inputs."""
 
     num_layers: int
     num_heads: int
@@ -65,7 +65,7 @@ class StateCache:
         self, *, spec: StateSpec, num_slots: int, step_rows: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         slots = spec.num_layers, num_slots
-        sizes = spec.num_heads, spec.value_dim, spec.key_dim
+        sizes = spec.num_heads, spec.key_dim, spec.value_dim
         self.states = torch.zeros(*slots, *sizes, device=device)  # float32
         self.rows = torch.zeros(
             *slots, spec.kept_rows(step_rows), spec.row_width, dtype=dtype, device=device

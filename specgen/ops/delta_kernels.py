@@ -2,7 +2,8 @@
 """Triton kernels of Gated DeltaNet: a pass through the convolution and the recurrence, and what is kept of its inputs.
 
 They do what ``attention/gated_delta.py`` says, row by row: a program holds its share of a state in registers, reads and
-writes it once, and never more than one row of inputs at a time.
+writes it once. A row's inputs are on their way while the row in front of it is worked on, as a load from memory takes
+longer than a row does.
 """
 
 import torch
@@ -15,8 +16,9 @@ from specgen.kv.kv_cache import StateCache
 from specgen.ops.launch import PDL
 
 TAPS = 4  # of the convolution; others go another way
-_VALUES = 32  # rows of a state in a program
-_COLUMNS = 1024  # of a row's inputs in a program
+_VALUES = 32  # columns of a state in a program
+_FEW = 512  # programs: where there are fewer, each is cut in two
+_COLUMNS = 128  # of a row's inputs in a program
 
 
 @triton.jit
@@ -63,6 +65,11 @@ def _row(row: tl.tensor, places: tl.tensor, there: tl.tensor) -> tuple[tl.tensor
 
 
 @triton.jit
+def _gates(a: tl.tensor, b: tl.tensor, there: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    return tl.load(a, there, 0), tl.load(b, there, 0)
+
+
+@triton.jit
 def _updated(
     state: tl.tensor,
     row: tl.tensor,
@@ -70,11 +77,11 @@ def _updated(
     two: tl.tensor,
     three: tl.tensor,
     weights: tl.tensor,
-    a: tl.tensor,
-    b: tl.tensor,
+    gates: tl.tensor,
     rates: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The state [values, keys] behind a ``row`` that follows three others, and what the row reads there [values]."""
+    """The state [keys, values] behind a ``row`` that follows three others, and what the row reads there [values]."""
+    a, b = gates
     rate, bias = rates
     q = _tap(row[0], one[0], two[0], three[0], weights[0])
     k = _tap(row[1], one[1], two[1], three[1], weights[1])
@@ -85,12 +92,12 @@ def _updated(
     q *= tl.rsqrt(tl.sum(q * q) + 1e-6)
     k *= tl.rsqrt(tl.sum(k * k) + 1e-6)
     state *= tl.exp(-rate * soft)
-    error = (v - tl.sum(state * k[None, :], 1)) * beta
-    state += error[:, None] * k[None, :]
-    return state, tl.sum(state * q[None, :], 1)
+    error = (v - tl.sum(state * k[:, None], 0)) * beta
+    state += k[:, None] * error[None, :]
+    return state, tl.sum(state * q[:, None], 0)
 
 
-@triton.jit(do_not_specialize=["num_channels", "row_width", "most"])
+@triton.jit
 def _recur_kernel(
     mixed: tl.tensor,
     a: tl.tensor,
@@ -108,6 +115,7 @@ def _recur_kernel(
     log_rate: tl.tensor,
     rate_bias: tl.tensor,
     out: tl.tensor,
+    taken: tl.tensor,
     num_channels: int,
     row_width: int,
     most: int,
@@ -131,28 +139,43 @@ def _recur_kernel(
     gdc_wait()
     slot, goes_on = tl.load(slots + sequence), tl.load(starts + sequence) > 0
     first, num_rows = tl.load(first_rows + sequence), tl.load(lens + sequence).to(tl.int32)
-    at = states + ((slot * VALUE_HEADS + head) * VALUE_DIM + value[:, None]) * KEY_DIM + key[None, :]
+    at = states + ((slot * VALUE_HEADS + head) * KEY_DIM + key[:, None]) * VALUE_DIM + value[None, :]
     state = tl.where(goes_on, tl.load(at), 0.0)
     back = kept + slot * (most + 3) * row_width
     one, two = _row(back, places, goes_on), _row(back + row_width, places, goes_on)
     back += 2 * row_width
     three = _row(back, places, goes_on)
+    row, gate = mixed + first * mixed_stride, first * gate_stride + head
+    first_row = _row(row, places, num_rows > 0)
+    first_gates = _gates(a + gate, b + gate, num_rows > 0)
     if not PREFILL:
-        for _index in range(_num_taken(starts, positions, sequence, slot, most)):
+        num_taken = _num_taken(starts, positions, sequence, slot, most)
+        tl.store(taken + sequence, num_taken, (head == 0) & (tl.program_id(1) == 0))
+        back += row_width
+        of_back = back + num_channels + head
+        next_row = _row(back, places, num_taken > 0)
+        next_gates = _gates(of_back, of_back + VALUE_HEADS, num_taken > 0)
+        for index in range(num_taken):
+            accepted, gates = next_row, next_gates
             back += row_width
-            row, gates = _row(back, places, goes_on), back + num_channels + head
-            a_row, b_row = tl.load(gates), tl.load(gates + VALUE_HEADS)
-            state, _ = _updated(state, row, one, two, three, weights, a_row, b_row, rates)
-            one, two, three = two, three, row
+            of_back += row_width
+            next_row = _row(back, places, index + 1 < num_taken)
+            next_gates = _gates(of_back, of_back + VALUE_HEADS, index + 1 < num_taken)
+            state, _ = _updated(state, accepted, one, two, three, weights, gates, rates)
+            one, two, three = two, three, accepted
         tl.store(at, state)
+    next_row, next_gates = first_row, first_gates
+    to = out + (first * VALUE_HEADS + head) * VALUE_DIM + value
     for index in range(num_rows):
-        number = first + index
-        row, gates = _row(mixed + number * mixed_stride, places, number >= 0), number * gate_stride + head
-        a_row, b_row = tl.load(a + gates), tl.load(b + gates)
-        state, read = _updated(state, row, one, two, three, weights, a_row, b_row, rates)
-        one, two, three = two, three, row
-        to = out + (number * VALUE_HEADS + head) * VALUE_DIM + value
+        current, gates = next_row, next_gates
+        row += mixed_stride
+        gate += gate_stride
+        next_row = _row(row, places, index + 1 < num_rows)
+        next_gates = _gates(a + gate, b + gate, index + 1 < num_rows)
+        state, read = _updated(state, current, one, two, three, weights, gates, rates)
+        one, two, three = two, three, current
         tl.store(to, (read * scale).to(out.dtype.element_ty))
+        to += VALUE_HEADS * VALUE_DIM
     if PREFILL:
         tl.store(at, state)
 
@@ -168,17 +191,18 @@ def _input(
     column: tl.tensor,
     num_channels: int,
     num_heads: int,
+    there: tl.tensor,
 ) -> tl.tensor:
-    """``column`` of a row's inputs: of the convolution, then those of a and b."""
+    """``column`` of the inputs of each ``row`` that is ``there``: of the convolution, then those of a and b."""
     gate = column - num_channels
     is_a, is_b = (gate >= 0) & (gate < num_heads), (gate >= num_heads) & (gate < 2 * num_heads)
-    found = tl.load(mixed + row * mixed_stride + column, gate < 0, 0)
-    of_a = tl.load(a + row * gate_stride + gate, is_a, 0)
-    of_b = tl.load(b + row * gate_stride + gate - num_heads, is_b, 0)
+    found = tl.load(mixed + row * mixed_stride + column, (gate < 0) & there, 0)
+    of_a = tl.load(a + row * gate_stride + gate, is_a & there, 0)
+    of_b = tl.load(b + row * gate_stride + gate - num_heads, is_b & there, 0)
     return tl.where(is_a, of_a, tl.where(is_b, of_b, found))
 
 
-@triton.jit(do_not_specialize=["num_channels", "row_width", "most"])
+@triton.jit
 def _keep_kernel(
     mixed: tl.tensor,
     a: tl.tensor,
@@ -191,46 +215,39 @@ def _keep_kernel(
     starts: tl.tensor,
     first_rows: tl.tensor,
     lens: tl.tensor,
+    taken: tl.tensor,
+    ends: tl.tensor,
     num_channels: int,
     row_width: int,
     most: int,
     num_heads: int,
     PREFILL: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803  a power of two, for all that are kept
     BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:
     """A program for each sequence and block of columns: what a convolution looks back at, and rows of a decode pass."""
     gdc_launch_dependents()
-    sequence = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    sequence, index = tl.program_id(0).to(tl.int64), tl.arange(0, ROWS)[:, None]
+    column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     inside = column < row_width
     gdc_wait()
-    slot, begins = tl.load(slots + sequence), tl.load(starts + sequence) == 0
+    slot, goes_on = tl.load(slots + sequence), tl.load(starts + sequence) > 0
     first, num_rows = tl.load(first_rows + sequence), tl.load(lens + sequence).to(tl.int32)
     to = kept + slot * (most + 3) * row_width + column
-    skipped = num_rows if PREFILL else _num_taken(starts, positions, sequence, slot, most)
-    for index in range(3):  # from the first on, as a row is read in front of where it goes
-        place = skipped + index
-        old = tl.load(to + place * row_width, inside & (begins == 0) & ((place < 3) | (not PREFILL)), 0)
-        if PREFILL:
-            new = _input(
-                mixed,
-                a,
-                b,
-                first + tl.maximum(place - 3, 0),
-                mixed_stride,
-                gate_stride,
-                column,
-                num_channels,
-                num_heads,
-            )
-            old = tl.where(place < 3, old, new)
-        tl.store(to + index * row_width, old, inside)
-    if not PREFILL:
-        for index in range(num_rows):
-            new = _input(
-                mixed, a, b, first + index, mixed_stride, gate_stride, column, num_channels, num_heads
-            )
-            tl.store(to + (3 + index) * row_width, new, inside)
+    if PREFILL:  # the last three of those looked back at before and the rows
+        place, num_kept = num_rows + index, 3
+        row = place - 3
+        is_new, is_old = (row >= 0) & (index < 3), row < 0
+    else:  # three in front of the rows, and these
+        place, num_kept = tl.load(taken + sequence) + index, 3 + num_rows
+        row = index - 3
+        is_new, is_old = (row >= 0) & (row < num_rows), row < 0
+    old = tl.load(to + place * row_width, inside & is_old & goes_on, 0)
+    number = first + tl.maximum(row, 0)
+    new = _input(mixed, a, b, number, mixed_stride, gate_stride, column, num_channels, num_heads, is_new)
+    tl.debug_barrier()  # all have read before any writes
+    tl.store(to + index * row_width, tl.where(is_new, new, old), inside & (index < num_kept))
+    tl.store(positions + slot, tl.load(ends + sequence), tl.program_id(1) == 0)
 
 
 def recur(
@@ -252,13 +269,18 @@ def recur(
     mixed, a, b = inputs
     slots, starts, _, _ = places
     states, kept, positions = cache.states[index], cache.rows[index], cache.positions[index]
-    _, num_heads, value_dim, key_dim = states.shape
+    _, num_heads, key_dim, value_dim = states.shape
+    num_programs = len(slots) * num_heads * (value_dim // _VALUES)
+    values = _VALUES // 2 if num_programs < _FEW else _VALUES
     assert conv.is_contiguous()
     assert a.stride() == b.stride()
     out = mixed.new_empty(len(mixed), num_heads, value_dim)
+    taken = torch.empty(
+        len(slots), dtype=torch.int32, device=mixed.device
+    )  # by the first kernel, for the second
     sizes = len(conv), kept.shape[2], kept.shape[1] - TAPS + 1
     rows = mixed, a, b, mixed.stride(0), a.stride(0)
-    _recur_kernel[len(slots) * num_heads, triton.cdiv(value_dim, _VALUES)](
+    _recur_kernel[len(slots) * num_heads, value_dim // values](
         *rows,
         states,
         kept,
@@ -268,6 +290,7 @@ def recur(
         log_rate,
         rate_bias,
         out,
+        taken,
         *sizes,
         key_dim**-0.5,
         PREFILL=ends is not None,
@@ -275,8 +298,8 @@ def recur(
         VALUE_HEADS=num_heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
-        VALUES=_VALUES,
-        num_warps=4,
+        VALUES=values,
+        num_warps=1,  # so that sums over keys stay within a warp
         **PDL,
     )
     _keep_kernel[len(slots), triton.cdiv(kept.shape[2], _COLUMNS)](
@@ -284,19 +307,21 @@ def recur(
         kept,
         positions,
         *places,
+        taken,
+        starts if ends is None else ends,
         *sizes,
         num_heads,
         PREFILL=ends is not None,
+        ROWS=TAPS if ends is not None else triton.next_power_of_2(kept.shape[1]),
         BLOCK=_COLUMNS,
         **PDL,
     )
-    positions.index_copy_(0, slots, starts if ends is None else ends)
     return out
 
 
 def serves(cache: StateCache, num_taps: int, dtype: torch.dtype) -> bool:
     """Whether the kernels take these: whole blocks of a state, rows of one number format, and a GPU with ``PDL``."""
-    _, _, _, value_dim, key_dim = cache.states.shape
+    _, _, _, key_dim, value_dim = cache.states.shape
     return (
         torch.cuda.get_device_capability(cache.states.device)[0] >= 9
         and num_taps == TAPS
