@@ -1,14 +1,16 @@
 """Dense attention over one sequence: the simplest ``Attend``."""
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specgen.attention import DeltaLayer, LatentLayer, LayerAttention
+from specgen.attention import DeltaLayer, LatentLayer, LayerAttention, Temperature
 from specgen.kv.layout import Layout
 from specgen.models.eagle import Eagle3Head
 from specgen.models.llama import Llama
-from specgen.ops import Store
+from specgen.ops import Rope, Store
 
 LENGTH = 256  # capacity in positions
 
@@ -25,12 +27,14 @@ class DenseAttend:
         self.kept: dict[int, tuple[Tensor, Tensor, int]] = {}
         self.states: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
+    def __call__(
+        self, layer: LayerAttention, qkv: Tensor, rope: Rope | None = None, chunk: int = LENGTH
+    ) -> Tensor:
         keys, values, start = self.kept.get(layer.index, (None, None, 0))
         if keys is None or values is None:
             keys, values = qkv.new_zeros(2, 1, LENGTH, self.num_kv_heads, qkv.shape[-1])
         end = start + len(qkv)
-        q = self._rotation(start, len(qkv))(qkv, keys, values)
+        q = self._rotation(start, len(qkv), rope)(qkv, keys, values)
         self.kept[layer.index] = (keys, values, end)
         rows, num_heads, _ = q.shape
         share = num_heads // self.num_kv_heads
@@ -42,12 +46,27 @@ class DenseAttend:
             if layer.window is None
             else future | ~(future.new_ones(rows, end).triu(end - rows + 1 - layer.window))
         )
+        columns = torch.arange(end)
+        hidden = hidden | (columns < columns[start:, None] // chunk * chunk)
         scores = scores.masked_fill(hidden, float("-inf"))
         if layer.sinks is not None:
             scores = torch.cat((scores, layer.sinks.to(q.dtype).view(-1, 1, 1).expand(-1, rows, 1)), -1)
             scores = scores - scores.amax(-1, keepdim=True)  # which rounds
         weights = scores.softmax(-1, dtype=torch.float32)[..., :end]
         return (weights.to(q.dtype) @ v).transpose(0, 1).reshape(rows, -1)
+
+    def chunked(self, layer: LayerAttention, size: int, qkv: Tensor) -> Tensor:
+        return self(layer, qkv, chunk=size)
+
+    def unrotated(
+        self, layer: LayerAttention, rope: Rope, temperature: Temperature | None, qkv: Tensor
+    ) -> Tensor:
+        num_heads = qkv.shape[1] - 2 * self.num_kv_heads
+        start = self.kept[layer.index][2] if layer.index in self.kept else 0
+        for row, heads in enumerate(qkv[:, :num_heads], start=start + 1):
+            if temperature is not None:
+                heads *= 1 + temperature.scale * math.log(1 + row // temperature.floor)
+        return self(layer, qkv, rope)
 
     def latent(self, layer: LatentLayer, q: Tensor, latent: Tensor, key: Tensor) -> Tensor:
         """Expanded."""
@@ -87,6 +106,6 @@ class DenseAttend:
         self.states[layer.index] = (rows[len(mixed) :], state)
         return torch.stack(out).to(mixed.dtype)
 
-    def _rotation(self, start: int, rows: int) -> Store:
+    def _rotation(self, start: int, rows: int, rope: Rope | None = None) -> Store:
         tables = torch.zeros(1, 1, dtype=torch.int32)
-        return self.rope(Layout.uniform(tables, torch.tensor([start]), rows, LENGTH))
+        return (rope or self.rope)(Layout.uniform(tables, torch.tensor([start]), rows, LENGTH))

@@ -229,6 +229,59 @@ class ReferenceEagle1(ReferenceEagle):
         return out @ self.target.lm_head.T
 
 
+class ReferenceEagleLlama4(ReferenceEagle1):
+    """EAGLE-1 with layers of a Llama-4: an input norm, attention in chunks, and a norm of what is fed back."""
+
+    def __init__(self, path: Path, target: DenseTarget) -> None:
+        super().__init__(path, target)
+        self.chunk: int = self.layer["attention_chunk_size"]
+
+    @cached_property
+    def rotary(self) -> nn.Module:
+        from transformers.models.llama4.modeling_llama4 import Llama4TextRotaryEmbedding
+
+        return Llama4TextRotaryEmbedding(self._config)
+
+    @cached_property
+    def _config(self) -> Any:
+        from transformers import Llama4TextConfig
+
+        config = Llama4TextConfig(
+            **{name: value for name, value in self.layer.items() if name != "model_type"}
+        )
+        config._attn_implementation = "eager"
+        return config
+
+    def _layer(self, index: int) -> Any:
+        from transformers.models.llama4.modeling_llama4 import Llama4TextDecoderLayer
+
+        layer, prefix = Llama4TextDecoderLayer(self._config, index), f"layers.{index}."
+        layer.load_state_dict(
+            {name.removeprefix(prefix): x for name, x in self.t.items() if name.startswith(prefix)}
+        )
+        return layer.eval().requires_grad_(False)
+
+    def run(self, ids: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+        stream, _ = self.enter(ids, hidden)
+        rotation = self.rotary(stream[None], positions[None])
+        mask = self.mask(positions)
+        for layer in self.layers:
+            stream = layer(stream[None], attention_mask=mask, position_embeddings=rotation)[0]
+        return stream
+
+    def mask(self, positions: Tensor) -> Tensor:  # type: ignore[override]
+        """0 where a row may look, [1, 1, rows, rows]: at itself and before, in its own chunk."""
+        chunks = positions // self.chunk
+        seen = (positions[:, None] >= positions) & (chunks[:, None] == chunks)
+        return torch.zeros(1, 1, *seen.shape).masked_fill(~seen, float("-inf"))
+
+    def logits(self, out: Tensor) -> Tensor:
+        return self.norm(out, "norm") @ self.t.get("lm_head.weight", self.target.lm_head).T
+
+    def recycled(self, out: Tensor) -> Tensor:
+        return self.norm(out, "norm")
+
+
 class ReferenceEagle3(ReferenceEagle):
     """EAGLE3 and EAGLE 3.1, of any number of layers and features."""
 
@@ -456,6 +509,8 @@ def reference_head(path: Path, target: DenseTarget) -> ReferenceHead:
         return ReferenceDFlash(path, target)
     if "mask_hidden" in names:
         return ReferencePEagle(path, target)
+    if any(".feed_forward." in name for name in names):
+        return ReferenceEagleLlama4(path, target)
     eagle3 = any(name.endswith("hidden_norm.weight") for name in names)
     return (ReferenceEagle3 if eagle3 else ReferenceEagle1)(path, target)
 

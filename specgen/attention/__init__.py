@@ -5,7 +5,7 @@ Models import nothing of this package but what this file holds. May import ops a
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from typing import Literal, Protocol, Self
 
@@ -13,12 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specgen.attention.chunks import Temperature as Temperature
+from specgen.attention.chunks import chunked, most_positions
 from specgen.attention.gated_delta import DeltaLayer as DeltaLayer
 from specgen.attention.gated_delta import recur
 from specgen.attention.planning import spread
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import HostLens, Layout
-from specgen.ops import Rope
+from specgen.ops import Rope, Store
 from specgen.ops.jit_modules import Module, num_sms
 
 
@@ -121,6 +123,7 @@ class Heads:
     page_size: int
     max_query_len: int  # rows per sequence of a decode pass
     sinks: bool = False  # see LayerAttention
+    chunk: int = 0  # see Attend.chunked; 0: there are none
     latent: LatentDims | None = None  # of what the cache keeps; the rest describes its absorbed form
 
     @property
@@ -228,6 +231,11 @@ class Capabilities:
         )
         if reason is not None:
             return reason
+        if heads.chunk % heads.page_size:
+            return (
+                f"does not cut pages of {heads.page_size} positions into chunks of {heads.chunk}: use a --page-size "
+                "that divides these"
+            )
         if latent is not None:
             if self.latents is None:
                 return "does not support latent attention: use --attention auto"
@@ -394,6 +402,7 @@ class Attend:
         self._layout = layout
         self._store = rope(layout)
         self._rotating = backend.rotating(layout, rope)
+        self._unrotated: dict[Rope, tuple[Store, RotatingKernel | None]] = {}
 
     @property
     def uniform_q(self) -> int:
@@ -407,11 +416,34 @@ class Attend:
         ``qkv`` are the heads of q, k and v ``[rows, num_heads + 2 * num_kv_heads, head_dim]``, the result is
         ``[rows, num_heads * head_dim]``.
         """
+        return self._attend(layer, qkv, self._store, self._rotating)
+
+    def _attend(
+        self, layer: LayerAttention, qkv: Tensor, store: Store, rotating: RotatingKernel | None
+    ) -> Tensor:
         keys, values = self._cache.pages(layer.index)
-        if self._rotating is not None and self._rotating.fits(layer, qkv, keys):
-            return self._rotating(layer, qkv, keys, values)
+        if rotating is not None and rotating.fits(layer, qkv, keys):
+            return rotating(layer, qkv, keys, values)
         kernel = self._kernel if layer.causal else self._looking_ahead
-        return kernel(layer, self.write_kv(layer, qkv), keys, values)
+        return kernel(layer, store(qkv, keys, values, *layer.kv_scales(keys)), keys, values)
+
+    def chunked(self, layer: LayerAttention, size: int, qkv: Tensor) -> Tensor:
+        """The same, but a row sees no position before its chunk of ``size``, a multiple of a page's."""
+        if most_positions(self._layout) <= size:
+            return self(layer, qkv)
+        keys, values = self._cache.pages(layer.index)
+        return self._chunks(size)(layer, self.write_kv(layer, qkv), keys, values)
+
+    def unrotated(
+        self, layer: LayerAttention, rope: Rope, temperature: Temperature | None, qkv: Tensor
+    ) -> Tensor:
+        """The same of a layer without positions: ``rope`` turns by 0; q is written to where it has a temperature."""
+        if temperature is not None and most_positions(self._layout) >= temperature.floor:
+            num_heads = qkv.shape[1] - 2 * self._cache.pages(layer.index)[0].shape[2]
+            qkv[:, :num_heads] *= self._factors(temperature)
+        if rope not in self._unrotated:
+            self._unrotated[rope] = rope(self._layout), self._backend.rotating(self._layout, rope)
+        return self._attend(layer, qkv, *self._unrotated[rope])
 
     def write_kv(self, layer: LayerAttention, heads: Tensor) -> Tensor:
         """Store rotated keys and values without attending.
@@ -471,6 +503,15 @@ class Attend:
     @cached_property
     def _looking_ahead(self) -> Kernel:
         return self._backend.looking_ahead(self._layout)
+
+    @cached_property
+    def _chunks(self) -> Callable[[int], Kernel]:
+        return cache(partial(chunked, self._backend.plan, self._layout))
+
+    @cached_property
+    def _factors(self) -> Callable[[Temperature], Tensor]:
+        """Of a temperature, for q: [rows, 1, 1]."""
+        return cache(lambda temperature: temperature.of(self._layout.positions)[:, None, None])
 
     @cached_property
     def _kernel(self) -> Kernel:

@@ -14,6 +14,7 @@ from specgen.checkpoints.tensor_reader import E4M3, Checkpoint, TensorReader, up
 from specgen.checkpoints.weight_files import MASK_EMBEDDING, TensorInfo, are_equal, read_json, tensor_infos
 from specgen.config import UserError, first_line, require, shown
 from specgen.device import SINGLE_RANK, Ranks
+from specgen.models import llama4
 from specgen.models.config_fields import count, text_part
 from specgen.models.config_keys import generation_defaults
 from specgen.models.dflash import MASK_ID_TENSOR, DFlashConfig, other_names
@@ -50,7 +51,7 @@ def open_checkpoint(path_or_hub_id: str) -> Checkpoint:
 
 def _by_usual_names(infos: dict[str, TensorInfo], checkpoint: str) -> dict[str, TensorInfo]:
     try:
-        others = other_names(infos.keys())
+        others = other_names(infos.keys()) | llama4.other_names(infos.keys())
     except UserError as error:
         raise UserError(f"{checkpoint}: {error}") from error
     renamed = {others[name]: replace(infos[name], stored=name) for name in others}
@@ -191,7 +192,7 @@ def build_target(config: TargetConfig, reader: TensorReader) -> Target:
             ranks=reader.ranks,
             num_kv_heads=config.num_kv_heads,
             vocab_size=config.vocab_size,
-            transposed_experts=config.mixture is not None and config.mixture.interleaved,
+            fused_experts="out, in" if config.mixture is None else config.mixture.fused,
             fp8=config.fp8,
             delta_keys=0 if config.delta is None else config.delta.num_key_heads * config.delta.key_dim,
         )

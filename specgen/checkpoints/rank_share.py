@@ -18,6 +18,7 @@ from specgen.config import require
 from specgen.device import Ranks
 from specgen.models.fp8_config import Fp8Config
 from specgen.models.llama import most_rows, rows_of
+from specgen.models.model_config import Fused
 
 # Of a dimension, the ranges that are read, one behind the other.
 Ranges = tuple[slice, ...]
@@ -55,18 +56,16 @@ _RULES = (
     _Rule(names=r"\.(o|down|out)_proj\.weight$", dim=1),
     # of a Gated DeltaNet: heads, or key heads each with its value heads
     _Rule(names=r"\.linear_attn\.(in_proj_(z|a|b|qkvz|ba)\.weight|A_log|dt_bias)$", dim=0),
-    # all experts of a layer in one tensor: packed, transposed with gate and up alternating, or as they are multiplied
+    # all experts of a layer in one tensor, packed
     _Rule(names=r"\.experts\.gate_up_proj_(blocks|scales|bias)$", dim=1),
     _Rule(names=r"\.experts\.down_proj_(blocks|scales)$", dim=2),
 )
-_TRANSPOSED = (
-    _Rule(names=r"\.experts\.gate_up_proj$", dim=2),
-    _Rule(names=r"\.experts\.down_proj$", dim=1),
-)
-_AS_MULTIPLIED = (
-    _Rule(names=r"\.experts\.gate_up_proj$", dim=1, halves=True),
-    _Rule(names=r"\.experts\.down_proj$", dim=2),
-)
+_GATE_UP, _DOWN = r"\.experts\.gate_up_proj$", r"\.experts\.down_proj$"
+_FUSED: dict[Fused, tuple[_Rule, _Rule]] = {  # the same, plain
+    "out, in": (_Rule(names=_GATE_UP, dim=1, halves=True), _Rule(names=_DOWN, dim=2)),
+    "in, out": (_Rule(names=_GATE_UP, dim=2, halves=True), _Rule(names=_DOWN, dim=1)),
+    "in, out alternating": (_Rule(names=_GATE_UP, dim=2), _Rule(names=_DOWN, dim=1)),
+}
 # Added once to the sum over ranks: by the first of them.
 _ONCE = re.compile(r"\.(o|down)_proj(\.bias|_bias)$")
 
@@ -78,7 +77,7 @@ class RankShare:
     ranks: Ranks
     num_kv_heads: int
     vocab_size: int
-    transposed_experts: bool  # all of a layer in one tensor, with inputs before outputs
+    fused_experts: Fused
     fp8: Fp8Config | None  # of the linear layers that are stored in it
     delta_keys: int = 0  # numbers of all key heads of a Gated DeltaNet
 
@@ -106,7 +105,7 @@ class RankShare:
         if _DELTA.search(name):
             keys = self.delta_keys // self.ranks.size // unit
             return self._split(shape, 0, (keys, keys, shape[0] - 2 * keys))
-        rules = (*_RULES, *(_TRANSPOSED if self.transposed_experts else _AS_MULTIPLIED))
+        rules = (*_RULES, *_FUSED[self.fused_experts])
         rule = next((rule for rule in rules if re.search(rule.names, name)), None)
         if rule is None or rule.dim >= len(shape):
             return None

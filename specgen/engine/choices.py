@@ -208,6 +208,7 @@ def _use(
             page_size=config.page_size,
             max_query_len=config.draft_length.most + 1,
             sinks=model.sinks,
+            chunk=model.chunk,
             latent=model.latent,
         ),
         windowed=tuple(sorted({model.window(index) is not None for index in range(model.num_layers)})),

@@ -80,7 +80,7 @@ _NO_EFFECT: Mapping[str, str] = {
     "follows from other keys": "qk_head_dim num_nextn_predict_layers num_mtp_layers mtp_num_hidden_layers "
     "initial_context_length",
     "of images and videos, which are not read": "vision_config image_token_id video_token_id "
-    "vision_start_token_id vision_end_token_id",
+    "vision_start_token_id vision_end_token_id image_token_index boi_token_index eoi_token_index",
     "nothing by itself": "use_sliding_window max_window_layers",  # in families that do not read it
 }
 NO_EFFECT: Mapping[str, str] = {key: why for why, keys in _NO_EFFECT.items() for key in keys.split()}
@@ -184,6 +184,31 @@ QWEN3_NEXT = replace(
     read=_EVERY | _DELTA | _SHARED | _names("norm_topk_prob decoder_sparse_step mlp_only_layers"),
     defaults={**QWEN3_5_MOE.defaults, "norm_topk_prob": True},
 )
+LLAMA4 = Keys(
+    read=_EVERY
+    | _names(
+        "attention_bias intermediate_size_mlp num_local_experts num_experts_per_tok moe_layers use_qk_norm "
+        "interleave_moe_layer_step no_rope_layers no_rope_layer_interval attention_chunk_size "
+        "attn_temperature_tuning floor_scale attn_scale"
+    ),
+    defaults={
+        "intermediate_size_mlp": 16384,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "num_experts_per_tok": 1,
+        "num_local_experts": 16,
+        "interleave_moe_layer_step": 1,
+        "use_qk_norm": True,
+        "no_rope_layer_interval": 4,
+        "attention_chunk_size": 8192,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+    },
+)
+LLAMA4_HEADS = replace(LLAMA4, read=LLAMA4.read | {"draft_vocab_size"})
 _SECTIONS = ("transformer_layer_config", "eagle_config", "dflash_config")  # of heads
 HEADS = Keys(
     read=LLAMA.read
@@ -217,7 +242,7 @@ def known_keys(config: Raw, keys: Keys) -> dict[str, Any]:
     ``UserError`` for a value that would change results and is not supported.
     """
     config = text_part(config)
-    refuse_values(config)
+    refuse_values(config, {name: each for name, each in _ONLY.items() if name not in keys.read})
     refuse_values(config, keys.only)
     found = {name: value for name, value in config.items() if name in keys.read}
     for alias, name in keys.aliases.items():

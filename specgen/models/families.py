@@ -14,6 +14,7 @@ from specgen.models import (
     eagle,
     hybrid_targets,
     llama,
+    llama4,
     mixture_targets,
     mtp,
 )
@@ -62,13 +63,16 @@ _llama = partial(Family, build=llama.Llama.build, ignored=llama.ignored_tensors)
 _latents = partial(_llama, read=mixture_targets.read_deepseek, ignored=mtp.ignored_tensors)
 
 
-def _ignored_of_hybrids(config: TargetConfig, names: Set[str]) -> Set[str]:
+def _ignored_with_vision(config: TargetConfig, names: Set[str]) -> Set[str]:
     return mtp.ignored_tensors(config, names) | llama.visual_tensors(names)
 
 
-_hybrid = partial(_llama, ignored=_ignored_of_hybrids)
+_hybrid = partial(_llama, ignored=_ignored_with_vision)
 _qwen3_5 = _hybrid(keys=config_keys.QWEN3_5, read=hybrid_targets.read_qwen3_5)
 _qwen3_5_moe = _hybrid(keys=config_keys.QWEN3_5_MOE, read=hybrid_targets.read_qwen3_5_moe)
+_llama4 = Family(
+    keys=config_keys.LLAMA4, read=llama4.read_llama4, build=llama4.build, ignored=_ignored_with_vision
+)
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": _llama(keys=config_keys.LLAMA, read=TargetConfig.from_hf),
     "Qwen2ForCausalLM": _llama(keys=config_keys.QWEN2, read=partial(TargetConfig.from_hf, qkv_bias=True)),
@@ -82,6 +86,8 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3_5ForConditionalGeneration": _qwen3_5,  # of which the text part is read
     "Qwen3_5MoeForCausalLM": _qwen3_5_moe,
     "Qwen3_5MoeForConditionalGeneration": _qwen3_5_moe,
+    "Llama4ForCausalLM": _llama4,
+    "Llama4ForConditionalGeneration": _llama4,  # likewise
 }
 
 
@@ -106,6 +112,14 @@ HEAD_FAMILIES: Mapping[str, HeadFamily] = {
         build=Eagle3Head.build,
         ignored=eagle.EAGLE3_IGNORED,
     ),
+    "EAGLE Llama-4": HeadFamily(
+        recognize=llama4.is_eagle_llama4,
+        refusal=llama4.NOT_EAGLE_LLAMA4,
+        config=llama4.EagleLlama4Config.from_hf,
+        build=llama4.EagleLlama4Head.build,
+        ignored=eagle.EAGLE1_IGNORED,
+        keys=config_keys.LLAMA4_HEADS,
+    ),
     "EAGLE-1": HeadFamily(
         recognize=eagle.is_eagle1,
         refusal=eagle.NOT_EAGLE1,
@@ -125,8 +139,6 @@ HEAD_FAMILIES: Mapping[str, HeadFamily] = {
 # Architectures that are asked for and not built, and what they need.
 _NOT_BUILT = {
     "DeepseekV4ForCausalLM": "sparse attention with compressed positions and hyper-connections",
-    "Llama4ForCausalLM": "attention in chunks and layers without positions",
-    "Llama4ForConditionalGeneration": "attention in chunks and layers without positions",
 }
 
 

@@ -162,9 +162,8 @@ def _experts(config: MixtureConfig, hidden: int, prefix: str, load: Loader) -> E
     if f"{prefix}0.gate_proj.weight" in load:
         gate_up, down = _one_by_one(config, hidden, prefix, load)
     else:
-        gate_up = _stacked(
-            config, prefix + "gate_up_proj", 2 * config.width, hidden, load, config.interleaved
-        )
+        alternating = config.fused == "in, out alternating"
+        gate_up = _stacked(config, prefix + "gate_up_proj", 2 * config.width, hidden, load, alternating)
         down = _stacked(config, prefix + "down_proj", hidden, config.width, load, False)
     return Experts(gate_up=gate_up, down=down, gating=gating)
 
@@ -182,13 +181,13 @@ def _one_by_one(config: MixtureConfig, hidden: int, prefix: str, load: Loader) -
 
 
 def _stacked(
-    config: MixtureConfig, name: str, num_out: int, num_in: int, load: Loader, interleaved: bool
+    config: MixtureConfig, name: str, num_out: int, num_in: int, load: Loader, alternating: bool
 ) -> Weight:
-    """From tensors of all experts; where gate and up alternate (``interleaved``), all of gate goes before up."""
+    """From tensors of all experts; where gate and up alternate, all of gate goes before up."""
     count = config.num_experts
 
     def ordered(rows: Tensor) -> Tensor:
-        return torch.cat((rows[:, ::2], rows[:, 1::2]), 1) if interleaved else rows
+        return torch.cat((rows[:, ::2], rows[:, 1::2]), 1) if alternating else rows
 
     bias = load(f"{name}_bias", (count, num_out), ordered) if config.biases else None
     if config.mxfp4:
@@ -197,7 +196,7 @@ def _stacked(
         return Weight(
             data=data, scale=load.packed(f"{name}_scales", blocks, ordered), bias=bias, format="mxfp4"
         )
-    if config.interleaved:
+    if config.fused != "out, in":
         return Weight(data=load(name, (count, num_in, num_out), lambda stored: ordered(stored.mT)), bias=bias)
     return Weight(data=load(name, (count, num_out, num_in)), bias=bias)
 

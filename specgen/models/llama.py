@@ -178,6 +178,9 @@ def text_prefix(names: Set[str]) -> str:
     )
 
 
+_VISUAL = ("model.visual.", "vision_model.", "multi_modal_projector.")
+
+
 def visual_tensors(names: Set[str]) -> Set[str]:
     """Of the vision part, which is not built."""
-    return {name for name in names if name.startswith("model.visual.")}
+    return {name for name in names if name.startswith(_VISUAL)}

@@ -97,7 +97,7 @@ def read_gpt_oss(config: Raw) -> TargetConfig:
         weights="softmax of chosen",
         router="router",
         biases=True,
-        interleaved=True,
+        fused="in, out alternating",
         mxfp4=bool(stated),
         alpha=number(config, "swiglu_alpha", 1.702),
         shift=1.0,

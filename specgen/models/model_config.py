@@ -11,7 +11,7 @@ from specgen.models.config_fields import LARGEST_COUNT, Raw, architectures, coun
 from specgen.models.config_keys import refuse_values
 from specgen.models.fp8_config import Fp8Config, fp8_config
 from specgen.models.rotary import RopeConfig, latent_scale
-from specgen.ops.experts import MXFP4_BLOCK
+from specgen.ops.experts import MXFP4_BLOCK, Weighing
 from specgen.ops.weight import GROUP
 
 
@@ -79,6 +79,11 @@ class SigmoidWeights:
         return f"the choice{groups} with a bias; weights by sigmoid{sums}, times {self.scale:g}"
 
 
+# What the plain matrices of all experts of a layer are like where a checkpoint has them in one tensor each: the order
+# of their dimensions, and whether gate and up alternate in the first or are its halves
+Fused = Literal["out, in", "in, out", "in, out alternating"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class MixtureConfig:
     """The experts of a model: each token goes through the ``num_chosen`` that a router chooses in each layer."""
@@ -87,12 +92,10 @@ class MixtureConfig:
     num_chosen: int
     width: int  # of an expert's gate, and of its up
     layers: tuple[bool, ...]  # by layer: whether it is a mixture; the others have an MLP
-    weights: (
-        Literal["softmax", "normalized", "softmax of chosen"] | SigmoidWeights
-    )  # how a router's logits become weights
+    weights: Weighing | SigmoidWeights  # how a router's logits become weights
     router: str  # its name in a checkpoint, beside "experts"
     biases: bool = False  # of router and experts
-    interleaved: bool = False  # gate and up alternate in a checkpoint, whose plain matrices are [in, out]
+    fused: Fused = "out, in"
     mxfp4: bool = False
     shared_width: int = 0  # of the expert that all tokens go through; 0: there is none
     shared_gate: bool = False  # it counts by the sigmoid of a gate's logit
@@ -137,6 +140,7 @@ _WEIGHTS = {
     "softmax": "weights from the softmax over all",
     "normalized": "weights from the softmax over all, divided by their sum",
     "softmax of chosen": "weights from the softmax over the chosen",
+    "sigmoid": "weights by sigmoid, of the expert's inputs",
 }
 
 
@@ -199,6 +203,7 @@ class LayerConfig:
     mlp_bias: bool = False
     windows: tuple[int | None, ...] = ()  # by layer: positions that a row sees, its own included; None: all
     sinks: bool = False  # of every layer's attention
+    chunk: int = 0  # positions of one, of layers that attend in chunks; 0: none do
     query_gates: bool = (
         False  # what a head attended to counts by the sigmoid of a gate, which q_proj makes too
     )

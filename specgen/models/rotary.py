@@ -159,7 +159,7 @@ def latent_scale(config: Raw) -> float:
 
 def _llama3(parameters: Raw) -> Llama3Scaling:
     factor, low, high = (number(parameters, f"{name}factor") for name in ("", "low_freq_", "high_freq_"))
-    require(low < high, f"low_freq_factor is {low} and high_freq_factor {high}: config.json is wrong")
+    require(low <= high, f"low_freq_factor is {low} and high_freq_factor {high}: config.json is wrong")
     return Llama3Scaling(
         factor=factor,
         low_freq_factor=low,

@@ -12,12 +12,18 @@ from torch.nn import functional as F
 from specgen.ops.fp8 import dequantised, rounding, through_e4m3
 from specgen.ops.weight import Weight
 
-# How logits become weights: the softmax over all experts, the same divided by the sum over the chosen, or the softmax
-# over the chosen.
-Weighing = Literal["softmax", "normalized", "softmax of chosen"]
+# How logits become weights: the softmax over all experts, the same divided by the sum over the chosen, the softmax
+# over the chosen, or the sigmoid of each.
+Weighing = Literal["softmax", "normalized", "softmax of chosen", "sigmoid"]
 # Logits as partial sums [n, rows, E] (see Ops.linear_parts) -> the ids of each row's experts [rows, k] int64, best
 # first, and their weights [rows, k] in the model's dtype.
 Choice = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+_OF_CHOSEN: dict[str, Callable[[Tensor], Tensor]] = {  # of the logits of the chosen alone
+    "softmax of chosen": lambda best: best.softmax(-1),
+    "sigmoid": lambda best: best.float().sigmoid().to(best.dtype),
+}
 
 
 def choice(num_chosen: int, weighing: Weighing) -> Choice:
@@ -25,9 +31,9 @@ def choice(num_chosen: int, weighing: Weighing) -> Choice:
 
     def choose(parts: Tensor) -> tuple[Tensor, Tensor]:
         logits = parts.squeeze(0)
-        if weighing == "softmax of chosen":
+        if weighing in _OF_CHOSEN:
             best, ids = logits.topk(num_chosen)
-            return ids, best.softmax(-1)
+            return ids, _OF_CHOSEN[weighing](best)
         best, ids = logits.softmax(-1, dtype=torch.float32).topk(num_chosen)
         if weighing == "normalized":
             best = best / best.sum(-1, keepdim=True)
@@ -105,6 +111,19 @@ def _pairs(device: torch.device) -> Tensor:
 # x [rows, H], the ids of each row's experts [rows, k] int64 (each row's differ), their weights [rows, k] in x's dtype
 # -> the weighted sum of what they return as partial sums [n, rows, H], added in Norm.add; see Ops.linear_parts.
 ExpertsMap = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def weighing_inputs(experts: ExpertsMap) -> ExpertsMap:
+    """For rows that go through one expert each: the weight counts in front of it, and what it returns in full.
+
+    A gated expert is not linear, so that is another number. All kernels serve it, whatever the weights' format.
+    """
+
+    def forward(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        assert ids.shape[1] == 1, "a row has one input for all its experts"
+        return experts(x * weights, ids, torch.ones_like(weights))
+
+    return forward
 
 
 @dataclass(frozen=True, kw_only=True)

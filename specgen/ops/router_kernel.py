@@ -84,6 +84,8 @@ def _choose_kernel(
     share = tl.exp(best - largest)
     if WEIGHING == "softmax":
         share /= tl.sum(tl.where(inside, tl.exp(logits - largest), 0))
+    elif WEIGHING == "sigmoid":
+        share = 1 / (1 + tl.exp(-best))
     else:  # the same with and without the softmax of all experts, in which the sum cancels
         share /= tl.sum(share)
     place = row * K + slot
