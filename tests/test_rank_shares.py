@@ -26,6 +26,7 @@ from tests.tiny_checkpoints import change_json, change_tensors, write_target
 from tests.tiny_fp8 import quantize
 from tests.tiny_hybrids import write_hybrid
 from tests.tiny_latents import write_latent
+from tests.tiny_llama4 import write_llama4
 from tests.tiny_mixtures import in_one_tensor, packed_in_mxfp4, write_gpt_oss, write_qwen3_moe
 
 CPU = torch.device("cpu")
@@ -106,6 +107,10 @@ TARGETS: dict[str, Callable[[Path], object]] = {
     "hybrid": write_hybrid,
     "vision-language hybrid": partial(write_hybrid, architecture="Qwen3_5MoeForConditionalGeneration"),
     "hybrid by key head": partial(write_hybrid, architecture="Qwen3NextForCausalLM", attention_bias=True),
+    "llama4": write_llama4,
+    "llama4 with dense layers": partial(
+        write_llama4, architecture="Llama4ForConditionalGeneration", interleave_moe_layer_step=2
+    ),
     "latents": write_latent,
     "latents and groups": partial(write_latent, family="deepseek", q_lora_rank=None),
     "latents in blocks": latents_in_blocks,
@@ -173,6 +178,7 @@ QUICK = (
     "qwen3-moe",
     "hybrid",
     "hybrid by key head",
+    "llama4",
     "gpt-oss in MXFP4",
     "latents",
     "a scale per channel",
@@ -189,8 +195,8 @@ QUICK_IN_FOUR = ("one KV head", "vocabulary that is not divided evenly")
             (target, size)
             for size in (2, 4)
             for target in TARGETS
-            # whose experts are 32 wide: four ranks would have 8; or two key heads
-            if size == 2 or not ("qwen3-moe" in target or "hybrid" in target)
+            # whose experts are 32 wide, or which have two key heads
+            if size == 2 or not any(each in target for each in ("qwen3-moe", "hybrid", "llama4"))
         ],
         *((target, 2) for target in QUICK),
         *((target, 4) for target in QUICK_IN_FOUR),

@@ -21,10 +21,12 @@ from tests.test_mixtures import ids_of, loaded, paged_logits
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_hybrids import write_hybrid
 from tests.tiny_latents import write_latent
+from tests.tiny_llama4 import write_llama4
 from tests.tiny_mixtures import write_gpt_oss, write_qwen3_moe
 
 DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
 OF_GPT_OSS = {"rope_type": "default", "rope_theta": 150_000.0}  # what it is where nothing says it
+OF_LLAMA4 = {"rope_type": "default", "rope_theta": 500_000.0}  # likewise
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -45,6 +47,7 @@ FAMILIES: dict[str, Callable[[Path], TargetConfig]] = {
     "qwen3-next": lambda path: write_hybrid(path, "Qwen3NextForCausalLM"),
     "qwen3.5": write_hybrid,
     "qwen3.5-moe": lambda path: write_hybrid(path, "Qwen3_5MoeForCausalLM"),
+    "llama4": lambda path: write_llama4(path, num_hidden_layers=4, rope_parameters=OF_LLAMA4),
 }
 # Beside the rope_parameters of FAMILIES
 BESIDE: dict[str, dict[str, Any]] = {
@@ -92,7 +95,7 @@ def _beside(path: Path, target: Path, changes: dict[str, Any]) -> None:
     mostly_slow(
         product(FAMILIES, BESIDE),
         *(("deepseek", name) for name in BESIDE),
-        *product(("llama", "qwen3-moe", "gpt-oss"), ("yarn", "llama3")),
+        *product(("llama", "qwen3-moe", "gpt-oss", "llama4"), ("yarn", "llama3")),
     ),
 )
 def test_logits_equal_transformers(tmp_path: Path, written: dict[str, Path], family: str, name: str) -> None:

@@ -30,6 +30,7 @@ from specgen.models.model_config import (
     layer_settings,
 )
 from specgen.models.protocols import Head, Target
+from specgen.models.rotary import RopeConfig
 from specgen.ops import Map, Norm, Ops, Rope
 from specgen.ops.experts import weighing_inputs
 from specgen.ops.weight import Weight
@@ -85,7 +86,7 @@ def read_llama4(config: Raw) -> Llama4Config:
     )
     return Llama4Config(
         **{each.name: getattr(plain, each.name) for each in fields(plain)}
-        | {"chunk": count(config, "attention_chunk_size")},
+        | {"chunk": count(config, "attention_chunk_size"), "rope": _rope(plain)},
         rotated=_rotated(config, num_layers),
         temperature=_temperature(config),
     )
@@ -96,6 +97,14 @@ def _as_llama(config: Raw) -> dict[str, Any]:
     own = ("attention_chunk_size", "attn_temperature_tuning", "no_rope_layers", "layer_types")
     plain = {name: value for name, value in config.items() if name not in own}
     return plain | {"intermediate_size": count(config, "intermediate_size_mlp")}
+
+
+def _rope(config: LayerConfig) -> RopeConfig:
+    """A norm behind the rotation undoes what that multiplies with."""
+    yarn = config.rope.yarn
+    if yarn is None or not config.qk_norm:
+        return config.rope
+    return replace(config.rope, yarn=replace(yarn, concentration=1.0))
 
 
 def _mixture(config: Raw, layers: tuple[bool, ...]) -> MixtureConfig:
@@ -302,7 +311,7 @@ class EagleLlama4Config(HeadConfig):
             not any(name.endswith(".mlp.router.weight") for name in tensors),
             "the head has experts, which is not supported: use one with an MLP",
         )
-        return cls(
+        plain = cls(
             draft_vocab_size=count(config, "draft_vocab_size", count(config, "vocab_size")),
             target_hidden_size=count(config, "hidden_size"),
             num_layers=num_layers,
@@ -316,6 +325,7 @@ class EagleLlama4Config(HeadConfig):
             dtype=dtype_name(config),
             **layer_settings(_as_llama(config)),
         )
+        return replace(plain, rope=_rope(plain))
 
     def facts(self) -> dict[str, str]:
         return {
