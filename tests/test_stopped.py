@@ -1,6 +1,7 @@
 """What stops a run from outside: signals, a full or read-only disk, another run; the command resumes it."""
 
 import gc
+import hashlib
 import json
 import os
 import re
@@ -8,20 +9,24 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specgen.cli import main as cli
-from specgen.config import EngineConfig
+from specgen.config import Cluster, EngineConfig
 from specgen.config.bundled import pair
 from specgen.config.errors import DeviceLost
 from specgen.core.engine_core import EngineCore
 from specgen.core.step import Steps
-from specgen.record.interrupt import interruptible
+from specgen.jobs import ray_engine
+from specgen.record import interrupt
+from specgen.record.interrupt import breakable, interruptible
 from specgen.record.results import locked
 from specgen.report.report import load_so_far
 from tests.commands import refused, rows, write_rows
@@ -50,11 +55,18 @@ def _loaded() -> Iterator[None]:
 class Command:
     """``specgen generate`` in a child of this process."""
 
-    def __init__(self, prompts: Path, output: Path, *arguments: object, file_size: int | None = None) -> None:
+    def __init__(
+        self,
+        prompts: Path,
+        output: Path,
+        *arguments: object,
+        file_size: int | None = None,
+        given: Sequence[object] = (),
+    ) -> None:
         self.log = prompts.with_name(f"stderr {time.monotonic_ns()}")
         self.log.touch()
         options = ["--device", "cpu", "--max-batch-size", 4, "--max-new-tokens", 24, "--ignore-eos"]
-        given = ["generate", "--dataset", prompts, "--output", output, *options, *arguments]
+        given = given or ["generate", "--dataset", prompts, "--output", output, *options, *arguments]
         self.pid = os.fork()
         if self.pid == 0:
             gc.freeze()  # or the child would look through, and so copy, all that its parent has
@@ -102,7 +114,7 @@ def completions(prompts: Path) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+    ("number", "code"), [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
 )
 def test_a_signal_ends_the_run_and_the_same_command_resumes(
     prompts: Path, completions: bytes, tmp_path: Path, number: int, code: int
@@ -125,22 +137,111 @@ def test_a_signal_ends_the_run_and_the_same_command_resumes(
     assert load_so_far(output)[0].state is None
 
 
-def test_a_second_signal_ends_it_at_once(
-    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def slow(self: Steps, *arguments: Any) -> None:
-        (tmp_path / "here").touch()
+def asleep(here: Path) -> Callable[..., None]:
+    """In place of work: waits for a minute, which exceptions end."""
+
+    def sleep(*arguments: object, **named: object) -> None:
+        here.touch()
         time.sleep(60)
 
-    monkeypatch.setattr(Steps, "decode", slow)
+    return sleep
+
+
+def deaf(here: Path) -> Callable[..., None]:
+    """In place of work: computes for minutes in C, where no handler runs."""
+
+    def compute(*arguments: object, **named: object) -> None:
+        here.touch()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 30)
+
+    return compute
+
+
+def wait_for(here: Path) -> None:
+    while not here.exists():
+        time.sleep(0.01)
+
+
+def terminated(prompts: Path, output: Path, what: str, work: Callable[[Path], Callable[..., None]]) -> str:
+    """The state of a run that receives SIGTERM while it is in ``what``, where it does ``work`` instead."""
+    here = output.with_name("here")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interrupt, "_TO_POLL", 0.2)
+        patch.setattr(interrupt, "_TO_END", 0.4)
+        patch.setattr(EngineCore, "warm_up", lambda self: None)
+        patch.setattr(what, work(here))
+        command = Command(prompts, output)
+        wait_for(here)
+        os.kill(command.pid, signal.SIGTERM)
+        os.kill(command.pid, signal.SIGTERM)  # as from a launcher, where its scheduler sends it to all
+        begun = time.monotonic()
+        assert command.end() == 75
+    assert time.monotonic() - begun < 5
+    assert command.last_words == "specgen: interrupted; the same command resumes the run"
+    return str(json.loads((output / "status.json").read_text())["state"])
+
+
+@pytest.mark.parametrize(
+    ("what", "work", "state"),
+    [("index_prompts", asleep, "interrupted"), ("load_models", deaf, "preparing")],
+)
+def test_a_start_that_does_not_poll_ends_in_time_too(
+    prompts: Path, tmp_path: Path, what: str, work: Any, state: str
+) -> None:
+    assert terminated(prompts, tmp_path / "run", f"specgen.jobs.run.{what}", work) == state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "work", "state"),
+    [
+        ("core.step.Steps.decode", asleep, "interrupted"),
+        ("core.step.Steps.decode", deaf, "running"),
+        ("jobs.run.FinishedRun.write_report", asleep, "interrupted"),
+    ],
+)
+def test_a_run_that_was_stopped_where_it_does_not_poll_resumes(
+    prompts: Path, completions: bytes, tmp_path: Path, what: str, work: Any, state: str
+) -> None:
+    output = tmp_path / "run"
+    assert terminated(prompts, output, f"specgen.{what}", work) == state
+    assert Command(prompts, output).end() == 0
+    assert untimed(output / "completions.jsonl") == completions
+
+
+def test_a_signal_ends_a_command_that_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specgen.checkpoints.inspect_checkpoint.describe", asleep(tmp_path / "here"))
+    command = Command(tmp_path / "none", tmp_path, given=["inspect", "none"])
+    wait_for(tmp_path / "here")
+    os.kill(command.pid, signal.SIGTERM)
+    assert (command.end(), command.last_words) == (75, "specgen: interrupted")
+
+
+def test_a_signal_while_ray_starts_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+
+    def init(**options: object) -> None:  # as Ray's own, which stands in for the process's handler
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(ray, "init", init)
+    with interruptible(lambda: "not in time") as stop:
+        with pytest.raises(KeyboardInterrupt):
+            ray_engine._start(Cluster(num_workers=1))
+        assert stop.exit_code == 75
+
+
+def test_a_second_ctrl_c_ends_it_at_once(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Steps, "decode", asleep(tmp_path / "here"))
     monkeypatch.setattr(EngineCore, "warm_up", lambda self: None)
     command = Command(prompts, tmp_path / "run")
-    while not (tmp_path / "here").exists():
-        time.sleep(0.01)
-    os.kill(command.pid, signal.SIGTERM)
+    wait_for(tmp_path / "here")
+    os.kill(command.pid, signal.SIGINT)
     time.sleep(0.2)
-    os.kill(command.pid, signal.SIGTERM)
-    assert command.end() == -signal.SIGTERM
+    os.kill(command.pid, signal.SIGINT)
+    assert command.end() == -signal.SIGINT
 
 
 def test_a_lost_device_is_one_line(prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,13 +256,35 @@ def test_a_lost_device_is_one_line(prompts: Path, tmp_path: Path, monkeypatch: p
 
 
 def test_handlers_are_restored() -> None:
-    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
-    with interruptible() as interrupt:
-        assert not interrupt()
+    all_of_them = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+    before, num_threads = [signal.getsignal(each) for each in all_of_them], threading.active_count()
+    with interruptible(lambda: "not in time") as stop:
+        assert not stop()
         signal.raise_signal(signal.SIGTERM)
-        assert interrupt()
-        assert interrupt.exit_code == 143
-    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+        assert stop()
+        assert stop.exit_code == 75
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
+    assert [signal.getsignal(each) for each in all_of_them] == before
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    assert signal.set_wakeup_fd(-1) == -1
+    assert threading.active_count() == num_threads
+
+
+def test_a_second_sigterm_breaks_off_no_cleaning_up() -> None:
+    with breakable(lambda: "not in time") as stop:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.exit_code == 75
+
+
+def test_a_signal_that_a_library_swallows_stops_what_comes_next() -> None:
+    with breakable(lambda: "not in time") as stop:
+        with suppress(KeyboardInterrupt):  # as while PyTorch is imported
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt), interruptible(lambda: "not in time"):
+            raise AssertionError
+    assert stop.exit_code == 75
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import Cluster, EngineConfig, ExecutorName, SamplingParams, option, require
 from specgen.jobs.job import Job
 from specgen.jobs.shards import WHOLE
-from specgen.record.interrupt import breakable, interruptible
+from specgen.record.interrupt import interruptible
 
 if TYPE_CHECKING:
     from specgen.config.errors import DeviceLost
@@ -52,7 +52,7 @@ def generate(
     """Generate for a whole prompt set and report how much speculative decoding helped.
 
     Without options: the bundled model pair on the bundled prompts. With --output, running a stopped or killed command
-    again resumes it. Exit code 3 if a request failed.
+    again resumes it. Exit code 3 if a request failed, 75 if SIGTERM stopped it (the same command resumes).
     """
     require(
         not job.restart or (output is not None and output != Path("-")),
@@ -178,7 +178,7 @@ def prepare(
 
     if forget:
         step_costs.forget()
-    with breakable(), watched(progress(quiet).compiling) as startup:
+    with watched(progress(quiet).compiling) as startup:
         said = generation_config(open_checkpoints(engine)["model"], engine.generation_config)
         asked = said.over(sampling, given_fields(ctx))
         ready = Engine(engine, expected=asked)

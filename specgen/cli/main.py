@@ -18,25 +18,32 @@ from specgen.cli.measuring import tune
 from specgen.cli.reading import inspect, merge, report
 from specgen.config import VERSION, UserError
 from specgen.config.errors import DeviceLost
+from specgen.record.interrupt import breakable
+
+_INTERRUPTED = "specgen: interrupted"
 
 
 class _Commands(Commands):
-    """Ends a command quietly when the reader of its output is gone, such as ``head``, and in one line at Ctrl-C."""
+    """Ends a command quietly when the reader of its output is gone, such as ``head``, and in one line at a signal."""
 
     def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]  # its own type is private
         try:
-            try:
-                return super().invoke(ctx)
-            finally:
-                sys.stdout.flush()
-        except KeyboardInterrupt:  # typer would exit silently
-            print("specgen: interrupted", file=sys.stderr)
-            raise typer.Exit(128 + signal.SIGINT) from None
+            return self._invoke(ctx)
         except BrokenPipeError as error:
             if not _is_unread(sys.stdout):  # typer would take it for stdout's and exit silently
                 raise RuntimeError("a pipe that is not stdout is broken") from error
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
             raise typer.Exit(128 + signal.SIGPIPE) from None
+
+    def _invoke(self, ctx: typer.Context) -> object:
+        with breakable(lambda: _INTERRUPTED) as interrupt:
+            try:
+                return super().invoke(ctx)
+            except KeyboardInterrupt:  # typer would exit silently
+                print(_INTERRUPTED, file=sys.stderr)
+                raise typer.Exit(interrupt.exit_code) from None
+            finally:
+                sys.stdout.flush()
 
 
 def _is_unread(file: TextIO) -> bool:
@@ -94,7 +101,7 @@ def main() -> None:
         print(f"specgen: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("specgen: interrupted", file=sys.stderr)
+        print(_INTERRUPTED, file=sys.stderr)
         sys.exit(130)
     except Exception as error:
         if isinstance(error, DeviceLost):

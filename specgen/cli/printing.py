@@ -25,13 +25,13 @@ def kept_in(output: Path | None) -> str:
 
 @contextmanager
 def stoppable(
-    handled: Callable[[], AbstractContextManager[Interrupt]], kept: Callable[[], str]
+    handled: Callable[[Callable[[], str]], AbstractContextManager[Interrupt]], kept: Callable[[], str]
 ) -> Iterator[Interrupt]:
     """Ends the command in one line at SIGINT or SIGTERM, which says what is ``kept``.
 
     ``handled`` is ``interruptible`` for work that polls and then raises ``StoppedError``, else ``breakable``.
     """
-    with handled() as interrupt:
+    with handled(lambda: f"specgen: interrupted; {kept()}") as interrupt:
         try:
             yield interrupt
         except (StoppedError, KeyboardInterrupt) as stopped:

@@ -285,6 +285,10 @@ def _start(cluster: Cluster) -> None:
     except (OSError, RuntimeError, ValueError) as error:
         where = f"at address {cluster.address!r}" if cluster.address else "on this machine"
         raise UserError(f"no Ray cluster {where}: {_last_line(error)}") from error
+    except SystemExit:  # from Ray's handler, at a signal before there is this process's own again
+        signal.signal(signal.SIGTERM, on_terminate)
+        signal.raise_signal(signal.SIGTERM)
+        raise KeyboardInterrupt from None
     signal.signal(signal.SIGTERM, on_terminate)  # Ray's handler would end the process at once
 
 

@@ -196,7 +196,7 @@ def kept_status(path: Path) -> Iterator[Status]:
         yield status
     except BaseException as error:
         with suppress(OSError):  # the user must see ``error``, such as a full disk
-            status.end("interrupted" if isinstance(error, StoppedError) else "failed")
+            status.end("interrupted" if isinstance(error, StoppedError | KeyboardInterrupt) else "failed")
         raise
 
 
