@@ -123,15 +123,15 @@ def test_calls_at_once_share_the_engine(generator: BatchGenerator, answers: dict
         found = list(pool.map(lambda questions: generator({"prompt": questions}), batches))
     for questions, each in zip(batches, found, strict=True):
         assert each["generated_text"] == [answers[question] for question in questions]
-    assert not generator._calls
-    assert not generator._owners
+    assert not generator._engine._calls
+    assert not generator._engine._owners
 
 
 def test_later_rows_join_the_running_batch(generator: BatchGenerator) -> None:
     """Two calls of two rows each take about as many passes as one call of four."""
     rows = [{"max_tokens": 24, "ignore_eos": True}] * 2
     passes: list[int] = []
-    engine = generator._engine
+    engine = generator._engine._engine
     assert engine is not None
     core = engine._require_open()[1]
     record = core._record
@@ -149,7 +149,7 @@ def test_a_short_call_does_not_wait_for_a_long_one(generator: BatchGenerator) ->
     long = {"prompt": QUESTIONS[:3], "sampling_params": [{"max_tokens": 300}] * 3}
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(generator, long)
-        while not generator._at_work:
+        while not generator._engine._at_work:
             assert not first.done()
         second = pool.submit(generator, {"prompt": QUESTIONS[3:4], "sampling_params": [{"max_tokens": 2}]})
         assert second.result()["num_generated_tokens"] == [2]
@@ -166,7 +166,7 @@ def test_draws_depend_on_the_row_and_not_on_the_call(generator: BatchGenerator) 
 
 def test_it_is_pickled_without_its_engine(generator: BatchGenerator, answers: dict[str, str]) -> None:
     copy = pickle.loads(pickle.dumps(generator))
-    assert copy._engine is None
+    assert copy._engine._engine is None
     assert copy({"prompt": QUESTIONS[:1]})["generated_text"] == [answers[QUESTIONS[0]]]
 
 
@@ -183,35 +183,35 @@ def test_an_error_within_a_run_ends_all_calls_in_it(
     """Rows that the engine had taken are in no later run."""
     generate = Engine.generate
 
-    def breaking(self: Engine, *arguments: Any) -> Iterator[Any]:
-        outputs = generate(self, *arguments)
+    def breaking(self: Engine, *arguments: Any, **named: Any) -> Iterator[Any]:
+        outputs = generate(self, *arguments, **named)
         yield next(outputs)
         outputs.close()  # type: ignore[attr-defined]
         raise RuntimeError("planted")
 
     long = {"prompt": QUESTIONS[:2], "sampling_params": [{"max_tokens": 60}] * 2}
     generator({"prompt": QUESTIONS[:1]})
-    generator._outputs.close()  # type: ignore[attr-defined]  # the run that it has left
+    generator._engine._outputs.close()  # type: ignore[attr-defined]  # the run that it has left
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "generate", breaking)
-        patch.setattr(generator, "_outputs", iter(()))
+        patch.setattr(generator._engine, "_outputs", iter(()))
         with ThreadPoolExecutor(3) as pool:
             calls = [pool.submit(generator, long) for _ in range(3)]
             errors = [call.exception(timeout=60) for call in calls]
     assert [str(error) for error in errors] == ["planted"] * 3
-    assert not generator._calls
+    assert not generator._engine._calls
     assert generator({"prompt": QUESTIONS[:1]})["generated_text"] == [answers[QUESTIONS[0]]]
 
 
 def test_an_error_of_the_device_reaches_every_call(
     generator: BatchGenerator, answers: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: Engine, *arguments: object) -> None:
+    def broken(self: Engine, *arguments: object, **named: object) -> None:
         raise RuntimeError("planted")
 
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "generate", broken)
-        patch.setattr(generator, "_outputs", iter(()))
+        patch.setattr(generator._engine, "_outputs", iter(()))
         with ThreadPoolExecutor(3) as pool:
             calls = [pool.submit(generator, {"prompt": QUESTIONS[:2]}) for _ in range(3)]
             assert [type(call.exception()) for call in calls] == [RuntimeError] * 3

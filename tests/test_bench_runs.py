@@ -162,7 +162,7 @@ def test_a_step_reads_the_cache_of_the_sequences_in_it() -> None:
     (a,) = request("a", [(4, 2), (4, 1), (4, 0)], num_prompt_tokens=10)
     (b,) = request("b", [(4, 0)], num_prompt_tokens=10)
     (waiting,) = request("c", [], num_prompt_tokens=10)
-    requests = [b.moved(0.0, 1), a.moved(0.0, 1), waiting]
+    requests = [b.numbered(range(1, 9)), a.numbered(range(1, 9)), waiting]
     sizes = {0: 1, 1: 2, 2: 1, 3: 1}
     passes = [
         pass_row("decode" if number else "prefill", number=number, num_sequences=sizes[number])

@@ -161,7 +161,7 @@ def test_the_context_is_that_after_so_many_whole_steps() -> None:
     passes = [pass_row(number=number, num_sequences=size) for number, size in enumerate((1, 2, 2))]
     (a,) = request("a", [(2, 1), (2, 2), (2, 2)], num_prompt_tokens=10)
     (b,) = request("b", [(2, 0), (2, 2)], num_prompt_tokens=10)
-    requests = [a, b.moved(0.0, 1)]
+    requests = [a, b.numbered(range(1, 9))]
     assert context_at(requests, passes, 2, 1) == (20 + 2 + 6) / 2
     assert context_at(requests, passes, 2, 2) == (20 + 2 + 12) / 2
 

@@ -2,16 +2,19 @@
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
-from threading import Event as Flag
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,16 +147,21 @@ def test_the_driver_and_a_worker_may_be_killed(pair: EngineConfig, data: Path, t
 
 
 class InProcess(RayEngine):
-    """Blocks are answered here, by a worker without Ray."""
+    """Blocks are answered here, several at once, by two workers without Ray."""
 
-    def _answered(self, blocks: Iterable[Any], sampling: SamplingParams) -> Iterator[list[Any]]:
-        worker = ray_engine._Worker(self.config, sampling, sampling, time.time() - 100)
-        for block in blocks:
-            yield from ray_engine._values(worker(ray_engine._table(block)))
+    def _answered(self, blocks: Any, sampling: SamplingParams, lost: Any, until: Any) -> Iterator[Any]:
+        workers = [
+            ray_engine._Worker(self.config, sampling, sampling, lost, time.time() - 100) for _ in range(2)
+        ]
+        yield from [worker.start() for worker in workers]
+        with ThreadPoolExecutor(4) as threads:
+            calls = [threads.submit(workers[n % 2].answer, block) for n, block in enumerate(blocks)]
+            for call in as_completed(calls):
+                yield pickle.loads(pickle.dumps(call.result()))
 
 
 def test_blocks_give_the_output_of_one_engine(pair: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Conversations too, also those that an earlier run has answered in part; passes come before their output."""
+    """Conversations too, also those that an earlier run has answered in part; passes come once, before their output."""
     monkeypatch.setattr(ray_engine, "_connected", lambda cluster: nullcontext())
     chats = [[Message(role="user", content=f"Tom has {n} apples.")] for n in range(9)]
     prompts: list[Prompt | Rejected] = [
@@ -177,10 +185,16 @@ def test_blocks_give_the_output_of_one_engine(pair: EngineConfig, monkeypatch: p
         assert output == whole[output.id]
         if output.record is not None:
             assert output.record.arrival > 100
-            assert all(passes[step.number].kind == "decode" for step in output.record.steps or ())
+            steps = [passes[step.number] for step in output.record.steps or ()]
+            assert all(row.kind == "decode" for row in steps)
+            times = [output.record.first_token, *(row.time for row in steps)]
+            assert times == sorted(times)
+            assert output.record.ended >= times[-1]
             assert output.record.first_token in {row.time for row in passes}, "its passes came before"
     assert sorted(seen) == sorted(whole.keys() - earlier.keys())
     assert [row.number for row in passes] == list(range(len(passes))), "of all blocks"
+    assert len({row.time for row in passes}) == len(passes)
+    assert max(row.num_sequences for row in passes) == 2
 
 
 def test_an_error_in_a_worker_is_raised_by_the_driver(
@@ -209,11 +223,75 @@ def test_an_error_in_a_worker_is_raised_by_the_driver(
 )
 def test_blocks_are_full_and_the_last_ones_equal(num_prompts: int, sizes: list[int]) -> None:
     prompts = iter([Prompt(id=str(n), text="x") for n in range(num_prompts)])
-    blocks = list(ray_engine._blocks(prompts, {"3": "three", "9": "nine"}, {}, 4, 2))
+    blocks = list(ray_engine._blocks(prompts, {"3": "three", "9": "nine"}, 4, 2))
     assert [len(block.prompts) for block in blocks] == sizes
     assert [prompt.id for block in blocks for prompt in block.prompts] == [str(n) for n in range(num_prompts)]
     for block in blocks:
         assert block.earlier.keys() == {"3", "9"} & {prompt.id for prompt in block.prompts}
+
+
+class FakeWorker:
+    """As Ray's handle of a worker, which ``lost_with`` takes, with all that it has not answered yet."""
+
+    def __init__(self, lost_with: Counter[str]) -> None:
+        self.lost_with, self.is_lost = lost_with, False
+        self.start = SimpleNamespace(remote=lambda: (self, ()))
+        self.answer = SimpleNamespace(remote=lambda block: (self, tuple(each.id for each in block.prompts)))
+
+
+def pool_of(monkeypatch: pytest.MonkeyPatch, lost_with: Counter[str]) -> tuple[Any, list[FakeWorker]]:
+    """Two such workers, which take as many others as ``lost_with`` says for a prompt; and all that were started."""
+    import ray
+
+    def get(answer: Any) -> Any:
+        worker, names = answer
+        worker.is_lost = worker.is_lost or any(lost_with[name] > 0 for name in names)
+        lost_with.subtract(names)
+        if worker.is_lost:
+            raise ray.exceptions.ActorDiedError
+        return names
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "wait", lambda answers, timeout: (answers[:1], answers[1:]))
+    started: list[FakeWorker] = []
+
+    def new() -> FakeWorker:
+        started.append(FakeWorker(lost_with))
+        return started[-1]
+
+    return ray_engine._Pool(new, 2), started
+
+
+def blocks_of(names: str) -> Iterator[Any]:
+    return (ray_engine._Block(prompts=[Prompt(id=name, text="x")], earlier={}) for name in names)
+
+
+def test_the_blocks_of_a_lost_worker_are_answered_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, started = pool_of(monkeypatch, Counter("ci"))
+    answers = [name for answer in pool.answers(blocks_of("abcdefghij"), lambda: False) for name in answer]
+    assert sorted(answers) == list("abcdefghij")
+    assert len(started) == 4
+
+
+def test_what_takes_every_worker_is_given_up_behind_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    pool, started = pool_of(monkeypatch, Counter(c=1000))
+    answers = pool.answers(blocks_of("abcdefghij"), lambda: False)
+    found = list[str]()
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        found.extend(chain.from_iterable(answers))
+    assert sorted(found) == list("abdefghij")
+    assert len(started) < 20
+
+
+def test_waiting_for_an_answer_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    pool, _ = pool_of(monkeypatch, Counter())
+    monkeypatch.setattr(ray, "wait", lambda answers, timeout: ([], answers))
+    asked = count()
+    assert not list(pool.answers(blocks_of("ab"), lambda: next(asked) > 2))
 
 
 def test_stdout_belongs_to_the_consumer_of_the_outputs(
@@ -221,9 +299,10 @@ def test_stdout_belongs_to_the_consumer_of_the_outputs(
 ) -> None:
     import ray
 
-    def answered(self: RayEngine, blocks: Iterable[Any], sampling: SamplingParams) -> Iterator[list[Any]]:
+    def answered(self: RayEngine, *arguments: Any) -> Iterator[Any]:
         print("Ray works")
-        yield [RequestOutput(id="a", finish_reason="stop"), RequestOutput(id="b", finish_reason="stop")]
+        outputs = [RequestOutput(id=name, finish_reason="stop") for name in "ab"]
+        yield ray_engine._Answer(worker="w", records=[*outputs])
 
     monkeypatch.setattr(ray_engine, "_start", lambda cluster: print("Ray starts"))
     monkeypatch.setattr(ray, "shutdown", lambda: print("Ray ends"))
@@ -232,24 +311,6 @@ def test_stdout_belongs_to_the_consumer_of_the_outputs(
     for output in engine.generate([], SamplingParams(), earlier={}, lost={}, until=lambda: False):
         print(output.id)
     assert capsys.readouterr() == ("a\nb\n", "Ray starts\nRay works\nRay ends\n")
-
-
-def test_waiting_for_a_block_can_be_interrupted() -> None:
-    never, asked = Flag(), count()
-
-    def values() -> Iterator[list[Any]]:
-        yield [1]
-        never.wait()
-
-    began = time.monotonic()
-    assert list(ray_engine._until(lambda: next(asked) > 2, values())) == [[1]]
-    assert time.monotonic() - began < 60
-    never.set()
-
-
-def test_an_error_in_pulling_blocks_is_raised() -> None:
-    with pytest.raises(ZeroDivisionError):
-        list(ray_engine._until(lambda: False, ([1 // n] for n in (1, 0))))
 
 
 def test_a_missing_ray_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,8 +94,8 @@ def test_a_request_is_read_as_it_was_recorded(dropped: int) -> None:
 
 def test_a_row_of_a_later_engine_is_moved() -> None:
     (row,) = request("a", [(2, 1), (0, 0)], begin=1.0)
-    moved_row = row.moved(10.0, 5)
+    moved_row = row.moved(10.0).numbered([7, 9])
     assert (moved_row.arrival, moved_row.first_token, moved_row.ended) == (11.0, 12.0, 14.0)
-    assert [step.number for step in moved_row.steps or ()] == [5, 6]
-    assert moved(STEP, 1.5, 3) == replace(STEP, time=2.5, number=3)
-    assert moved(ROWS[3], 1.5, 3) == replace(ROWS[3], time=3.0)  # type: ignore[arg-type, type-var]
+    assert [step.number for step in moved_row.steps or ()] == [7, 9]
+    assert moved(STEP, 1.5) == replace(STEP, time=2.5)
+    assert moved(ROWS[3], 1.5) == replace(ROWS[3], time=3.0)  # type: ignore[arg-type, type-var]

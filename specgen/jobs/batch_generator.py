@@ -1,17 +1,17 @@
 """An engine as a function of batches of columns, as pipelines call one: Ray Data, ``datasets``, Daft, Spark."""
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import count
-from threading import Condition
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from specgen.config import EngineConfig, SamplingParams, UserError, first_line, require, shown
+from specgen.jobs.shared_engine import SharedEngine
 from specgen.prompts import Prompt, Rejected
 from specgen.prompts.fields import SAMPLING_FIELDS
 from specgen.prompts.own import CONTENT_FIELDS, parse_own
+from specgen.record.record_rows import EngineRow
 
 if TYPE_CHECKING:
     from specgen.engine.conversations import RequestOutput
@@ -24,21 +24,6 @@ COLUMNS = (
     *("generated_text", "reasoning", "generated_tokens", "num_input_tokens", "num_generated_tokens"),
     *("finish_reason", *_METRICS, "error"),
 )
-
-
-@dataclass(kw_only=True, eq=False)
-class _Call:
-    """The rows of one call, and what was found of them by id."""
-
-    rows: list[Prompt | Rejected] = field(default_factory=list)
-    waiting: deque[Prompt | Rejected] = field(default_factory=deque)  # those that the engine has not taken
-    outputs: dict[str, "RequestOutput"] = field(default_factory=dict)
-    failed: BaseException | None = None  # what ended the run that its rows were in
-
-    @property
-    def is_open(self) -> bool:
-        """Whether rows have no output and may still get one."""
-        return self.failed is None and len(self.outputs) < len(self.rows)
 
 
 class BatchGenerator:
@@ -62,12 +47,14 @@ class BatchGenerator:
         self._start()
 
     def _start(self) -> None:
-        self._engine: Engine | None = None
-        self._calls: list[_Call] = []  # the oldest first
-        self._owners: dict[str, _Call] = {}  # of rows, by their ids
-        self._outputs: Iterator[RequestOutput] = iter(())
-        self._changed = Condition()  # guards what is here; whoever runs the engine holds ``_at_work`` instead
-        self._at_work = False
+        self._engine = SharedEngine(self._make, self._sampling)
+        self._ids: set[str] = set()  # of the rows of all calls
+        self._lock = Lock()  # for them
+
+    def _make(self, *, record: Callable[[EngineRow], None]) -> "Engine":
+        from specgen.engine.engine import Engine
+
+        return Engine(self._config, record=record)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_config": self._config, "_sampling": self._sampling}
@@ -78,76 +65,26 @@ class BatchGenerator:
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         """``batch`` with an answer for each row; see the class."""
-        num_rows = _num_rows(batch)
-        call, contents = _Call(), _rows(batch, num_rows)
-        with self._changed:
-            for content in contents:
-                row = _prompt(self._new_id(content), content)
-                call.rows.append(row)
-                self._owners[row.id] = call
-            call.waiting.extend(call.rows)
-            self._calls.append(call)
+        contents = _rows(batch, _num_rows(batch))
+        with self._lock:
+            ids = [self._new_id(content) for content in contents]
+        seen: list[RequestOutput | EngineRow] = []
         try:
-            while self._goes_first(call):
-                try:
-                    self._answer(call)
-                except BaseException as error:
-                    with self._changed:  # rows of other calls were in that run
-                        for each in self._calls:
-                            each.failed = error
-                    raise
-                finally:
-                    with self._changed:
-                        self._at_work = False
-                        self._changed.notify_all()
-            if call.failed is not None:
-                raise call.failed
+            prompts = [_prompt(row_id, content) for row_id, content in zip(ids, contents, strict=True)]
+            self._engine.answer(prompts, seen.append)
         finally:
-            with self._changed:
-                self._calls.remove(call)
-                for row in call.rows:
-                    del self._owners[row.id]
-        found = [_columns(call.outputs[row.id]) for row in call.rows]
+            with self._lock:
+                self._ids.difference_update(ids)
+        outputs = {each.id: each for each in seen if not isinstance(each, EngineRow)}
+        found = [_columns(outputs[row_id]) for row_id in ids]
         return {**batch, **{name: [row[name] for row in found] for name in COLUMNS}}
 
     def _new_id(self, content: Mapping[str, Any]) -> str:
         """Of a row, by what it says; rows that are alike and asked at once are numbered."""
         digest = blake2b(repr(sorted(content.items())).encode(), digest_size=12).hexdigest()
-        return next(each for number in count() if (each := f"{digest}.{number}") not in self._owners)
-
-    def _goes_first(self, call: _Call) -> bool:
-        """Whether this thread is to run the engine now; waits while another does. False once ``call`` is answered."""
-        with self._changed:
-            while call.is_open and self._at_work:
-                self._changed.wait()
-            self._at_work = self._at_work or call.is_open
-            return call.is_open
-
-    def _answer(self, call: _Call) -> None:
-        """Run the engine until ``call`` is answered; what it finds of others is theirs."""
-        if self._engine is None:
-            from specgen.engine.engine import Engine
-
-            self._engine = Engine(self._config)
-        while call.is_open:
-            output = next(self._outputs, None)
-            if output is None:  # a run ends when it has nothing to do
-                self._outputs = self._engine.generate(self._prompts(), self._sampling)
-                continue
-            with self._changed:
-                owner = self._owners.get(output.id)  # None: its call has been broken off
-                if owner is not None:
-                    owner.outputs[output.id] = output
-                    if owner is not call and not owner.is_open:
-                        self._changed.notify_all()
-
-    def _prompts(self) -> Iterator[Prompt | Rejected | None]:
-        """The rows of all calls, the oldest first; None while there are none."""
-        while True:
-            with self._changed:
-                waiting = next((each.waiting for each in self._calls if each.waiting), None)
-                row = None if waiting is None else waiting.popleft()
-            yield row
+        row_id = next(each for number in count() if (each := f"{digest}.{number}") not in self._ids)
+        self._ids.add(row_id)
+        return row_id
 
 
 def _num_rows(batch: object) -> int:

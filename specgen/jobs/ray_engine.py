@@ -1,40 +1,37 @@
-"""Engines on the workers of a Ray cluster behind the interface of one: Ray Data streams blocks of prompts to them."""
+"""Engines on the workers of a Ray cluster behind the interface of one, which streams blocks of prompts to them."""
 
 import logging
 import os
-import pickle
 import signal
 import socket
 import sys
 import time
+from array import array
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import partial
+from itertools import count, islice
 from pathlib import Path
-from queue import Empty, Queue
-from threading import Thread
 from traceback import format_exception
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from uuid import uuid4
 
 import torch
 
 from specgen.config import MTP, Cluster, EngineConfig, SamplingParams, UserError, require
 from specgen.engine.build import DRAWN
 from specgen.engine.conversations import RequestOutput
+from specgen.engine.engine import Engine
+from specgen.jobs.shared_engine import SharedEngine
 from specgen.prompts import Prompt, Rejected
 from specgen.record.provenance import num_cpus
 from specgen.record.record_rows import EngineRow, PassRow, RequestRow, moved
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
 
-if TYPE_CHECKING:
-    import pyarrow
-
-_BATCHES = 4  # per block: at its end the batch is no longer full
-_ENVIRONMENT = {  # settings that Ray reads from the environment alone
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_AUTO_CONNECT": "0",  # a thread that still pulls after the shutdown would start Ray again
-}
+_AT_ONCE = 3  # blocks of a worker, which share its batch: others fill it while one ends
+_LOSSES = 3  # of every worker, without an answer meanwhile: what they are given, or where they run, is why
 _POLL = 0.2  # seconds between two calls of ``until``
 _Record = EngineRow | RequestOutput | Exception
 _Rows = Iterable[Prompt | Rejected]
@@ -42,11 +39,18 @@ _Rows = Iterable[Prompt | Rejected]
 
 @dataclass(frozen=True, kw_only=True)
 class _Block:
-    """The prompts of one call of a worker; ``earlier`` and ``lost`` as in ``Engine.generate``."""
+    """The prompts of one call of a worker; ``earlier`` as in ``Engine.generate``."""
 
     prompts: list[Prompt | Rejected]
     earlier: Mapping[str, str]
-    lost: Mapping[str, Sequence[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answer:
+    """What a worker found during a call, with passes as it counts them; blocks that it had at once share passes."""
+
+    worker: str
+    records: list[_Record]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,99 +91,169 @@ class RayEngine:
     ) -> Iterator[RequestOutput]:
         """As ``Engine.generate``; outputs come when their block is done, each after its passes.
 
-        The block of a lost worker is answered again by another one.
+        The blocks of a lost worker are answered again, by whichever has room for them.
         """
-        size = _BATCHES * self.config.max_batch_size
-        blocks = _blocks(iter(prompts), earlier, lost, size, self.cluster.num_workers)
-        num_passes = 0  # of all workers, each of which counts its own
+        blocks = _blocks(iter(prompts), earlier, self.config.max_batch_size, self.cluster.num_workers)
+        # of passes, by worker and its own number; -1 for one that is not seen yet
+        numbers: dict[str, array[int]] = defaultdict(lambda: array("q"))
+        others, num_passes = set[tuple[str, EngineRow]](), count()
         with _connected(self.cluster):
-            for records in _on_stderr(_until(until, self._answered(blocks, sampling))):
-                passes = [record for record in records if isinstance(record, PassRow)]
-                behind = num_passes - passes[0].number if passes else 0
-                num_passes += len(passes)
-                for record in records:
+            for answer in _on_stderr(self._answered(blocks, sampling, lost, until)):
+                known = numbers[answer.worker]
+                for record in answer.records:
                     match record:
                         case RequestOutput(record=RequestRow() as row):
-                            yield replace(record, record=row.moved(0.0, behind))
+                            yield replace(record, record=row.numbered(known))
                         case RequestOutput():
                             yield record
                         case Exception():
                             raise record
-                        case _:
-                            self.record(moved(record, 0.0, behind))
+                        case PassRow(number=number):
+                            known.extend([-1] * (number + 1 - len(known)))
+                            if known[number] < 0:
+                                known[number] = next(num_passes)
+                                self.record(replace(record, number=known[number]))
+                        case _ if (answer.worker, record) not in others:
+                            others.add((answer.worker, record))
+                            self.record(record)
 
-    def _answered(self, blocks: Iterable[_Block], sampling: SamplingParams) -> Iterator[list[_Record]]:
-        """The records of each block, in the order in which they finish."""
+    def _answered(
+        self,
+        blocks: Iterator[_Block],
+        sampling: SamplingParams,
+        lost: Mapping[str, Sequence[str]],
+        until: Callable[[], bool],
+    ) -> Iterator[_Answer]:
+        """The answers to all blocks, in the order in which they are done, until ``until`` is true."""
         import ray
 
-        tables = [ray.put(_table(block)) for block in blocks]  # in the object store, which spills to disk
-        if not tables:
+        worker = ray.remote(
+            max_concurrency=_AT_ONCE, scheduling_strategy="SPREAD", **_resources(self.cluster, self.config)
+        )(_Worker)
+        new = partial(worker.remote, _portable(self.config), self.expected, sampling, lost, time.time())
+        yield from _Pool(new, self.cluster.num_workers).answers(blocks, until)
+
+
+class _Pool:
+    """Workers, as many as find room in the cluster; one that is lost is replaced, and others take over its blocks."""
+
+    def __init__(self, new: Callable[[], Any], num_workers: int) -> None:
+        self._new, self._num_workers = new, num_workers
+        self._num_blocks: dict[Any, int] = {}  # of each worker
+        self._awaited: dict[
+            Any, tuple[Any, _Block | None]
+        ] = {}  # by answer: its worker, and block if it has begun
+        self._num_losses = 0  # since the last answer
+        for _ in range(num_workers):
+            self._add()
+
+    def answers(self, blocks: Iterator[_Block], until: Callable[[], bool]) -> Iterator[_Answer]:
+        """As ``RayEngine._answered``; the ``RayError`` of a worker where all are lost again and again."""
+        import ray
+
+        again = deque[_Block]()  # behind the others, as one of them may be why its worker was lost
+        while not until():
+            while (worker := self._free()) is not None:
+                block = next(blocks, None) or (again.popleft() if again else None)
+                if block is None:
+                    break
+                self._num_blocks[worker] += 1
+                self._awaited[worker.answer.remote(block)] = worker, block
+            if worker is not None and all(block is None for _, block in self._awaited.values()):
+                return
+            for done in ray.wait([*self._awaited], timeout=_POLL)[0]:
+                worker, block = self._awaited.pop(done)
+                try:
+                    answer = ray.get(done)
+                except ray.exceptions.RayTaskError:
+                    raise  # a bug, which another worker has too
+                except ray.exceptions.RayError as error:
+                    self._replace(worker, error)
+                    again.extend([] if block is None else [block])
+                    continue
+                if block is not None:
+                    self._num_losses = 0
+                if worker in self._num_blocks:  # else it was lost behind this answer
+                    self._num_blocks[worker] -= 1 if block else _AT_ONCE
+                yield answer
+
+    def _add(self) -> None:
+        worker = self._new()
+        self._num_blocks[worker] = _AT_ONCE  # until it is ready
+        self._awaited[worker.start.remote()] = worker, None
+
+    def _replace(self, worker: Any, error: Exception) -> None:  # noqa: ANN401
+        """``worker`` is lost, for which every answer that it owes has an ``error``."""
+        if self._num_blocks.pop(worker, None) is None:
             return
-        answers = ray.data.from_arrow_refs(tables).map_batches(
-            _Worker,
-            fn_constructor_args=(_portable(self.config), self.expected, sampling, time.time()),
-            batch_size=None,
-            batch_format="pyarrow",
-            compute=ray.data.ActorPoolStrategy(size=self.cluster.num_workers),
-            **_resources(self.cluster, self.config),
-        )
-        for table in answers.iter_batches(batch_size=None, batch_format="pyarrow"):
-            yield from _values(table)
+        self._num_losses += 1
+        if self._num_losses > _LOSSES * self._num_workers:
+            raise error
+        self._add()
+
+    def _free(self) -> Any | None:  # noqa: ANN401
+        """The worker with the fewest blocks, if it can have one more."""
+        worker = min(self._num_blocks, key=self._num_blocks.__getitem__)
+        return worker if self._num_blocks[worker] < _AT_ONCE else None
 
 
 class _Worker:
-    """An engine that answers blocks, in a process that Ray Data starts and calls."""
+    """An engine that answers blocks, several at once, in a process that Ray starts."""
 
     def __init__(
-        self, config: EngineConfig, expected: SamplingParams, sampling: SamplingParams, began: float
+        self,
+        config: EngineConfig,
+        expected: SamplingParams,
+        sampling: SamplingParams,
+        lost: Mapping[str, Sequence[str]],
+        began: float,
     ) -> None:
-        from specgen.engine.engine import Engine
+        self._name, self._began, self._late = uuid4().hex, began, 0.0
+        self._engine = SharedEngine(partial(Engine, config, expected=expected), sampling, lost)
 
-        self._sampling = sampling
-        self._records: list[_Record] = []
-        self._failed: Exception | None = None
+    def start(self) -> _Answer:
+        """Load; where that fails, the reason is all that this answer has."""
+
+        def load(see: Callable[[_Record], None]) -> None:
+            self._engine.start()
+            self._late = time.time() - self._began  # the engine's clock starts now, the run's at ``began``
+
+        return self._answer(load)
+
+    def answer(self, block: _Block) -> _Answer:
+        return self._answer(lambda see: self._engine.answer(block.prompts, see, block.earlier))
+
+    def _answer(self, work: Callable[[Callable[[_Record], None]], None]) -> _Answer:
+        records = list[_Record]()
         try:
-            self._engine = Engine(config, record=self._note, expected=expected)
+            work(records.append)
         except Exception as error:
-            self._failed = error
-        self._late = time.time() - began  # the engine's clock starts now, the run's started at ``began``
+            error.__notes__ = ["".join(format_exception(error))]  # pickling loses the traceback
+            records.append(error)  # raised by the driver: Ray would change type and fields
+        return _Answer(worker=self._name, records=[_moved(each, self._late) for each in records])
 
-    def __call__(self, table: "pyarrow.Table") -> "pyarrow.Table":
-        self._records.clear()
-        try:
-            if self._failed is not None:
-                raise self._failed
-            for block in _values(table):
-                for output in self._engine.generate(
-                    block.prompts, self._sampling, earlier=block.earlier, lost=block.lost
-                ):
-                    if output.record is not None:
-                        output = replace(output, record=output.record.moved(self._late, 0))
-                    self._records.append(output)
-        except Exception as error:
-            error.add_note("".join(format_exception(error)))  # pickling loses the traceback
-            self._records.append(error)  # raised by the driver: Ray would change type and fields
-        return _table(self._records)
 
-    def _note(self, row: EngineRow) -> None:
-        self._records.append(moved(row, self._late, 0))
+def _moved(record: _Record, seconds: float) -> _Record:
+    match record:
+        case RequestOutput():
+            return record if record.record is None else replace(record, record=record.record.moved(seconds))
+        case Exception():
+            return record
+        case _:
+            return moved(record, seconds)
 
 
 def _blocks(
-    prompts: Iterator[Prompt | Rejected],
-    earlier: Mapping[str, str],
-    lost: Mapping[str, Sequence[str]],
-    largest: int,
-    num_workers: int,
+    prompts: Iterator[Prompt | Rejected], earlier: Mapping[str, str], largest: int, num_workers: int
 ) -> Iterator[_Block]:
-    """Blocks of ``largest`` prompts; the last ones are smaller, so that every worker has one."""
+    """Blocks of ``largest`` prompts, a whole batch; the last ones are smaller, so that every worker has one."""
     while round_robin := list(islice(prompts, num_workers * largest)):
         size = -(-len(round_robin) // num_workers)
         for first in range(0, len(round_robin), size):
             block = round_robin[first : first + size]
             turns = (turn for prompt in block for turn in prompt.turn_ids)
             texts = {turn: earlier[turn] for turn in turns if turn in earlier}
-            yield _Block(prompts=block, earlier=texts, lost=lost)
+            yield _Block(prompts=block, earlier=texts)
 
 
 def _resources(cluster: Cluster, config: EngineConfig) -> dict[str, int]:
@@ -188,18 +262,6 @@ def _resources(cluster: Cluster, config: EngineConfig) -> dict[str, int]:
         return {"num_gpus": config.tensor_parallel}
     share = max(1, num_cpus() // cluster.num_workers)
     return {"num_cpus": config.tensor_parallel if cluster.address else share}
-
-
-def _table(value: object) -> "pyarrow.Table":
-    """``value`` as a table, which a block of Ray Data is."""
-    import pyarrow
-
-    return pyarrow.table({"pickled": pyarrow.array([pickle.dumps(value)], pyarrow.large_binary())})
-
-
-def _values(table: "pyarrow.Table") -> Iterator[Any]:
-    """The inverse of ``_table``."""
-    yield from map(pickle.loads, table["pickled"].to_pylist())
 
 
 def _portable(config: EngineConfig) -> EngineConfig:
@@ -213,32 +275,7 @@ def _portable(config: EngineConfig) -> EngineConfig:
     return replace(config, model=model, drafter=drafter, device=config.device.partition(":")[0])
 
 
-def _until(until: Callable[[], bool], values: Iterator[list[_Record]]) -> Iterator[list[_Record]]:
-    """``values``, pulled by a thread, so that waiting for the next one ends once ``until`` is true."""
-    pulled: Queue[list[_Record] | Exception | None] = Queue(maxsize=1)
-    Thread(target=_pull, args=(values, pulled), daemon=True).start()
-    while not until():
-        try:
-            value = pulled.get(timeout=_POLL)
-        except Empty:
-            continue
-        if value is None:
-            return
-        if isinstance(value, Exception):
-            raise value
-        yield value
-
-
-def _pull(values: Iterator[list[_Record]], into: "Queue[list[_Record] | Exception | None]") -> None:
-    try:
-        for value in values:
-            into.put(value)
-        into.put(None)
-    except Exception as error:  # raised by ``_until``
-        into.put(error)
-
-
-def _on_stderr(values: Iterator[list[_Record]]) -> Iterator[list[_Record]]:
+def _on_stderr(values: Iterator[_Answer]) -> Iterator[_Answer]:
     """``values``; what is printed while waiting for one goes to stderr, because the consumer owns stdout."""
     while True:
         with redirect_stdout(sys.stderr):
@@ -251,13 +288,10 @@ def _on_stderr(values: Iterator[list[_Record]]) -> Iterator[list[_Record]]:
 @contextmanager
 def _connected(cluster: Cluster) -> Iterator[None]:
     """Ray at the cluster's address, or started on this machine, without telemetry and with its output on stderr."""
-    os.environ |= _ENVIRONMENT
-    import ray.data
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # which Ray reads from there alone
+    import ray
 
-    for name in ("ray", "ray.data"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = context.print_on_execution_start = False
+    logging.getLogger("ray").setLevel(logging.CRITICAL)
     with redirect_stdout(sys.stderr):
         _start(cluster)
     try:

@@ -213,14 +213,19 @@ class RequestRow:
             is_empty="text" in row and not row["text"].strip(),
         )
 
-    def moved(self, seconds: float, num_passes: int) -> Self:
-        """The same of a run in which so many seconds and passes came before what is here counted from 0."""
+    def moved(self, seconds: float) -> Self:
+        """The same of a run in which so many seconds came before what is here counted from 0."""
         return replace(
             self,
             arrival=self.arrival + seconds,
             first_token=None if self.first_token is None else self.first_token + seconds,
             ended=self.ended + seconds,
-            steps=self.steps and [step._replace(number=step.number + num_passes) for step in self.steps],
+        )
+
+    def numbered(self, numbers: Sequence[int]) -> Self:
+        """The same of a run in which pass ``i`` has the number ``numbers[i]``."""
+        return replace(
+            self, steps=self.steps and [step._replace(number=numbers[step.number]) for step in self.steps]
         )
 
     @property
@@ -317,10 +322,8 @@ class OutOfMemory:
 EngineRow = PassRow | Captured | OutOfMemory
 
 
-def moved(row: EngineRow, seconds: float, num_passes: int) -> EngineRow:
+def moved(row: EngineRow, seconds: float) -> EngineRow:
     """As ``RequestRow.moved``."""
-    if isinstance(row, PassRow):
-        row = replace(row, number=row.number + num_passes)
     return replace(row, time=row.time + seconds)
 
 
