@@ -104,6 +104,18 @@ def test_gated_norm(rows: int, heads: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 1500])
+@pytest.mark.parametrize("rows", [0, 1, 5, 300])
+def test_sigmoid_gated(rows: int, width: int, dtype: torch.dtype) -> None:
+    x, gate = (
+        random(2, rows, 1500, dtype=dtype, scale=3),
+        random(rows, 40 + width, dtype=dtype, scale=3)[:, 40:],
+    )
+    got, expected = (ops.sigmoid_gated(x, gate) for ops in (fast(dtype), torch_ops()))
+    assert_close_to_one_rounding(got, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(

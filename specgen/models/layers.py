@@ -103,8 +103,8 @@ class Mixture:
     choice: Choice
     experts: ExpertsMap
     shared: MLP | None = None  # beside them, for every row
-    gate: Map | None = (
-        None  # [rows, H] -> [rows, 1]: the shared one counts by the sigmoid of it; None: in full
+    gate: tuple[Map, Pair] | None = (
+        None  # [rows, H] -> [rows, 1], and what the shared one then counts; None: in full
     )
 
     @classmethod
@@ -116,7 +116,7 @@ class Mixture:
             name = "shared_expert." if config.shared_gate else "shared_experts."
             shared = MLP.build(hidden, config.shared_width, prefix + name, load, ops)
         if config.shared_gate:
-            gate = ops.linear(load.linear({f"{prefix}shared_expert_gate": 1}, hidden))
+            gate = ops.linear(load.linear({f"{prefix}shared_expert_gate": 1}, hidden)), ops.sigmoid_gated
         experts = ops.experts(_experts(config, hidden, f"{prefix}experts.", load))
         return cls(router=router, choice=choice, experts=experts, shared=shared, gate=gate)
 
@@ -130,8 +130,8 @@ class Mixture:
             return (parts,)
         shared = self.shared(x)
         if self.gate is not None:
-            weight = self.gate(x).sigmoid()
-            shared = tuple(each * weight for each in shared)
+            opening, gated = self.gate
+            shared = tuple(gated(each, opening(x)) for each in shared)
         return parts, *shared
 
 
@@ -291,6 +291,7 @@ class Attention:
     """The projections around ``Attend`` of one layer."""
 
     qkv: Projection
+    gated: Pair  # what is attended, by the gates of the queries
     out: Map  # [rows, Hq * D] -> [parts, rows, H]
     layer: LayerAttention
 
@@ -304,6 +305,7 @@ class Attention:
         sinks = load(f"{prefix}self_attn.sinks", (config.num_heads,)).float() if config.sinks else None
         return cls(
             qkv=Projection.build(config, heads, width, prefix, load, ops),
+            gated=ops.sigmoid_gated,
             out=ops.linear_parts(load.linear({out: config.hidden_size}, q_rows, bias=config.o_bias)),
             layer=LayerAttention(
                 index=config.cache_index(index),
@@ -325,7 +327,7 @@ class Attention:
         """Project, attend, project back: [rows, width] -> [parts, rows, H]; see ``Ops.linear_parts``."""
         heads, gates = self.qkv.with_gates(x)
         attended = attend(self.layer, heads)
-        return self.out(attended * gates.sigmoid() if gates.shape[1] else attended)
+        return self.out(self.gated(attended, gates) if gates.shape[1] else attended)
 
     def write_kv(self, x: Tensor, attend: Attend) -> None:
         """Store the keys and values of [rows, width] without attending."""

@@ -135,6 +135,8 @@ class Ops:
     # Norm weight [N] and eps: x [rows, heads, N] and a gate like it, whose rows may be strided -> the normed x times
     # silu(gate), a product in float32.
     gated_norm: Callable[[Tensor, float], Pair]
+    # x [..., rows, N] and a gate [rows, N] or [rows, 1], whose rows may be strided -> x * sigmoid(gate).
+    sigmoid_gated: Pair
     largest: Largest
     most_likely: MostLikely
     rope: MakeRope

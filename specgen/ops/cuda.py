@@ -32,6 +32,7 @@ from specgen.ops.row_kernels import (
     TritonNorm,
     largest,
     most_likely,
+    sigmoid_gated,
     silu_and_mul,
 )
 from specgen.ops.skinny import skinny_gated_linear, skinny_linear
@@ -54,6 +55,7 @@ def cuda_ops(dtype: torch.dtype) -> Ops:
         rms_norm=TritonNorm,
         embed_norm_concat=TritonEmbedNormConcat,
         gated_norm=TritonGatedNorm,
+        sigmoid_gated=sigmoid_gated,
         largest=largest,
         most_likely=most_likely,
         rope=TritonRope,

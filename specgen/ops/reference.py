@@ -28,6 +28,7 @@ def torch_ops() -> Ops:
         rms_norm=RmsNorm,
         embed_norm_concat=embed_norm_concat,
         gated_norm=gated_norm,
+        sigmoid_gated=lambda x, gate: x * gate.sigmoid(),
         largest=largest,
         most_likely=most_likely,
         rope=rope,

@@ -181,6 +181,29 @@ def _gated_norm_kernel(
 
 
 @triton.jit
+def _sigmoid_gated_kernel(
+    x: tl.tensor,
+    gate: tl.tensor,
+    out: tl.tensor,
+    num_rows: int,
+    size: int,
+    gate_stride: int,
+    STEP: tl.constexpr,  # noqa: N803  from a column's gate to the next one's: 0 where a row has one
+    BLOCK: tl.constexpr,  # noqa: N803
+) -> None:
+    gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    at = gate + row % num_rows * gate_stride + columns * STEP
+    gdc_wait()
+    wide = tl.load(at, inside, 0).to(tl.float32)
+    opened = (1 / (1 + tl.exp(-wide))).to(gate.dtype.element_ty).to(tl.float32)
+    values = tl.load(x + row * size + columns, inside, 0)
+    tl.store(out + row * size + columns, (values.to(tl.float32) * opened).to(values.dtype), inside)
+
+
+@triton.jit
 def silu_mul(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
     """silu(gate) * up, computed in float32, the activated gate rounded to its own dtype as in ``torch``."""
     wide = gate.to(tl.float32)
@@ -301,6 +324,24 @@ class TritonGatedNorm:
                 **PDL,
             )
         return out
+
+
+def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
+    """See ``Ops.sigmoid_gated``; the sigmoid is rounded to the gate's dtype as in ``torch``."""
+    num_rows, size = x.shape[-2:]
+    assert x.is_contiguous()
+    assert len(gate) == num_rows, (x.shape, gate.shape)
+    assert gate.shape[1] in (1, size), (x.shape, gate.shape)
+    out = torch.empty_like(x)
+    if x.numel():
+        _sigmoid_gated_kernel[(x.numel() // size, triton.cdiv(size, 1024))](
+            *(x, gate, out, num_rows, size, gate.stride(0)),
+            STEP=int(gate.shape[1] == size),
+            BLOCK=1024,
+            num_warps=4,
+            **PDL,
+        )
+    return out
 
 
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
