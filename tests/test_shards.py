@@ -18,9 +18,10 @@ from specgen.jobs.merge import merge
 from specgen.jobs.run import run
 from specgen.jobs.shards import Shard, parse_shard, scheduled_shard
 from specgen.record import files as run_files
+from specgen.record.interrupt import StoppedError
 from specgen.record.results import PROMPTS
 from specgen.report.report import report_of
-from tests.commands import specgen
+from tests.commands import refused, specgen
 from tests.jobs import Silent, conversations, files, keep_in_memory, untimed
 from tests.streams import recorded, request
 
@@ -51,6 +52,19 @@ def run_shards(job: Job, path: Path) -> list[Path]:
     return directories[::-1]
 
 
+def stopped_shard(job: Job, path: Path, index: int) -> Path:
+    """The directory of a shard that is stopped when a request is done."""
+    directory = path / f"shard {index}"
+    with pytest.raises(StoppedError):
+        run(
+            replace(job, shard=Shard(index=index, count=COUNT)),
+            directory,
+            Silent(),
+            until=lambda: (rows := directory / "completions.jsonl").exists() and rows.stat().st_size > 0,
+        )
+    return directory
+
+
 def outcome(directory: Path) -> dict[str, Any]:
     """What there is to compare: the header of the report says that there were shards."""
     found = files(directory)
@@ -71,6 +85,11 @@ def outcome(directory: Path) -> dict[str, Any]:
 def test_merged_shards_are_the_run_of_one_process(job: Job, tmp_path: Path, sampling: dict[str, Any]) -> None:
     job = replace(job, sampling=replace(job.sampling, **sampling))
     run(job, tmp_path / "whole", Silent())
+    stopped = [stopped_shard(job, tmp_path, index) for index in (0, 2)]
+    with refused(
+        r"shard 2' is not finished \(interrupted, \d of [34] requests done\): run its `specgen generate` again"
+    ):
+        merge(tmp_path / "merged", stopped[::-1], "jsonl")
     whole, shards = outcome(tmp_path / "whole"), run_shards(job, tmp_path)
     report = whole["kept"][1]
     assert all(report["acceptance_histogram"]), "drafts are accepted, and not, at every place"
@@ -144,7 +163,7 @@ def finished(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("0 1 2 3", None, "report.json cannot be read"),
         ("0 1 2", lambda p: edit(p / "manifest.json", lambda m: m["sampling"].update(seed=5)), "--seed 0 -> 5"),
         ("0 1 2", lambda p: edit(p / "manifest.json", lambda m: m["data"].update(sha256="x")), "the prompts: other"),
-        ("0 1 2", lambda p: edit(p / "status.json", lambda s: s.update(state="running")), "is running: finish it"),
+        ("0 1 2", lambda p: edit(p / "status.json", lambda s: s.update(state="running")), "is not finished (running, "),
         ("0 1 2", lambda p: edit(p / "report.json", lambda r: r.update(baseline=PLAIN)), "--baseline False -> True"),
         ("0 1 2", lambda p: edit(p / "manifest.json", lambda m: m["data"].update(shard="2/4")), "shards 3 -> 4"),
         ("0 1 2", lambda p: (p / "requests.jsonl").unlink(), "has no requests.jsonl: copy the directory"),

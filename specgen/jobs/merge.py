@@ -9,13 +9,13 @@ from typing import Any
 
 from specgen.config import FormatName, require
 from specgen.jobs.prompt_index import REQUESTS, read_requests
-from specgen.jobs.run_output import FinishedRun, RunResult, read_json
+from specgen.jobs.run_output import FinishedRun, RunResult
 from specgen.jobs.shards import WHOLE, Shard, parse_shard
 from specgen.record.files import id_of, replacement, write_json
 from specgen.record.provenance import FREE_IN_A_RUN, differences
 from specgen.record.record_rows import require_present_version
 from specgen.record.results import directory
-from specgen.report.report import load
+from specgen.report.report import load, status_of
 
 _NEEDED = ("completions.jsonl", "errors.jsonl", "passes.jsonl", "status.json", REQUESTS)
 _SHOWN = 5  # missing shards named in an error
@@ -58,6 +58,13 @@ def merge(output: Path, directories: Sequence[Path], format_name: FormatName) ->
 
 
 def _open(path: Path) -> _ShardRun:
+    status = status_of(path)
+    done = f", {status['done']:,} of {status['total']:,} requests done" if status.get("total") else ""
+    require(
+        status.get("state", "finished") == "finished",
+        f"the run in {str(path)!r} is not finished ({status.get('state')}{done}): run its `specgen generate` again, "
+        "which resumes it, before merging",
+    )
     report, manifest = load(path)
     shard = parse_shard(manifest.get("data", {}).get("shard", str(WHOLE)))
     require(
@@ -67,11 +74,6 @@ def _open(path: Path) -> _ShardRun:
     require_present_version(path)
     missing = [name for name in _NEEDED if not (path / name).exists()]
     require(not missing, f"{str(path)!r} has no {', '.join(missing)}: copy the directory as it was left")
-    status = read_json(path / "status.json")
-    require(
-        status["state"] == "finished",
-        f"the run in {str(path)!r} is {status['state']}: finish it with its `specgen generate` before merging",
-    )
     return _ShardRun(
         path=path, shard=shard, manifest=manifest, status=status, has_baseline=report.baseline is not None
     )
