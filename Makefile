@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 # One worker per core, each with one thread; `logical` counts what `nproc` counts. Each takes up to 1 GB.
+# Else each of the many processes that tests start would compile the package anew, and every run rewrite all asserts.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/pytest -n logical --maxprocesses 8 --dist loadgroup
 
 .PHONY: demo test test-slow test-all check gpu-test
