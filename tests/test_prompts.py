@@ -40,6 +40,16 @@ ROWS = {  # data set: one row as its public file has it
     },
     "gsm8k": {"question": "How many?", "answer": "Two. #### 2"},
     "spec-bench": {"question_id": 161, "category": "translation", "turns": ["Translate."]},
+    "speed-bench": {
+        "question_id": "0a" * 16,
+        "category": "coding",
+        "sub_category": "python",
+        "turns": ["Sort it.", "Faster."],
+        "source": "https://huggingface.co/datasets/a/b",
+        "src_id": "a_7",
+        "difficulty": "easy",
+        "multiturn": True,
+    },
     "humaneval": {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "test": "..."},
 }
 ROWS |= {name: ROWS[name.partition(":")[0]] for name in DATASETS if ":" in name}
@@ -56,6 +66,9 @@ EXPECTED = {
     ),
     "gsm8k": Prompt(id="91cb48a56ac898b4", messages=user("How many?")),
     "spec-bench": Prompt(id="161", messages=user("Translate."), category="translation"),
+    "speed-bench": Prompt(
+        id="0a" * 16, messages=user("Sort it."), follow_ups=("Faster.",), category="coding"
+    ),
     "humaneval": Prompt(id="HumanEval/0", messages=user("def f():\n")),
 }
 ASKED = {  # as DeepSpec's files and vLLM's tests have them
@@ -566,7 +579,50 @@ def test_without_the_network_the_error_is_one_line_with_the_remedy(monkeypatch, 
     with pytest.raises(UserError, match=rf"^dataset is '{name}', but .*with --data-path$") as caught:
         load(name)
     assert "\n" not in str(caught.value)
-    assert DATASETS[name].hub.address in str(caught.value)
+    hub = DATASETS[name].hub
+    assert (hub.address if hub else "examples/specdec_bench") in str(caught.value)
+
+
+# --- SPEED-Bench ------------------------------------------------------------------------------------------
+
+NOT_HERE = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+
+
+def test_speed_bench_with_messages_has_the_turns_of_its_users(tmp_path):
+    row = {name: value for name, value in ROWS["speed-bench"].items() if name != "turns"}
+    said = [{"role": "user", "content": turn} for turn in ROWS["speed-bench"]["turns"]]
+    path = write_lines(tmp_path / "qualitative.jsonl", row | {"messages": said})
+    assert load("speed-bench", path) == ([EXPECTED["speed-bench"]], [])
+    answered = [said[0], {"role": "assistant", "content": "x"}]
+    write_lines(path, row | {"messages": answered}, row | {"question_id": "b", "messages": said})
+    prompts, rejected = load("speed-bench", path)
+    assert [prompt.id for prompt in prompts] == ["b"]
+    assert rejected[0].reason == "line 1: turn 2 is None, not a string"
+
+
+def test_of_a_directory_with_all_of_speed_bench_the_qualitative_part_is_read(tmp_path):
+    for part in ("throughput_1k", "qualitative"):
+        (tmp_path / part).mkdir()
+        table([ROWS["speed-bench"] | {"category": part}]).to_parquet(tmp_path / part / "test.parquet")
+    prompts, rejected = load("speed-bench", tmp_path)
+    assert ([prompt.category for prompt in prompts], rejected) == (["qualitative"], [])
+    only = load("speed-bench", tmp_path / "throughput_1k")[0]
+    assert [prompt.category for prompt in only] == ["throughput_1k"]
+
+
+@pytest.mark.parametrize("name", ["speed-bench", "own"])
+@pytest.mark.parametrize("turns", [[NOT_HERE], ["Sort it.", f"{NOT_HERE}\n\nAnswer: {{question}}"]])
+def test_speed_bench_without_its_texts_is_refused(tmp_path, name, turns):
+    rows = [ROWS["speed-bench"], ROWS["speed-bench"] | {"question_id": "b", "turns": turns}]
+    path = write_lines(tmp_path / "rows.jsonl", *rows)
+    with refused(
+        r"rows.jsonl, line 2: the texts of SPEED-Bench are not in these rows: fetch them with prepare_data.py"
+    ):
+        list(
+            (DataSource(dataset=name, data_path=path) if name in DATASETS else DataSource(dataset=str(path)))
+            .open()
+            .in_runs()
+        )
 
 
 # --- bundled ----------------------------------------------------------------------------------------------

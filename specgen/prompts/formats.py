@@ -22,6 +22,14 @@ _SENDERS = {  # of ShareGPT
 }
 
 
+# In place of SPEED-Bench's texts on the hub, in front of what is put around them
+_TO_FETCH = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+
+
+class UnpreparedError(Exception):
+    """A row is no more than the place of a text; the text is one line for the user. No figure of such rows is right."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """How rows are parsed; ``note`` says how rows are read, where the file does not say it itself."""
@@ -31,9 +39,17 @@ class Kind:
 
 
 def parse_turns(row_id: str, row: Row) -> Prompt:
-    """MT-Bench and Spec-Bench: ``turns`` are the user's, each with the previous answers in context."""
+    """MT-Bench and Spec-Bench: ``turns`` are the user's, each with the previous answers in context.
+
+    ``UnpreparedError`` for SPEED-Bench as it is on the hub.
+    """
     turns = checked_list(row.get("turns"), "turns")
     first, *later = [checked_text(turn, f"turn {number}") for number, turn in enumerate(turns, start=1)]
+    if any(turn.startswith(_TO_FETCH) for turn in (first, *later)):
+        raise UnpreparedError(
+            "the texts of SPEED-Bench are not in these rows: fetch them with prepare_data.py of NVIDIA's "
+            "Model-Optimizer (examples/specdec_bench), and name what it writes"
+        )
     return Prompt(id=row_id, messages=question(first), follow_ups=tuple(later), category=category(row))
 
 
@@ -41,6 +57,17 @@ def _parse_first_turn(row_id: str, row: Row) -> Prompt:
     """MT-Bench's first turn alone."""
     first = checked_text(checked_list(row.get("turns"), "turns")[0], "turn 1")
     return Prompt(id=row_id, messages=question(first), category=category(row))
+
+
+def _parse_speed(row_id: str, row: Row) -> Prompt:
+    """SPEED-Bench as Model-Optimizer prepares it, with ``turns``, or NeMo-Skills: a user's message for each of them."""
+    if row.get("turns") is not None:
+        return parse_turns(row_id, row)
+    said = [
+        message.get("content") if isinstance(message, dict) and message.get("role") == "user" else None
+        for message in checked_list(row.get("messages"), "messages")
+    ]
+    return parse_turns(row_id, {"turns": said, "category": row.get("category")})
 
 
 def parse_sharegpt(row_id: str, row: Row) -> Prompt:
@@ -197,10 +224,13 @@ class Format:
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """A data set known by name; ``files`` are patterns of its file in a directory, the preferred one first."""
+    """A data set known by name; ``files`` are patterns of its file in a directory, the preferred one first.
+
+    Without ``hub`` it is only read from a user's file.
+    """
 
     format: Format
-    hub: HubSource
+    hub: HubSource | None = None
     files: tuple[str, ...] = ()
 
 
@@ -232,6 +262,10 @@ _PLAIN = {
             split="train",
         ),
         files=("question.jsonl",),
+    ),
+    "speed-bench": Dataset(
+        format=Format(id_keys=("question_id",), parse=_parse_speed, turns="turns"),
+        files=("qualitative/test*", "qualitative*"),
     ),
     "humaneval": Dataset(
         format=Format(id_keys=("task_id",), parse=partial(parse_question, "prompt")),

@@ -14,7 +14,17 @@ from typing import Any
 from specgen.config import UserError, bundled, option, require, shown
 from specgen.config.errors import did_you_mean, nearest
 from specgen.prompts.fields import LONGEST_ID, SAMPLING_FIELDS, checked_text
-from specgen.prompts.formats import AS_IT_IS, DATASETS, TURNS, USERS, Format, Reading, kind_of, num_turns
+from specgen.prompts.formats import (
+    AS_IT_IS,
+    DATASETS,
+    TURNS,
+    USERS,
+    Format,
+    Reading,
+    UnpreparedError,
+    kind_of,
+    num_turns,
+)
 from specgen.prompts.json_rows import Row
 from specgen.prompts.own import CONTENT_FIELDS, is_batch
 from specgen.prompts.prompt import Prompt, Rejected, turn_ids
@@ -165,6 +175,8 @@ class PromptSet:
             if not ids.claim(prompt.turn_ids):
                 raise UserError(f"an earlier row has the same id {shown(row_id)}: give every row its own")
             return prompt.at(row.where)
+        except UnpreparedError as error:
+            raise UserError(f"{self.name}, {row.where}: {error}") from error
         except (UserError, RecursionError) as error:
             reason = f"{row.where}: {error}"[:_LONGEST_REASON]
             turns = num_turns(value, self.row_format.turns)
@@ -194,8 +206,8 @@ class DataSource:
     dataset: str = option(
         "bundled",
         "Prompts",
-        "bundled, mt-bench, sharegpt, gsm8k, spec-bench, humaneval (mt-bench, gsm8k and humaneval also as a "
-        "published table asks them: gsm8k:dspark, gsm8k:vllm), or a file of rows with prompt, messages or "
+        "bundled, mt-bench, sharegpt, gsm8k, spec-bench, speed-bench, humaneval (mt-bench, gsm8k and humaneval also as "
+        "a published table asks them: gsm8k:dspark, gsm8k:vllm), or a file of rows with prompt, messages or "
         "prompt_token_ids, of an OpenAI batch, or of a public set: JSON lines, CSV or lines of text, gzipped or "
         "not, or Parquet. - is standard input; with --split a data set on the hub.",
     )
@@ -234,6 +246,13 @@ def _open(dataset: str, data_path: Path | None, split: str | None) -> tuple[Form
     names = ", ".join(DATASETS)
     if known := DATASETS.get(dataset):
         if data_path is None:
+            require(
+                known.hub is not None,
+                f"dataset is {dataset!r}, but its licence lets nobody pass its texts on: fetch them with "
+                "prepare_data.py of NVIDIA's Model-Optimizer (examples/specdec_bench), and name the file or directory "
+                "with --data-path",
+            )
+            assert known.hub is not None
             return known.format, read_hub(dataset, replace(known.hub, split=split or known.hub.split))
         require(split is None, f"split is {split!r} but data-path names the file or directory: leave one out")
         return known.format, read_path(data_path, preferred=known.files)
