@@ -16,6 +16,7 @@ Imports = dict[str, set[str]]  # package, or module directly in specgen/: the ot
 # A package imports those before it and never one behind it.
 ORDER = (
     "config",
+    "storage",
     "record",
     "device",
     "kv",
@@ -34,13 +35,13 @@ ORDER = (
     "cli",
 )
 DOORS = {"__init__", "__main__"}  # of specgen: they import what is behind them
-MODULES = {"device"}  # directly in specgen/
+MODULES = {"device", "storage"}  # directly in specgen/
 # Beyond the order: what decodes computes no rate, and what reads and shows knows no tensors.
 ONLY: Imports = {
     "device": {"config"},
-    "text": {"config"},
-    "prompts": {"config", "record", "text"},  # of record, the ids of turns
-    "checkpoints": {"config", "device", "ops", "models"},
+    "text": {"config", "storage"},
+    "prompts": {"config", "record", "storage", "text"},  # of record, the ids of turns
+    "checkpoints": {"config", "device", "ops", "models", "storage"},
     "report": {"config", "text", "record"},  # of text, the pieces of a page's tokens
 }
 HEAVY = ("torch", "ray", "transformers", "datasets", "flashinfer", "lm_eval", "scipy", "pyarrow")

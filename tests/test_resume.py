@@ -95,12 +95,6 @@ def test_rows_are_found_by_id_and_sorted(tmp_path: Path) -> None:
             rows.add({"id": "late"})
     assert [row["number"] for row in map(json.loads, path.read_text().splitlines())] == [5, 4, 3, 2, 1, 9]
     assert rows["ünï"]["number"] == 2
-    rows = RowFile(path)
-    rows.clear()
-    assert not rows
-    rows.add({"id": "new"})
-    assert rows["new"] == {"id": "new"}
-    assert path.read_text() == '{"id": "new"}\n'
 
 
 def test_a_line_that_is_not_a_row_is_not_done(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from specgen.checkpoints.cache_files import cache_directory
 from specgen.checkpoints.checkpoint import load_target
 from specgen.config import (
     CONFIDENCE_LEVELS,
@@ -33,6 +32,7 @@ from specgen.engine.choices import Checkpoints, resolve
 from specgen.engine.loading import Models, open_checkpoints
 from specgen.engine.step_costs import capture_all, costs_for, forget, key_of, measure
 from specgen.record.record_rows import EngineRow, PassRow
+from specgen.storage import cache_directory
 from tests.engines import (
     NoTokenizer,
     Outputs,

@@ -11,19 +11,6 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def cache_directory(kind: str) -> Path:
-    """Where files of one ``kind`` are: below ``XDG_CACHE_HOME``, else ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "specgen" / kind
-
-
-def _home() -> Path:
-    """The user's, or where nothing can be kept: a container's user may have none."""
-    try:
-        return Path.home()
-    except RuntimeError:
-        return Path(os.devnull)
-
-
 def read_cached(file: Path, what: str, check: Callable[[Any], T | None]) -> T | None:
     """What ``check`` makes of the JSON in ``file``; None where there is no file.
 

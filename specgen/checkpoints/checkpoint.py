@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from specgen.checkpoints.rank_share import RankShare
 from specgen.checkpoints.tensor_reader import E4M3, Checkpoint, TensorReader, uploading
 from specgen.checkpoints.weight_files import MASK_EMBEDDING, TensorInfo, are_equal, read_json, tensor_infos
 from specgen.config import UserError, first_line, require, shown
+from specgen.config.urls import Url, is_url
 from specgen.device import SINGLE_RANK, Ranks
 from specgen.models import llama4
 from specgen.models.config_fields import count, text_part
@@ -25,13 +27,14 @@ from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.mtp import mtp_layers
 from specgen.models.protocols import Head, Target
 from specgen.ops import bind_ops
+from specgen.storage import copy_of, hub_id
 
 _TIED = ("lm_head.weight", *EMBEDDINGS)
 _TABLES = ("int64", "int32", "bool")  # of d2t and t2d
 
 
 def open_checkpoint(path_or_hub_id: str) -> Checkpoint:
-    """A local directory, or a Hugging Face hub id (downloaded, or found in its cache); headers only.
+    """A local directory, a Hugging Face hub id or a URL (fetched, or found in its cache); headers only.
 
     ``UserError`` when it is neither, or when its files are missing, broken or unsafe.
     """
@@ -214,25 +217,36 @@ def build_head(config: HeadConfig, reader: TensorReader, target: Target, draft_t
     return head
 
 
-def _download(hub_id: str) -> Path:
+def _download(name: str) -> Path:
+    """The directory with the files of a hub id or a URL, in a cache."""
+    url = Url(name) if is_url(name) else None
+    on_hub = name if url is None else hub_id(url)
+    if url is not None and on_hub is None:
+        return _with_weights(lambda patterns: copy_of(url, patterns))
+    assert on_hub is not None
     require(
-        re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", hub_id) is not None,
-        f"{shown(hub_id)} is neither a directory nor a hub id of the form owner/name: check the path",
+        re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", on_hub) is not None,
+        f"{shown(name)} is neither a directory nor a hub id of the form owner/name, nor a URL: check the path",
     )
     from huggingface_hub import snapshot_download
 
-    def fetch(weights: str) -> Path:
-        patterns = [*BESIDES, weights]
-        return Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=["*/*"]))
-
     try:
-        path = fetch("*.safetensors")
-        return path if any(path.glob("*.safetensors")) else fetch("pytorch_model*.bin")
+        return _with_weights(
+            lambda patterns: Path(
+                snapshot_download(on_hub, allow_patterns=list(patterns), ignore_patterns=["*/*"])
+            )
+        )
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{hub_id!r} is not a directory here and could not be downloaded ({first_line(error)}): "
+            f"{name!r} is not a directory here and could not be downloaded ({first_line(error)}): "
             "check the name and the network"
         ) from error
+
+
+def _with_weights(fetch: Callable[[tuple[str, ...]], Path]) -> Path:
+    """What ``fetch`` makes of the patterns of safetensors, or where there are none of PyTorch's own files."""
+    path = fetch((*BESIDES, "*.safetensors"))
+    return path if any(path.glob("*.safetensors")) else fetch((*BESIDES, "pytorch_model*.bin"))
 
 
 def misfits(target: TargetConfig, head: HeadConfig) -> tuple[str, ...]:

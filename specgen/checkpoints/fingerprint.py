@@ -9,10 +9,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from specgen.checkpoints.cache_files import cache_directory, read_cached, write_cached
+from specgen.checkpoints.cache_files import read_cached, write_cached
 from specgen.checkpoints.tensor_reader import Checkpoint
 from specgen.checkpoints.weight_files import MASK_EMBEDDING, file_state
 from specgen.config import UserError
+from specgen.storage import StoredObject, cache_directory
 
 BESIDES = (
     MASK_EMBEDDING,
@@ -48,11 +49,14 @@ def files_of(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
         }
 
 
-def state_of(file: Path) -> dict[str, Any]:
+def state_of(file: Path | StoredObject) -> dict[str, Any]:
     """By what a person knows a file again: its size, and when it was changed."""
-    found = file.stat()
-    changed = datetime.fromtimestamp(found.st_mtime, UTC).isoformat(sep=" ", timespec="seconds")
-    return {"bytes": found.st_size, "changed": changed}
+    if isinstance(file, StoredObject):
+        size, time = file.size, file.changed or datetime.fromtimestamp(0, UTC)
+    else:
+        found = file.stat()
+        size, time = found.st_size, datetime.fromtimestamp(found.st_mtime, UTC)
+    return {"bytes": size, "changed": time.isoformat(sep=" ", timespec="seconds")}
 
 
 def _digest_of(file: Path) -> str:

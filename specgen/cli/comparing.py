@@ -15,6 +15,7 @@ from specgen.cli.printing import kept_in, print_files, print_found, stoppable
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import EngineConfig, ExportName, SamplingParams, option, require
 from specgen.config.bundled import heads, pair
+from specgen.config.urls import is_url, location
 from specgen.prompts.load import DataSource
 
 if TYPE_CHECKING:
@@ -138,13 +139,13 @@ def _sources(text: str, of_each: DataSource) -> tuple[DataSource, ...]:
     found = []
     for part in text.split(","):
         name, equals, path = part.strip().partition("=")
-        if Path(part.strip()).exists():
+        if is_url(part.strip()) or Path(part.strip()).exists():
             name, equals, path = part.strip(), "", ""
         require(
             bool(name) and bool(path) == bool(equals),
             f"dataset is {text!r}: write names or files with commas between them, such as mt-bench,gsm8k=FILE",
         )
-        found.append(replace(of_each, dataset=name, data_path=Path(path) if path else None))
+        found.append(replace(of_each, dataset=name, data_path=location(path) if path else None))
     return tuple(found)
 
 

@@ -12,6 +12,7 @@ from specgen.cli.options import AS_JSON, Only, given_fields, repeating, with_opt
 from specgen.cli.printing import kept_in, print_found, print_notes_and_exit, print_samples, stoppable
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import Cluster, EngineConfig, ExecutorName, SamplingParams, option, require
+from specgen.config.urls import Url, location
 from specgen.jobs.job import Job
 from specgen.jobs.shards import WHOLE
 from specgen.record.interrupt import interruptible
@@ -24,7 +25,10 @@ _OUTPUT = option(
     None,
     "Results",
     "Directory for completions.jsonl, errors.jsonl, passes.jsonl, status.json, report.json, report.html, "
-    "manifest.json and config.yaml. An earlier run of the same command there is resumed. - for stdout: only the rows.",
+    "manifest.json and config.yaml, or its URL (s3://, gs://, az://). An earlier run of the same command there is "
+    "resumed. - for stdout: only the rows.",
+    metavar="PATH",
+    parse=location,
 )
 
 
@@ -32,7 +36,7 @@ _OUTPUT = option(
 def generate(
     *,
     ctx: typer.Context,
-    output: Path | None = _OUTPUT,
+    output: Path | Url | None = _OUTPUT,
     job: Job,
     executor: ExecutorName = option(
         "local",
@@ -74,7 +78,7 @@ def generate(
     _run_and_print(job, output, as_json, quiet)
 
 
-def _run_and_print(job: Job, output: Path | None, as_json: bool, quiet: bool) -> None:
+def _run_and_print(job: Job, output: Path | Url | None, as_json: bool, quiet: bool) -> None:
     """Run ``job`` and print its report and notes; exit code 3 if a request failed."""
     from specgen.config.errors import DeviceLost
     from specgen.report.tables import figures, of_run
@@ -102,7 +106,7 @@ def _cluster(executor: ExecutorName, num_workers: int | None, address: str | Non
     return None
 
 
-def _run(job: Job, output: Path | None, remedy: str, quiet: bool) -> "RunResult":
+def _run(job: Job, output: Path | Url | None, remedy: str, quiet: bool) -> "RunResult":
     """Run ``job``; if it ends early, say so and exit."""
     from specgen.jobs.run import TooManyFailuresError, run
 
@@ -130,7 +134,7 @@ def _run_into_stdout(job: Job, as_json: bool, quiet: bool) -> "RunResult":
     return result
 
 
-def restart_process(lost: "DeviceLost", job: Job, output: Path | None) -> NoReturn:
+def restart_process(lost: "DeviceLost", job: Job, output: Path | Url | None) -> NoReturn:
     """Replace this process by the same command, because only a new process gets the device back.
 
     Exit code 1 where that could not resume the run, or where no request was in flight.

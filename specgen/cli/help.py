@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from specgen.config.errors import UserError, did_you_mean, nearest, require, shown
+from specgen.config.urls import require_no_secrets
 
 _WIDEST = 26  # columns of the options' names; a longer one is alone on its line
 _LONGEST = 1000  # characters of a command's sentence in the list of commands
@@ -30,6 +31,9 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401
         given = list(args)
+        for before, word in zip(["", *given], given, strict=False):
+            if before != "--stop" and not word.startswith("--stop="):  # which take any text
+                require_no_secrets(word.partition("=")[2] if word.startswith("--") else word)
         try:
             rest = super().parse_args(ctx, args)
         except typer.BadParameter as error:

@@ -14,6 +14,7 @@ import yaml
 from specgen.config import DraftLength, EngineConfig, Group, SamplingParams, option, require
 from specgen.config.bundled import pair
 from specgen.config.errors import UserError, did_you_mean, first_line
+from specgen.config.urls import refuse_url
 
 # What a file cannot say: what asks for no run, and what would start the same run over each time it is repeated.
 _NOT_SETTINGS = {"config", "help", "restart"}
@@ -60,6 +61,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     parameters: list[Parameter] = []
     configs: dict[str, tuple[type, dict[str, str]]] = {}  # by parameter: type, and the option of each field
     fixed: dict[str, dict[str, Any]] = {}  # by parameter: the values of fields that are no options
+    parsed: dict[str, Callable[[str], object]] = {}  # by parameter: what converts its text
     hints = get_type_hints(command, include_extras=True)
     for name, parameter in signature(command).parameters.items():
         kind, *notes = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
@@ -71,12 +73,19 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             fixed[name] = {field: value for field, value in only.defaults.items() if field not in options}
             parameters += options.values()
         elif isinstance(parameter.default, Field):
-            parameters.append(_option(name, kind, parameter.default.default, parameter.default.metadata))
+            help = parameter.default.metadata
+            parameters.append(_option(name, kind, parameter.default.default, help))
+            if help["parse"] is not None:
+                parsed[name] = help["parse"]
         else:
             parameters.append(parameter.replace(annotation=hints[name]))
 
     @wraps(command)
     def run(config: None = None, **given: Any) -> None:  # noqa: ANN401
+        for name, value in given.items():
+            refuse_url(name.replace("_", "-"), value)
+            if name in parsed and value is not None:
+                given[name] = parsed[name](value)
         for name, (kind, options) in configs.items():
             asked = {field: given.pop(name) for field, name in options.items()}
             given[name] = _configuration(kind, fixed[name] | asked)
@@ -264,4 +273,6 @@ def _plain(value: object) -> object:
         return [_plain(each) for each in value]
     if isinstance(value, str) and value.isascii() and value.isdecimal() and value == str(int(value)):
         return int(value)
-    return value if isinstance(value, bool | int | float | str) else str(value)
+    return (
+        value if isinstance(value, bool | int | float) else str(value)
+    )  # also of a URL, as YAML knows only str

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import typer
 
+from specgen.config.urls import Url
 from specgen.record.interrupt import Interrupt, StoppedError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 _FAILURES_SHOWN = 3  # where a file has them all
 
 
-def kept_in(output: Path | None) -> str:
+def kept_in(output: Path | Url | None) -> str:
     """What is kept of a run that ends early."""
     return "nothing is kept without --output" if output is None else "the same command resumes the run"
 
@@ -60,7 +61,7 @@ def print_samples(result: "RunResult", file: TextIO) -> None:
         print(f"Prompt:\n{_indented(asked)}\nAnswer:\n{_indented(answered)}\n", file=file)
 
 
-def print_notes_and_exit(result: "RunResult", output: Path | None, quiet: bool = False) -> None:
+def print_notes_and_exit(result: "RunResult", output: Path | Url | None, quiet: bool = False) -> None:
     """Failed requests and the location of the files, on stderr; exit code 3 if a request failed.
 
     Without files this is the only place of the reasons, so more of them are shown.
@@ -77,7 +78,7 @@ def print_notes_and_exit(result: "RunResult", output: Path | None, quiet: bool =
         raise typer.Exit(3)
 
 
-def print_files(output: Path, page: str) -> None:
+def print_files(output: Path | Url, page: str) -> None:
     """The location of the files, on stderr."""
     print(f"Files are in {output}; open {output / page} in a browser.", file=sys.stderr)
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,7 @@ from specgen.cli.options import AS_JSON, with_options
 from specgen.cli.printing import print_found, print_notes_and_exit, print_parts
 from specgen.config import FormatName, KVDtypeName, parse_bytes, require
 from specgen.config.bundled import pair
+from specgen.config.urls import Url, location
 from specgen.jobs.job import FORMAT
 
 if TYPE_CHECKING:
@@ -29,10 +31,10 @@ _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 @with_options
 def report(
     directories: Annotated[
-        list[Path],
+        list[str],
         typer.Argument(
-            help="Directories of runs (several are set side by side), of a comparison, an evaluation or a bench, or "
-            "one folder of all these.",
+            help="Directories or URLs of runs (several are set side by side), or the directory of a comparison, an "
+            "evaluation or a bench, or one folder of all these.",
             show_default=False,
         ),
     ],
@@ -60,6 +62,21 @@ def report(
     Of a run that was stopped or still goes on it is the report of what it has so far. A folder of runs, comparisons,
     evaluations and benches is listed, and gets a page, index.html, that links theirs.
     """
+    with _on_this_machine(directories) as paths:
+        _report(paths, against, golden, as_json)
+
+
+@contextmanager
+def _on_this_machine(directories: "Sequence[str]") -> "Iterator[list[Path]]":
+    """The directories, those at a URL as temporary copies."""
+    from specgen.record.mirror import fetched
+
+    with ExitStack() as copies:
+        places = map(location, directories)
+        yield [copies.enter_context(fetched(each)) if isinstance(each, Url) else each for each in places]
+
+
+def _report(directories: "Sequence[Path]", against: str | None, golden: Path | None, as_json: bool) -> None:
     from specgen.experiments.head_figures import is_comparison
     from specgen.report.folder import arms, benches, evaluation_note, is_folder, listed, of_bench
     from specgen.report.references import load_reference
@@ -158,9 +175,15 @@ def _golden(directories: "Sequence[Path]", file: Path, as_json: bool) -> None:
 
 @with_options
 def merge(
-    output: Annotated[Path, typer.Argument(help="New directory for the whole run.", show_default=False)],
+    output: Annotated[
+        str, typer.Argument(help="New directory or URL for the whole run.", show_default=False)
+    ],
     directories: Annotated[
-        list[Path], typer.Argument(help="Run directories of all shards, in any order.", show_default=False)
+        list[str],
+        typer.Argument(
+            help="Run directories of all shards, in any order, or their URLs.",
+            show_default=False,
+        ),
     ],
     format: FormatName = FORMAT,
     as_json: bool = AS_JSON,
@@ -170,11 +193,18 @@ def merge(
     Exit code 3 if a request failed.
     """
     from specgen.jobs.merge import merge  # imports torch
+    from specgen.record.mirror import mirrored
     from specgen.report.tables import figures
 
-    result = merge(output, directories, format)
+    place = location(output)
+    with _on_this_machine(directories) as shards:
+        if isinstance(place, Url):
+            with mirrored(place) as whole:
+                result = merge(whole.path, shards, format)
+        else:
+            result = merge(place, shards, format)
     print_found(result.report.to_json(), figures(result.report, result.settings), as_json)
-    print_notes_and_exit(result, output)
+    print_notes_and_exit(result, place)
 
 
 @with_options

@@ -14,6 +14,7 @@ from specgen.config.errors import is_text as is_text
 from specgen.config.errors import require as require
 from specgen.config.errors import shown as shown
 from specgen.config.field_types import check_types, number, strings, whole
+from specgen.config.urls import require_no_secrets
 
 VERSION = "0.1.0"  # of specgen
 
@@ -363,19 +364,19 @@ def _refuse(name: str, value: object, remedy: str) -> NoReturn:
 class EngineConfig:
     """The models and how they run. ``UserError`` for a value that is wrong.
 
-    ``model`` and ``drafter`` are directories or hub ids, or ``ngram`` or ``mtp`` as the drafter; without one
+    ``model`` and ``drafter`` are directories, URLs or hub ids, or ``ngram`` or ``mtp`` as the drafter; without one
     (``drafter=None, num_spec_tokens=0``) decoding is plain. ``max_batch_size`` counts sequences, ``max_prefill_tokens``
     and ``page_size`` tokens, ``kv_memory`` bytes, and ``gpu_memory_utilization`` is a share of the GPU. Every field but
     ``page_size`` and ``synthetic_acceptance`` is an option of ``specgen generate``, whose help says more. ``auto`` is
     resolved only in ``engine/choices.py``.
     """
 
-    model: str = option(MISSING, "Models", "Target: a directory or hub id.", shown="the bundled target")
+    model: str = option(MISSING, "Models", "Target: a directory, URL or hub id.", shown="the bundled target")
     drafter: str | None = option(
         MISSING,
         "Models",
-        "EAGLE, DFlash or DSpark head: a directory or hub id. Or ngram[:N]: no head; n-gram lookup of up to N tokens "
-        f"(default {_NGRAM}) in the text so far. Or mtp: the target's own MTP layers.",
+        "EAGLE, DFlash or DSpark head: a directory, URL or hub id. Or ngram[:N]: no head; n-gram lookup of "
+        f"up to N tokens (default {_NGRAM}) in the text so far. Or mtp: the target's own MTP layers.",
         shown="the bundled head",
     )
     chat_template_kwargs: TemplateKwargs | Mapping[str, Any] | str = option(
@@ -481,6 +482,8 @@ class EngineConfig:
             "name one with --drafter, or use --num-spec-tokens 0",
         )
         ngram_length(self.drafter)
+        for url in filter(None, (self.model, self.drafter)):
+            require_no_secrets(url)
         for name, known in choices(EngineConfig).items():
             value = getattr(self, name)
             require(value in known, f"{name.replace('_', '-')} is {value!r}: use one of {', '.join(known)}")

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self, get_args
 
 from specgen.config import DraftLength, EngineConfig, choices, require
 from specgen.config.errors import did_you_mean
+from specgen.config.urls import Url
 from specgen.engine.arms import DECODING, Arm
 from specgen.prompts.formats import AS_IT_IS, Reading
 
@@ -50,7 +51,7 @@ class Workload:
     """
 
     dataset: str
-    data_path: Path | None = None
+    data_path: Path | Url | None = None
     num_prompts: int | None = None
     per_slot: int = 2
     prompt_tokens: int = 100  # per random prompt

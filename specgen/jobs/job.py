@@ -1,9 +1,9 @@
 """The job that ``specgen generate`` runs, as its options say it."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from specgen.config import Cluster, EngineConfig, FormatName, SamplingParams, option, require
+from specgen.config.urls import Url, location
 from specgen.jobs.shards import WHOLE, Shard, parse_shard
 from specgen.prompts.load import STDIN, DataSource
 
@@ -69,5 +69,7 @@ class Job:
     @property
     def is_repeatable(self) -> bool:
         """Whether another process can read the same prompts: a pipe can be read only once."""
-        path = self.data.data_path or Path(self.data.dataset)
-        return self.data.dataset != STDIN and (path.is_file() or path.is_dir() or not path.exists())
+        path = self.data.data_path or location(self.data.dataset)
+        if self.data.dataset == STDIN or isinstance(path, Url):
+            return self.data.dataset != STDIN
+        return path.is_file() or path.is_dir() or not path.exists()

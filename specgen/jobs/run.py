@@ -13,6 +13,7 @@ from typing import Any
 from specgen.checkpoints.fingerprint import files_of, fingerprint, state_of
 from specgen.config import VERSION, EngineConfig, TemplateKwargs, require, shown
 from specgen.config.errors import DeviceLost
+from specgen.config.urls import Url
 from specgen.core.engine_core import never_stop
 from specgen.core.garbage import rarely_collected
 from specgen.core.graphs import bucket
@@ -37,6 +38,7 @@ from specgen.jobs.shards import WHOLE
 from specgen.prompts import Prompt, PromptSet, failure
 from specgen.record.files import write_json_lines, write_text
 from specgen.record.interrupt import StoppedError
+from specgen.record.mirror import mirrored
 from specgen.record.progress import Progress, Status, Tally, kept_status
 from specgen.record.provenance import FREE_IN_A_RUN, manifest, with_recorded_date
 from specgen.record.record_rows import EngineRow
@@ -64,12 +66,12 @@ class TooManyFailuresError(Exception):
 
 def run(
     job: Job,
-    output: Path | None,
+    output: Path | Url | None,
     progress: Progress,
     until: Callable[[], bool] = never_stop,
     shared: OneTarget | None = None,
 ) -> RunResult:
-    """Run or resume ``job`` in the directory ``output`` (None: no files are kept).
+    """Run or resume ``job`` in the directory ``output`` (None: no files are kept), or at that URL.
 
     ``until`` is asked between steps; once it is true the run ends with ``StoppedError``, and beyond
     ``job.max_failures``, or where the first 32 requests all fail, with ``TooManyFailuresError``. Finished requests are
@@ -80,8 +82,25 @@ def run(
         output is not None or job.format == "jsonl",
         f"format is {job.format!r} and no file is kept: name a directory with --output, or - for stdout",
     )
+    if isinstance(output, Url):
+        with mirrored(output, restart=job.restart) as mirror:
+            return _run(
+                job, mirror.path, progress, lambda: mirror.has_failed or until(), shared, mirror.claim
+            )
     if output is not None and job.restart:
         set_aside(output, "manifest.json")
+    return _run(job, output, progress, until, shared)
+
+
+def _run(
+    job: Job,
+    output: Path | None,
+    progress: Progress,
+    until: Callable[[], bool],
+    shared: OneTarget | None,
+    begin: Callable[[], None] = lambda: None,
+) -> RunResult:
+    """``run`` in a directory; ``begin`` is called where the run in it is found to be this one and unfinished."""
     with directory(output, "manifest.json") as path, watched(progress.compiling) as startup:
         with leaving_nothing_undone(path), kept_status(path / "status.json") as status:
             work = _Work(job, path, progress, status, until, shared, startup)
@@ -95,6 +114,7 @@ def run(
                 if not (path / MAIN_FILES[job.format]).exists():
                     run.export(job.format)
             else:
+                begin()
                 if job.config is not None:  # the last command's: a resumed run may have another batch size
                     write_text(path / "config.yaml", job.config)
                 status.write("preparing")

@@ -13,6 +13,7 @@ from typing import Any
 
 from specgen.config import UserError, bundled, option, require, shown
 from specgen.config.errors import did_you_mean, nearest
+from specgen.config.urls import Url, is_url, location
 from specgen.prompts.fields import LONGEST_ID, SAMPLING_FIELDS, checked_text
 from specgen.prompts.formats import (
     AS_IT_IS,
@@ -28,7 +29,7 @@ from specgen.prompts.formats import (
 from specgen.prompts.json_rows import Row
 from specgen.prompts.own import CONTENT_FIELDS, is_batch
 from specgen.prompts.prompt import Prompt, Rejected, turn_ids
-from specgen.prompts.rows import HubSource, Source, read_hub, read_path, read_stream
+from specgen.prompts.rows import File, HubSource, Source, read_hub, read_path, read_stream
 from specgen.prompts.shapes import PromptRun, Shapes
 
 STDIN = "-"
@@ -184,7 +185,7 @@ class PromptSet:
             return Rejected(id=name, reason=reason, num_turns=turns)
 
     @property
-    def files(self) -> tuple[Path, ...]:
+    def files(self) -> tuple[File, ...]:
         """Those that a user knows: none of the hub or of standard input."""
         return self.source.files if self.source.keeps is None else ()
 
@@ -200,7 +201,7 @@ class DataSource:
 
     ``dataset`` is ``bundled``, a name in ``DATASETS``, a path to a user's rows (see ``formats``), the id of a data set
     on the hub if ``how`` names its split, or ``-`` for JSON lines from standard input. ``data_path`` reads a named data
-    set from a local file or directory instead of the hub.
+    set from a file or directory instead of the hub. Either may be a URL, whose objects are streamed.
     """
 
     dataset: str = option(
@@ -209,10 +210,15 @@ class DataSource:
         "bundled, mt-bench, sharegpt, gsm8k, spec-bench, speed-bench, humaneval (mt-bench, gsm8k and humaneval also as "
         "a published table asks them: gsm8k:dspark, gsm8k:vllm), or a file of rows with prompt, messages or "
         "prompt_token_ids, of an OpenAI batch, or of a public set: JSON lines, CSV or lines of text, gzipped or "
-        "not, or Parquet. - is standard input; with --split a data set on the hub.",
+        "not, or Parquet, also as a URL (s3://, gs://, az://, hf://). - is standard input; with --split a data set on "
+        "the hub.",
     )
-    data_path: Path | None = option(
-        None, "Prompts", "Read the named data set from this file or directory instead of the hub."
+    data_path: Path | Url | None = option(
+        None,
+        "Prompts",
+        "Read the named data set from this file, directory or URL instead of the hub.",
+        metavar="PATH",
+        parse=location,
     )
     num_prompts: int | None = option(None, "Prompts", "Use only the first N prompts.", shown="all")
     how: Reading = AS_IT_IS
@@ -242,7 +248,7 @@ class DataSource:
         return {"dataset": self.dataset, "data_path": path, "num_prompts": self.num_prompts}
 
 
-def _open(dataset: str, data_path: Path | None, split: str | None) -> tuple[Format, Source]:
+def _open(dataset: str, data_path: Path | Url | None, split: str | None) -> tuple[Format, Source]:
     names = ", ".join(DATASETS)
     if known := DATASETS.get(dataset):
         if data_path is None:
@@ -267,18 +273,19 @@ def _open(dataset: str, data_path: Path | None, split: str | None) -> tuple[Form
         return TURNS, read_path(bundled.data_directory() / "prompts" / "mt_bench.jsonl")
     if dataset == STDIN:
         return USERS, read_stream(sys.stdin.buffer)
+    path = location(dataset)
     require(
-        Path(dataset).exists(),
+        isinstance(path, Url) or path.exists(),
         f"dataset is {dataset!r}, neither a known name nor a file{did_you_mean(dataset, _NAMES)}: use bundled, "
         f"{names}, a file of your own, - for standard input, or with --split a data set on the hub",
     )
-    return USERS, read_path(Path(dataset))
+    return USERS, read_path(path)
 
 
 def _open_split(dataset: str, split: str) -> Source:
     """A split of a data set on the hub, as ``ID`` or ``ID:CONFIG``, or of a directory laid out like one."""
     require(
-        dataset not in ("bundled", STDIN) and not Path(dataset).is_file(),
+        dataset not in ("bundled", STDIN) and not is_url(dataset) and not Path(dataset).is_file(),
         f"split is {split!r} but dataset is {dataset!r}, which has none: leave --split out",
     )
     path, _, name = (dataset, "", "") if Path(dataset).exists() else dataset.partition(":")

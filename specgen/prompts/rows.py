@@ -1,4 +1,4 @@
-"""The sources of rows: files (JSON, CSV, text, Parquet), directories, standard input, the Hugging Face hub."""
+"""The sources of rows: files and stored objects (JSON, CSV, text, Parquet), directories, stdin, the hub."""
 
 import csv
 import gzip
@@ -10,15 +10,17 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from io import TextIOWrapper
+from io import BufferedReader, TextIOWrapper
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO, Any, BinaryIO
 
 from specgen.config import UserError, first_line, require, shown
+from specgen.config.urls import Url
 from specgen.prompts.fields import SAMPLING_FIELDS
 from specgen.prompts.json_rows import Lines, OtherFormatError, Row, parsed, read_rows
 from specgen.prompts.json_rows import Source as JsonSource
+from specgen.storage import Store, StoredObject
 
 _PARQUET_BATCH = 1024  # rows per read
 _LONGEST_CELL = 64 * 2**20  # characters
@@ -29,6 +31,7 @@ _SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", *_SEPARATOR
 _DOWNLOAD = "download it elsewhere and name the file or the directory with --data-path"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _GZIP = b"\x1f\x8b"  # the start of a gzipped file, whatever its name
+File = Path | StoredObject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +54,7 @@ class Source:
     """Rows that ``read`` gives any number of times, of ``files``; those of the hub are unknown."""
 
     read: Callable[[], Iterator[Row | Lines]]
-    files: tuple[Path, ...] = ()
+    files: tuple[File, ...] = ()
     keeps: object = None  # what ``files`` live as long as
 
     def rows(self) -> Iterator[Row]:
@@ -60,11 +63,19 @@ class Source:
             yield from part.rows() if isinstance(part, Lines) else (part,)
 
     def digest(self) -> str | None:
-        """SHA-256 of the content of all files and the kinds of their names; None without files."""
+        """SHA-256 of the content of all files (of objects, their versions) and the kinds of their names.
+
+        None without files.
+        """
         if not self.files:
             return None
         digest = hashlib.sha256()
         for file in self.files:
+            if isinstance(
+                file, StoredObject
+            ):  # what its store says is enough: to read it would take as long as a run
+                digest.update(f"{file.path.suffixes[-2:]} {file.size} {file.version} ".encode())
+                continue
             digest.update(f"{file.suffixes[-2:]} {file.stat().st_size} ".encode())
             with file.open("rb") as content:
                 digest.update(hashlib.file_digest(content, "sha256").digest())
@@ -91,24 +102,48 @@ def read_hub(dataset: str, source: HubSource, remedy: str = _DOWNLOAD) -> Source
     return Source(read=lambda: (parsed("row", number, value) for number, value in enumerate(values, start=1)))
 
 
-def read_path(path: Path, *, preferred: Sequence[str] = ()) -> Source:
-    """The rows of a file, or of the data files of a directory in the order of their names.
+def read_path(path: Path | Url, *, preferred: Sequence[str] = ()) -> Source:
+    """The rows of a file, or of the data files of a directory in the order of their names; at a URL too.
 
     Files are JSON lines, a JSON array, CSV or lines of text (all also gzipped), Parquet, or a pipe of JSON lines.
     In a directory the first pattern of ``preferred`` that matches selects the files; where none does, all are read.
     ``UserError`` for a path without data, and for a file that cannot be read.
     """
+    if isinstance(path, Url):
+        return _of_files(path, _objects(path), preferred)
     require(path.exists(), f"{path} does not exist: name a file or a directory with prompts")
     if path.is_file():
-        return Source(read=partial(_read_file, path), files=(path,))
+        return _of_files(path, [path], preferred)
     if not path.is_dir():  # a pipe can be read only once
         with path.open("rb") as stream:
             return read_stream(stream)
-    files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.name.endswith(_SUFFIXES)]
-    require(bool(files), f"{path} has no data file in it: use {', '.join(_SUFFIXES)}")
-    choices = ([file for file in files if file.match(pattern)] for pattern in preferred)
-    chosen = next((choice for choice in choices if choice), files)
+    return _of_files(path, [file for file in sorted(path.rglob("*")) if file.is_file()], preferred)
+
+
+def _objects(url: Url) -> list[StoredObject]:
+    try:
+        return Store.at(url).objects()
+    except FileNotFoundError as error:
+        raise UserError(f"{url} does not exist: name an object or a directory with prompts") from error
+
+
+def _of_files(path: Path | Url, files: Sequence[File], preferred: Sequence[str]) -> Source:
+    """The rows of ``files``, which are ``path`` itself or all below it."""
+    if [str(file) for file in files] == [str(path)]:
+        return Source(read=partial(_read_file, files[0]), files=tuple(files))
+    data = [file for file in files if _pure(file).name.endswith(_SUFFIXES)]
+    require(bool(data), f"{path} has no data file in it: use {', '.join(_SUFFIXES)}")
+    choices = ([file for file in data if _pure(file).match(pattern)] for pattern in preferred)
+    chosen = next((choice for choice in choices if choice), data)
     return Source(read=partial(_read_files, chosen), files=tuple(chosen))
+
+
+def _pure(file: File) -> PurePath:
+    return file.path if isinstance(file, StoredObject) else file
+
+
+def _open(file: File) -> BufferedReader:
+    return file.open() if isinstance(file, StoredObject) else file.open("rb")
 
 
 def read_stream(stream: BinaryIO) -> Source:
@@ -126,31 +161,34 @@ def read_stream(stream: BinaryIO) -> Source:
     return Source(read=partial(_read_file, path), files=(path,), keeps=copy)
 
 
-def _read_files(files: Sequence[Path]) -> Iterator[Row | Lines]:
+def _read_files(files: Sequence[File]) -> Iterator[Row | Lines]:
     for file in files:
         for part in _read_file(file):
-            yield part if len(files) == 1 else part._replace(place=f"{file.name} {part.place}")
+            yield part if len(files) == 1 else part._replace(place=f"{_pure(file).name} {part.place}")
 
 
-def _read_file(path: Path) -> Iterator[Row | Lines]:
+def _read_file(path: File) -> Iterator[Row | Lines]:
+    remedy = "check that it is whole"
+    if isinstance(path, StoredObject):
+        remedy += " and can be reached, then run the same command again"
     try:
-        if path.suffix == ".parquet":
-            yield from _read_parquet(path)
-            return
-        with path.open("rb") as file:
+        with _open(path) as file:
+            if _pure(path).suffix == ".parquet":
+                yield from _read_parquet(file)
+                return
             start = file.peek(2)[:2]
             if start in _UTF_16:
                 raise OtherFormatError("not UTF-8 but UTF-16: save the file as UTF-8")
             is_gzip = start == _GZIP
-            yield from _read_open(gzip.GzipFile(fileobj=file) if is_gzip else file, path)
+            yield from _read_open(gzip.GzipFile(fileobj=file) if is_gzip else file, _pure(path).name)
     except OtherFormatError as error:
         raise UserError(f"{path}: {error}") from error
     except (OSError, EOFError, UserError, zlib.error) as error:
-        raise UserError(f"{path} cannot be read ({first_line(error)}): check that it is whole") from error
+        raise UserError(f"{path} cannot be read ({first_line(error)}): {remedy}") from error
 
 
-def _read_open(file: JsonSource, path: Path) -> Iterator[Row | Lines]:
-    kind = Path(path.name.removesuffix(".gz")).suffix
+def _read_open(file: JsonSource, name: str) -> Iterator[Row | Lines]:
+    kind = PurePath(name.removesuffix(".gz")).suffix
     if kind == ".txt" or kind in _SEPARATORS:
         # an invalid byte becomes a lone surrogate, which invalidates only the row it is in
         text = TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
@@ -159,12 +197,12 @@ def _read_open(file: JsonSource, path: Path) -> Iterator[Row | Lines]:
         yield from read_rows(file, lines=kind == ".jsonl")
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
+def _read_parquet(file: BufferedReader) -> Iterator[Row]:
     from pyarrow.parquet import ParquetFile
 
     try:
-        with ParquetFile(path) as file:
-            batches = file.iter_batches(batch_size=_PARQUET_BATCH)
+        with ParquetFile(file) as table:
+            batches = table.iter_batches(batch_size=_PARQUET_BATCH)
             values = chain.from_iterable(batch.to_pylist() for batch in batches)
             for number, value in enumerate(values, start=1):
                 yield parsed("row", number, value)

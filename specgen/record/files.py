@@ -156,11 +156,6 @@ class RowFile(Rows):
         """Flush to the disk: survives a power loss."""
         sync(self._file)
 
-    def clear(self) -> None:
-        self._file.truncate(0)
-        self._file.seek(0)
-        self._offsets.clear()
-
     def close(self) -> None:
         """Close for writing; rows can still be read."""
         self._file.close()

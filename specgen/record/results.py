@@ -209,8 +209,8 @@ class RunDirectory:
         path.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.completions = RowFile(path / "completions.jsonl")
+        (path / "errors.jsonl").unlink(missing_ok=True)  # a new file: who follows the old one sees that
         self.errors = RowFile(path / "errors.jsonl")
-        self.errors.clear()
         passes = path / "passes.jsonl"
         passes.touch()
         cut_torn_line(passes)

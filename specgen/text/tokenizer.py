@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specgen.config import PINNED_DATE, TemplateKwargs, UserError, first_line, is_text, require, shown
+from specgen.config.urls import Url, is_url
+from specgen.storage import copy_of, hub_id
 from specgen.text.chat_template import pin_date, require_compiled, require_inside, require_known
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ class Message:
 
 
 def load_tokenizer(path_or_hub_id: str) -> "Tokenizer":
-    """The tokenizer of a checkpoint: a directory with a ``tokenizer.json``, or a Hugging Face hub id.
+    """The tokenizer of a checkpoint: a directory with a ``tokenizer.json``, its URL, or a Hugging Face hub id.
 
     ``UserError`` where there is none. ``tokenizer.json`` is read as it is: ``AutoTokenizer`` would rebuild
     some families from their vocabulary, might be asked to run code, and takes two seconds longer to import.
@@ -80,6 +82,11 @@ def _directory(path_or_hub_id: str) -> str:
     """The local directory, downloaded in one call: one call per file would wait for a lost network each time."""
     if Path(path_or_hub_id).is_dir():
         return path_or_hub_id
+    if is_url(path_or_hub_id):
+        url = Url(path_or_hub_id)
+        if (on_hub := hub_id(url)) is None:
+            return str(copy_of(url, tuple(_FILES)))
+        path_or_hub_id = on_hub
     from huggingface_hub import snapshot_download
 
     return snapshot_download(path_or_hub_id, allow_patterns=_FILES)

@@ -1,0 +1,301 @@
+"""Objects in stores through fsspec, its errors as one line each; copies of them in the user's cache directory."""
+
+import fcntl
+import hashlib
+import io
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from specgen.config import UserError, first_line, require
+from specgen.config.urls import Url, without_secrets
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
+_BLOCK = 8 << 20  # bytes of one request to read
+_REMEDY = "check the address, your rights and the network, then run the same command again"
+
+
+def cache_directory(kind: str) -> Path:
+    """Where files of one ``kind`` are: below ``XDG_CACHE_HOME``, else ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "specgen" / kind
+
+
+def _home() -> Path:
+    """The user's, or where nothing can be kept: a container's user may have none."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path(os.devnull)
+
+
+class StorageError(UserError):
+    """A store did not do what was asked, after all that its library has tried."""
+
+
+@contextmanager
+def _reaching(url: Url) -> Iterator[None]:
+    """Whatever the library of a store raises, as one line; what is not there is a ``FileNotFoundError``."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except ImportError as error:
+        scheme = url.partition("://")[0]
+        package = f"specgen[{_EXTRAS[scheme]}]" if scheme in _EXTRAS else f"the fsspec package of {scheme}"
+        raise UserError(
+            f"{url} needs a library that is not installed ({first_line(error)}): pip install '{package}'"
+        ) from error
+    except Exception as error:  # each library has its own
+        reason = without_secrets(first_line(error))
+        raise StorageError(f"{url} cannot be reached ({reason}): {_REMEDY}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredObject:
+    """An object as it was when it was listed, with those properties of a path that readers of rows use."""
+
+    url: Url
+    size: int  # bytes
+    version: str  # its ETag, or what its store has instead
+    changed: datetime | None = None
+
+    @property
+    def path(self) -> PurePosixPath:
+        return self.url.path
+
+    def __str__(self) -> str:
+        return self.url
+
+    def open(self) -> io.BufferedReader:
+        """To read, a block at a time; ``OSError`` where that fails, or where it is another object by now."""
+        try:
+            store = Store.at(self.url)
+            (now,) = store.objects()
+            if now.version != self.version:
+                raise OSError("it was replaced while it was in use")
+            raw = store.open()
+        except UserError as error:
+            raise OSError(str(error)) from error
+        return io.BufferedReader(_Raw(raw), _BLOCK)
+
+
+class _Raw(io.RawIOBase):
+    """A file of fsspec's whose errors are ``OSError``."""
+
+    def __init__(self, file: Any) -> None:  # noqa: ANN401
+        self._file = file
+
+    def readinto(self, buffer: "WriteableBuffer", /) -> int:
+        with _as_os_error():
+            return int(self._file.readinto(buffer))
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        with _as_os_error():
+            return int(self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # each library has its own
+        raise OSError(without_secrets(first_line(error))) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Store:
+    """What is at ``url`` and below, by names below it; ``""`` is ``url`` itself.
+
+    Whatever a store does not do is a ``StorageError`` of one line, once its library has given up trying; what is not
+    there is a ``FileNotFoundError``.
+    """
+
+    url: Url
+    _fs: Any = field(repr=False)
+    _root: str = field(repr=False)
+
+    @classmethod
+    def at(cls, url: Url) -> "Store":
+        """``UserError`` for a scheme that is unknown, or whose library is not installed."""
+        from fsspec import available_protocols
+        from fsspec.core import url_to_fs
+
+        scheme = url.partition("://")[0]
+        require(
+            scheme in available_protocols(),
+            f"{url} is of no store that fsspec knows: use s3://, gs://, az://, hf:// or a path of this machine",
+        )
+        with _reaching(url):
+            fs, root = url_to_fs(url, use_listings_cache=False)  # what others write meanwhile counts
+        return cls(url=url, _fs=fs, _root=root)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    def objects(self) -> list[StoredObject]:
+        """All at and below the URL, by name; ``FileNotFoundError`` where there is none."""
+        with _reaching(self.url):
+            found = self._fs.find(self._root, detail=True)
+            if not found:
+                raise FileNotFoundError(self.url)
+            infos = {path: found[path] or self._fs.info(path) for path in sorted(found)}
+        return [self._stored(path, info) for path, info in infos.items() if info["type"] == "file"]
+
+    def _stored(self, path: str, info: Mapping[str, Any]) -> StoredObject:
+        own = {
+            "etag",
+            "md5hash",
+            "content_md5",
+            "blob_id",
+            "lastmodified",
+            "last_modified",
+            "created",
+            "updated",
+        }
+        seen = {str(name): str(value) for name, value in sorted(info.items()) if str(name).lower() in own}
+        times = [value for value in info.values() if isinstance(value, datetime)]
+        name = path.removeprefix(self._root).strip("/")
+        return StoredObject(
+            url=self.url / name if name else self.url,
+            size=int(info["size"]),
+            version=hashlib.sha256(f"{info['size']} {seen}".encode()).hexdigest(),
+            changed=max((time.astimezone(UTC) for time in times), default=None),
+        )
+
+    def names(self) -> list[str]:
+        """Of all objects below the URL."""
+        try:
+            return [each.url.removeprefix(f"{self.url}/") for each in self.objects()]
+        except FileNotFoundError:
+            return []
+
+    def top(self) -> list[str]:
+        """The names directly below the URL; none where there is nothing."""
+        try:
+            with _reaching(self.url):
+                found = self._fs.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return []
+        return [path.rstrip("/").rpartition("/")[2] for path in found if path.rstrip("/") != self._root]
+
+    def open(self, name: str = "") -> Any:  # noqa: ANN401
+        """fsspec's file to read, whose errors are the library's."""
+        with _reaching(self.url):
+            return self._fs.open(self._path(name), "rb", block_size=_BLOCK)
+
+    def read(self, name: str) -> bytes:
+        with _reaching(self.url):
+            return bytes(self._fs.cat_file(self._path(name)))
+
+    def write(self, name: str, content: bytes) -> None:
+        """Create or replace an object as a whole."""
+        with _reaching(self.url):
+            self._fs.pipe_file(self._path(name), content)
+
+    def upload(self, name: str, file: Path) -> None:
+        """As ``write``, of a large file."""
+        with _reaching(self.url):
+            self._fs.put_file(str(file), self._path(name))
+
+    def download(self, name: str, file: Path) -> None:
+        with _reaching(self.url):
+            self._fs.get_file(self._path(name), str(file))
+
+    def copy(self, name: str, to: "Store") -> None:
+        """Within one store, by the store."""
+        with _reaching(self.url):
+            self._fs.cp_file(self._path(name), to._path(name))
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Of what is not there, nothing."""
+        with suppress(FileNotFoundError), _reaching(self.url):
+            if names:
+                self._fs.rm([self._path(name) for name in names])
+
+
+# --- directories that are loaded from disk ------------------------------------------------------
+
+_FETCHERS = 4
+
+
+def hub_id(url: Url) -> str | None:
+    """What the hub calls the model ``hf://OWNER/NAME``; None for another URL."""
+    found = re.fullmatch(r"hf://([\w.-]+/[\w.-]+)", url)
+    return found[1] if found else None
+
+
+@lru_cache(maxsize=64)
+def copy_of(url: Url, patterns: tuple[str, ...]) -> Path:
+    """A directory in the cache with the objects directly below ``url`` whose names match one of ``patterns``.
+
+    There is one for each state of the objects, made once. ``UserError`` where it cannot be. A process asks the store
+    once.
+    """
+    found = {each.path.name: each for each in _below(url) if any(map(each.path.match, patterns))}
+    state = [url, *(f"{name} {each.size} {each.version}" for name, each in found.items())]
+    kept = cache_directory("checkpoints") / hashlib.sha256("\n".join(state).encode()).hexdigest()[:24]
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with kept.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be fetching the same
+            if not kept.is_dir():
+                _fetch(url, found, kept)
+    except OSError as error:
+        raise UserError(
+            f"{url} cannot be kept in {kept} ({error.strerror or error}): make room, or name another cache directory "
+            "in XDG_CACHE_HOME"
+        ) from error
+    return kept
+
+
+def _below(url: Url) -> list[StoredObject]:
+    try:
+        found = [each for each in Store.at(url).objects() if each.path.parent == url.path]
+    except FileNotFoundError:
+        found = []
+    require(bool(found), f"{url} is no directory with objects in it: check the address")
+    return found
+
+
+def _fetch(url: Url, found: Mapping[str, StoredObject], into: Path) -> None:
+    """Make the directory ``into``, atomically; objects that a killed process has fetched are not fetched again."""
+    size = sum(each.size for each in found.values()) / 1e9
+    logging.getLogger("specgen").warning("fetching %s, %.1f GB, into %s", url, size, into)
+    partial, store = into.with_suffix(".partial"), Store.at(url)
+    partial.mkdir(exist_ok=True)
+
+    def fetch(name: str) -> None:
+        file, here = partial / name, partial / f"{name}.part"
+        if not (file.exists() and file.stat().st_size == found[name].size):
+            store.download(name, here)
+            whole = here.stat().st_size == found[name].size
+            require(whole, f"{url / name} was replaced while it was fetched: run the same command again")
+            here.replace(file)
+
+    with ThreadPoolExecutor(_FETCHERS) as fetchers:
+        list(fetchers.map(fetch, found))
+    partial.rename(into)

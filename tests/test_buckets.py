@@ -1,0 +1,566 @@
+"""A run in an object store: parts that a kill leaves are resumed, and the end is that of a run on a disk."""
+
+import gc
+import json
+import os
+import random
+import shutil
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from specgen.config import UserError
+from specgen.config.urls import Url
+from specgen.jobs.job import Job
+from specgen.jobs.run import run
+from specgen.jobs.shards import Shard
+from specgen.record import mirror
+from specgen.record.interrupt import StoppedError
+from specgen.record.mirror import fetched
+from specgen.storage import Store
+from tests.commands import printed, refused, rows, specgen
+from tests.jobs import Silent, conversations, files, keep_in_memory, untimed
+from tests.object_server import BUCKET, KEY, SECRET, S3Server, s3_server
+
+S3 = Url(f"s3://{BUCKET}/nightly/run")
+MEMORY = Url("memory://bucket/run")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Conversations of two turns with the bundled pair, and a broken row."""
+    turns = [[f"Describe {n} castles beside {2 * n} rivers.", "And " * n + "now?"] for n in range(1, 5)]
+    asked = [{"question_id": f"q{n}", "category": "ab"[n % 2], "turns": each} for n, each in enumerate(turns)]
+    return conversations(
+        tmp_path_factory.mktemp("buckets"), [*asked[:3], {"question_id": "broken"}, *asked[3:]]
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on the disk."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        keep_in_memory(patch, job.engine)
+        run(job, out, Silent())
+    return out
+
+
+@pytest.fixture(autouse=True)
+def _loaded(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are in memory, the cache is the test's, and parts are small."""
+    keep_in_memory(monkeypatch, job.engine)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(mirror, "_INTERVAL", 0.03)
+    monkeypatch.setattr(mirror, "_POLL", 0.01)
+    monkeypatch.setattr(mirror, "_MOST", 3000)
+    fsspec.filesystem("memory").store.clear()
+    fsspec.filesystem("memory").pseudo_dirs[:] = [""]
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    with s3_server(monkeypatch) as server:
+        yield server
+
+
+def on_another_machine(tmp_path: Path) -> None:
+    """Nothing is left of what this one had."""
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+
+
+def result(url: Url, tmp_path: Path) -> dict[str, Any]:
+    """The files of a finished run at ``url``, without times."""
+    store = Store.at(url)
+    assert json.loads(store.read("parts.json"))["state"] == "finished"
+    names = set(store.names())
+    assert not [name for name in names if name.startswith("parts/")], "parts are removed"
+    here = tmp_path / "result"
+    shutil.rmtree(here, ignore_errors=True)
+    with fetched(url) as found:
+        assert {file.name for file in found.iterdir()} == names - {"parts.json"}
+        shutil.copytree(found, here)
+    return files(here)
+
+
+def expected(whole: Path) -> dict[str, Any]:
+    """Those of a run on a disk, but for what a resume on this machine needs."""
+    return {name: each for name, each in files(whole).items() if not name.startswith(".")}
+
+
+def published(url: Url) -> list[bytes]:
+    """The whole completions that a run which has not finished has in its store."""
+    try:
+        with fetched(url) as found:
+            path = found / "completions.jsonl"
+            return path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    except Exception:
+        return []
+
+
+def work(job: Job, url: Url, server: S3Server, tmp_path: Path) -> bool:
+    """Run ``job`` in a child; whether the server killed it."""
+    go, ready = os.pipe()
+    child = os.fork()
+    if child == 0:
+        gc.freeze()
+        code = 1
+        try:
+            os.read(go, 1)
+            run(job, url, Silent())
+            code = 0
+        except BaseException:
+            (tmp_path / "traceback").write_text(traceback.format_exc())
+        finally:
+            os._exit(code)
+    server.child = child
+    os.write(ready, b"x")
+    _, status = os.waitpid(child, 0)
+    server.child = None
+    os.close(go)
+    os.close(ready)
+    if os.WIFSIGNALED(status):
+        return True
+    assert os.WEXITSTATUS(status) == 0, (tmp_path / "traceback").read_text()
+    return False
+
+
+def kill_at(server: S3Server, number: int, when: str) -> None:
+    """Kill the client at its write of that number, done or not."""
+    left = number
+
+    def fault(method: str, key: str) -> str | None:
+        nonlocal left
+        left -= method in ("PUT", "POST", "DELETE")
+        return f"kill {when}" if left == -1 and method in ("PUT", "POST", "DELETE") else None
+
+    server.fault = fault
+
+
+def check_kills(
+    job: Job, whole: Path, s3: S3Server, tmp_path: Path, kills: list[tuple[int, str, bool]]
+) -> None:
+    """Runs that are killed at a write, go on here or on another machine, and end as ``whole``."""
+    num_killed = 0
+    for number, (write, when, elsewhere) in enumerate(kills):
+        url = S3 / str(number)
+        kill_at(s3, write, when)
+        was_killed = work(job, url, s3, tmp_path)
+        num_killed += was_killed
+        s3.fault = lambda method, key: None
+        kept = published(url)
+        if elsewhere:
+            on_another_machine(tmp_path)
+        assert not work(job, url, s3, tmp_path)
+        assert result(url, tmp_path) == expected(whole)
+        final = (tmp_path / "result" / "completions.jsonl").read_bytes().splitlines(keepends=True)
+        assert set(kept) <= set(final), "what was published is not generated again"
+    assert num_killed >= len(kills) * 0.6
+
+
+def test_a_run_killed_at_a_write_ends_as_one_on_a_disk(
+    job: Job, whole: Path, s3: S3Server, tmp_path: Path
+) -> None:
+    check_kills(job, whole, s3, tmp_path, [(14, "after", True)])
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_any_write_ends_as_one_on_a_disk(
+    job: Job, whole: Path, s3: S3Server, tmp_path: Path
+) -> None:
+    assert not work(job, S3, s3, tmp_path)
+    num_writes = sum(method in ("PUT", "POST", "DELETE") for method, *_ in s3.requests)
+    rng = random.Random(3)
+    places = range(0, num_writes + 1, max(1, num_writes // 11))
+    check_kills(
+        job, whole, s3, tmp_path, [(at, rng.choice(["before", "after"]), rng.random() < 0.7) for at in places]
+    )
+
+
+# --- what a store can do wrong ------------------------------------------------------------------
+
+
+def stopping_at(url: Url, number: int) -> Any:
+    """Stops a run once so many completions of it are published."""
+    return lambda: len(published(url)) >= number
+
+
+def interrupted(job: Job, url: Url, number: int = 2) -> list[bytes]:
+    """What is published of a run that a signal stops."""
+    with pytest.raises(StoppedError):
+        run(job, url, Silent(), stopping_at(url, number))
+    found = published(url)
+    assert number <= len(found) < 8
+    return found
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "on another machine"])
+def test_a_stopped_run_goes_on_where_it_was(job: Job, whole: Path, tmp_path: Path, elsewhere: bool) -> None:
+    kept = interrupted(job, MEMORY)
+    assert json.loads(Store.at(MEMORY).read("status.json"))["state"] == "interrupted"
+    if elsewhere:
+        on_another_machine(tmp_path)
+    run(job, MEMORY, Silent())
+    assert result(MEMORY, tmp_path) == expected(whole)
+    assert {*kept} <= {*(tmp_path / "result" / "completions.jsonl").read_bytes().splitlines(keepends=True)}
+
+
+def test_a_machine_goes_on_with_what_it_has_beyond_the_parts(
+    job: Job, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that is away costs a run that is repeated here nothing."""
+    commit, failing = mirror.Mirror._commit, [False]
+
+    def fail(self: Any, manifest: Any) -> None:
+        if failing[0]:
+            raise UserError("no answer")
+        commit(self, manifest)
+
+    monkeypatch.setattr(mirror.Mirror, "_commit", fail)
+
+    def until() -> bool:
+        failing[0] = len(published(MEMORY)) >= 1
+        return False
+
+    with refused("no answer"):
+        run(job, MEMORY, Silent(), until)
+    (here,) = (tmp_path / "cache" / "specgen" / "runs").glob("*/run")
+    done = (here / "completions.jsonl").read_bytes().splitlines(keepends=True)
+    failing[0] = False
+    run(job, MEMORY, Silent())
+    assert result(MEMORY, tmp_path) == expected(whole)
+    assert {*done} <= {*(tmp_path / "result" / "completions.jsonl").read_bytes().splitlines(keepends=True)}
+
+
+def test_what_another_machine_did_counts_more_than_what_is_left_here(
+    job: Job, whole: Path, tmp_path: Path
+) -> None:
+    interrupted(job, MEMORY, 2)
+    (tmp_path / "cache").rename(tmp_path / "here")
+    kept = interrupted(job, MEMORY, 4)
+    on_another_machine(tmp_path)
+    (tmp_path / "here").rename(tmp_path / "cache")
+    run(job, MEMORY, Silent())
+    assert result(MEMORY, tmp_path) == expected(whole)
+    assert {*kept} <= {*(tmp_path / "result" / "completions.jsonl").read_bytes().splitlines(keepends=True)}
+
+
+@pytest.mark.parametrize("how", ["missing", "another"])
+def test_a_part_that_is_missing_or_another_ends_the_run_in_one_line(
+    job: Job, whole: Path, tmp_path: Path, how: str
+) -> None:
+    interrupted(job, MEMORY)
+    on_another_machine(tmp_path)
+    store, before = Store.at(MEMORY), Store.at(MEMORY).names()
+    name = next(name for name in before if name.endswith("completions.jsonl"))
+    content = store.read(name)
+    if how == "missing":
+        store.remove([name])
+    else:
+        store.write(name, content.replace(b"a", b"e", 1))
+    what = "is missing" if how == "missing" else "is not as it was written"
+    with refused(
+        rf"^{MEMORY / name}, which parts.json names, {what}: restore it, or start over with --restart"
+    ):
+        run(job, MEMORY, Silent())
+    assert {*store.names()} == {*before} - ({name} if how == "missing" else set()), "nothing else is touched"
+    store.write(name, content)
+    run(job, MEMORY, Silent())
+    assert result(MEMORY, tmp_path) == expected(whole)
+
+
+def elsewhere(patch: pytest.MonkeyPatch, tmp_path: Path, job: Job, url: Url) -> None:
+    """Run ``job`` on a machine with another cache."""
+    with patch.context() as other:
+        other.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+        run(job, url, Silent())
+
+
+def test_a_run_that_is_taken_over_ends(
+    job: Job, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is not heard of, as its machine was asleep, changes nothing of what another one has done since."""
+    monkeypatch.setattr(mirror, "_INTERVAL", 1e9)
+    steps = []
+
+    def until() -> bool:
+        steps.append(True)
+        if len(steps) == 5:
+            elsewhere(monkeypatch, tmp_path, job, MEMORY)
+            steps.append(result(MEMORY, tmp_path))
+        return False
+
+    monkeypatch.setattr(mirror, "_MOST", 1 << 30)
+    with refused(
+        rf"^output {MEMORY} is in use by process \d+ on \S+, which has changed it meanwhile: wait for it"
+    ):
+        run(job, MEMORY, Silent(), until)
+    assert result(MEMORY, tmp_path) == steps[5] == expected(whole)
+
+
+def test_a_run_that_is_going_on_elsewhere_is_not_taken_over(
+    job: Job, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim, tried = mirror.Mirror.claim, []
+
+    def late(self: Any) -> None:
+        if tried:  # the second one: its start takes longer than the first one's next part
+            before = Store.at(MEMORY).read("parts.json")
+            while Store.at(MEMORY).read("parts.json") == before:
+                time.sleep(0.01)
+        claim(self)
+
+    def until() -> bool:
+        if not tried:
+            tried.append(True)
+            with refused(rf"^output {MEMORY} is in use by process \d+ on "):
+                elsewhere(monkeypatch, tmp_path, job, MEMORY)
+        return False
+
+    monkeypatch.setattr(mirror.Mirror, "claim", late)
+    run(job, MEMORY, Silent(), until)
+    assert result(MEMORY, tmp_path) == expected(whole)
+
+
+def test_a_url_in_use_on_this_machine_is_refused(job: Job, tmp_path: Path) -> None:
+    def until() -> bool:
+        with refused(rf"^output '{MEMORY}' is in use by process {os.getpid()} on "):
+            run(job, MEMORY, Silent())
+        return True
+
+    with pytest.raises(StoppedError):
+        run(job, MEMORY, Silent(), until)
+
+
+def test_errors_that_the_server_gives_for_a_while_change_nothing(
+    job: Job, whole: Path, s3: S3Server, tmp_path: Path
+) -> None:
+    """Such as 503 for a part, for the manifest and for a file of the end; it is slow as well."""
+    left = ["completions.jsonl", "parts.json", "report.json"]
+
+    def fault(method: str, key: str) -> str | None:
+        if left and method == "PUT" and key.endswith(left[0]):
+            left.pop(0)
+            return "503"
+        return None
+
+    s3.fault, s3.slow = fault, 0.01
+    run(job, S3, Silent())
+    assert not left
+    assert result(S3, tmp_path) == expected(whole)
+
+
+@pytest.mark.slow
+def test_a_store_that_is_away_ends_the_run_in_one_line_and_the_command_resumes_it(
+    job: Job, whole: Path, s3: S3Server, tmp_path: Path
+) -> None:
+    def fault(method: str, key: str) -> str | None:
+        return "503" if sum(each[0] == "PUT" for each in s3.requests) >= 12 else None
+
+    s3.fault = fault
+    with refused(
+        rf"^{S3} cannot be reached \(.*(busy|503).*\): check the address, your rights and the network, then"
+    ):
+        run(job, S3, Silent(), lambda: time.sleep(0.01) is not None)
+    s3.fault = lambda method, key: None
+    on_another_machine(tmp_path)
+    assert json.loads(Store.at(S3).read("parts.json"))["state"] == "unfinished"
+    run(job, S3, Silent())
+    assert result(S3, tmp_path) == expected(whole)
+
+
+def test_the_engine_does_not_wait_for_a_slow_store(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps go on while a part is written."""
+    write, waited, steps = Store.write, [], [0]
+
+    def slow(self: Store, name: str, content: bytes) -> None:
+        if steps[0] and not waited:
+            began, deadline = steps[0], time.monotonic() + 10
+            while steps[0] < began + 4 and time.monotonic() < deadline:
+                time.sleep(0.001)
+            waited.append(steps[0] - began)
+        write(self, name, content)
+
+    def until() -> bool:
+        steps[0] += 1
+        return False
+
+    monkeypatch.setattr(Store, "write", slow)
+    run(job, MEMORY, Silent(), until)
+    assert waited >= [4]
+
+
+def test_credentials_are_in_no_file_and_in_no_line(
+    job: Job, s3: S3Server, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nor are they where a run fails."""
+    command = [
+        "--data-path",
+        str(job.data.data_path),
+        "--dataset",
+        "mt-bench",
+        "--num-prompts",
+        "1",
+        "--quiet",
+    ]
+    seen = [specgen("generate", *command, "--max-new-tokens", "3", "--output", S3).output]
+    secret = f"s3://{KEY}:{SECRET}@{BUCKET}/run"
+    for name in ("--output", "--dataset", "--data-path", "--model", "--drafter"):
+        seen.append(specgen("generate", name, secret).output)
+        seen.append(specgen("generate", f"{name}=s3://{BUCKET}/run?X-Amz-Signature={SECRET}").output)
+    seen += [specgen(name, secret, secret).output for name in ("report", "merge", "inspect")]
+    failed = specgen("generate", *command, "--output", "s3://no-such-bucket/run")
+    seen += [failed.output, str(failed.exception), *capfd.readouterr()]
+    objects = [Store.at(Url(f"s3://{BUCKET}")).read(name).decode() for name in s3.names()]
+    here = [file.read_text() for file in tmp_path.rglob("*") if file.is_file()]
+    assert len(objects) == 9
+    for text in (*seen, *objects, *here):
+        assert KEY not in text
+        assert SECRET not in text
+
+
+# --- as with a directory ------------------------------------------------------------------------
+
+
+def test_a_finished_run_is_left_as_it_is_and_other_settings_are_refused(job: Job, tmp_path: Path) -> None:
+    job = replace(job, data=replace(job.data, num_prompts=2))
+    first, store = run(job, MEMORY, Silent()), Store.at(MEMORY)
+    before = {each.url: each.version for each in store.objects()}
+    on_another_machine(tmp_path)
+    again = run(job, MEMORY, Silent())
+    assert again.report.to_json() == first.report.to_json()
+    assert again.samples == first.samples
+    with refused(rf"^output '{MEMORY}' holds a run that differs in --max-new-tokens 14 -> 9: name another"):
+        run(replace(job, sampling=replace(job.sampling, max_tokens=9)), MEMORY, Silent())
+    assert {each.url: each.version for each in store.objects()} == before
+    run(replace(job, format="parquet"), MEMORY, Silent())
+    more = {each.url: each.version for each in store.objects()}
+    assert {name for name in more if more[name] != before.get(name)} == {
+        MEMORY / "completions.parquet",
+        MEMORY / "parts.json",
+    }
+    with fetched(MEMORY) as found:
+        assert (found / "completions.parquet").stat().st_size > 0
+
+
+def test_a_finished_run_with_failures_does_them_again(
+    job: Job, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The objects of the first end stay whole until the second."""
+    run(job, MEMORY, Silent())
+    kept = {name: Store.at(MEMORY).read(name) for name in ("completions.jsonl", "passes.jsonl")}
+    on_another_machine(tmp_path)
+    for left in (4, 2):
+        upload = Store.upload
+
+        def fail(self: Store, name: str, file: Path, left: list[int] = [left], upload: Any = upload) -> None:  # noqa: B006
+            left[0] -= 1
+            if left[0] < 0:
+                raise UserError("no answer")
+            upload(self, name, file)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "upload", fail)
+            with refused("no answer"):
+                run(job, MEMORY, Silent())
+        on_another_machine(tmp_path)
+        with fetched(MEMORY) as found:
+            assert untimed(found / "completions.jsonl") == untimed(whole / "completions.jsonl")
+    run(job, MEMORY, Silent())
+    assert result(MEMORY, tmp_path)["completions.jsonl"] == expected(whole)["completions.jsonl"]
+    assert (tmp_path / "result" / "completions.jsonl").read_bytes() == kept["completions.jsonl"]
+
+
+def test_a_run_with_a_baseline(job: Job, tmp_path: Path) -> None:
+    job = replace(job, baseline=True, data=replace(job.data, num_prompts=3))
+    run(job, tmp_path / "whole", Silent())
+
+    def until() -> bool:
+        names = Store.at(MEMORY).names()
+        return any(name.startswith("parts/") for name in names) and _baseline_rows() >= 2
+
+    with pytest.raises(StoppedError):
+        run(job, MEMORY, Silent(), until)
+    on_another_machine(tmp_path)
+    run(job, MEMORY, Silent())
+    with fetched(MEMORY) as found:
+        for name in ("completions.jsonl", "baseline/completions.jsonl"):
+            assert untimed(found / name) == untimed(tmp_path / "whole" / name)
+        assert json.loads((found / "report.json").read_text())["baseline"]
+
+
+def _baseline_rows() -> int:
+    try:
+        with fetched(MEMORY) as found:
+            return len(rows(found / "baseline" / "completions.jsonl"))
+    except (UserError, FileNotFoundError):
+        return 0
+
+
+def test_starting_over_keeps_what_is_there(job: Job, whole: Path, tmp_path: Path) -> None:
+    job = replace(job, restart=True)
+    interrupted(job, MEMORY)
+    kept = interrupted(job, MEMORY, 3)
+    run(job, MEMORY, Silent())
+    assert result(MEMORY, tmp_path) == expected(whole)
+    assert published(Url("memory://bucket/run.2")) == kept
+    run(replace(job, restart=False), Url("memory://bucket/run.2"), Silent())
+    assert result(Url("memory://bucket/run.2"), tmp_path) == expected(whole)
+
+
+def test_a_url_with_something_else_is_refused(job: Job) -> None:
+    Store.at(MEMORY).write("model.bin", b"weights")
+    with refused(rf"^output {MEMORY} is not empty and holds no run \(it has model.bin\): name another URL"):
+        run(job, MEMORY, Silent())
+    assert Store.at(MEMORY).names() == ["model.bin"]
+
+
+def test_a_mistake_before_the_first_answer_leaves_nothing_there(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "none.jsonl").write_text("{}\n")
+    nothing = replace(job, data=replace(job.data, dataset=str(tmp_path / "none.jsonl"), data_path=None))
+    with refused("none of the 1 rows of"):
+        run(nothing, MEMORY, Silent())
+    assert Store.at(MEMORY).names() == []
+    assert list((tmp_path / "cache" / "specgen" / "runs").glob("*/run/*")) == []
+
+
+def test_runs_at_urls_are_reported_and_merged(job: Job, tmp_path: Path) -> None:
+    job = replace(job, data=replace(job.data, num_prompts=3))
+    run(job, tmp_path / "whole", Silent())
+    shards = [MEMORY / str(at) for at in range(2)]
+    for at, url in enumerate(shards):
+        run(replace(job, shard=Shard(index=at, count=2)), url, Silent())
+    there = MEMORY / "all"
+    assert "mean acceptance length" in specgen("merge", there, *shards).stdout
+    with fetched(there) as found:
+        assert untimed(found / "completions.jsonl") == untimed(tmp_path / "whole" / "completions.jsonl")
+    numbers = json.loads(printed("report", there, "--json"))
+    assert numbers["num_requests"] == 6
+    assert f"output '{there}' exists" in str(specgen("merge", there, *shards).exception)
+    one = Url("memory://bucket/stopped")
+    interrupted(replace(job, shard=Shard()), one)
+    assert json.loads(printed("report", one, "--json"))["num_unfinished"] >= 1
+    with refused("memory://bucket/none holds no run"):
+        printed("report", "memory://bucket/none")
+
+
+def test_a_schedulers_shard_is_below_the_url(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    data = ["--dataset", "mt-bench", "--data-path", job.data.data_path, "--num-prompts", "2"]
+    done = specgen(
+        "generate", *data, "--max-new-tokens", "2", "--shard", "auto", "--output", MEMORY, "--quiet"
+    )
+    assert done.exit_code == 0, done.output
+    there = MEMORY / "1-of-2"
+    assert f"output: {there}\n" in Store.at(there).read("config.yaml").decode()
