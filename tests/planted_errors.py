@@ -6,7 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.reference_heads import ReferenceDFlash, ReferenceEagle1, ReferenceEagle3, ReferencePEagle
+from tests.reference_heads import (
+    ReferenceDFlash,
+    ReferenceEagle1,
+    ReferenceEagle3,
+    ReferenceEagleLlama4,
+    ReferencePEagle,
+)
 
 Fits = Callable[[Any], bool]  # whether a head has what the error is about
 Plant = Callable[[Any], None]
@@ -326,8 +332,63 @@ DFLASH_ERRORS: dict[str, tuple[Fits, Plant]] = {
 }
 
 
+def normed(head: Any) -> bool:
+    return bool(head.layer["use_qk_norm"])
+
+
+def unnormed(head: Any) -> None:
+    for layer in head.layers:
+        del layer.self_attn.qk_norm
+
+
+def halves(head: Any) -> None:
+    """The pairs that are rotated are of a head's halves, as in a Llama."""
+    for layer in head.layers:
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            rows = projection.weight.unflatten(0, (-1, 2, head.layer["head_dim"] // 2))
+            rows = rows.transpose(1, 2).flatten(0, 2)
+            projection.weight = torch.nn.Parameter(rows)
+
+
+def chunk_of(change: Callable[[int], int]) -> Plant:
+    return assign(chunk=lambda head: change(head.chunk))
+
+
+def a_window(head: Any) -> None:
+    def mask(positions: Tensor) -> Tensor:
+        back = positions[:, None] - positions
+        return torch.zeros(back.shape).masked_fill((back < 0) | (back >= head.chunk), float("-inf"))[
+            None, None
+        ]
+
+    head.mask = mask
+
+
+_OF_EVERY_HEAD = ("state before the final norm", "tokens not shifted", "states shifted", "late drafts")
+# Of EAGLE heads of a Llama-4, whose layers have their own norms
+LLAMA4_ERRORS: dict[str, tuple[Fits, Plant]] = {
+    **{name: ERRORS[name] for name in _OF_EVERY_HEAD},
+    **{name: ERRORS[name] for name in ("no final norm", "state before embedding", "last layer left out")},
+    **{name: ERRORS[name] for name in ("no norm before the MLP", "no norm before a later layer")},
+    "no norm before the first layer": without_layer_norm(0, "input_layernorm"),
+    "recycled before the norm": (always, assign(recycled=lambda head: lambda out: out)),
+    "no norm of q and k": (normed, unnormed),
+    "pairs as halves": (always, halves),
+    "no chunks": (always, chunk_of(lambda chunk: 1 << 20)),
+    "another chunk": (always, chunk_of(lambda chunk: chunk - 1)),
+    "a window for a chunk": (always, a_window),
+    "the target's output weights": (
+        lambda head: "lm_head.weight" in head.t,
+        assign(t=lambda head: {name: x for name, x in head.t.items() if name != "lm_head.weight"}),
+    ),
+    "the target's embedding": ERRORS["the target's embedding"],
+}
+
+
 def errors_of(head: Any) -> dict[str, tuple[Fits, Plant]]:
     """Those that are about heads of its kind."""
+    if isinstance(head, ReferenceEagleLlama4):
+        return LLAMA4_ERRORS
     return DFLASH_ERRORS if isinstance(head, ReferenceDFlash) else ERRORS
 
 

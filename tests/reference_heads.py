@@ -276,7 +276,8 @@ class ReferenceEagleLlama4(ReferenceEagle1):
         return torch.zeros(1, 1, *seen.shape).masked_fill(~seen, float("-inf"))
 
     def logits(self, out: Tensor) -> Tensor:
-        return self.norm(out, "norm") @ self.t.get("lm_head.weight", self.target.lm_head).T
+        lm_head = self.t.get("lm_head.weight", self.target.lm_head)
+        return self.norm(out, "norm") @ lm_head.T
 
     def recycled(self, out: Tensor) -> Tensor:
         return self.norm(out, "norm")

@@ -18,6 +18,7 @@ from tests.reference_heads import DenseTarget, ReferenceMtp, reference_head
 from tests.tiny_checkpoints import write_dflash_head, write_eagle1_head, write_head, write_target
 from tests.tiny_hybrids import write_hybrid
 from tests.tiny_latents import write_latent
+from tests.tiny_llama4 import write_eagle_llama4
 
 VOCAB = 8  # so small that random heads are often right; the seeds are of heads that are also right four times running
 eagle1, eagle3 = write_eagle1_head, partial(write_head, draft_vocab_size=None)
@@ -103,15 +104,19 @@ HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
         write_dflash_head, dialect="speculators", layer_ids=(1, 3, 6), markov=("vanilla", 4), seed=11
     ),
     "p-eagle-pard": partial(eagle3, mask_token=("pard_token", 7), norm_before_fc=True, seed=4),
+    "eagle-llama4": partial(write_eagle_llama4, seed=9),
+    "eagle-llama4-own": partial(
+        write_eagle_llama4, num_layers=2, own_embedding=True, own_lm_head=True, qk_norm=False, seed=6
+    ),
 }
 QUICK = (
     *("eagle-1-biases", "eagle3", "p-eagle-window"),
-    *("dflash-causal", "dflash-windows-ahead", "dflash2", "dspark-gated"),
+    *("dflash-causal", "dflash-windows-ahead", "dflash2", "dspark-gated", "eagle-llama4"),
 )
 # Every planted error is caught with one of these; parts of the others are in them too
 BROAD = (
     *(*QUICK, "biases", "five-features", "nested", "eagle-3.1", "no-features", "p-eagle-deep"),
-    *("dflash-anchors", "dflash-speculators", "dflash-speculators-windows", "dspark-rnn"),
+    *("dflash-anchors", "dflash-speculators", "dflash-speculators-windows", "dspark-rnn", "eagle-llama4-own"),
 )
 glm = partial(write_latent, vocab_size=VOCAB, rms_norm_eps=1e-6)
 MTP: dict[str, Callable[[Path], object]] = {  # parts of the first three are in other pairs and tests too
@@ -278,5 +283,5 @@ def test_each_planted_error_fits_a_head(
     fitting = {
         id(plant) for head in heads for fits, plant in planted_errors.errors_of(head).values() if fits(head)
     }
-    every = planted_errors.ERRORS | planted_errors.DFLASH_ERRORS
+    every = planted_errors.ERRORS | planted_errors.DFLASH_ERRORS | planted_errors.LLAMA4_ERRORS
     assert [name for name, (_, plant) in every.items() if id(plant) not in fitting] == []

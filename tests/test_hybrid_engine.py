@@ -17,9 +17,6 @@ from specgen.attention import gated_delta
 from specgen.config import CONFIDENCE_LEVELS, SamplingParams
 from specgen.core.sequence import Request, ScoreRequest
 from specgen.core.spec_length import FixedPlan, StepPlan
-from specgen.decoding.drafting import NoDrafter
-from specgen.decoding.outcome import Drafts, DraftState
-from specgen.decoding.sampling import SamplingBatch
 from specgen.engine import build
 from specgen.kv.pages import PageAllocator, StateSlots
 from tests.engines import (
@@ -33,6 +30,7 @@ from tests.engines import (
     random_requests,
 )
 from tests.marks import mostly_slow
+from tests.oracle import Oracle
 from tests.tiny_checkpoints import write_dflash_head, write_head
 from tests.tiny_hybrids import write_hybrid
 
@@ -76,31 +74,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(pair=load_pair(path, drafter="mtp"), texts=texts)
 
 
-class Oracle(NoDrafter):
-    """Drafts what follows a token at its position in one of the texts; every third position's draft is wrong."""
-
-    def __init__(self, texts: Texts) -> None:
-        self._follows: dict[tuple[int, int], tuple[int, ...]] = {}
-        for each in prompts():
-            text = each.prompt_token_ids + texts[each.id]
-            for position in range(len(each.prompt_token_ids), len(text)):
-                self._follows[position, text[position]] = text[position + 1 :]
-
-    def propose(
-        self, state: DraftState, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch
-    ) -> Drafts:
-        rows = []
-        for position, token in zip(state.positions.tolist(), state.tokens.tolist(), strict=True):
-            known = [*self._follows.get((position, token), ()), *[0] * num_drafts][:num_drafts]
-            wrong = [(position + 1 + index) * 7 % 5 == 3 for index in range(num_drafts)]
-            rows.append([(each + 1) % VOCAB if no else each for each, no in zip(known, wrong, strict=True)])
-        tokens = torch.tensor(rows, dtype=torch.int64).view(len(rows), num_drafts)
-        return Drafts(tokens=tokens, probs=None, confidence=torch.full(tokens.shape, 0.7))
-
-
 @pytest.fixture
 def oracle(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_drafter", lambda *_: Oracle(world.texts))
+    monkeypatch.setattr(build, "_drafter", lambda *_: Oracle(prompts(), world.texts, VOCAB))
 
 
 def generated(world: World, **settings: Any) -> Outputs:

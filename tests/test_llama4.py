@@ -147,6 +147,7 @@ def _layouts() -> dict[str, Layout]:
         "one-row": Layout.uniform(tables, starts, 1, 4),
         "partial": replace(uniform, **ragged, full=True),
         "padded": replace(uniform, **ragged | {"num_rows": 14}),
+        "padded-alike": replace(uniform, **ragged | {"num_rows": 14, "ragged_lens": torch.tensor([4, 4, 4])}),
         "blocks": replace(
             Layout.uniform(tables[:2].repeat(2, 1), torch.tensor([0, 20, 16, 36]), 16, 4), chained=True
         ),

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from specgen.models.llama4 import Llama4Config
+from specgen.models.model_config import TargetConfig
 from tests.tiny_checkpoints import read
 from tests.tiny_mixtures import TINY
 
@@ -59,9 +60,10 @@ def write_llama4(
 
 def write_eagle_llama4(
     path: Path,
-    target: Llama4Config,
+    target: TargetConfig,
     *,
     num_layers: int = 1,
+    chunk: int = CHUNK,
     own_embedding: bool = False,
     own_lm_head: bool = False,
     qk_norm: bool = True,
@@ -70,7 +72,7 @@ def write_eagle_llama4(
     changed: dict[str, torch.Tensor | None] | None = None,
     changed_config: dict[str, Any] | None = None,
 ) -> None:
-    """A random EAGLE head for ``target``."""
+    """A random EAGLE head for ``target``, of whatever family that is."""
     torch.manual_seed(seed)
     hidden, inner, size = target.hidden_size, target.intermediate_size, target.head_dim
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden), "norm.weight": (hidden,)}
@@ -99,7 +101,7 @@ def write_eagle_llama4(
     config = {
         "architectures": ["Llama4ForCausalLM"],
         "model_type": "llama4_text",
-        "attention_chunk_size": target.chunk,
+        "attention_chunk_size": chunk,
         "head_dim": size,
         "hidden_act": "silu",
         "hidden_size": hidden,

@@ -122,7 +122,8 @@ class SdpaBackend(Backend):
             return groups[0].attend
 
         def attend(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            out = q.new_empty(q.shape[0], q.shape[1] * (layer.value_dim or values.shape[-1]))
+            # zeros in padding rows, which are of no group: what was NaN there would be stored, and leak through masks
+            out = q.new_zeros(q.shape[0], q.shape[1] * (layer.value_dim or values.shape[-1]))
             for group in groups:
                 out[group.rows] = group.attend(layer, q, keys, values)
             return out
@@ -192,7 +193,7 @@ def _group(layout: Layout) -> list[_Group]:
 def _make_group(layout: Layout, members: list[int], query_len: int, num_pages: int) -> _Group:
     device = layout.starts.device
     rows: Tensor | slice = slice(None)
-    if len(members) == layout.num_sequences:
+    if len(members) * query_len == layout.num_rows:  # there are no other rows
         members = sorted(members)
     else:
         offsets = torch.arange(query_len, device=device)

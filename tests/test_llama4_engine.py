@@ -1,0 +1,195 @@
+"""Engines with a Llama-4: greedy text is that of ``transformers``, whatever is drafted across the borders of chunks."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specgen.attention import chunks
+from specgen.config import CONFIDENCE_LEVELS, SamplingParams, UserError
+from specgen.core.sequence import Request
+from specgen.core.spec_length import FixedPlan, StepPlan
+from specgen.engine import build
+from specgen.kv.layout import Layout
+from tests.engines import (
+    Outputs,
+    Pair,
+    config_of,
+    engine_of,
+    generate,
+    load_pair,
+    page_bytes,
+    random_requests,
+)
+from tests.marks import mostly_slow
+from tests.oracle import Oracle
+from tests.reference_heads import DenseTarget
+from tests.tiny_checkpoints import write_dflash_head, write_head
+from tests.tiny_llama4 import CHUNK, write_eagle_llama4, write_llama4
+
+pytestmark = pytest.mark.xdist_group("llama4")  # the texts of transformers are computed once
+NUM_TOKENS, VOCAB = 24, 128
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+PREFIX = tuple(range(3, 24))  # that some prompts begin with: a chunk and a page, which a prefix cache shares
+
+
+def prompts() -> list[Request]:
+    """Of which some end right before, at and behind the borders of chunks."""
+    found = random_requests(4, VOCAB, GREEDY, lengths=(3, 40))
+    lengths = (CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 3, 3 * CHUNK - 2)
+    found += [
+        replace(random_requests(1, VOCAB, GREEDY, lengths=(each, each), seed=each)[0], id=f"b{each}")
+        for each in lengths
+    ]
+    return [
+        replace(each, prompt_token_ids=PREFIX[: 21 * (number % 2)] + each.prompt_token_ids)
+        for number, each in enumerate(found)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    pair: Pair
+    texts: dict[str, tuple[int, ...]]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    path = tmp_path_factory.mktemp("llama4")
+    config = write_llama4(path / "target", vocab_size=VOCAB)
+    write_eagle_llama4(path / "eagle", config)
+    write_head(path / "eagle3", config)
+    write_dflash_head(path / "dflash", config)
+    dense = DenseTarget(path / "target")
+    texts = {each.id: dense.greedy(each.prompt_token_ids, NUM_TOKENS) for each in prompts()}
+    assert len(set(texts.values())) == len(texts)
+    return World(pair=load_pair(path, drafter="eagle"), texts=texts)
+
+
+@pytest.fixture
+def oracle(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_drafter", lambda *_: Oracle(prompts(), world.texts, VOCAB))
+
+
+def generated(world: World, **settings: Any) -> Outputs:
+    return generate(world.pair, prompts(), **{"num_spec_tokens": 4} | settings)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "one at a time": {"max_batch_size": 1},
+    "a batch that drains": {"max_batch_size": 5},
+    "as wide as a chunk": {"num_spec_tokens": CHUNK - 1},
+    "K = 1": {"num_spec_tokens": 1},
+    "pages as long as a chunk": {"page_size": CHUNK},
+    "prompts in pieces": {"max_prefill_tokens": 7},
+    "captured attention": {"attention": "sdpa-static", "max_batch_size": 3},
+    "prompts together": {"max_prefill_tokens": 400},
+}
+
+
+@pytest.mark.usefixtures("oracle")
+@pytest.mark.parametrize(
+    "name", mostly_slow(SETTINGS, "a batch that drains", "prompts in pieces", "captured attention")
+)
+def test_text_is_that_of_transformers_whatever_is_accepted(
+    world: World, device_like: Callable[..., None], name: str
+) -> None:
+    device_like()  # a step is launched before the one in front of it is read
+    outputs = generated(world, **SETTINGS[name])
+    k = SETTINGS[name].get("num_spec_tokens", 4)
+    assert outputs.texts == world.texts
+    assert set(outputs.accepted) >= set(range(min(k, 4) + 1)), Counter(outputs.accepted)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "batch", "k"),
+    mostly_slow(
+        [
+            ("eagle", "padded", 0),
+            *product(("eagle", "eagle3", "dflash", "ngram:3"), ("padded", "non-padded"), (1, 4)),
+        ],
+        ("eagle", "padded", 0),
+        ("eagle", "non-padded", 4),
+        ("eagle3", "padded", 4),
+        ("dflash", "padded", 4),
+    ),
+)
+def test_text_is_that_of_transformers_with_every_drafter(
+    world: World, drafter: str, batch: str, k: int
+) -> None:
+    if drafter.startswith("ngram"):
+        outputs = generate(world.pair, prompts(), num_spec_tokens=k, drafter_batch=batch, drafter=drafter)
+    else:
+        pair = load_pair(world.pair.path, drafter=drafter)
+        outputs = generate(pair, prompts(), num_spec_tokens=k, drafter_batch=batch)
+    assert outputs.texts == world.texts
+
+
+@pytest.mark.usefixtures("oracle")
+def test_a_part_of_the_drafts_may_be_verified(world: World) -> None:
+    engine = engine_of(world.pair, num_spec_tokens=4, max_batch_size=5)
+    rising = tuple((level + 0.5) / len(CONFIDENCE_LEVELS) for level in range(len(CONFIDENCE_LEVELS)))
+    engine.spec_length = FixedPlan(StepPlan(num_drafts=4, quarters=6, chances=(rising,) * 4))
+    found = {each.request.id: each for each in engine.generate(prompts())}
+    assert {name: each.token_ids for name, each in found.items()} == world.texts
+    lengths = {len(step.drafts) for each in found.values() for step in each.record.steps or ()}
+    assert len(lengths) > 1, "every sequence had as many drafts"
+
+
+@pytest.mark.usefixtures("oracle")
+@pytest.mark.parametrize("ahead", [False, True])
+def test_preemption_changes_no_text(world: World, device_like: Callable[..., None], ahead: bool) -> None:
+    device_like(ahead)
+    outputs = generated(world, kv_memory=34 * page_bytes(world.pair))
+    assert outputs.num_preempted >= 3
+    assert outputs.texts == world.texts
+
+
+@pytest.mark.usefixtures("oracle")
+def test_pages_of_a_prefix_are_shared(world: World) -> None:
+    engine = engine_of(world.pair, num_spec_tokens=4, prefix_cache=True)
+    for _ in range(2):  # the second run finds what the first one left
+        found = list(engine.generate(prompts()))
+        assert {each.request.id: each.token_ids for each in found} == world.texts
+    assert any(each.record.num_cached_tokens > CHUNK for each in found)
+
+
+def test_pages_that_a_border_would_cut_are_refused(world: World) -> None:
+    for name in ("sdpa", "auto"):
+        with pytest.raises(
+            UserError, match="does not cut pages of 12 positions into chunks of 16: use a --page-size"
+        ):
+            config_of(world.pair, page_size=12, attention=name)
+
+
+def _never_alone(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(chunks, "_row_by_row", chunks._from_first_chunk)
+
+
+def _prompts_as_windows(plant: pytest.MonkeyPatch) -> None:
+    """Prompts are not divided."""
+    plant.setattr(chunks, "_a_sequence_for_each", lambda layout, size: layout)
+
+
+def _a_page_late(plant: pytest.MonkeyPatch) -> None:
+    real = chunks._rest
+
+    def rest(layout: Layout, sequences: Tensor, first: Tensor, length: int) -> Tensor:
+        later = torch.where(first > 0, first + layout.page_size, first)
+        return real(layout, sequences, later, length)
+
+    plant.setattr(chunks, "_rest", rest)
+
+
+@pytest.mark.usefixtures("oracle")
+@pytest.mark.parametrize("plant_it", [_never_alone, _prompts_as_windows, _a_page_late])
+def test_wrong_chunks_are_seen(
+    world: World, monkeypatch: pytest.MonkeyPatch, plant_it: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    plant_it(monkeypatch)
+    assert generated(world).texts != world.texts
