@@ -68,6 +68,7 @@ def recur(
                 (mixed, a, b),
                 (layout.state_slots, layout.starts, layout.first_rows, layout.query_lens),
                 None if layout.host is None else layout.kv_lens,
+                layout.max_query_len,
                 layer.num_key_heads,
             )
     return _recur(cache, layout, layer, torch.cat((mixed, a, b), -1))

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-decorators
 """Triton kernels of Gated DeltaNet: a pass through the convolution and the recurrence, and what is kept of its inputs.
 
-They do what ``attention/gated_delta.py`` says, row by row: a program holds its share of a state in registers, reads and
-writes it once. A row's inputs are on their way while the row in front of it is worked on, as a load from memory takes
-longer than a row does.
+They do what ``attention/gated_delta.py`` says: a program holds its share of a state in registers, reads and writes it
+once. A decode pass goes row by row; a row's inputs are on their way while the row in front of it is worked on, as a
+load from memory takes longer than a row does. A prefill takes in several rows at once.
 """
 
 import torch
@@ -18,6 +18,8 @@ from specgen.ops.launch import PDL
 TAPS = 4  # of the convolution; others go another way
 _VALUES = 32  # columns of a state in a program
 _FEW = 512  # programs: where there are fewer, each is cut in two
+_CHUNK = 16  # rows of a prefill at once
+_CONVOLVED, _CHANNELS = 8, 256  # rows and channels behind the convolution in a program
 _COLUMNS = 128  # of a row's inputs in a program
 
 
@@ -120,14 +122,13 @@ def _recur_kernel(
     row_width: int,
     most: int,
     scale: float,
-    PREFILL: tl.constexpr,  # noqa: N803  all rows are taken in, and none of an earlier pass
     KEY_HEADS: tl.constexpr,  # noqa: N803
     VALUE_HEADS: tl.constexpr,  # noqa: N803
     KEY_DIM: tl.constexpr,  # noqa: N803
     VALUE_DIM: tl.constexpr,  # noqa: N803
     VALUES: tl.constexpr,  # noqa: N803
 ) -> None:
-    """A program for each sequence, value head and share of its values."""
+    """A decode pass: a program for each sequence, value head and share of its values."""
     gdc_launch_dependents()
     sequence, head = (tl.program_id(0) // VALUE_HEADS).to(tl.int64), tl.program_id(0) % VALUE_HEADS
     key, value = tl.arange(0, KEY_DIM), tl.program_id(1) * VALUES + tl.arange(0, VALUES)
@@ -148,22 +149,21 @@ def _recur_kernel(
     row, gate = mixed + first * mixed_stride, first * gate_stride + head
     first_row = _row(row, places, num_rows > 0)
     first_gates = _gates(a + gate, b + gate, num_rows > 0)
-    if not PREFILL:
-        num_taken = _num_taken(starts, positions, sequence, slot, most)
-        tl.store(taken + sequence, num_taken, (head == 0) & (tl.program_id(1) == 0))
+    num_taken = _num_taken(starts, positions, sequence, slot, most)
+    tl.store(taken + sequence, num_taken, (head == 0) & (tl.program_id(1) == 0))
+    back += row_width
+    of_back = back + num_channels + head
+    next_row = _row(back, places, num_taken > 0)
+    next_gates = _gates(of_back, of_back + VALUE_HEADS, num_taken > 0)
+    for index in range(num_taken):
+        accepted, gates = next_row, next_gates
         back += row_width
-        of_back = back + num_channels + head
-        next_row = _row(back, places, num_taken > 0)
-        next_gates = _gates(of_back, of_back + VALUE_HEADS, num_taken > 0)
-        for index in range(num_taken):
-            accepted, gates = next_row, next_gates
-            back += row_width
-            of_back += row_width
-            next_row = _row(back, places, index + 1 < num_taken)
-            next_gates = _gates(of_back, of_back + VALUE_HEADS, index + 1 < num_taken)
-            state, _ = _updated(state, accepted, one, two, three, weights, gates, rates)
-            one, two, three = two, three, accepted
-        tl.store(at, state)
+        of_back += row_width
+        next_row = _row(back, places, index + 1 < num_taken)
+        next_gates = _gates(of_back, of_back + VALUE_HEADS, index + 1 < num_taken)
+        state, _ = _updated(state, accepted, one, two, three, weights, gates, rates)
+        one, two, three = two, three, accepted
+    tl.store(at, state)
     next_row, next_gates = first_row, first_gates
     to = out + (first * VALUE_HEADS + head) * VALUE_DIM + value
     for index in range(num_rows):
@@ -176,8 +176,129 @@ def _recur_kernel(
         one, two, three = two, three, current
         tl.store(to, (read * scale).to(out.dtype.element_ty))
         to += VALUE_HEADS * VALUE_DIM
-    if PREFILL:
-        tl.store(at, state)
+
+
+@triton.jit
+def _convolve_kernel(
+    mixed: tl.tensor,
+    mixed_stride: int,
+    kept: tl.tensor,
+    slots: tl.tensor,
+    starts: tl.tensor,
+    first_rows: tl.tensor,
+    lens: tl.tensor,
+    conv: tl.tensor,
+    out: tl.tensor,
+    num_channels: int,
+    row_width: int,
+    most: int,
+    ROWS: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+) -> None:
+    """The convolution of a prefill: a program for each sequence, some of its rows, and a block of channels."""
+    gdc_launch_dependents()
+    sequence, index = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    channel = (tl.program_id(2) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    inside = channel < num_channels
+    gdc_wait()
+    slot, goes_on = tl.load(slots + sequence), tl.load(starts + sequence) > 0
+    first, num_rows = tl.load(first_rows + sequence), tl.load(lens + sequence).to(tl.int32)
+    if tl.program_id(1) * ROWS >= num_rows:
+        return
+    there = inside & (index < num_rows)
+    back = kept + slot * (most + 3) * row_width + channel
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for tap in tl.static_range(4):
+        row = index + tap - 3
+        old = tl.load(back + (row + 3) * row_width, there & (row < 0) & goes_on, 0)
+        new = tl.load(mixed + (first + row) * mixed_stride + channel, there & (row >= 0), 0)
+        weight = tl.load(conv + channel * 4 + tap, inside, 0).to(tl.float32)
+        total += tl.where(row < 0, old, new).to(tl.float32) * weight
+    total = total.to(mixed.dtype.element_ty).to(tl.float32)
+    activated = (total / (1 + tl.exp(-total))).to(mixed.dtype.element_ty)
+    tl.store(out + (first + index) * num_channels + channel, activated, there)
+
+
+@triton.jit
+def _inverse(lower: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:  # noqa: N803
+    """Of the identity plus ``lower`` [ROWS, ROWS], which has nothing on its diagonal and above: row by row."""
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, ROWS)[None, :]
+    inverse = tl.where(row == column, 1.0, 0.0)
+    for index in tl.static_range(1, ROWS):
+        factors = tl.sum(tl.where(row == index, lower, 0.0), 0)
+        inverse -= tl.where(row == index, tl.sum(factors[:, None] * inverse, 0)[None, :], 0.0)
+    return inverse
+
+
+@triton.jit
+def _chunk_kernel(
+    inputs: tl.tensor,
+    a: tl.tensor,
+    b: tl.tensor,
+    gate_stride: int,
+    states: tl.tensor,
+    slots: tl.tensor,
+    starts: tl.tensor,
+    first_rows: tl.tensor,
+    lens: tl.tensor,
+    log_rate: tl.tensor,
+    rate_bias: tl.tensor,
+    out: tl.tensor,
+    num_channels: int,
+    scale: float,
+    KEY_HEADS: tl.constexpr,  # noqa: N803
+    VALUE_HEADS: tl.constexpr,  # noqa: N803
+    KEY_DIM: tl.constexpr,  # noqa: N803
+    VALUE_DIM: tl.constexpr,  # noqa: N803
+    VALUES: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    PRECISION: tl.constexpr,  # noqa: N803  of products with the state and between rows
+) -> None:
+    """A prefill, behind the convolution: a program as of ``_recur_kernel``, which takes ROWS rows in at once.
+
+    The formulas are those of ``_chunk`` in ``attention/gated_delta.py``.
+    """
+    gdc_launch_dependents()
+    sequence, head = (tl.program_id(0) // VALUE_HEADS).to(tl.int64), tl.program_id(0) % VALUE_HEADS
+    key, value = tl.arange(0, KEY_DIM), tl.program_id(1) * VALUES + tl.arange(0, VALUES)
+    q_at = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key
+    k_at, v_at = KEY_HEADS * KEY_DIM + q_at, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value
+    rate, bias = tl.exp(tl.load(log_rate + head)), tl.load(rate_bias + head)
+    index = tl.arange(0, ROWS)
+    gdc_wait()
+    slot, goes_on = tl.load(slots + sequence), tl.load(starts + sequence) > 0
+    first, num_rows = tl.load(first_rows + sequence), tl.load(lens + sequence).to(tl.int32)
+    at = states + ((slot * VALUE_HEADS + head) * KEY_DIM + key[:, None]) * VALUE_DIM + value[None, :]
+    state = tl.where(goes_on, tl.load(at), 0.0)
+    for begin in range(0, num_rows, ROWS):
+        there, number = begin + index < num_rows, first + begin + index
+        row = inputs + number[:, None] * num_channels
+        q = tl.load(row + q_at[None, :], there[:, None], 0).to(tl.float32)
+        k = tl.load(row + k_at[None, :], there[:, None], 0).to(tl.float32)
+        v = tl.load(row + v_at[None, :], there[:, None], 0).to(tl.float32)
+        raised = tl.load(a + number * gate_stride + head, there, 0).to(tl.float32) + bias
+        opening = tl.load(b + number * gate_stride + head, there, 0).to(tl.float32)
+        soft = tl.where(raised > 20, raised, tl.log(1 + tl.exp(tl.minimum(raised, 20))))
+        beta = tl.where(there, 1 / (1 + tl.exp(-opening)), 0)
+        since = tl.cumsum(tl.where(there, -rate * soft, 0), 0)  # the begin of these rows
+        q *= tl.rsqrt(tl.sum(q * q, 1) + 1e-6)[:, None] * scale
+        k *= tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None]
+        lower = index[:, None] >= index[None, :]
+        decay = tl.where(lower, tl.exp(tl.where(lower, since[:, None] - since[None, :], 0)), 0)
+        kept, turned = tl.exp(since)[:, None], tl.trans(k)
+        system = beta[:, None] * tl.dot(k, turned, input_precision=PRECISION) * decay
+        system = tl.where(index[:, None] > index[None, :], system, 0)
+        right = beta[:, None] * (v - kept * tl.dot(k, state, input_precision=PRECISION))
+        written = tl.dot(_inverse(system, ROWS), right, input_precision="ieee")
+        between = tl.dot(q, turned, input_precision=PRECISION) * decay
+        read = kept * tl.dot(q, state, input_precision=PRECISION)
+        read += tl.dot(between, written, input_precision=PRECISION)
+        to = out + (number[:, None] * VALUE_HEADS + head) * VALUE_DIM + value[None, :]
+        tl.store(to, read.to(out.dtype.element_ty), there[:, None])
+        end = tl.sum(tl.where(index == ROWS - 1, since, 0))
+        left = tl.trans(k * tl.exp(end - since)[:, None])
+        state = tl.exp(end) * state + tl.dot(left, written, input_precision=PRECISION)
+    tl.store(at, state)
 
 
 @triton.jit
@@ -257,63 +378,69 @@ def recur(
     inputs: tuple[Tensor, Tensor, Tensor],
     places: tuple[Tensor, Tensor, Tensor, Tensor],
     ends: Tensor | None,
+    longest: int,
     num_key_heads: int,
 ) -> Tensor:
     """What rows read [rows, Hv, value_dim]; the states of layer ``index`` are brought up to date.
 
     ``weights`` are those of the convolution, log_rate and rate_bias; ``inputs`` mixed, a and b, the latter two of one
     stride; ``places`` slots, starts, first rows and lengths [B] of the sequences, int64. With ``ends`` [B], where the
-    sequences end, all rows are taken in.
+    sequences end, it is a prefill: all rows are taken in. No sequence has more than ``longest`` rows.
     """
     conv, log_rate, rate_bias = weights
     mixed, a, b = inputs
     slots, starts, _, _ = places
     states, kept, positions = cache.states[index], cache.rows[index], cache.positions[index]
     _, num_heads, key_dim, value_dim = states.shape
-    num_programs = len(slots) * num_heads * (value_dim // _VALUES)
-    values = _VALUES // 2 if num_programs < _FEW else _VALUES
     assert conv.is_contiguous()
     assert a.stride() == b.stride()
     out = mixed.new_empty(len(mixed), num_heads, value_dim)
-    taken = torch.empty(
-        len(slots), dtype=torch.int32, device=mixed.device
-    )  # by the first kernel, for the second
     sizes = len(conv), kept.shape[2], kept.shape[1] - TAPS + 1
-    rows = mixed, a, b, mixed.stride(0), a.stride(0)
-    _recur_kernel[len(slots) * num_heads, value_dim // values](
-        *rows,
-        states,
-        kept,
-        positions,
-        *places,
-        conv,
-        log_rate,
-        rate_bias,
-        out,
-        taken,
-        *sizes,
-        key_dim**-0.5,
-        PREFILL=ends is not None,
-        KEY_HEADS=num_key_heads,
-        VALUE_HEADS=num_heads,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        VALUES=values,
-        num_warps=1,  # so that sums over keys stay within a warp
-        **PDL,
-    )
+    heads = {
+        "KEY_HEADS": num_key_heads,
+        "VALUE_HEADS": num_heads,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+    }
+    rows, taken = (mixed, a, b, mixed.stride(0), a.stride(0)), slots  # of no use in a prefill
+    if ends is None:
+        taken = torch.empty(len(slots), dtype=torch.int32, device=mixed.device)
+        num_programs = len(slots) * num_heads * (value_dim // _VALUES)
+        values = _VALUES // 2 if num_programs < _FEW else _VALUES
+        _recur_kernel[len(slots) * num_heads, value_dim // values](
+            *(*rows, states, kept, positions, *places, conv, log_rate, rate_bias, out, taken),
+            *(*sizes, key_dim**-0.5),
+            **heads,
+            VALUES=values,
+            num_warps=1,  # so that sums over keys stay within a warp
+            **PDL,
+        )
+    else:
+        convolved = mixed.new_empty(len(mixed), len(conv))
+        grid = len(slots), triton.cdiv(longest, _CONVOLVED), triton.cdiv(len(conv), _CHANNELS)
+        _convolve_kernel[grid](
+            *(mixed, mixed.stride(0), kept, *places, conv, convolved, *sizes),
+            ROWS=_CONVOLVED,
+            BLOCK=_CHANNELS,
+            num_warps=4,
+            **PDL,
+        )
+        _chunk_kernel[len(slots) * num_heads, value_dim // _VALUES](
+            *(convolved, a, b, a.stride(0), states, *places, log_rate, rate_bias, out),
+            *(len(conv), key_dim**-0.5),
+            **heads,
+            VALUES=_VALUES,
+            ROWS=_CHUNK,
+            PRECISION="ieee" if mixed.dtype == torch.float32 else "tf32",
+            num_warps=4,
+            **PDL,
+        )
     _keep_kernel[len(slots), triton.cdiv(kept.shape[2], _COLUMNS)](
-        *rows,
-        kept,
-        positions,
-        *places,
-        taken,
-        starts if ends is None else ends,
-        *sizes,
-        num_heads,
+        *(*rows, kept, positions, *places, taken, starts if ends is None else ends, *sizes, num_heads),
         PREFILL=ends is not None,
         ROWS=TAPS if ends is not None else triton.next_power_of_2(kept.shape[1]),
         BLOCK=_COLUMNS,
+        num_warps=4,
         **PDL,
     )
     return out
@@ -326,6 +453,7 @@ def serves(cache: StateCache, num_taps: int, dtype: torch.dtype) -> bool:
         torch.cuda.get_device_capability(cache.states.device)[0] >= 9
         and num_taps == TAPS
         and value_dim % _VALUES == 0
+        and key_dim >= 16
         and key_dim.bit_count() == 1
         and cache.rows.dtype == dtype
     )
