@@ -245,10 +245,7 @@ def _in_chunks(config: "Llama4Config | EagleLlama4Config", plain: Block, like: T
     attention = plain.attention
     assert isinstance(attention, Attention)
     qkv = _unit_norm(config, attention.qkv, like, ops) if config.qk_norm else attention.qkv
-    return replace(
-        plain,
-        attention=ChunkedAttention(qkv=qkv, out=attention.out, layer=attention.layer, chunk=config.chunk),
-    )
+    return replace(plain, attention=ChunkedAttention(**(vars(attention) | {"qkv": qkv}), chunk=config.chunk))
 
 
 def build(config: Llama4Config, load: Loader, ops: Ops) -> Llama:
@@ -264,13 +261,7 @@ def build(config: Llama4Config, load: Loader, ops: Ops) -> Llama:
             block = replace(block, mlp=replace(mlp, experts=weighing_inputs(mlp.experts)))
         if rotated:
             return _in_chunks(config, block, model.embedding, ops)
-        still = UnrotatedAttention(
-            qkv=attention.qkv,
-            out=attention.out,
-            layer=attention.layer,
-            rope=rope,
-            temperature=config.temperature,
-        )
+        still = UnrotatedAttention(**vars(attention), rope=rope, temperature=config.temperature)
         return replace(block, attention=still)
 
     blocks = (own(block, rotated) for block, rotated in zip(model.blocks, config.rotated, strict=True))
