@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from specgen.attention import Temperature, chunks
 from specgen.attention.chunks import chunked
@@ -24,9 +25,11 @@ from specgen.models.llama import Llama
 from specgen.ops.experts import choice
 from tests.dense import DenseAttend
 from tests.marks import mostly_slow
+from tests.test_fp8 import PROMPTS, agrees, logits
 from tests.test_mixtures import ids_of, loaded, paged_logits
 from tests.tiny_checkpoints import LLAMA3_SCALING, change_json, read
-from tests.tiny_llama4 import CHUNK, write_llama4
+from tests.tiny_fp8 import CONFIGS, Fp8Linear, quantize
+from tests.tiny_llama4 import CHUNK, one_by_one, write_llama4
 
 CPU = torch.device("cpu")
 TEXT, WRAPPED = "Llama4ForCausalLM", "Llama4ForConditionalGeneration"
@@ -120,6 +123,80 @@ def test_the_router_chooses_as_in_transformers_bit_for_bit(dtype: torch.dtype) -
     ids, weights = choice(1, "sigmoid")(logits[None])
     assert (scores == 1).any()
     assert torch.equal(torch.zeros_like(scores).scatter(1, ids, weights), scores)
+
+
+# ---- FP8
+
+
+class _Experts(nn.Module):
+    """By the formulas, in the place of ``transformers``': inputs are weighed, and 0 where an expert is not chosen."""
+
+    def __init__(self, tensors: dict[str, Tensor], prefix: str, form: str, number: int) -> None:
+        super().__init__()
+        names = ("gate_proj", "up_proj", "down_proj")
+        self.each = [
+            [Fp8Linear(tensors, f"{prefix}.{expert}.{name}", CONFIGS[form][1]) for name in names]
+            for expert in range(number)
+        ]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros(len(self.each), len(x) // len(self.each), x.shape[-1])
+        for (gate, up, down), rows, into in zip(self.each, x.view_as(out), out, strict=True):
+            chosen = rows.any(-1)
+            if chosen.any():
+                into[chosen] = down(nn.functional.silu(gate(rows[chosen])) * up(rows[chosen]))
+        return out.flatten(0, 1)
+
+
+def formulas(path: Path, form: str) -> Any:
+    """``transformers``' model of a Llama-4 whose linear layers and experts are in FP8."""
+    import transformers
+
+    tensors = load_file(path / "model.safetensors")
+    settings = json.loads((path / "config.json").read_text())
+    del settings["quantization_config"]
+    config = transformers.Llama4TextConfig(**settings)
+    config._attn_implementation = "eager"
+    model = transformers.Llama4ForCausalLM(config).eval()
+    plain = {name: each for name, each in tensors.items() if each.dtype.itemsize > 1 and "scale" not in name}
+    model.load_state_dict(plain, strict=False)
+    for name in [name.removesuffix(".weight") for name, each in tensors.items() if each.dtype.itemsize == 1]:
+        parent, _, child = name.rpartition(".")
+        if ".experts." not in name:
+            setattr(model.get_submodule(parent), child, Fp8Linear(tensors, name, CONFIGS[form][1]))
+        elif name.endswith("experts.0.gate_proj"):
+            block = model.get_submodule(parent.removesuffix(".experts.0"))
+            block.experts = _Experts(tensors, parent.removesuffix(".0"), form, settings["num_local_experts"])
+    return model
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("step", mostly_slow([1, 2], 1))
+@pytest.mark.parametrize("form", mostly_slow(["dynamic", "static"], "dynamic"))
+def test_fp8_experts_round_weighed_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, step: int
+) -> None:
+    write_llama4(tmp_path, std=0.08, interleave_moe_layer_step=step)
+    one_by_one(tmp_path)
+    plain = logits(loaded(tmp_path))
+    quantize(tmp_path, form, spread=1.0)
+    right, got = formulas(tmp_path, form)(PROMPTS).logits, logits(loaded(tmp_path))
+    assert agrees(got, right)
+    assert (right - plain).abs().max() > 0.1
+    _weighed_behind(monkeypatch)
+    assert not agrees(logits(loaded(tmp_path)), right)
+
+
+def _weighed_behind(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(llama4, "weighing_inputs", lambda experts: experts)
+
+
+@torch.inference_mode()
+def test_experts_may_be_stored_one_by_one(tmp_path: Path) -> None:
+    ids = ids_of(write_llama4(tmp_path, WRAPPED))
+    right = paged_logits(loaded(tmp_path), ids, SdpaBackend, [len(ids)])
+    one_by_one(tmp_path)
+    assert torch.equal(paged_logits(loaded(tmp_path), ids, SdpaBackend, [len(ids)]), right)
 
 
 # ---- chunks
@@ -362,10 +439,6 @@ def _hot_keys(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(llama4.UnrotatedAttention, "__call__", unrotated)
 
 
-def _outputs_weighed(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(llama4, "weighing_inputs", lambda experts: experts)
-
-
 def _not_weighed(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(
         llama4,
@@ -413,7 +486,7 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "temperature of another length": _temperature(lambda found: replace(found, floor=found.floor + 3)),
     "temperature a position late": _off_by_one,
     "temperature of keys": _hot_keys,
-    "outputs weighed": _outputs_weighed,
+    "outputs weighed": _weighed_behind,
     "not weighed": _not_weighed,
     "weighed twice": _weighed_twice,
     "shared expert weighed": _shared_weighed,

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from specgen.models.llama4 import Llama4Config
 from specgen.models.model_config import TargetConfig
-from tests.tiny_checkpoints import read
+from tests.tiny_checkpoints import change_tensors, read
 from tests.tiny_mixtures import TINY
 
 CHUNK = 16
@@ -56,6 +56,21 @@ def write_llama4(
                 parameter.copy_(std * noise)
     model.save_pretrained(path)
     return cast(Llama4Config, read(path))
+
+
+def one_by_one(path: Path) -> None:
+    """Turn the Llama-4 in ``path`` into one with tensors for each expert, as its FP8 is published."""
+    tensors: dict[str, torch.Tensor | None] = {}
+    for name, stored in load_file(path / "model.safetensors").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        tensors[name] = None
+        prefix, _, kind = name.rpartition(".")
+        for expert, matrix in enumerate(stored.mT):
+            parts = {"gate_proj": matrix[: len(matrix) // 2], "up_proj": matrix[len(matrix) // 2 :]}
+            parts = parts if kind == "gate_up_proj" else {kind: matrix}
+            tensors |= {f"{prefix}.{expert}.{part}.weight": rows for part, rows in parts.items()}
+    change_tensors(path, tensors)
 
 
 def write_eagle_llama4(
