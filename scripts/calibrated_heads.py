@@ -44,6 +44,7 @@ know 2^(n - 1) drafts.
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -69,13 +70,13 @@ def eagle3_tensors(
     hidden = shape.hidden_size
     yield source.linear("fc.weight", hidden, features, 1.0)
 
-    def replace(weight: Tensor) -> None:
+    def put(weight: Tensor) -> None:
         add_code(shape, weight, 1.0)
         add_code(shape, weight, -1.0, start=hidden)
 
     for name in ("input_layernorm", "hidden_norm"):
         yield source.ones(f"{first}{name}.weight", hidden)
-    yield from _own_row_layer(shape, first, 2 * hidden, 1.0, replace, source)
+    yield from _own_row_layer(shape, first, 2 * hidden, 1.0, put, source)
     for index in range(1, num_layers):
         yield source.ones(f"layers.{index}.input_layernorm.weight", hidden)
         yield from _own_row_layer(shape, f"layers.{index}.", hidden, 1.0, _negate(shape), source)
@@ -89,6 +90,18 @@ def eagle1_tensors(shape: Shape, codes: Codes, cycle: Cycle, source: Source) -> 
     yield Named(name="embed_tokens.weight", shape=table, make=lambda: _rotated(codes, cycle))
     yield source.shaped("fc.weight", hidden, 2 * hidden, lambda weight: add_code(shape, weight, -scale))
     yield from _own_row_layer(shape, "layers.0.", hidden, scale, _negate(shape), source)
+
+
+def eagle_llama4_tensors(shape: Shape, codes: Codes, cycle: Cycle, source: Source) -> Iterator[Named]:
+    """The same of an EAGLE head of a Llama-4, whose norms leave a code alone that is as long as the whole stream."""
+    hidden, scale = shape.hidden_size, (shape.hidden_size / shape.kv_size) ** 0.5
+    table = (shape.vocab_size, hidden)
+    yield Named(name="embed_tokens.weight", shape=table, make=lambda: _rotated(codes, cycle))
+    yield source.shaped("fc.weight", hidden, 2 * hidden, lambda weight: add_code(shape, weight, -scale))
+    yield source.ones("layers.0.input_layernorm.weight", hidden)
+    for named in _own_row_layer(shape, "layers.0.", hidden, scale, _negate(shape), source):
+        yield replace(named, name=named.name.replace(".mlp.", ".feed_forward."))
+    yield source.ones("norm.weight", hidden)
 
 
 def vocabulary_tensors(

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 from calibrated_codes import Codes
 from calibrated_cycle import Cycle
-from calibrated_shapes import GptOssShape, LatentShape, Mixture
+from calibrated_shapes import GptOssShape, LatentShape, Llama4Shape, Mixture
 from calibrated_weights import NOISE, RESIDUAL, Named, Source, attention, mlp, output_weights
 from torch import Tensor
 
@@ -206,6 +206,35 @@ class LatentLayers(MixtureLayers):
     def _mlp(self, prefix: str, inner: int, source: Source) -> Iterator[Named]:
         for named in mlp(replace(self.shape, intermediate_size=inner), prefix, source):
             yield self._quiet(named, 0) if "down_proj" in named.name else named
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama4Layers(MixtureLayers):
+    """Makes the layers of a Llama-4; norms of q and k have no weights there."""
+
+    shape: Llama4Shape
+    stacked: bool  # the matrices of all experts are in one tensor, as published in bfloat16
+
+    def __call__(self, prefix: str, source: Source) -> Iterator[Named]:
+        shape = self.shape
+        yield source.ones(prefix + "input_layernorm.weight", shape.hidden_size)
+        for named in attention(shape, prefix, source):
+            yield self._quiet(named, 0) if "o_proj" in named.name else named
+        yield source.ones(prefix + "post_attention_layernorm.weight", shape.hidden_size)
+        yield self._router(prefix + "feed_forward.router.weight", source)
+        yield from (self._transposed_experts if self.stacked else self._single_experts)(
+            prefix + "feed_forward.", source
+        )
+        for named in mlp(replace(shape, intermediate_size=shape.expert_size), prefix, source):
+            named = self._quiet(named, 0) if "down_proj" in named.name else named
+            yield replace(named, name=named.name.replace("mlp.", "feed_forward.shared_expert."))
+
+    def _transposed_experts(self, prefix: str, source: Source) -> Iterator[Named]:
+        """``[E, H, 2 I]``, gate before up, and ``[E, I, H]``."""
+        count, hidden, inner = self.shape.num_experts, self.shape.hidden_size, self.shape.expert_size
+        yield source.noise(prefix + "experts.gate_up_proj", (count, hidden, 2 * inner), hidden**-0.5)
+        down = source.noise(prefix + "experts.down_proj", (count, inner, hidden), RESIDUAL / inner**0.5)
+        yield self._quiet(down, 2)
 
 
 def mtp_tensors(shape: LatentShape, codes: Codes, cycle: Cycle, source: Source) -> Iterator[Named]:

@@ -327,12 +327,45 @@ class HybridMixtureShape(HybridShape, Mixture):
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Llama4Shape(Mixture):
+    """Llama-4 Scout: attention in chunks but for every fourth layer, an expert a token beside one for all tokens."""
+
+    chunk_size: int
+    interval: int = 4  # from one layer without positions to the next
+
+    def target_config(self) -> dict[str, Any]:
+        return super().target_config() | self._layers() | {"moe_layers": list(range(self.num_layers))}
+
+    def eagle_llama4_config(self) -> dict[str, Any]:
+        """The ``config.json`` of an EAGLE head in the format of Llama-4's."""
+        own = {"moe_layers": [], "no_rope_layers": [1], "num_hidden_layers": 1, "use_qk_norm": False}
+        named = {"architectures": [self.architecture], "model_type": self.model_type}
+        return self._config() | self._layers() | named | own
+
+    def _layers(self) -> dict[str, Any]:
+        return {
+            "intermediate_size": self.moe_size,
+            "intermediate_size_mlp": self.intermediate_size,
+            "num_local_experts": self.num_experts,
+            "num_experts_per_tok": self.num_chosen,
+            "interleave_moe_layer_step": 1,
+            "no_rope_layers": [int((layer + 1) % self.interval != 0) for layer in range(self.num_layers)],
+            "use_qk_norm": True,
+            "attention_chunk_size": self.chunk_size,
+            "attn_temperature_tuning": True,
+            "floor_scale": self.chunk_size,
+            "attn_scale": 0.1,
+        }
+
+
 _CLASSES: Mapping[str, type[Shape]] = {  # by architecture; of all others Shape
     "GptOssForCausalLM": GptOssShape,
     "Qwen3MoeForCausalLM": Qwen3MoeShape,
     "Glm4MoeLiteForCausalLM": LatentShape,
     "Qwen3_5ForCausalLM": HybridShape,
     "Qwen3_5MoeForCausalLM": HybridMixtureShape,
+    "Llama4ForCausalLM": Llama4Shape,
 }
 _TABLE: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 

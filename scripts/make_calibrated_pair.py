@@ -10,6 +10,7 @@
     python scripts/make_calibrated_pair.py OUT --shape glm-4.7-flash --weights fp8-block    # 33 GB; 64 GB in bf16
     python scripts/make_calibrated_pair.py OUT --shape qwen3.6-27b --weights fp8-block    # 30 GB; 55 GB in bf16
     python scripts/make_calibrated_pair.py OUT --shape qwen3.6-35b-a3b --layers 20    # a multiple of 4
+    python scripts/make_calibrated_pair.py OUT --shape llama-4-scout --layers 8 --head eagle-llama4    # 42 GB
 
 ``OUT/target`` and ``OUT/drafter`` are checkpoints in the public formats, ``OUT/cycle.json`` is the text they generate
 (see calibrated_weights.py, calibrated_heads.py and calibrated_cycle.py). They are for measuring
@@ -35,15 +36,28 @@ from typing import Any, cast, get_args
 import torch
 from calibrated_codes import Codes
 from calibrated_cycle import Confidence, Cycle
-from calibrated_heads import block_tensors, eagle1_tensors, eagle3_tensors, peagle_tensors
+from calibrated_heads import (
+    block_tensors,
+    eagle1_tensors,
+    eagle3_tensors,
+    eagle_llama4_tensors,
+    peagle_tensors,
+)
 from calibrated_hybrids import HybridMixtureLayers, hybrid_layer, hybrid_mtp_tensors, plain_modules
-from calibrated_mixtures import LatentLayers, MixtureLayers, common_share, mtp_tensors
+from calibrated_mixtures import (
+    LatentLayers,
+    Llama4Layers,
+    MixtureLayers,
+    common_share,
+    mtp_tensors,
+)
 from calibrated_shapes import (
     SHAPES,
     GptOssShape,
     HybridMixtureShape,
     HybridShape,
     LatentShape,
+    Llama4Shape,
     Mixture,
     Shape,
 )
@@ -88,9 +102,18 @@ class HeadKind:
             )
         if name == "eagle1":
             return cls(name=name, config=Shape.eagle1_config, tensors=eagle1_tensors)
+        if name == "eagle-llama4":
+            return cls(name=name, config=_eagle_llama4_config, tensors=eagle_llama4_tensors)
         raise ValueError(
-            f"no head {name!r}: use eagle3, eagle1, peagle, dflash or dspark; eagle3-2 or dflash-5 for more layers"
+            f"no head {name!r}: use eagle3, eagle1, eagle-llama4, peagle, dflash or dspark; eagle3-2 or dflash-5 for "
+            "more layers"
         )
+
+
+def _eagle_llama4_config(shape: Shape) -> dict[str, Any]:
+    if not isinstance(shape, Llama4Shape):
+        raise ValueError("head is eagle-llama4, and the shape no Llama-4: use --shape llama-4-scout")
+    return shape.eagle_llama4_config()
 
 
 def write_pair(
@@ -210,9 +233,10 @@ def chosen_shape(name: str, num_layers: int | None, experts: str | None) -> Shap
             raise ValueError(
                 f"layers is {num_layers}: use at least {LEAST_LAYERS}, an EAGLE3 head reads three"
             )
-        if isinstance(shape, HybridShape) and num_layers % shape.interval:
+        if isinstance(shape, HybridShape | Llama4Shape) and num_layers % shape.interval:
             raise ValueError(
-                f"layers is {num_layers}: use a multiple of {shape.interval} with {name}, of which one attends"
+                f"layers is {num_layers}: use a multiple of {shape.interval} with {name}, of which one is of another "
+                "kind"
             )
         shape = replace(shape, num_layers=num_layers)
     if experts == "mxfp4" and not isinstance(shape, GptOssShape):
@@ -252,6 +276,8 @@ def _mixture_layers(shape: Mixture, overlap: float, *, stacked: bool) -> Layer:
         return HybridMixtureLayers(shape=shape, common=common, stacked=stacked)
     if isinstance(shape, LatentShape):
         return LatentLayers(shape=shape, common=common)
+    if isinstance(shape, Llama4Shape):
+        return Llama4Layers(shape=shape, common=common, stacked=stacked)
     return MixtureLayers(shape=shape, common=common)
 
 
@@ -266,7 +292,8 @@ def _plain_modules(shape: Shape) -> tuple[str, ...]:
             f"model.layers.{shape.num_layers}.{name}"
             for name in ("eh_proj", "embed_tokens", "shared_head.head")
         ]
-    return (*plain, *(f"model.layers.{index}.mlp.gate" for index in range(first, end)))
+    router = "feed_forward.router" if isinstance(shape, Llama4Shape) else "mlp.gate"
+    return (*plain, *(f"model.layers.{index}.{router}" for index in range(first, end)))
 
 
 def chosen_cycle(shape: Shape, accept: float, seed: int) -> Cycle:
@@ -284,7 +311,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--head",
         nargs="+",
-        help="eagle3 (default, where the target has no MTP layer), eagle1, peagle, dflash, dspark; eagle3-2: two",
+        help="eagle3 (default, where the target has no MTP layer), eagle1, peagle, dflash, dspark; eagle3-2: two; "
+        "eagle-llama4",
     )
     parser.add_argument("--accept", type=float, default=0.75, help="acceptance of the first draft")
     parser.add_argument(
