@@ -26,7 +26,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 
 OF_OTHERS = {
-    *{"--index-url"},  # pip's
+    *{"--index-url", "--no-index", "--find-links"},  # pip's
     *{"--headless", "--hide-scrollbars", "--window-size", "--screenshot"},  # chromium's
     *{"--array", "--requeue", "--wrap", "--gpus", "--ntasks", "--gpus-per-task"},  # Slurm's
     *{"--num-jobs"},  # SkyPilot's

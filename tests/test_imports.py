@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -200,6 +201,40 @@ def test_all_but_the_kernels_of_gpus_works_without_their_packages():
     done = subprocess.run([sys.executable, "-c", WITHOUT_GPU_PACKAGES], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "EAGLE" in done.stdout
+
+
+def private_names(source: str) -> set[str]:
+    """Names with a leading underscore, of modules or in them, that ``source`` uses of libraries other than Python's."""
+    tree, roots, found = ast.parse(source), dict[str, str](), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+            roots |= {
+                each.asname or (top := each.name.split(".")[0]): each.name if each.asname else top
+                for each in node.names
+            }
+        elif isinstance(node, ast.ImportFrom):
+            named = {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+            found |= {*named.values()}
+            roots |= named
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            root, _, rest = ast.unparse(node).partition(".")
+            found |= {f"{roots[root]}.{rest}"} if root in roots else set()
+    others = {*sys.stdlib_module_names, "_typeshed", "specgen"}
+    private = re.compile(r"[\w.]+\._(?!_)[\w.]+")  # no more than names
+    return {name for name in found if private.fullmatch(name) and name.split(".")[0] not in others}
+
+
+def test_private_names_of_libraries_are_those_that_pyproject_bounds():
+    example = (
+        "import os, torch as t\nfrom ray import _a, b\nfrom ray._c import d\nos._e; t.e._f(); x._g; b.h._i"
+    )
+    assert private_names(example) == {"ray._a", "ray._c.d", "torch.e._f", "ray.b.h._i"}
+    found = set().union(*(private_names(path.read_text(encoding="utf-8")) for path in ROOT.rglob("*.py")))
+    assert "torch._scaled_mm" in found
+    stated = (ROOT.parent / "pyproject.toml").read_text(encoding="utf-8")
+    assert {name for name in found if name not in stated} == set()
 
 
 @pytest.mark.slow

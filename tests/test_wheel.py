@@ -38,14 +38,21 @@ def test_nothing_else_is_inside(wheel):
     assert {top for top in tops if not top.endswith(".dist-info")} == {"specgen"}
 
 
+def test_it_is_under_25_megabytes(wheel):
+    """So that it is carried to where there is no network; most of it is the bundled pair."""
+    assert 10_000_000 < Path(wheel.filename).stat().st_size < 25_000_000
+
+
+def test_what_has_private_names_is_bounded(wheel):
+    """See pyproject.toml, which names the places."""
+    bounds = {each.name: each.specifier for each in requirements(wheel)}
+    assert [bounds["torch"].contains(each) for each in ("2.11.0", "2.14.1", "2.15.0")] == [True, True, False]
+    assert [bounds["lm-eval"].contains(each) for each in ("0.4.13", "0.4.20", "0.5.0")] == [True, True, False]
+
+
 def test_flashinfer_is_required_only_on_linux_and_below_the_next_minor_version(wheel):
     """Its own requirements have nothing for a Mac; see attention/hopper.py for the bound."""
-    (metadata,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
-    lines = wheel.read(metadata).decode().splitlines()
-    requirements = [
-        Requirement(line.removeprefix("Requires-Dist: ")) for line in lines if "Requires-Dist" in line
-    ]
-    (flashinfer,) = (each for each in requirements if each.name == "flashinfer-python")
+    (flashinfer,) = (each for each in requirements(wheel) if each.name == "flashinfer-python")
     platforms = {name: flashinfer.marker.evaluate({"sys_platform": name}) for name in ("linux", "darwin")}
     assert platforms == {"linux": True, "darwin": False}
     versions = ("0.6.17", "0.6.18.post1", "0.6.30", "0.7.0")
@@ -73,6 +80,14 @@ def test_the_data_are_found_from_any_directory(wheel, tmp_path):
     problems = f"{site}/specgen/eval/tasks/word_problems.jsonl"
     shown = [f"{site}/specgen/report/page.py", "True"]
     assert done.stdout.split() == [f"{site}/specgen/data", "3", problems, *shown]
+
+
+def requirements(wheel: zipfile.ZipFile) -> list[Requirement]:
+    """Those of an installation without extras."""
+    (metadata,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    lines = wheel.read(metadata).decode().splitlines()
+    found = [Requirement(line.removeprefix("Requires-Dist: ")) for line in lines if "Requires-Dist" in line]
+    return [each for each in found if "extra ==" not in str(each.marker)]
 
 
 def files(directory: Path) -> list[Path]:
