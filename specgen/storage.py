@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
+# What stores call the digest or the time of a content, in lower case. Listings may give times in another way.
+_DIGESTS = ("etag", "md5hash", "blob_id")
+_TIMES = ("lastmodified", "last_modified", "updated", "created", "mtime")
 _BLOCK = 8 << 20  # bytes of one request to read
 _REMEDY = "check the address, your rights and the network, then run the same command again"
 
@@ -126,6 +129,12 @@ def _as_os_error() -> Iterator[None]:
         raise OSError(without_secrets(first_line(error))) from error
 
 
+def _said(info: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    """What ``info`` says under the first of ``names`` that it has, if any."""
+    found = {name.lower(): str(value).strip('"') for name, value in info.items() if value}
+    return next((found[name] for name in names if name in found), None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Store:
     """What is at ``url`` and below, by names below it; ``""`` is ``url`` itself.
@@ -159,30 +168,22 @@ class Store:
     def objects(self) -> list[StoredObject]:
         """All at and below the URL, by name; ``FileNotFoundError`` where there is none."""
         with _reaching(self.url):
-            found = self._fs.find(self._root, detail=True)
-            if not found:
-                raise FileNotFoundError(self.url)
-            infos = {path: found[path] or self._fs.info(path) for path in sorted(found)}
-        return [self._stored(path, info) for path, info in infos.items() if info["type"] == "file"]
+            info = self._fs.info(self._root)
+            found = {self._root: info} if info["type"] == "file" else self._fs.find(self._root, detail=True)
+        if not found:
+            raise FileNotFoundError(self.url)
+        return [self._stored(path, found[path]) for path in sorted(found) if not path.endswith("/")]
 
     def _stored(self, path: str, info: Mapping[str, Any]) -> StoredObject:
-        own = {
-            "etag",
-            "md5hash",
-            "content_md5",
-            "blob_id",
-            "lastmodified",
-            "last_modified",
-            "created",
-            "updated",
-        }
-        seen = {str(name): str(value) for name, value in sorted(info.items()) if str(name).lower() in own}
+        digest = _said(info, _DIGESTS)
+        if digest is None:
+            info = self._fs.info(path)
         times = [value for value in info.values() if isinstance(value, datetime)]
         name = path.removeprefix(self._root).strip("/")
         return StoredObject(
             url=self.url / name if name else self.url,
-            size=int(info["size"]),
-            version=hashlib.sha256(f"{info['size']} {seen}".encode()).hexdigest(),
+            size=int(info["size"] or 0),  # a web server may not say it
+            version=digest or f"{_said(info, _DIGESTS + _TIMES)} {info['size']}",
             changed=max((time.astimezone(UTC) for time in times), default=None),
         )
 

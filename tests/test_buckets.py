@@ -238,6 +238,7 @@ def test_a_machine_goes_on_with_what_it_has_beyond_the_parts(
     assert {*done} <= {*(tmp_path / "result" / "completions.jsonl").read_bytes().splitlines(keepends=True)}
 
 
+@pytest.mark.slow
 def test_what_another_machine_did_counts_more_than_what_is_left_here(
     job: Job, whole: Path, tmp_path: Path
 ) -> None:
@@ -251,7 +252,7 @@ def test_what_another_machine_did_counts_more_than_what_is_left_here(
     assert {*kept} <= {*(tmp_path / "result" / "completions.jsonl").read_bytes().splitlines(keepends=True)}
 
 
-@pytest.mark.parametrize("how", ["missing", "another"])
+@pytest.mark.parametrize("how", ["missing", pytest.param("another", marks=pytest.mark.slow)])
 def test_a_part_that_is_missing_or_another_ends_the_run_in_one_line(
     job: Job, whole: Path, tmp_path: Path, how: str
 ) -> None:
@@ -479,6 +480,7 @@ def test_a_finished_run_with_failures_does_them_again(
     assert (tmp_path / "result" / "completions.jsonl").read_bytes() == kept["completions.jsonl"]
 
 
+@pytest.mark.slow
 def test_a_run_with_a_baseline(job: Job, tmp_path: Path) -> None:
     job = replace(job, baseline=True, data=replace(job.data, num_prompts=3))
     run(job, tmp_path / "whole", Silent())
@@ -505,6 +507,7 @@ def _baseline_rows() -> int:
         return 0
 
 
+@pytest.mark.slow
 def test_starting_over_keeps_what_is_there(job: Job, whole: Path, tmp_path: Path) -> None:
     job = replace(job, restart=True)
     interrupted(job, MEMORY)

@@ -31,7 +31,7 @@ _PARTS = "parts"  # the directory of parts
 _INTERVAL = 30.0  # seconds of work that the loss of this machine may cost
 _MOST = 16 << 20  # bytes that wait, and of a part
 _POLL = 0.5  # seconds
-_FETCHERS = 8
+_AT_ONCE = 8  # requests
 _STATUS = "status.json"  # for others to look at: it is written over, and no resume needs it
 # What a resume needs. Passes are last, so that those of every completion are there.
 _FILES = (
@@ -172,7 +172,7 @@ class Mirror:
 
     def prepare(self) -> None:
         """Bring the directory to the state of the store, unless it is that, or what came of it here."""
-        if self._kept.exists() and self._kept.read_text() == self._earlier.session:
+        if self._is_ahead():
             return
         shutil.rmtree(self.path, ignore_errors=True)
         if self._seen is None:
@@ -184,6 +184,17 @@ class Mirror:
             )
         else:
             fetch(self._store, self._earlier, self.path)
+
+    def _is_ahead(self) -> bool:
+        """Whether all that is published came from here, and is still here."""
+        if not self._kept.exists() or self._kept.read_text() != self._earlier.session:
+            return False
+        sizes = {name: sum(part.size for part in parts) for name, parts in self._earlier.files.items()}
+        return all(
+            (self.path / name).exists() and (self.path / name).stat().st_size >= size
+            for name, size in sizes.items()
+            if PurePosixPath(name).name in ("manifest.json", "completions.jsonl", "passes.jsonl")
+        )
 
     def claim(self) -> None:
         """Publish what is in the directory under this session, and from now on what comes. ``UserError`` if in use."""
@@ -282,8 +293,8 @@ class Mirror:
         final = {name: (_part_of(name, file),) for name, file in files.items()}
         known = self._earlier.files if self._earlier.is_finished and not self._is_ours else {}
         changed = [name for name in final if known.get(name) != final[name]]
-        for name in changed:
-            self._store.upload(name, files[name])
+        with ThreadPoolExecutor(_AT_ONCE) as uploaders:
+            list(uploaders.map(lambda name: self._store.upload(name, files[name]), changed))
         if changed:
             self._commit(_Manifest(session=self._session, is_finished=True, files=final))
         self._remove_parts()
@@ -379,9 +390,9 @@ def fetch(store: Store, manifest: _Manifest, into: Path) -> None:
         if manifest.is_finished:
             _download(store, parts[0], file)
             continue
-        with replacement(file) as whole, ThreadPoolExecutor(_FETCHERS) as fetchers:
-            for first in range(0, len(parts), _FETCHERS):  # no more than these in memory
-                some = parts[first : first + _FETCHERS]
+        with replacement(file) as whole, ThreadPoolExecutor(_AT_ONCE) as fetchers:
+            for first in range(0, len(parts), _AT_ONCE):  # no more than these in memory
+                some = parts[first : first + _AT_ONCE]
                 whole.writelines(fetchers.map(lambda part: _content(store, part), some))
     if not manifest.is_finished:
         with suppress(FileNotFoundError):
