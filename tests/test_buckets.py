@@ -252,7 +252,7 @@ def test_what_another_machine_did_counts_more_than_what_is_left_here(
     assert {*kept} <= {*(tmp_path / "result" / "completions.jsonl").read_bytes().splitlines(keepends=True)}
 
 
-@pytest.mark.parametrize("how", ["missing", pytest.param("another", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["missing", "another"])
 def test_a_part_that_is_missing_or_another_ends_the_run_in_one_line(
     job: Job, whole: Path, tmp_path: Path, how: str
 ) -> None:
@@ -418,6 +418,7 @@ def test_credentials_are_in_no_file_and_in_no_line(
         seen.append(specgen("generate", name, secret).output)
         seen.append(specgen("generate", f"{name}=s3://{BUCKET}/run?X-Amz-Signature={SECRET}").output)
     seen += [specgen(name, secret, secret).output for name in ("report", "merge", "inspect")]
+    seen += [specgen("generate", "--output", secret, "--output", f"{secret}2").output]
     failed = specgen("generate", *command, "--output", "s3://no-such-bucket/run")
     seen += [failed.output, str(failed.exception), *capfd.readouterr()]
     objects = [Store.at(Url(f"s3://{BUCKET}")).read(name).decode() for name in s3.names()]

@@ -1,0 +1,218 @@
+"""The copy of a directory in a store, without a run: what is published, when, and what another process finds."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from specgen.config import UserError
+from specgen.config.urls import Url
+from specgen.record import mirror
+from specgen.record.mirror import Mirror, fetched, mirrored
+from specgen.record.results import RunDirectory
+from specgen.storage import Store
+from tests.commands import refused
+
+URL = Url("memory://bucket/run")
+
+
+class Killed(BaseException):
+    """The end of a process as a store sees it."""
+
+
+@pytest.fixture(autouse=True)
+def _own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.filesystem("memory").store.clear()
+    fsspec.filesystem("memory").pseudo_dirs[:] = [""]
+    on(monkeypatch, tmp_path, "first")
+    monkeypatch.setattr(mirror, "_INTERVAL", 1e9)
+
+
+def on(patch: pytest.MonkeyPatch, tmp_path: Path, machine: str) -> None:
+    patch.setenv("XDG_CACHE_HOME", str(tmp_path / machine))
+
+
+def add(path: Path, **lines: str) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "manifest.json").exists() or (path / "manifest.json").write_text("{}\n")
+    for name, line in lines.items():
+        with (path / f"{name}.jsonl").open("a") as file:
+            file.write(line)
+
+
+def there(name: str = "completions") -> str:
+    with fetched(URL) as path:
+        return (path / f"{name}.jsonl").read_text()
+
+
+def state() -> dict[str, object]:
+    return dict(json.loads(Store.at(URL).read("parts.json")))
+
+
+@contextmanager
+def killed() -> Iterator[Mirror]:
+    """A process that is killed at the end of the block: nothing more is written."""
+    with suppress(Killed), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mirror, "leave", lambda self: None)
+        with mirrored(URL) as each:
+            yield each
+            raise Killed
+
+
+@contextmanager
+def before_writes(patch: pytest.MonkeyPatch, visit: Callable[[str], None]) -> Iterator[None]:
+    """``visit`` is called before an object is written, with its name."""
+    write, upload = Store.write, Store.upload
+    with patch.context() as within:
+        within.setattr(Store, "write", lambda self, name, content: (visit(name), write(self, name, content)))
+        within.setattr(Store, "upload", lambda self, name, file: (visit(name), upload(self, name, file)))
+        yield
+
+
+def test_only_whole_lines_are_published_and_each_once(tmp_path: Path) -> None:
+    with killed() as each:
+        add(each.path, completions='{"id": "a"}\n{"id": ')
+        each.claim()
+        assert there() == '{"id": "a"}\n'
+        add(each.path, completions='"b"}\n{"id')
+        each._publish()
+        each._publish()
+    assert there() == '{"id": "a"}\n{"id": "b"}\n'
+    assert len(state()["files"]["completions.jsonl"]) == 2  # type: ignore[index]
+
+
+def test_a_file_that_is_replaced_is_published_anew(tmp_path: Path) -> None:
+    with killed() as each:
+        add(each.path, completions="b\na\n")
+        each.claim()
+        (each.path / "new").write_text("a\nb\nc\n")
+        (each.path / "new").rename(each.path / "completions.jsonl")
+        each._publish()
+    assert there() == "a\nb\nc\n"
+
+
+def test_errors_of_an_earlier_process_are_not_taken_for_these(tmp_path: Path) -> None:
+    add(tmp_path / "run", errors='{"id": "a", "error": "1"}\n')
+    followed = mirror._Followed(tmp_path / "run" / "errors.jsonl")
+    with RunDirectory(tmp_path / "run") as again:
+        again.errors.add({"id": "b", "error": "as long as the first one"})
+    assert not followed.is_still(tmp_path / "run" / "errors.jsonl")
+
+
+def test_completions_are_published_with_their_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that ends while a part is written is in no manifest without its passes."""
+    with killed() as each:
+        add(each.path, completions="0\n", passes="0\n")
+
+        def visit(name: str) -> None:
+            add(each.path, passes="1\n")
+            add(each.path, completions="1\n")
+
+        with before_writes(monkeypatch, visit):
+            each.claim()
+    assert len(there("passes")) >= len(there()) > 0
+
+
+def test_who_wrote_last_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with killed() as each:
+        add(each.path, completions="a\n")
+        each.claim()
+        add(each.path, completions="only on the first\n")
+    with killed() as each:
+        assert (each.path / "completions.jsonl").read_text() == "a\nonly on the first\n"
+    on(monkeypatch, tmp_path, "second")
+    with killed() as each:
+        assert (each.path / "completions.jsonl").read_text() == "a\n"
+        each.claim()
+        add(each.path, completions="b\n")
+        each._publish()
+    on(monkeypatch, tmp_path, "first")
+    with killed() as each:
+        assert (each.path / "completions.jsonl").read_text() == "a\nb\n"
+
+
+def test_a_working_directory_that_lost_something_is_fetched_again() -> None:
+    """As after a power failure, or by a cleaner of caches."""
+    with killed() as each:
+        add(each.path, completions="a\nb\n")
+        each.claim()
+        (each.path / "completions.jsonl").write_text("a\n")
+    with killed() as each:
+        assert (each.path / "completions.jsonl").read_text() == "a\nb\n"
+
+
+def test_a_kill_at_any_write_of_an_end_leaves_a_whole_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a second end, where objects of the first one are written over."""
+    for end in ("first", "second"):
+        for number in range(20):
+            left = number
+
+            def visit(name: str) -> None:
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    raise Killed
+
+            on(monkeypatch, tmp_path, f"{end} {number}")
+            before = there() if "parts.json" in Store.at(URL).names() else ""
+            try:
+                with pytest.MonkeyPatch.context() as patch, before_writes(monkeypatch, visit):
+                    patch.setattr(Mirror, "leave", lambda self: None)
+                    with mirrored(URL) as each:
+                        add(each.path, completions=f"{end} {number}\n", passes="1\n")
+                        each.claim()
+            except Killed:
+                assert not before or there().startswith(before)
+                continue
+            break
+        assert left >= 0, "the last one was not killed"
+        assert state()["state"] == "finished"
+        assert not [name for name in Store.at(URL).names() if name.startswith("parts/")]
+
+
+def test_an_error_of_the_thread_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def visit(name: str) -> None:
+        if each.has_begun:  # type: ignore[attr-defined]
+            raise UserError("no room in the bucket")
+
+    monkeypatch.setattr(mirror, "_INTERVAL", 0.01)
+    with refused("^no room in the bucket$"), mirrored(URL) as each:
+        each.has_begun = False  # type: ignore[attr-defined]
+        add(each.path, completions="a\n")
+        with before_writes(monkeypatch, visit):
+            each.claim()
+            each.has_begun = True  # type: ignore[attr-defined]
+            add(each.path, completions="b\n")
+            deadline = time.monotonic() + 10
+            while not each.has_failed and time.monotonic() < deadline:
+                time.sleep(0.01)
+        assert each.has_failed
+    assert there() == "a\n"
+
+
+def test_starting_over_keeps_a_copy() -> None:
+    with killed() as each:
+        add(each.path, completions="a\n")
+        each.claim()
+    with mirrored(URL, restart=True) as each:
+        assert not each.path.exists()
+        add(each.path, completions="b\n")
+        each.claim()
+    assert there() == "b\n"
+    with fetched(Url(f"{URL}.1")) as path:
+        assert (path / "completions.jsonl").read_text() == "a\n"
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{}", b'{"session": "a", "state": "finished", "files": {"../a": []}}']
+)
+def test_a_manifest_that_is_none_is_refused(content: bytes) -> None:
+    Store.at(URL).write("parts.json", content)
+    with refused(f"^{URL}/parts.json is not as it was written"), mirrored(URL):
+        raise AssertionError
