@@ -29,6 +29,7 @@ from tests.marks import mostly_slow
 from tests.operations import Operations
 from tests.tiny_checkpoints import write_dflash_head, write_eagle1_head, write_head, write_target
 from tests.tiny_hybrids import write_hybrid
+from tests.tiny_llama4 import write_eagle_llama4, write_llama4
 
 ERRORS = (torch.OutOfMemoryError, RuntimeError)
 CONFIGS = list(product(("greedy", "sampled"), (0, 4), (True, False), (False, True)))
@@ -380,6 +381,15 @@ def test_an_error_changes_no_result_of_a_hybrid(
     device_like()
     setting = Setting(load_pair(tmp_path, drafter="mtp"), "greedy", 4, True, True)
     require_no_change(setting, run_without_fault(setting), error)
+
+
+@pytest.mark.slow
+def test_an_error_changes_no_result_of_a_llama4(tmp_path: Path, device_like: Callable[..., None]) -> None:
+    config = write_llama4(tmp_path / "target", num_hidden_layers=4, vocab_size=3072)
+    write_eagle_llama4(tmp_path / "drafter", config)
+    device_like()
+    setting = Setting(load_pair(tmp_path), "greedy", 4, True, True)
+    require_no_change(setting, run_without_fault(setting), ERRORS[1])
 
 
 RISING = tuple((level + 0.5) / len(CONFIDENCE_LEVELS) for level in range(len(CONFIDENCE_LEVELS)))

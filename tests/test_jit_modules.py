@@ -309,9 +309,17 @@ NEEDED = {
             "latent attention; FA3, keys of 256 and values of 256; work lists of latent attention",
         ),
         (use(GLM, prefills=False), "latent attention; work lists of latent attention"),
+        (
+            use(changed(chunk=8192)),
+            "FA3, heads of 128; attention, 32 rows, heads of 128; XQA, 1 row, heads of 128; XQA, 5 rows, heads of 128",
+        ),
     ],
     (TrtllmBackend, H100): [
         (use(num_sequences=128), "FA3, heads of 128; XQA, 5 rows, heads of 128"),
+        (
+            use(changed(chunk=8192)),
+            "FA3, heads of 128; XQA, 5 rows, heads of 128; XQA, 1 row, heads of 128",
+        ),
         (
             use(HALF, num_sequences=17, query_lens=(1, 2), windowed=(False, True)),
             "FA3, heads of 128; FA3, heads of 128, windows; XQA, 1 row, heads of 128; "

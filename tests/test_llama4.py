@@ -17,6 +17,7 @@ from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.checkpoints.checkpoint import load_target, open_checkpoint
 from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.config import UserError
+from specgen.experiments.bound import KVBytes
 from specgen.kv.layout import Layout
 from specgen.models import layers, llama4
 from specgen.models.families import FAMILIES
@@ -303,6 +304,13 @@ def test_defaults_are_those_of_transformers() -> None:
         (True, True, True, False),
         16384,
     )
+
+
+def test_the_bound_reads_of_a_chunk_what_is_seen(tmp_path: Path) -> None:
+    read_ = KVBytes.of(write_llama4(tmp_path), 2)
+    of_layer = 2 * 2 * 16 * 2
+    for context, seen in ((1, 1), (16, 16), (17, 1), (40, 8)):
+        assert read_.at(context) == of_layer * (5 * seen + context)
 
 
 @pytest.mark.parametrize(

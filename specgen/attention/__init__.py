@@ -150,6 +150,11 @@ class Use:
         False  # whether steps may verify a part of their drafts: fewer rows than the longest, by sequence
     )
 
+    @property
+    def chunk_rows(self) -> tuple[int, ...]:
+        """Rows per sequence of the calls that attend in chunks, which no kernel that rotates serves; see ``chunks``."""
+        return tuple(sorted({1, *self.query_lens})) if self.heads.chunk else ()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:

@@ -59,6 +59,7 @@ class HopperBackend(Backend):
                 found.append(hopper_decode_module(rows, heads.group, heads.head_dim))
             else:  # XQA where fewer sequences are left
                 decoding += [xqa_module(heads, rows, windowed) for windowed in use.windowed]
+        decoding += [xqa_module(heads, rows, windowed=False) for rows in use.chunk_rows]
         if use.partial and HopperBackend.kernel(gpu, use, "partial", use.num_sequences) != OWN:
             decoding += xqa_partial_modules(use)
         return [*found, *decoding, *(prefill_modules("fa2", use) if UNSPLIT in chosen.values() else [])]

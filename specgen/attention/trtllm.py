@@ -89,7 +89,7 @@ class TrtllmBackend(Backend):
         found = prefill_modules(_prefill_kernels(gpu.major), use) if use.prefills else []
         if gpu.major == 10:
             return found  # trtllm-gen comes compiled
-        shapes = product(use.query_lens, use.windowed)
+        shapes = product(dict.fromkeys((*use.query_lens, *use.chunk_rows)), use.windowed)
         found += [xqa_module(use.heads, rows, windowed) for rows, windowed in shapes]
         return found + (xqa_partial_modules(use) if use.partial else [])
 

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 
 import torch
@@ -100,19 +101,18 @@ class KVBytes:
     """The keys and values that a pass reads of one sequence, in bytes."""
 
     per_layer: int  # per position
-    windows: tuple[int | None, ...]  # by layer; None: all positions
+    seen: tuple[Callable[[float], float], ...]  # by layer: of so many positions those that the last row sees
 
     @classmethod
     def of(cls, config: LayerConfig, bytes_per_value: int) -> "KVBytes":
         """Of the layers of a target or a head."""
         spec = config.kv_spec
-        windows = (config.window(index) for index in range(config.num_layers) if config.attends(index))
-        return cls(per_layer=spec.bytes_per_token(bytes_per_value) // spec.num_layers, windows=tuple(windows))
+        seen = (partial(config.seen, index) for index in range(config.num_layers) if config.attends(index))
+        return cls(per_layer=spec.bytes_per_token(bytes_per_value) // spec.num_layers, seen=tuple(seen))
 
     def at(self, context: float) -> float:
-        """At ``context`` positions; a layer with a window reads no more than that."""
-        seen = (context if window is None else min(context, window) for window in self.windows)
-        return self.per_layer * sum(seen)
+        """At ``context`` positions; a layer with a window, or in chunks, reads no more than it sees."""
+        return self.per_layer * sum(each(context) for each in self.seen)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ class StepBytes:
     head_experts: ExpertSize | None = None  # of such a pass
     head_in_parallel: bool = False  # one pass of K rows per sequence drafts them all
     head_draft: int = 0  # weights per draft beside that pass: a Markov head's
-    head_kv: KVBytes = KVBytes(per_layer=0, windows=())  # per pass
+    head_kv: KVBytes = KVBytes(per_layer=0, seen=())  # per pass
     experts: ExpertSize | None = None
 
     @classmethod
@@ -184,7 +184,7 @@ class StepBytes:
             if mixtures is None
             else replace(mixtures, num_layers=mixtures.num_layers // turns),
             head_in_parallel=models.head.one_pass is not None,
-            head_kv=replace(kv, windows=kv.windows[: head.num_layers // turns]),
+            head_kv=replace(kv, seen=kv.seen[: head.num_layers // turns]),
         )
 
     def prefill_flops(self, num_rows: int) -> float:

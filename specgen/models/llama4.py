@@ -63,6 +63,9 @@ class Llama4Config(TargetConfig):
     rotated: tuple[bool, ...]  # by layer; the others have no positions, and see all
     temperature: Temperature | None  # of the others
 
+    def seen(self, index: int, context: float) -> float:
+        return (context - 1) % self.chunk + 1 if self.rotated[index] else context
+
     def facts(self) -> dict[str, str]:
         heat, rotated = self.temperature, self.rotated.count(True)
         tuned = (
@@ -287,6 +290,9 @@ class EagleLlama4Config(HeadConfig):
     family: ClassVar[str] = "EAGLE Llama-4"
     fc_each_pass: ClassVar[bool] = True
     own_lm_head: bool
+
+    def seen(self, index: int, context: float) -> float:
+        return (context - 1) % self.chunk + 1
 
     @classmethod
     def from_hf(cls, raw: Raw, tensors: Set[str], num_target_layers: int | None) -> "EagleLlama4Config":

@@ -235,6 +235,11 @@ class LayerConfig:
         """Positions that a row of layer ``index`` sees, its own included; None: all."""
         return self.windows[index] if self.windows else None
 
+    def seen(self, index: int, context: float) -> float:
+        """Positions that the last row of so many sees in layer ``index``."""
+        window = self.window(index)
+        return context if window is None else min(context, window)
+
     def causal(self, index: int) -> bool:
         """Whether a row of layer ``index`` sees no row of its sequence behind it."""
         del index
