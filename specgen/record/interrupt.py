@@ -24,13 +24,15 @@ class StoppedError(Exception):
 
 
 class Interrupt:
-    """Called, it tells whether a signal has arrived. ``to_poll`` seconds later it raises ``KeyboardInterrupt``."""
+    """Called, it tells whether a signal has arrived. Not called for ``to_poll`` s, it raises ``KeyboardInterrupt``."""
 
     def __init__(self, to_poll: float) -> None:
         self._to_poll = to_poll
         self._signal: int | None = None
 
     def __call__(self) -> bool:
+        if self._signal is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)  # who is told ends by itself, such as by an upload
         return self._signal is not None
 
     @property
@@ -56,8 +58,8 @@ class Interrupt:
 def interruptible(last_words: Callable[[], str]) -> AbstractContextManager[Interrupt]:
     """Notes signals in what is yielded, for work that asks it and then raises ``StoppedError``.
 
-    What has not ended 4 s later receives ``KeyboardInterrupt``. Where that does not end it either, in a library that
-    waits or computes, the process ends after 8 s with ``last_words`` on stderr: for the files of a run no worse than a
+    What has not asked 4 s later receives ``KeyboardInterrupt``. What is not at its end after 8 s, such as in a library
+    that waits or computes, ends with the process, with ``last_words`` on stderr: for the files of a run no worse than a
     kill. Restores the handlers afterwards. To be used in the main thread.
     """
     return _handled(Interrupt(_TO_POLL), last_words)
