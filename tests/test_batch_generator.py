@@ -8,6 +8,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pandas
 import pytest
 
 from specgen import BatchGenerator, Engine, EngineConfig, Prompt, SamplingParams, UserError
@@ -75,6 +76,14 @@ def test_a_row_may_ask_otherwise(generator: BatchGenerator) -> None:
     assert found["num_generated_tokens"][0] == 2
     assert found["num_generated_tokens"][2] == 3
     assert found["error"] == [None] * 3
+
+
+def test_nan_is_no_value(generator: BatchGenerator) -> None:
+    """As numpy and pandas write None into a column."""
+    own = pandas.Series([{"max_tokens": 2, "seed": np.nan, "ignore_eos": True}, np.nan])
+    found = generator({"prompt": np.array([QUESTIONS[0], np.nan], dtype=object), "sampling_params": own})
+    assert found["num_generated_tokens"] == [2, 0]
+    assert "no prompt" in found["error"][1]
 
 
 def test_a_bad_row_fails_alone(generator: BatchGenerator, answers: dict[str, str]) -> None:

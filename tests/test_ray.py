@@ -100,9 +100,13 @@ class Driver:
         return self.completions.read_bytes().count(b"\n") if self.completions.exists() else 0
 
     def workers(self) -> list[int]:
-        """The processes with engines."""
-        names = {pid: Path(f"/proc/{pid}/cmdline") for pid in _below(self.process.pid)}
-        return [pid for pid, name in names.items() if name.exists() and b"_Worker" in name.read_bytes()]
+        return workers_below(self.process.pid)
+
+
+def workers_below(pid: int) -> list[int]:
+    """The processes with engines."""
+    names = {each: Path(f"/proc/{each}/cmdline") for each in _below(pid)}
+    return [each for each, name in names.items() if name.exists() and b"_Worker" in name.read_bytes()]
 
 
 def _below(pid: int) -> Iterator[int]:
@@ -117,8 +121,29 @@ def _below(pid: int) -> Iterator[int]:
             yield from _below(int(stat.parent.name))
 
 
+@pytest.fixture(scope="module")
+def whole(pair: EngineConfig, data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The files of a run without Ray."""
+    job = Job(
+        engine=replace(pair, attention="auto"),
+        sampling=SamplingParams(max_tokens=MAX_TOKENS),
+        data=DataSource(dataset=str(data)),
+        baseline=False,
+    )
+    path = tmp_path_factory.mktemp("whole") / "run"
+    run(job, path, Silent())
+    return files(path)
+
+
+def require_same(path: Path, whole: dict[str, Any]) -> None:
+    on_ray = files(path)
+    assert on_ray["manifest.json"]["settings"].pop("workers") == "2 on Ray, at once"
+    del on_ray["config.yaml"]  # of the command line
+    assert on_ray == whole
+
+
 @pytest.mark.slow
-def test_the_driver_and_a_worker_may_be_killed(pair: EngineConfig, data: Path, tmp_path: Path) -> None:
+def test_the_driver_and_a_worker_may_be_killed(data: Path, whole: dict[str, Any], tmp_path: Path) -> None:
     driver = Driver(data, tmp_path / "ray")
     driver.wait_for(lambda: driver.num_done)
     os.kill(driver.process.pid, signal.SIGKILL)
@@ -133,17 +158,35 @@ def test_the_driver_and_a_worker_may_be_killed(pair: EngineConfig, data: Path, t
     assert len(workers) == 2
     assert driver.process.returncode == 3, "the broken row"
     assert stdout.startswith("Prompt:"), "what Ray has to say is not on stdout"
-    job = Job(
-        engine=replace(pair, attention="auto"),
-        sampling=SamplingParams(max_tokens=MAX_TOKENS),
-        data=DataSource(dataset=str(data)),
-        baseline=False,
-    )
-    run(job, tmp_path / "whole", Silent())
-    on_ray = files(tmp_path / "ray")
-    assert on_ray["manifest.json"]["settings"].pop("workers") == "2 on Ray, at once"
-    del on_ray["config.yaml"]  # of the command line
-    assert on_ray == files(tmp_path / "whole")
+    require_same(tmp_path / "ray", whole)
+
+
+@pytest.fixture
+def nodes() -> Iterator[Any]:
+    """A Ray cluster of two nodes, each a tree of processes with room for one worker."""
+    from ray.cluster_utils import Cluster as Nodes
+
+    size = {"num_cpus": 1, "object_store_memory": 80 << 20}
+    nodes = Nodes(initialize_head=True, head_node_args={**size, "include_dashboard": False})
+    nodes.add_node(**size)
+    yield nodes
+    nodes.shutdown()
+
+
+@pytest.mark.slow
+def test_a_node_of_a_cluster_may_be_lost(
+    data: Path, whole: dict[str, Any], nodes: Any, tmp_path: Path
+) -> None:
+    """There is no room for another worker: the one that is left answers what the other one had."""
+    driver = Driver(data, tmp_path / "ray", "--address", nodes.address)
+    head, other = (node.all_processes["raylet"][0].process.pid for node in nodes.list_all_nodes())
+    driver.wait_for(lambda: driver.num_done and workers_below(head) and workers_below(other))
+    assert driver.num_done < NUM_PROMPTS
+    for pid in (other, *_below(other)):
+        os.kill(pid, signal.SIGKILL)
+    driver.process.communicate(timeout=300)
+    assert driver.process.returncode == 3, "the broken row"
+    require_same(tmp_path / "ray", whole)
 
 
 class InProcess(RayEngine):

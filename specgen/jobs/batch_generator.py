@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import count
+from math import isnan
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -125,11 +126,13 @@ def _prompt(row_id: str, content: Mapping[str, Any]) -> Prompt | Rejected:
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401
-    """Lists, dicts, numbers and strings, of what arrays of columns hold."""
+    """Lists, dicts, numbers, strings and None, of what arrays of columns hold."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     elif hasattr(value, "as_py"):  # of Arrow
         value = value.as_py()
+    if isinstance(value, float) and isnan(value):
+        return None  # which numpy and pandas say in this way
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
