@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +29,8 @@ from tests.engines import (
 )
 from tests.marks import mostly_slow
 from tests.oracle import Oracle
-from tests.reference_heads import DenseTarget
+from tests.reference_heads import DenseTarget, reference_head
+from tests.test_heads import wrong_drafts
 from tests.tiny_checkpoints import write_dflash_head, write_head
 from tests.tiny_llama4 import CHUNK, write_eagle_llama4, write_llama4
 
@@ -128,6 +130,21 @@ def test_text_is_that_of_transformers_with_every_drafter(
         pair = load_pair(world.pair.path, drafter=drafter)
         outputs = generate(pair, prompts(), num_spec_tokens=k, drafter_batch=batch)
     assert outputs.texts == world.texts
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "eagle3"])
+def test_drafts_equal_the_reference_on_a_llama4(tmp_path: Path, drafter: str) -> None:
+    """Of so few tokens that random heads are sometimes right."""
+    config = write_llama4(tmp_path / "target", vocab_size=8)
+    if drafter == "eagle":
+        write_eagle_llama4(tmp_path / "drafter", config, seed=2)
+    else:
+        write_head(tmp_path / "drafter", config, draft_vocab_size=6, seed=12)
+    asked = random_requests(3, 8, replace(GREEDY, max_tokens=16), lengths=(12, 40))
+    outputs = generate(load_pair(tmp_path), asked, num_spec_tokens=4)
+    reference = reference_head(tmp_path / "drafter", DenseTarget(tmp_path / "target"))
+    assert sum(outputs.accepted) > 0
+    assert list(wrong_drafts(outputs, reference)) == []
 
 
 @pytest.mark.usefixtures("oracle")
