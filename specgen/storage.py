@@ -21,10 +21,11 @@ from specgen.config.urls import Url, without_secrets
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
+_LIBRARIES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 # What stores call the digest or the time of a content, in lower case. Listings may give times in another way.
 _DIGESTS = ("etag", "md5hash", "blob_id")
 _TIMES = ("lastmodified", "last_modified", "updated", "created", "mtime")
+_MISSING = (FileNotFoundError,)
 _BLOCK = 8 << 20  # bytes of one request to read
 _REMEDY = "check the address, your rights and the network, then run the same command again"
 
@@ -42,26 +43,22 @@ def _home() -> Path:
         return Path(os.devnull)
 
 
-class StorageError(UserError):
-    """A store did not do what was asked, after all that its library has tried."""
-
-
 @contextmanager
-def _reaching(url: Url) -> Iterator[None]:
-    """Whatever the library of a store raises, as one line; what is not there is a ``FileNotFoundError``."""
+def _reaching(url: Url, besides: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Whatever the library of a store raises, as one line, ``besides`` these."""
     try:
         yield
-    except FileNotFoundError:
+    except besides:
         raise
     except ImportError as error:
         scheme = url.partition("://")[0]
-        package = f"specgen[{_EXTRAS[scheme]}]" if scheme in _EXTRAS else f"the fsspec package of {scheme}"
         raise UserError(
-            f"{url} needs a library that is not installed ({first_line(error)}): pip install '{package}'"
+            f"{url} needs a library that is not installed ({first_line(error)}): "
+            f"pip install {_LIBRARIES.get(scheme, f'what fsspec names for {scheme}://')}"
         ) from error
     except Exception as error:  # each library has its own
         reason = without_secrets(first_line(error))
-        raise StorageError(f"{url} cannot be reached ({reason}): {_REMEDY}") from error
+        raise UserError(f"{url} cannot be reached ({reason}): {_REMEDY}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +136,7 @@ def _said(info: Mapping[str, Any], names: Sequence[str]) -> str | None:
 class Store:
     """What is at ``url`` and below, by names below it; ``""`` is ``url`` itself.
 
-    Whatever a store does not do is a ``StorageError`` of one line, once its library has given up trying; what is not
+    Whatever a store does not do is a ``UserError``, once its library has given up trying; what is not
     there is a ``FileNotFoundError``.
     """
 
@@ -167,7 +164,7 @@ class Store:
 
     def objects(self) -> list[StoredObject]:
         """All at and below the URL, by name; ``FileNotFoundError`` where there is none."""
-        with _reaching(self.url):
+        with _reaching(self.url, _MISSING):
             info = self._fs.info(self._root)
             found = {self._root: info} if info["type"] == "file" else self._fs.find(self._root, detail=True)
         if not found:
@@ -197,7 +194,7 @@ class Store:
     def top(self) -> list[str]:
         """The names directly below the URL; none where there is nothing."""
         try:
-            with _reaching(self.url):
+            with _reaching(self.url, _MISSING):
                 found = self._fs.ls(self._root, detail=False)
         except FileNotFoundError:
             return []
@@ -205,11 +202,11 @@ class Store:
 
     def open(self, name: str = "") -> Any:  # noqa: ANN401
         """fsspec's file to read, whose errors are the library's."""
-        with _reaching(self.url):
+        with _reaching(self.url, _MISSING):
             return self._fs.open(self._path(name), "rb", block_size=_BLOCK)
 
     def read(self, name: str) -> bytes:
-        with _reaching(self.url):
+        with _reaching(self.url, _MISSING):
             return bytes(self._fs.cat_file(self._path(name)))
 
     def write(self, name: str, content: bytes) -> None:
@@ -223,7 +220,7 @@ class Store:
             self._fs.put_file(str(file), self._path(name))
 
     def download(self, name: str, file: Path) -> None:
-        with _reaching(self.url):
+        with _reaching(self.url, _MISSING):
             self._fs.get_file(self._path(name), str(file))
 
     def copy(self, name: str, to: "Store") -> None:
@@ -233,7 +230,7 @@ class Store:
 
     def remove(self, names: Sequence[str]) -> None:
         """Of what is not there, nothing."""
-        with suppress(FileNotFoundError), _reaching(self.url):
+        with suppress(FileNotFoundError), _reaching(self.url, _MISSING):
             if names:
                 self._fs.rm([self._path(name) for name in names])
 

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import random
+import re
 import shutil
 import time
 import traceback
@@ -420,6 +421,9 @@ def test_credentials_are_in_no_file_and_in_no_line(
     seen += [specgen(name, secret, secret).output for name in ("report", "merge", "inspect")]
     seen += [specgen("generate", "--output", secret, "--output", f"{secret}2").output]
     failed = specgen("generate", *command, "--output", "s3://no-such-bucket/run")
+    assert re.match(
+        "s3://no-such-bucket/run cannot be reached .The specified bucket does not", str(failed.exception)
+    )
     seen += [failed.output, str(failed.exception), *capfd.readouterr()]
     objects = [Store.at(Url(f"s3://{BUCKET}")).read(name).decode() for name in s3.names()]
     here = [file.read_text() for file in tmp_path.rglob("*") if file.is_file()]

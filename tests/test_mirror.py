@@ -1,6 +1,7 @@
 """The copy of a directory in a store, without a run: what is published, when, and what another process finds."""
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -174,6 +175,18 @@ def test_a_kill_at_any_write_of_an_end_leaves_a_whole_run(
         assert left >= 0, "the last one was not killed"
         assert state()["state"] == "finished"
         assert not [name for name in Store.at(URL).names() if name.startswith("parts/")]
+
+
+def test_a_working_directory_that_is_removed_takes_nothing_with_it() -> None:
+    """Such as by a cleaner of caches while the run goes on."""
+    with suppress(Killed), mirrored(URL) as each:
+        add(each.path, completions="a\n")
+        each.claim()
+        shutil.rmtree(each.path)
+        with refused(f"^{each.path} was removed while a run was at work there"):
+            each._publish()
+        raise Killed
+    assert there() == "a\n"
 
 
 def test_an_error_of_the_thread_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

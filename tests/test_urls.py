@@ -104,7 +104,7 @@ def test_the_index_of_prompts_is_used_again_while_the_object_is_the_same(tmp_pat
     [
         ("memory://in/none.jsonl", "^memory://in/none.jsonl does not exist: name an object or a directory"),
         ("memory://in", "^memory://in has no data file in it: use .jsonl"),
-        ("gs://in/rows.jsonl", r"^gs://in/rows.jsonl needs a library .*: pip install 'specgen\[gs\]'$"),
+        ("gs://in/rows.jsonl", r"^gs://in/rows.jsonl needs a library .*: pip install gcsfs$"),
         ("nope://in/rows.jsonl", "^nope://in/rows.jsonl is of no store that fsspec knows: use s3://"),
         ("memory://in/notes", "^memory://in/notes: not UTF-8 but UTF-16: save the file as UTF-8$"),
     ],

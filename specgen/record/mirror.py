@@ -228,6 +228,10 @@ class Mirror:
             path, followed = self.path / name, self._followed.get(name)
             if followed is None or not followed.is_still(path):
                 if not path.exists():
+                    require(
+                        followed is None or not followed.size or path.name != "completions.jsonl",
+                        f"{self.path} was removed while a run was at work there: leave it until the run has ended",
+                    )
                     continue
                 followed = self._followed[name] = _Followed(path)
             for piece in followed.pieces():
@@ -265,10 +269,11 @@ class Mirror:
         if not self._is_ours:
             return
         self._join()
+        if self.has_failed:
+            return
         try:
-            if self._error is None and (self.path / "manifest.json").exists():
-                self._publish()
-            elif self._error is None:  # nothing was begun
+            self._publish()
+            if not (self.path / "manifest.json").exists():  # a mistake, before the first answer
                 self._remove_parts()
                 self._store.remove([MANIFEST, _STATUS])
         except UserError as error:
@@ -284,7 +289,7 @@ class Mirror:
         if self._is_ours:
             self._join()
             self.raise_error()
-            self._require_ours()  # before the files of another process's end are written over
+        self._require_ours()  # before the files of another process's end are written over
         files = {
             file.relative_to(self.path).as_posix(): file
             for file in sorted(self.path.rglob("*"))
