@@ -120,7 +120,9 @@ def _prompt(row_id: str, content: Mapping[str, Any]) -> Prompt | Rejected:
         unknown = sorted(asked.keys() - {*SAMPLING_FIELDS})
         require(not unknown, f"{_SAMPLING} has {shown(', '.join(unknown))}: use fields of SamplingParams")
         given = {name: value for name, value in content.items() if name != _SAMPLING and value is not None}
-        require(given, f"no prompt: {' and '.join(name for name in content if name != _SAMPLING)} is None")
+        require(
+            bool(given), f"no prompt: {' and '.join(name for name in content if name != _SAMPLING)} is None"
+        )
         return parse_own(row_id, given | asked)
     except UserError as error:
         return Rejected(id=row_id, reason=first_line(error))
