@@ -550,9 +550,12 @@ def test_runs_at_urls_are_reported_and_merged(job: Job, tmp_path: Path) -> None:
     assert "mean acceptance length" in specgen("merge", there, *shards).stdout
     with fetched(there) as found:
         assert untimed(found / "completions.jsonl") == untimed(tmp_path / "whole" / "completions.jsonl")
+    Store.at(there).write("completions.jsonl", b"not read")
     numbers = json.loads(printed("report", there, "--json"))
     assert numbers["num_requests"] == 6
-    assert f"output '{there}' exists" in str(specgen("merge", there, *shards).exception)
+    assert f"run 2  {shards[1]}\n" in printed("report", *shards)
+    assert "is not as it was written" in str(specgen("merge", there, *shards).exception)
+    assert f"output '{shards[0]}' exists" in str(specgen("merge", shards[0], *shards).exception)
     one = Url("memory://bucket/stopped")
     interrupted(replace(job, shard=Shard()), one)
     assert json.loads(printed("report", one, "--json"))["num_unfinished"] >= 1

@@ -18,13 +18,14 @@ from specgen.config.urls import Url, location
 from specgen.jobs.job import FORMAT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from specgen.report.folder import Listing
     from specgen.report.references import Reference
     from specgen.report.report import Report
     from specgen.report.terminal import Part
 
+_NUMBERS = ("manifest.json", "report.json", "status.json")  # of a finished run, without its rows
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
@@ -62,21 +63,31 @@ def report(
     Of a run that was stopped or still goes on it is the report of what it has so far. A folder of runs, comparisons,
     evaluations and benches is listed, and gets a page, index.html, that links theirs.
     """
-    with _on_this_machine(directories) as paths:
-        _report(paths, against, golden, as_json)
+    alone = len(directories) == 1 and against is None and golden is None
+    with _on_this_machine(directories, _NUMBERS if alone else ()) as paths:
+        _report(paths, dict(zip(map(str, paths), directories, strict=True)), against, golden, as_json)
 
 
 @contextmanager
-def _on_this_machine(directories: "Sequence[str]") -> "Iterator[list[Path]]":
-    """The directories, those at a URL as temporary copies."""
+def _on_this_machine(directories: "Sequence[str]", least: "Sequence[str]" = ()) -> "Iterator[list[Path]]":
+    """The directories, those at a URL as temporary copies, of finished runs with ``least`` alone if it names files."""
     from specgen.record.mirror import fetched
 
     with ExitStack() as copies:
         places = map(location, directories)
-        yield [copies.enter_context(fetched(each)) if isinstance(each, Url) else each for each in places]
+        yield [
+            copies.enter_context(fetched(each, least)) if isinstance(each, Url) else each for each in places
+        ]
 
 
-def _report(directories: "Sequence[Path]", against: str | None, golden: Path | None, as_json: bool) -> None:
+def _report(
+    directories: "Sequence[Path]",
+    given: "Mapping[str, str]",
+    against: str | None,
+    golden: Path | None,
+    as_json: bool,
+) -> None:
+    """Print the report of ``directories``, which the user has ``given`` in other words if they are copies."""
     from specgen.experiments.head_figures import is_comparison
     from specgen.report.folder import arms, benches, evaluation_note, is_folder, listed, of_bench
     from specgen.report.references import load_reference
@@ -107,7 +118,7 @@ def _report(directories: "Sequence[Path]", against: str | None, golden: Path | N
         require(len(runs) == 1, f"against is {against!r} for {len(runs)} runs: give one directory")
         document, parts = _against(name, numbers, manifest, reference)
     elif len(runs) > 1:
-        document, parts = _compared(runs)
+        document, parts = _compared(runs, given)
     print_found(document, chain(parts, map(evaluation_note, directories)), as_json)
 
 
@@ -130,16 +141,16 @@ def _print_listing(listing: "Listing", as_json: bool) -> None:
 
 
 def _compared(
-    runs: "Sequence[tuple[str, Report, dict[str, Any]]]",
+    runs: "Sequence[tuple[str, Report, dict[str, Any]]]", given: "Mapping[str, str]"
 ) -> tuple[dict[str, Any], "Iterator[Part]"]:
     """The reports of several runs and how they differ from the first, as JSON and for a terminal."""
     from specgen.report.origin import unlike_settings
     from specgen.report.paired_requests import shared_requests
     from specgen.report.side_by_side import of_runs
 
-    reports = [(name, numbers) for name, numbers, _ in runs]
+    reports = [(given.get(name, name), numbers) for name, numbers, _ in runs]
     settings = unlike_settings([manifest for _, _, manifest in runs])
-    shared = shared_requests([Path(name) for name, _ in reports])
+    shared = shared_requests([Path(name) for name, *_ in runs])
     document = {name: numbers.to_json() for name, numbers in reports}
     for at, ((name, _), each) in enumerate(zip(reports[1:], shared, strict=True), start=1):
         unlike = {key: [found[0], found[at]] for key, found in settings.items() if found[0] != found[at]}

@@ -10,10 +10,10 @@ import socket
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path, PurePosixPath
@@ -374,15 +374,22 @@ def _set_aside(store: Store) -> None:
 
 
 @contextmanager
-def fetched(url: Url) -> Iterator[Path]:
-    """The run directory at ``url`` as far as it is published, in a temporary directory; ``UserError`` for no run."""
+def fetched(url: Url, least: Container[str] = ()) -> Iterator[Path]:
+    """The run directory at ``url`` as far as it is published, in a temporary directory; ``UserError`` for no run.
+
+    Of a finished run only the files in ``least``, if that names any.
+    """
     store = Store.at(url)
     content = _read(store)
     if content is None:
         raise UserError(f"{url} holds no run (it has no {MANIFEST}): check the address")
     with tempfile.TemporaryDirectory(prefix="specgen-") as directory:
         path = Path(directory) / url.path.name
-        fetch(store, _Manifest.of(content, url), path)
+        manifest = _Manifest.of(content, url)
+        if manifest.is_finished and least:
+            files = {name: parts for name, parts in manifest.files.items() if name in least}
+            manifest = replace(manifest, files=files)
+        fetch(store, manifest, path)
         with _named(path, url):
             yield path
 
