@@ -1,6 +1,7 @@
 """``BatchGenerator``: columns in, the same columns and answers out, in pipelines and from several threads."""
 
 import pickle
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -14,6 +15,7 @@ import pytest
 from specgen import BatchGenerator, Engine, EngineConfig, Prompt, SamplingParams, UserError
 from specgen.config.bundled import data_directory
 from specgen.jobs.batch_generator import COLUMNS
+from specgen.jobs.shared_engine import SharedEngine
 
 DEMO = data_directory() / "demo"
 CONFIG = EngineConfig(
@@ -154,6 +156,16 @@ def test_later_rows_join_the_running_batch(generator: BatchGenerator) -> None:
     assert max(passes) == 4
 
 
+def test_the_last_call_leaves_the_engine_idle(generator: BatchGenerator) -> None:
+    """No pass is in flight whose row would never be recorded, and no run is open."""
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(generator, [{"prompt": QUESTIONS[:3]}, {"prompt": QUESTIONS[3:4]}]))
+    engine = generator._engine._engine
+    assert engine is not None
+    assert engine._running is None
+    assert next(generator._engine._outputs, None) is None
+
+
 def test_a_short_call_does_not_wait_for_a_long_one(generator: BatchGenerator) -> None:
     long = {"prompt": QUESTIONS[:3], "sampling_params": [{"max_tokens": 300}] * 3}
     with ThreadPoolExecutor(2) as pool:
@@ -225,3 +237,24 @@ def test_an_error_of_the_device_reaches_every_call(
             calls = [pool.submit(generator, {"prompt": QUESTIONS[:2]}) for _ in range(3)]
             assert [type(call.exception()) for call in calls] == [RuntimeError] * 3
     assert generator({"prompt": QUESTIONS[:1]})["generated_text"] == [answers[QUESTIONS[0]]]
+
+
+def test_a_failed_run_leaves_no_prompt_of_its_calls_to_the_next() -> None:
+    """Also while their threads have not noticed yet."""
+
+    class Broken:
+        def generate(self, prompts: Iterator[Any], *arguments: Any, **named: Any) -> Iterator[Any]:
+            while len(shared._calls) < 2:
+                time.sleep(0.01)
+            next(prompts)
+            raise RuntimeError("planted")
+
+    shared = SharedEngine(lambda record: Broken(), SAMPLING)
+    seen: list[Any] = []
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(shared.answer, [Prompt(id=name, text="x")], seen.append) for name in "ab"]
+        while not any(each.failed for each in [*shared._calls]) and not all(call.done() for call in calls):
+            """Wait."""
+        assert next(shared._prompts()) is None
+        assert [str(call.exception()) for call in calls] == ["planted"] * 2
+    assert not seen
