@@ -34,6 +34,7 @@ from tests.engines import engine_config
 from tests.timed_engines import write_tiny
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_fp8 import quantize
+from tests.tiny_llama4 import write_eagle_llama4, write_llama4
 
 H100 = Gpu(major=9, num_sms=132)
 LLAMA = Heads(
@@ -458,6 +459,26 @@ def test_a_report_names_the_kernels_that_attend(
         },
     )
     assert attention_note(config, open_checkpoints(config)).startswith(note)
+
+
+def test_a_report_names_the_kernels_that_attend_in_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Gpu, "of", lambda device: H100)
+    target = write_llama4(tmp_path / "target", hidden_size=256, head_dim=64, attention_chunk_size=64)
+    write_eagle_llama4(tmp_path / "drafter", target, chunk=64)
+    settings: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "kv_dtype": "model",
+        "device": "cuda",
+        "attention": "hopper",
+    }
+    config = engine_config(
+        tmp_path, num_spec_tokens=3, page_size=64, cuda_graphs="off", max_batch_size=8, **settings
+    )
+    assert attention_note(config, open_checkpoints(config)) == (
+        "hopper (specgen hopper_decode: 4 rows, 1 row; XQA: 1 row in chunks, 4 rows in chunks; FlashInfer FA3: prefill)"
+    )
 
 
 def test_a_head_that_drafts_at_once_attends_with_all_its_rows(tmp_path: Path) -> None:

@@ -169,6 +169,9 @@ def attention_note(config: EngineConfig, checkpoints: Checkpoints) -> str:
             runs(alone, what)
             if most != alone:
                 runs(most, f"{what} of many sequences")
+        for rows in each.chunk_rows:  # as a chained pass, on a kernel that does not rotate
+            kernel = backend.kernel(gpu, replace(each, chained=True), rows, each.num_sequences)
+            runs(kernel, f"{several(rows, 'row')} in chunks")
         if each.partial:
             runs(backend.kernel(gpu, each, "partial", each.num_sequences), "a part of the drafts")
         if each.prefills:
