@@ -231,6 +231,21 @@ def test_a_signal_while_ray_starts_is_no_failure(monkeypatch: pytest.MonkeyPatch
         assert stop.exit_code == 75
 
 
+def test_a_stopped_command_waits_for_no_thread_of_a_library() -> None:
+    program = (
+        "import os, signal, sys, threading, time\n"
+        "from specgen.checkpoints import inspect_checkpoint\n"
+        "from specgen.cli.main import main\n"
+        "def describe(*paths):\n"
+        "    threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "inspect_checkpoint.describe, sys.argv = describe, ['specgen', 'inspect', 'none']\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (75, "specgen: interrupted\n")
+
+
 def test_a_second_ctrl_c_ends_it_at_once(
     prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

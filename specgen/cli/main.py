@@ -18,7 +18,7 @@ from specgen.cli.measuring import tune
 from specgen.cli.reading import inspect, merge, report
 from specgen.config import VERSION, UserError
 from specgen.config.errors import DeviceLost
-from specgen.record.interrupt import breakable
+from specgen.record.interrupt import STOPPED, breakable
 
 _INTERRUPTED = "specgen: interrupted"
 
@@ -97,6 +97,14 @@ def main() -> None:
     """Run the command line; a ``UserError`` is one line with exit code 2, any other a bug with its traceback."""
     try:
         app()
+    except SystemExit as ended:
+        if (
+            ended.code in STOPPED
+        ):  # libraries would wait for their threads, and Ray crash if it was just starting
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(int(ended.code))
+        raise
     except UserError as error:
         print(f"specgen: {error}", file=sys.stderr)
         sys.exit(2)

@@ -10,6 +10,7 @@ from threading import Event, Thread
 from types import FrameType
 
 TRY_AGAIN = os.EX_TEMPFAIL  # 75, after SIGTERM: for schedulers, the same command goes on
+STOPPED = (TRY_AGAIN, 128 + signal.SIGINT)  # exit codes
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _TO_POLL = 4.0  # seconds in which what polls has ended; then ``KeyboardInterrupt`` is raised
 _TO_END = 8.0  # seconds after which the process ends, wherever it is
