@@ -178,7 +178,7 @@ def test_a_run_killed_at_any_write_ends_as_one_on_a_disk(
     assert not work(job, S3, s3, tmp_path)
     num_writes = sum(method in ("PUT", "POST", "DELETE") for method, *_ in s3.requests)
     rng = random.Random(3)
-    places = range(0, num_writes + 1, max(1, num_writes // 11))
+    places = range(0, num_writes + 1, max(1, num_writes // 7))
     check_kills(
         job, whole, s3, tmp_path, [(at, rng.choice(["before", "after"]), rng.random() < 0.7) for at in places]
     )
