@@ -6,6 +6,7 @@ import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from unittest.mock import Mock
@@ -42,7 +43,7 @@ from tests.timed_engines import write_tiny
 
 def kv(num_bytes: int) -> KVBytes:
     """One layer that sees all positions."""
-    return KVBytes(per_layer=num_bytes, windows=(None,))
+    return KVBytes(per_layer=num_bytes, seen=(float,))
 
 
 SIZES = StepBytes(
@@ -62,10 +63,11 @@ def test_a_step_reads_weights_once_a_pass_and_the_cache_of_every_sequence() -> N
 
 
 def test_layers_with_a_window_read_no_more_than_that() -> None:
+    windowed = partial(min, 8)
     sizes = replace(
         SIZES,
-        target_kv=KVBytes(per_layer=3, windows=(8, None, 8)),
-        head_kv=KVBytes(per_layer=1, windows=(8,)),
+        target_kv=KVBytes(per_layer=3, seen=(windowed, float, windowed)),
+        head_kv=KVBytes(per_layer=1, seen=(windowed,)),
     )
     assert sizes.step(0, batch=2, context=5) == 1000 + 2 * 3 * 15
     assert sizes.step(0, batch=2, context=100) == 1000 + 2 * 3 * (8 + 100 + 8)

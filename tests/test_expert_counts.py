@@ -42,7 +42,7 @@ from tests.streams import decode_steps as decode_steps_of
 from tests.streams import fold, mixture_steps, pass_row, request
 from tests.timed_engines import write_tiny
 
-KV = KVBytes(per_layer=3, windows=(None,))
+KV = KVBytes(per_layer=3, seen=(float,))
 SIZE = ExpertSize(num_layers=2, num_experts=8, num_chosen=2, num_values=100, num_bytes=50)
 EXPERTS, CHOSEN = 16, 4
 
