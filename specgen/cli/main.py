@@ -98,9 +98,8 @@ def main() -> None:
     try:
         app()
     except SystemExit as ended:
-        if (
-            ended.code in STOPPED
-        ):  # libraries would wait for their threads, and Ray crash if it was just starting
+        # Libraries would wait for their threads, and Ray crash where it was just starting
+        if ended.code in STOPPED:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(int(ended.code))
