@@ -317,12 +317,12 @@ def test_the_blocks_of_a_lost_worker_are_answered_by_others(monkeypatch: pytest.
 
 
 def test_what_takes_every_worker_is_given_up_behind_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray
-
     pool, started = pool_of(monkeypatch, Counter(c=1000))
     answers = pool.answers(blocks_of("abcdefghij"), lambda: False)
     found = list[str]()
-    with pytest.raises(ray.exceptions.ActorDiedError):
+    with pytest.raises(
+        UserError, match="workers were lost 7 times without an answer in between: The actor died"
+    ):
         found.extend(chain.from_iterable(answers))
     assert sorted(found) == list("abdefghij")
     assert len(started) < 20
@@ -406,7 +406,7 @@ def test_a_worker_gets_what_its_ranks_need(
 
 @pytest.mark.slow
 def test_the_ranks_of_workers_end_with_them(data: Path, tmp_path: Path) -> None:
-    driver = Driver(data, tmp_path / "ray", "--tensor-parallel", "2")
+    driver = Driver(data, tmp_path / "ray", "--tensor-parallel", "2", "--num-prompts", "50")
 
     def ranks() -> list[int]:
         names = {pid: Path(f"/proc/{pid}/cmdline") for pid in _below(driver.process.pid)}
@@ -418,7 +418,7 @@ def test_the_ranks_of_workers_end_with_them(data: Path, tmp_path: Path) -> None:
     os.kill(driver.workers()[0], signal.SIGKILL)  # another worker answers its block
     driver.process.communicate(timeout=300)
     assert driver.process.returncode == 3  # for the row that is wrong
-    assert driver.num_done == NUM_PROMPTS
+    assert driver.num_done == 50
     assert not [rank for rank in first if Path(f"/proc/{rank}").exists()]
 
 

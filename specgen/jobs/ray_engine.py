@@ -142,13 +142,13 @@ class _Pool:
         self._num_blocks: dict[Any, int] = {}  # of each worker
         self._awaited: dict[
             Any, tuple[Any, _Block | None]
-        ] = {}  # by answer: its worker, and block if it has begun
+        ] = {}  # by answer: worker, and block unless it starts
         self._num_losses = 0  # since the last answer
         for _ in range(num_workers):
             self._add()
 
     def answers(self, blocks: Iterator[_Block], until: Callable[[], bool]) -> Iterator[_Answer]:
-        """As ``RayEngine._answered``; the ``RayError`` of a worker where all are lost again and again."""
+        """As ``RayEngine._answered``; ``UserError`` where workers are lost again and again."""
         import ray
 
         again = deque[_Block]()  # behind the others, as one of them may be why its worker was lost
@@ -188,7 +188,9 @@ class _Pool:
             return
         self._num_losses += 1
         if self._num_losses > _LOSSES * self._num_workers:
-            raise error
+            raise UserError(
+                f"workers were lost {self._num_losses} times without an answer in between: {_reason(error)}"
+            ) from error
         self._add()
 
     def _free(self) -> Any | None:  # noqa: ANN401
@@ -299,7 +301,7 @@ def _connected(cluster: Cluster) -> Iterator[None]:
     except ray.exceptions.RayTaskError:
         raise  # an unexpected error in a worker is a bug
     except ray.exceptions.RayError as error:
-        raise UserError(f"a worker failed: {_last_line(error)}") from error
+        raise UserError(f"a worker failed: {_reason(error)}") from error
     finally:
         with redirect_stdout(sys.stderr):
             ray.shutdown()
@@ -318,7 +320,7 @@ def _start(cluster: Cluster) -> None:
         )
     except (OSError, RuntimeError, ValueError) as error:
         where = f"at address {cluster.address!r}" if cluster.address else "on this machine"
-        raise UserError(f"no Ray cluster {where}: {_last_line(error)}") from error
+        raise UserError(f"no Ray cluster {where}: {_reason(error)}") from error
     except SystemExit:  # from Ray's handler, at a signal before there is this process's own again
         signal.signal(signal.SIGTERM, on_terminate)
         signal.raise_signal(signal.SIGTERM)
@@ -333,6 +335,7 @@ def _require_listening(address: str | None) -> None:
         socket.create_connection((host, int(port)), timeout=5).close()
 
 
-def _last_line(error: BaseException) -> str:
-    """The reason, which Ray puts after the traceback of another process."""
-    return str(error).strip().splitlines()[-1]
+def _reason(error: BaseException) -> str:
+    """The line that says why, which Ray puts after the traceback of another process or the fields of a worker."""
+    lines = str(error).strip().splitlines()
+    return next((line for line in lines if line.startswith("The actor is dead because")), lines[-1])
