@@ -6,7 +6,6 @@ import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from datetime import datetime
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from unittest.mock import Mock
@@ -30,6 +29,7 @@ from specgen.experiments.explain import Window, step_seconds
 from specgen.experiments.output import BenchTable, Plot
 from specgen.experiments.turns import inter_token_seconds
 from specgen.models import mixture_targets
+from specgen.models.model_config import Seen
 from specgen.record import provenance
 from specgen.record.record_rows import EngineRow, OutOfMemory, PassRow
 from specgen.report import display
@@ -43,7 +43,7 @@ from tests.timed_engines import write_tiny
 
 def kv(num_bytes: int) -> KVBytes:
     """One layer that sees all positions."""
-    return KVBytes(per_layer=num_bytes, seen=(float,))
+    return KVBytes(per_layer=num_bytes, seen=(Seen(),))
 
 
 SIZES = StepBytes(
@@ -63,10 +63,10 @@ def test_a_step_reads_weights_once_a_pass_and_the_cache_of_every_sequence() -> N
 
 
 def test_layers_with_a_window_read_no_more_than_that() -> None:
-    windowed = partial(min, 8)
+    windowed = Seen(window=8)
     sizes = replace(
         SIZES,
-        target_kv=KVBytes(per_layer=3, seen=(windowed, float, windowed)),
+        target_kv=KVBytes(per_layer=3, seen=(windowed, Seen(), windowed)),
         head_kv=KVBytes(per_layer=1, seen=(windowed,)),
     )
     assert sizes.step(0, batch=2, context=5) == 1000 + 2 * 3 * 15

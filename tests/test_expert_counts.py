@@ -33,6 +33,7 @@ from specgen.experiments.turns import repeat_of
 from specgen.kv.layout import Layout
 from specgen.models.expert_counts import ExpertSize, num_touched
 from specgen.models.layers import Mixture
+from specgen.models.model_config import Seen
 from specgen.record.record_rows import EngineRow, PassRow, Touched
 from specgen.report.report import Report
 from specgen.report.tables import experts_table, of_run, page
@@ -42,7 +43,7 @@ from tests.streams import decode_steps as decode_steps_of
 from tests.streams import fold, mixture_steps, pass_row, request
 from tests.timed_engines import write_tiny
 
-KV = KVBytes(per_layer=3, seen=(float,))
+KV = KVBytes(per_layer=3, seen=(Seen(),))
 SIZE = ExpertSize(num_layers=2, num_experts=8, num_chosen=2, num_values=100, num_bytes=50)
 EXPERTS, CHOSEN = 16, 4
 

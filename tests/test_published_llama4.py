@@ -192,7 +192,7 @@ def test_the_published_eagle_head_fits(own: bool) -> None:
     assert misfits(built.config, config) == ()
     assert len(reader.taken) == len(head.tensors)
     assert (config.chunk, config.own_embedding, config.own_lm_head) == (8192, own, own)
-    assert [config.seen(0, context) for context in (1, 8192, 8193)] == [1, 8192, 1]
+    assert [config.seen(0)(context) for context in (1, 8192, 8193)] == [1, 8192, 1]
     assert config.fc_each_pass
     assert unread_keys(EAGLE, family_of(EAGLE).keys) == ()
 

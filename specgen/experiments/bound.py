@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import fmean
 
 import torch
@@ -19,7 +18,7 @@ from specgen.device import synchronize, use
 from specgen.engine.loading import Models
 from specgen.models.dflash import DFlashConfig
 from specgen.models.expert_counts import ExpertSize
-from specgen.models.model_config import LayerConfig
+from specgen.models.model_config import LayerConfig, Seen
 from specgen.record.record_rows import EngineRow, PassRow, RequestRow, Touched
 
 COPIED_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}  # far larger than any cache
@@ -101,13 +100,13 @@ class KVBytes:
     """The keys and values that a pass reads of one sequence, in bytes."""
 
     per_layer: int  # per position
-    seen: tuple[Callable[[float], float], ...]  # by layer: of so many positions those that the last row sees
+    seen: tuple[Seen, ...]  # by layer
 
     @classmethod
     def of(cls, config: LayerConfig, bytes_per_value: int) -> "KVBytes":
         """Of the layers of a target or a head."""
         spec = config.kv_spec
-        seen = (partial(config.seen, index) for index in range(config.num_layers) if config.attends(index))
+        seen = (config.seen(index) for index in range(config.num_layers) if config.attends(index))
         return cls(per_layer=spec.bytes_per_token(bytes_per_value) // spec.num_layers, seen=tuple(seen))
 
     def at(self, context: float) -> float:

@@ -25,6 +25,7 @@ from specgen.models.model_config import (
     HeadConfig,
     LayerConfig,
     MixtureConfig,
+    Seen,
     TargetConfig,
     dtype_name,
     layer_settings,
@@ -63,8 +64,8 @@ class Llama4Config(TargetConfig):
     rotated: tuple[bool, ...]  # by layer; the others have no positions, and see all
     temperature: Temperature | None  # of the others
 
-    def seen(self, index: int, context: float) -> float:
-        return (context - 1) % self.chunk + 1 if self.rotated[index] else context
+    def seen(self, index: int) -> Seen:
+        return Seen(chunk=self.chunk if self.rotated[index] else None)
 
     def facts(self) -> dict[str, str]:
         heat, rotated = self.temperature, self.rotated.count(True)
@@ -291,8 +292,8 @@ class EagleLlama4Config(HeadConfig):
     fc_each_pass: ClassVar[bool] = True
     own_lm_head: bool
 
-    def seen(self, index: int, context: float) -> float:
-        return (context - 1) % self.chunk + 1
+    def seen(self, index: int) -> Seen:
+        return Seen(chunk=self.chunk)
 
     @classmethod
     def from_hf(cls, raw: Raw, tensors: Set[str], num_target_layers: int | None) -> "EagleLlama4Config":
