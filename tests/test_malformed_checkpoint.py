@@ -187,17 +187,17 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "theta-infinite": (_config(rope_parameters={"rope_theta": float("inf")}), "rope_theta is inf"),
     "theta-text": (_config(rope_parameters={"rope_theta": "1e4"}), "rope_theta is '1e4'"),
     "rope-text": (_config(rope_parameters="x"), "rope_parameters is 'x'"),
-    "rope-equal-factors": (
+    "rope-factors": (
         _config(
             rope_parameters={
                 "rope_type": "llama3",
                 "factor": 8.0,
                 "low_freq_factor": 4.0,
-                "high_freq_factor": 4.0,
+                "high_freq_factor": 2.0,
                 "original_max_position_embeddings": float("inf"),
             }
         ),
-        "low_freq_factor is 4.0 and high_freq_factor 4.0",
+        "low_freq_factor is 4.0 and high_freq_factor 2.0",
     ),
     "tied-text": (
         _config(tie_word_embeddings="false"),

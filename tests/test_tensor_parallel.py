@@ -305,6 +305,7 @@ def found(path: Path, cycle: Cycle, num_ranks: int) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared")  # else that of other tests may be there, with processes of another number
 @pytest.mark.parametrize("name", PAIRS)
 def test_texts_drafts_and_passes_of_other_families_are_those_of_one_process(
     tmp_path: Path, name: str
