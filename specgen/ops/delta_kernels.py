@@ -6,6 +6,8 @@ once. A decode pass goes row by row; a row's inputs are on their way while the r
 load from memory takes longer than a row does. A prefill takes in several rows at once.
 """
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
@@ -387,56 +389,29 @@ def recur(
     stride; ``places`` slots, starts, first rows and lengths [B] of the sequences, int64. With ``ends`` [B], where the
     sequences end, it is a prefill: all rows are taken in. No sequence has more than ``longest`` rows.
     """
-    conv, log_rate, rate_bias = weights
     mixed, a, b = inputs
     slots, starts, _, _ = places
     states, kept, positions = cache.states[index], cache.rows[index], cache.positions[index]
     _, num_heads, key_dim, value_dim = states.shape
-    assert conv.is_contiguous()
+    assert weights[0].is_contiguous()
     assert a.stride() == b.stride()
     out = mixed.new_empty(len(mixed), num_heads, value_dim)
-    sizes = len(conv), kept.shape[2], kept.shape[1] - TAPS + 1
     heads = {
         "KEY_HEADS": num_key_heads,
         "VALUE_HEADS": num_heads,
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
     }
-    rows, taken = (mixed, a, b, mixed.stride(0), a.stride(0)), slots  # of no use in a prefill
+    sizes = len(weights[0]), kept.shape[2], kept.shape[1] - TAPS + 1
     if ends is None:
         taken = torch.empty(len(slots), dtype=torch.int32, device=mixed.device)
-        num_programs = len(slots) * num_heads * (value_dim // _VALUES)
-        values = _VALUES // 2 if num_programs < _FEW else _VALUES
-        _recur_kernel[len(slots) * num_heads, value_dim // values](
-            *(*rows, states, kept, positions, *places, conv, log_rate, rate_bias, out, taken),
-            *(*sizes, key_dim**-0.5),
-            **heads,
-            VALUES=values,
-            num_warps=1,  # so that sums over keys stay within a warp
-            **PDL,
-        )
+        _decode(states, (kept, positions, *places), weights, inputs, (out, taken), sizes, heads)
     else:
-        convolved = mixed.new_empty(len(mixed), len(conv))
-        grid = len(slots), triton.cdiv(longest, _CONVOLVED), triton.cdiv(len(conv), _CHANNELS)
-        _convolve_kernel[grid](
-            *(mixed, mixed.stride(0), kept, *places, conv, convolved, *sizes),
-            ROWS=_CONVOLVED,
-            BLOCK=_CHANNELS,
-            num_warps=4,
-            **PDL,
-        )
-        _chunk_kernel[len(slots) * num_heads, value_dim // _VALUES](
-            *(convolved, a, b, a.stride(0), states, *places, log_rate, rate_bias, out),
-            *(len(conv), key_dim**-0.5),
-            **heads,
-            VALUES=_VALUES,
-            ROWS=_CHUNK,
-            PRECISION="ieee" if mixed.dtype == torch.float32 else "tf32",
-            num_warps=4,
-            **PDL,
-        )
+        taken = slots  # of no use
+        _prefill(states, (kept, *places), weights, inputs, out, sizes, heads, longest)
     _keep_kernel[len(slots), triton.cdiv(kept.shape[2], _COLUMNS)](
-        *(*rows, kept, positions, *places, taken, starts if ends is None else ends, *sizes, num_heads),
+        *(mixed, a, b, mixed.stride(0), a.stride(0), kept, positions, *places),
+        *(taken, starts if ends is None else ends, *sizes, num_heads),
         PREFILL=ends is not None,
         ROWS=TAPS if ends is not None else triton.next_power_of_2(kept.shape[1]),
         BLOCK=_COLUMNS,
@@ -444,6 +419,61 @@ def recur(
         **PDL,
     )
     return out
+
+
+def _decode(
+    states: Tensor,
+    memory: tuple[Tensor, ...],  # what is kept, positions, and the places of the sequences
+    weights: tuple[Tensor, Tensor, Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    outputs: tuple[Tensor, Tensor],  # what rows read, and how many kept rows of each sequence were accepted
+    sizes: tuple[int, int, int],
+    heads: Mapping[str, int],
+) -> None:
+    mixed, a, b = inputs
+    _, num_heads, key_dim, value_dim = states.shape
+    num_programs = len(outputs[1]) * num_heads
+    values = _VALUES if num_programs * (value_dim // _VALUES) >= _FEW else _VALUES // 2
+    _recur_kernel[num_programs, value_dim // values](
+        *(mixed, a, b, mixed.stride(0), a.stride(0), states, *memory, *weights, *outputs),
+        *(*sizes, key_dim**-0.5),
+        **heads,
+        VALUES=values,
+        num_warps=1,  # so that sums over keys stay within a warp
+        **PDL,
+    )
+
+
+def _prefill(
+    states: Tensor,
+    memory: tuple[Tensor, ...],  # what is kept, and the places of the sequences
+    weights: tuple[Tensor, Tensor, Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    sizes: tuple[int, int, int],
+    heads: Mapping[str, int],
+    longest: int,
+) -> None:
+    (mixed, a, b), (conv, *rates), (_, *places) = inputs, weights, memory
+    _, num_heads, key_dim, value_dim = states.shape
+    num_sequences, convolved = len(places[0]), mixed.new_empty(len(mixed), len(conv))
+    grid = num_sequences, triton.cdiv(longest, _CONVOLVED), triton.cdiv(len(conv), _CHANNELS)
+    _convolve_kernel[grid](
+        *(mixed, mixed.stride(0), *memory, conv, convolved, *sizes),
+        ROWS=_CONVOLVED,
+        BLOCK=_CHANNELS,
+        num_warps=4,
+        **PDL,
+    )
+    _chunk_kernel[num_sequences * num_heads, value_dim // _VALUES](
+        *(convolved, a, b, a.stride(0), states, *places, *rates, out, len(conv), key_dim**-0.5),
+        **heads,
+        VALUES=_VALUES,
+        ROWS=_CHUNK,
+        PRECISION="ieee" if mixed.dtype == torch.float32 else "tf32",
+        num_warps=4,
+        **PDL,
+    )
 
 
 def serves(cache: StateCache, num_taps: int, dtype: torch.dtype) -> bool:
