@@ -14,7 +14,7 @@ from specgen.attention.sdpa import SdpaBackend
 from specgen.checkpoints.checkpoint import drafter_config, open_checkpoint, target_config
 from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.models.model_config import TargetConfig
-from specgen.models.rotary import RopeConfig, YarnScaling
+from specgen.models.rotary import Llama3Scaling, RopeConfig, YarnScaling, inverse_frequencies
 from tests.marks import mostly_slow
 from tests.test_latents import of_transformers
 from tests.test_mixtures import ids_of, loaded, paged_logits
@@ -162,3 +162,11 @@ def test_the_scaling_in_words() -> None:
         truncate=True,
         concentration=yarn.concentration,
     )
+
+
+def test_a_frequency_at_both_of_equal_factors_is_kept() -> None:
+    scaling = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_positions=8)
+    rope = RopeConfig(theta=(8 / (2 * torch.pi)) ** 2, llama3=scaling)
+    first, second = inverse_frequencies(rope, 4, torch.device("cpu")).tolist()
+    assert first == 1.0
+    assert second == pytest.approx(2 * torch.pi / 8)  # 1 turn in 8 positions

@@ -217,7 +217,7 @@ def _llama3_scaled(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     # Low frequencies are divided by the factor, high ones kept, those between interpolated.
     turns = scaling.original_max_positions * frequencies / (2 * math.pi)
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blend = blend.clamp(0, 1)
+    blend = blend.nan_to_num(1.0).clamp(0, 1)  # of equal factors a frequency between, which is kept, is 0 / 0
     return frequencies * (blend + (1 - blend) / scaling.factor)
 
 
