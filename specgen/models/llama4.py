@@ -30,7 +30,7 @@ from specgen.models.model_config import (
     dtype_name,
     layer_settings,
 )
-from specgen.models.protocols import Head, Target
+from specgen.models.protocols import Head, Target, logits_of
 from specgen.models.rotary import RopeConfig
 from specgen.ops import Map, Norm, Ops, Rope
 from specgen.ops.experts import weighing_inputs
@@ -371,7 +371,7 @@ class EagleLlama4Head(Head):
                 kv_proj=_unit_norm(config, plain.kv_proj, table, ops) if config.qk_norm else plain.kv_proj,
             ),
             norm=norm,
-            lm_head=ops.linear(load.linear(own, hidden)) if config.own_lm_head else _logits(target),
+            lm_head=ops.linear(load.linear(own, hidden)) if config.own_lm_head else logits_of(target),
             **cls.common(config, draft_to_target, ops),
         )
 
@@ -391,7 +391,3 @@ class EagleLlama4Head(Head):
     def _enter(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
         """The residual stream, [rows, H]."""
         return self.fc(torch.cat((F.embedding(token_ids, self.embedding), hidden), -1))
-
-
-def _logits(target: Target) -> Map:
-    return lambda hidden: target.logits(hidden)  # looked up when it drafts: an outline of a target has none

@@ -12,7 +12,7 @@ from specgen.models import llama
 from specgen.models.config_fields import Raw
 from specgen.models.layers import Block, GatedDelta, Loader, load_norm, norm_weight
 from specgen.models.model_config import HeadConfig, LayerConfig, TargetConfig
-from specgen.models.protocols import Head, Target
+from specgen.models.protocols import Head, Target, logits_of
 from specgen.ops import Map, Norm, Ops, Pair
 
 NOT_MTP = "no model.layers.N.eh_proj.weight or mtp.fc.weight alone: the checkpoint is no MTP layer either"
@@ -158,7 +158,7 @@ class MtpLayer:
             norm=load_norm(config, names.norm, hidden, load, ops),
             logits=ops.linear(load.linear({names.lm_head: config.vocab_size}, hidden))
             if own
-            else _logits(target),
+            else logits_of(target),
         )
 
     def write_kv(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> None:
@@ -171,10 +171,6 @@ class MtpLayer:
         stream = self.project(self.inputs(token_ids, hidden))
         _, normed = self.norm.add(*self.block(stream, self.input_norm(stream), attend))
         return normed, normed
-
-
-def _logits(target: Target) -> Map:
-    return lambda hidden: target.logits(hidden)  # looked up when it drafts: an outline of a target has none
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from specgen.models.layers import Chosen
 from specgen.models.llama import Vocabulary
 from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.rotary import rope_of
-from specgen.ops import MostLikely, Ops, Rope
+from specgen.ops import Map, MostLikely, Ops, Rope
 
 
 class Target(Protocol):
@@ -97,3 +97,8 @@ class Head(ABC):
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits over the draft vocabulary [n, Vd], in the model's dtype, of hidden states [n, H]."""
+
+
+def logits_of(target: Target) -> Map:
+    """The output layer of ``target``, for heads without their own; found as they draft, as an outline has none."""
+    return lambda hidden: target.logits(hidden)
