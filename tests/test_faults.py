@@ -306,9 +306,9 @@ class FaultFree:
     @cached_property
     def places(self) -> dict[str, list[tuple[int, int]]]:
         """The operations of the first run as ``Launches`` has them."""
-        launches = Launches()
+        launches, engine = Launches(), self.setting.engine()  # which on a GPU takes steps of its own
         with in_steps(launches):
-            run(self.setting.engine(), self.setting, Run())
+            run(engine, self.setting, Run())
         return launches.places
 
 

@@ -478,13 +478,14 @@ def step_rows(batch: int, time: StepTime, works: Mapping[str, Work], device: Dev
 KINDS = ("GEMM", "attention", "other")
 _ATTENTION = re.compile(
     r"mha|xqa|mla|attention|(decode|prefill)with|hopper_decode|latent_plan|merge_?states|fmha|flash"
+    r"|^_(recur|keep|convolve|chunk)_kernel"  # of Gated DeltaNet
 )
 _GEMM = re.compile(
     r"gemm|gemv|nvjet|splitk|skinny|hopper_linear|^linear_kernel|xmma|cutlass|^_fp8|^_gate_up|^_down"
 )
 _BY_KIND = Table(
     title="By kind of kernel",
-    note="GEMMs read the weights and attention the KV cache: the least that takes; kinds are recognised by name",
+    note="GEMMs read the weights, attention the KV cache and states: the least that takes; kinds are recognised by name",
     columns=(
         Column(name="batch"),
         Column(name="part"),
