@@ -32,7 +32,7 @@ from specgen.experiments.throughput import table
 from specgen.experiments.turns import repeat_of
 from specgen.kv.layout import Layout
 from specgen.models.expert_counts import ExpertSize, num_touched
-from specgen.models.layers import Mixture
+from specgen.models.mlp import Mixture
 from specgen.models.model_config import Seen
 from specgen.record.record_rows import EngineRow, PassRow, Touched
 from specgen.report.report import Report

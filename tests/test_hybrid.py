@@ -19,7 +19,7 @@ from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.config import UserError
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
-from specgen.models import layers, mtp
+from specgen.models import layers, mlp, mtp
 from specgen.models.families import FAMILIES
 from specgen.models.llama import Llama
 from specgen.models.model_config import DeltaConfig, TargetConfig
@@ -419,8 +419,8 @@ def _gate_before_norm(plant: pytest.MonkeyPatch) -> None:
 
 
 def _shared_expert_in_full(plant: pytest.MonkeyPatch) -> None:
-    real = layers.Mixture.__call__
-    plant.setattr(layers.Mixture, "__call__", lambda self, *args: real(replace(self, gate=None), *args))
+    real = mlp.Mixture.__call__
+    plant.setattr(mlp.Mixture, "__call__", lambda self, *args: real(replace(self, gate=None), *args))
 
 
 def _all_rotated(plant: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from specgen.engine.choices import choose_attention, resolve
 from specgen.engine.loading import open_checkpoints
 from specgen.engine.memory_plan import memory_plans
 from specgen.kv.layout import HostLens, Layout
-from specgen.models import layers
+from specgen.models import layers, mlp
 from specgen.models.families import family_of
 from specgen.models.model_config import LatentConfig, SigmoidWeights, TargetConfig
 from specgen.ops.experts import SigmoidRouting
@@ -155,15 +155,13 @@ def test_routers_keep_their_precision_in_half_precision(
 ) -> None:
     """Rounded, a bias or logits would choose other experts."""
     routings, real = list[SigmoidRouting](), SigmoidRouting
-    monkeypatch.setattr(
-        layers, "SigmoidRouting", lambda **given: routings.append(real(**given)) or routings[-1]
-    )
+    monkeypatch.setattr(mlp, "SigmoidRouting", lambda **given: routings.append(real(**given)) or routings[-1])
     write_latent(tmp_path)
     checkpoint = open_checkpoint(str(tmp_path))
     model = load_target(checkpoint, torch.bfloat16, torch.device("cpu"))
     stored = checkpoint.read("model.layers.1.mlp.gate.e_score_correction_bias")
     assert torch.equal(routings[0].bias, stored)
-    mixture = next(block.mlp for block in model.blocks if isinstance(block.mlp, layers.Mixture))
+    mixture = next(block.mlp for block in model.blocks if isinstance(block.mlp, mlp.Mixture))
     assert mixture.router(torch.ones(1, 64, dtype=torch.bfloat16)).dtype == torch.float32
 
 

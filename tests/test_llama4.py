@@ -21,8 +21,8 @@ from specgen.experiments.bound import KVBytes
 from specgen.kv.layout import Layout
 from specgen.models import layers, llama4
 from specgen.models.families import FAMILIES
-from specgen.models.layers import Mixture
 from specgen.models.llama import Llama
+from specgen.models.mlp import Mixture
 from specgen.ops.experts import choice
 from tests.dense import DenseAttend
 from tests.marks import mostly_slow

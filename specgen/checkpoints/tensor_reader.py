@@ -17,7 +17,7 @@ from specgen.checkpoints.weight_files import TensorInfo, read_tensor, read_tenso
 from specgen.config import UserError, require, shown
 from specgen.device import SINGLE_RANK, Ranks
 from specgen.models.fp8_config import Fp8Config
-from specgen.models.layers import Arrange
+from specgen.models.loader import Arrange
 from specgen.ops.weight import GROUP, Weight
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")

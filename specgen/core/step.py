@@ -34,7 +34,7 @@ from specgen.device import on_device
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
 from specgen.models.expert_counts import ExpertSize, num_touched
-from specgen.models.layers import Chosen
+from specgen.models.mlp import Chosen
 from specgen.models.protocols import Target
 
 _SCORED_TOGETHER = 256  # rows: a float32 row of 128k logits takes half a MiB

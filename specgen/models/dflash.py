@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from specgen.attention import Attend
 from specgen.config import require, shown
 from specgen.models.config_fields import Raw, architectures, count, flag, items, number, section
-from specgen.models.layers import Attention, Block, Loader, Projection, load_norm
+from specgen.models.layers import Attention, Block, Projection, load_norm
+from specgen.models.loader import Loader
 from specgen.models.model_config import (
     HeadConfig,
     LayerConfig,

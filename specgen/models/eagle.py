@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from specgen.attention import Attend
 from specgen.config import UserError, require, shown
 from specgen.models.config_fields import Raw, architectures, count, flag, section
-from specgen.models.layers import HeadLayers, Loader, load_norm
+from specgen.models.layers import HeadLayers, load_norm
+from specgen.models.loader import Loader
 from specgen.models.model_config import (
     HeadConfig,
     dtype_name,

@@ -22,7 +22,7 @@ from specgen.models.config_fields import Raw, architectures
 from specgen.models.config_keys import DFLASH, HEADS, Keys, known_keys, unread_keys
 from specgen.models.dflash import DFlashConfig, DFlashHead
 from specgen.models.eagle import Eagle1Config, Eagle1Head, Eagle3Config, Eagle3Head
-from specgen.models.layers import Loader
+from specgen.models.loader import Loader
 from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.mtp import MtpConfig, MtpHead
 from specgen.models.protocols import Head, Target

@@ -10,7 +10,9 @@ from torch.nn import functional as F
 from specgen.attention import Attend
 from specgen.config import require
 from specgen.device import Ranks
-from specgen.models.layers import Block, Chosen, Loader, load_norm
+from specgen.models.layers import Block, load_norm
+from specgen.models.loader import Loader
+from specgen.models.mlp import Chosen
 from specgen.models.model_config import TargetConfig
 from specgen.models.rotary import rope_of
 from specgen.ops import Largest, Map, Norm, Ops, Rope

@@ -19,8 +19,10 @@ from specgen.config import require, shown
 from specgen.models.config_fields import Raw, architectures, count, flag, items, number
 from specgen.models.config_keys import LLAMA4_HEADS, known_keys
 from specgen.models.eagle import is_eagle3
-from specgen.models.layers import Attention, Block, HeadLayers, Loader, Mixture, Projection, load_norm
+from specgen.models.layers import Attention, Block, HeadLayers, Projection, load_norm
 from specgen.models.llama import Llama
+from specgen.models.loader import Loader
+from specgen.models.mlp import Mixture
 from specgen.models.model_config import (
     HeadConfig,
     LayerConfig,

@@ -10,7 +10,8 @@ from specgen.attention import Attend
 from specgen.config import require
 from specgen.models import llama
 from specgen.models.config_fields import Raw
-from specgen.models.layers import Block, GatedDelta, Loader, load_norm, norm_weight
+from specgen.models.layers import Block, GatedDelta, load_norm, norm_weight
+from specgen.models.loader import Loader
 from specgen.models.model_config import HeadConfig, LayerConfig, TargetConfig
 from specgen.models.protocols import Head, Target, logits_of
 from specgen.ops import Map, Norm, Ops, Pair

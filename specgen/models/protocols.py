@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from specgen.attention import Attend
-from specgen.models.layers import Chosen
 from specgen.models.llama import Vocabulary
+from specgen.models.mlp import Chosen
 from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.rotary import rope_of
 from specgen.ops import Map, MostLikely, Ops, Rope
