@@ -1,5 +1,6 @@
 """Gated DeltaNet over a pass: what any row reads is that of a recurrence, row by row, over the accepted rows alone."""
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -54,11 +55,11 @@ def layer_here() -> DeltaLayer:
     return layer_on(torch.get_default_device())
 
 
-def new_cache(num_slots: int = 4) -> StateCache:
+def new_cache(num_slots: int = 4, most: int = MOST) -> StateCache:
     cache = StateCache(
-        spec=SPEC, num_slots=num_slots, step_rows=MOST, dtype=torch.float32, device=torch.get_default_device()
+        spec=SPEC, num_slots=num_slots, step_rows=most, dtype=torch.float32, device=torch.get_default_device()
     )
-    for tensor in (cache.states, cache.rows):  # what an earlier sequence left
+    for tensor in (cache.states, cache.rows, cache.errors):  # what an earlier sequence left
         tensor.fill_(float("nan"))
     cache.positions.fill_(3)
     return cache
@@ -107,9 +108,11 @@ def fresh(slot: int) -> Text:
     return Text(slot=slot, rows=torch.empty(0, SPEC.row_width))
 
 
-def prefill(cache: StateCache, texts: Sequence[Text], lens: Sequence[int]) -> None:
-    """A pass over so many new rows of each text, which is checked."""
-    new = [torch.randn(n, SPEC.row_width) for n in lens]
+def prefill(
+    cache: StateCache, texts: Sequence[Text], lens: Sequence[int], new: Sequence[Tensor] | None = None
+) -> None:
+    """A pass over so many ``new`` rows of each text, or drawn ones, which is checked."""
+    new = new or [torch.randn(n, SPEC.row_width) for n in lens]
     tables = torch.zeros(len(texts), 1, dtype=torch.int32)
     layout = Layout.ragged(tables, [each.length for each in texts], lens, 16, [each.slot for each in texts])
     found = recur(cache, layout, layer_here(), *inputs(new)).split(list(lens))
@@ -119,7 +122,12 @@ def prefill(cache: StateCache, texts: Sequence[Text], lens: Sequence[int]) -> No
 
 
 def decode(
-    cache: StateCache, texts: Sequence[Text], num_rows: int, accepted: Sequence[int], lens: Sequence[int] = ()
+    cache: StateCache,
+    texts: Sequence[Text],
+    num_rows: int,
+    accepted: Sequence[int],
+    lens: Sequence[int] = (),
+    new: Sequence[Tensor] | None = None,
 ) -> None:
     """A pass of ``num_rows`` rows a text, or ``lens``, of which the first ``accepted`` stay; all rows are checked."""
     tables = torch.zeros(len(texts), 1, dtype=torch.int32)
@@ -130,7 +138,7 @@ def decode(
         layout = replace(
             layout, uniform_q=None, ragged_lens=torch.tensor(lens), num_rows=sum(lens), full=True
         )
-    new = [torch.randn(n, SPEC.row_width) for n in lens or [num_rows] * len(texts)]
+    new = new or [torch.randn(n, SPEC.row_width) for n in lens or [num_rows] * len(texts)]
     found = recur(cache, layout, layer_here(), *inputs(new)).split([len(rows) for rows in new])
     for text, rows, out, kept in zip(texts, new, found, accepted, strict=True):
         if text.slot:  # the others are padding
@@ -151,6 +159,22 @@ def test_rows_read_the_state_of_accepted_rows_alone() -> None:
     decode(cache, [second, first], 3, [3, 3], lens=[3, 1])
     decode(cache, [second, first], 5, [2, 1], lens=[4, 2])
     decode(cache, [second, first], 2, [1, 1])
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 17])
+def test_any_rows_are_taken_in_by_the_pass_behind_them(most: int) -> None:
+    """Texts in slots of any order, each of which accepts another number of rows; one ends, and its slot is reused."""
+    cache, texts, drawn = new_cache(6, most), [fresh(slot) for slot in (4, 1, 5)], random.Random(most)
+    prefill(cache, texts, [2, 1, 4])
+    for turn in range(6):
+        drawn.shuffle(texts)
+        num_rows = drawn.randint(1, most)
+        decode(cache, texts, num_rows, [drawn.randint(1, num_rows) for _ in texts])
+        if turn == 2:
+            texts[0] = fresh(texts[0].slot)
+            prefill(cache, texts[:1], [3])
+    decode(cache, texts, most, [most] * 3)
+    decode(cache, texts, most, [1] * 3)
 
 
 def test_padding_rows_change_no_sequence() -> None:
@@ -181,12 +205,28 @@ def test_the_state_is_that_of_decoding_one_by_one() -> None:
         assert int(cache.positions[INDEX, 1]) == taken
 
 
+def test_a_state_does_not_depend_on_the_pass_that_took_a_row() -> None:
+    """On a GPU bit for bit: what a row wrote is kept."""
+    cache, (one, several) = new_cache(), (fresh(1), fresh(2))
+    rows = torch.randn(20, SPEC.row_width)
+    for text, lens in ((one, [1] * 14), (several, [4, 1, 5, 3, 1])):
+        prefill(cache, [text], [6], [rows[:6]])
+        for num_rows in lens:
+            new = rows[text.length : text.length + num_rows]
+            decode(cache, [text], num_rows, [num_rows], new=[new])
+    assert one.length == several.length
+    exact = {"rtol": 0, "atol": 0} if cache.states.is_cuda else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(cache.states[INDEX, 1], cache.states[INDEX, 2], **exact)
+
+
 def test_other_layers_are_left_alone() -> None:
     cache, text = new_cache(), fresh(1)
     prefill(cache, [text], [5])
     decode(cache, [text], 4, [3])
     assert cache.states[0].isnan().all()
     assert cache.states[INDEX, 2:].isnan().all()
+    assert cache.errors[0].isnan().all()
+    assert cache.errors[INDEX, 2:].isnan().all()
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
@@ -195,4 +235,5 @@ def test_rejected_rows_may_hold_anything(value: float) -> None:
     prefill(cache, [text], [9])
     decode(cache, [text], 5, [2])
     cache.rows[INDEX, 1, SPEC.num_taps - 1 + 2 :] = value
+    cache.errors[INDEX, 1, 2:] = value
     decode(cache, [text], 5, [1])

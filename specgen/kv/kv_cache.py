@@ -50,7 +50,8 @@ class StateSpec:
     def bytes_per_sequence(self, step_rows: int, bytes_per_value: int) -> int:
         """Bytes that a sequence takes whose decode passes have ``step_rows`` rows."""
         rows = self.kept_rows(step_rows) * self.row_width * bytes_per_value
-        return self.num_bytes + self.num_layers * (rows + 8)
+        errors = step_rows * self.num_heads * self.value_dim * 4
+        return self.num_bytes + self.num_layers * (rows + errors + 8)
 
 
 class StateCache:
@@ -58,7 +59,8 @@ class StateCache:
 
     Like KV, a state is never rewound. It is that behind the positions before ``positions``; the inputs of the rows of
     the last decode pass are kept behind it, and the next pass first takes in as many of them as its start says were
-    accepted. So it holds no row that was rejected, and takes no more memory for drafts than their inputs.
+    accepted. So it holds no row that was rejected. On a GPU what each of them wrote at its key is kept too, so that
+    taking it in is no second computation of it.
     """
 
     def __init__(
@@ -70,6 +72,9 @@ class StateCache:
         self.rows = torch.zeros(
             *slots, spec.kept_rows(step_rows), spec.row_width, dtype=dtype, device=device
         )  # the convolution's look-back, and behind it the last decode pass
+        self.errors = torch.zeros(
+            *slots, step_rows, spec.num_heads, spec.value_dim, device=device
+        )  # float32: beta (v - S' k) of the rows of the last decode pass
         self.positions = torch.zeros(slots, dtype=torch.int64, device=device)  # that the state has taken in
 
 

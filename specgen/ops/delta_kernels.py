@@ -74,31 +74,63 @@ def _gates(a: tl.tensor, b: tl.tensor, there: tl.tensor) -> tuple[tl.tensor, tl.
 
 
 @triton.jit
-def _updated(
-    state: tl.tensor,
-    row: tl.tensor,
-    one: tl.tensor,
-    two: tl.tensor,
-    three: tl.tensor,
-    weights: tl.tensor,
-    gates: tl.tensor,
-    rates: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor]:
-    """The state [keys, values] behind a ``row`` that follows three others, and what the row reads there [values]."""
-    a, b = gates
+def _unit(x: tl.tensor) -> tl.tensor:
+    return x * tl.rsqrt(tl.sum(x * x) + 1e-6)
+
+
+@triton.jit
+def _decay(a: tl.tensor, rates: tl.tensor) -> tl.tensor:
+    """What is left of a state in front of a row."""
     rate, bias = rates
-    q = _tap(row[0], one[0], two[0], three[0], weights[0])
-    k = _tap(row[1], one[1], two[1], three[1], weights[1])
-    v = _tap(row[2], one[2], two[2], three[2], weights[2])
     raised = a.to(tl.float32) + bias
     soft = tl.where(raised > 20, raised, tl.log(1 + tl.exp(tl.minimum(raised, 20))))
-    beta = 1 / (1 + tl.exp(-b.to(tl.float32)))
-    q *= tl.rsqrt(tl.sum(q * q) + 1e-6)
-    k *= tl.rsqrt(tl.sum(k * k) + 1e-6)
-    state *= tl.exp(-rate * soft)
-    error = (v - tl.sum(state * k[:, None], 0)) * beta
-    state += k[:, None] * error[None, :]
-    return state, tl.sum(state * q[:, None], 0)
+    return tl.exp(-rate * soft)
+
+
+@triton.jit
+def _written(state: tl.tensor, k: tl.tensor, error: tl.tensor) -> tl.tensor:
+    """A decayed state [keys, values] behind a row: rounded once, so a replay is the update of the row bit for bit."""
+    return tl.fma(k[:, None], error[None, :], state)
+
+
+@triton.jit
+def _replayed(
+    state: tl.tensor,
+    back: tl.tensor,
+    k_at: tl.tensor,
+    gate: int,
+    row_width: int,
+    weights: tl.tensor,
+    rates: tl.tensor,
+    error_at: tl.tensor,
+    num_taken: tl.tensor,
+    STRIDE: tl.constexpr,  # noqa: N803  from a row's errors to the next one's
+) -> tl.tensor:
+    """The state behind the first ``num_taken`` rows of the last decode pass, which kept what they wrote."""
+    there = num_taken > 0
+    one, two = tl.load(back + k_at, there, 0), tl.load(back + row_width + k_at, there, 0)
+    back += 2 * row_width
+    three = tl.load(back + k_at, there, 0)
+    back += row_width
+    next_row, next_a, next_error = (
+        tl.load(back + k_at, there, 0),
+        tl.load(back + gate, there, 0),
+        tl.load(error_at, there, 0),
+    )
+    for index in range(num_taken):
+        current, a, error = next_row, next_a, next_error
+        back += row_width
+        error_at += STRIDE
+        there = index + 1 < num_taken
+        next_row, next_a, next_error = (
+            tl.load(back + k_at, there, 0),
+            tl.load(back + gate, there, 0),
+            tl.load(error_at, there, 0),
+        )
+        k = _unit(_tap(current, one, two, three, weights))
+        state = _written(state * _decay(a, rates), k, error)
+        one, two, three = two, three, current
+    return state
 
 
 @triton.jit
@@ -109,6 +141,7 @@ def _recur_kernel(
     mixed_stride: int,
     gate_stride: int,
     states: tl.tensor,
+    errors: tl.tensor,
     kept: tl.tensor,
     positions: tl.tensor,
     slots: tl.tensor,
@@ -135,38 +168,39 @@ def _recur_kernel(
     sequence, head = (tl.program_id(0) // VALUE_HEADS).to(tl.int64), tl.program_id(0) % VALUE_HEADS
     key, value = tl.arange(0, KEY_DIM), tl.program_id(1) * VALUES + tl.arange(0, VALUES)
     q_at = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key
-    v_at = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value
-    places = q_at, KEY_HEADS * KEY_DIM + q_at, v_at
-    weights = _weights(conv, places[0]), _weights(conv, places[1]), _weights(conv, places[2])
+    k_at, v_at = KEY_HEADS * KEY_DIM + q_at, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value
+    places = q_at, k_at, v_at
+    weights = _weights(conv, q_at), _weights(conv, k_at), _weights(conv, v_at)
     rates = tl.exp(tl.load(log_rate + head)), tl.load(rate_bias + head)
     gdc_wait()
     slot, goes_on = tl.load(slots + sequence), tl.load(starts + sequence) > 0
     first, num_rows = tl.load(first_rows + sequence), tl.load(lens + sequence).to(tl.int32)
     at = states + ((slot * VALUE_HEADS + head) * KEY_DIM + key[:, None]) * VALUE_DIM + value[None, :]
     state = tl.where(goes_on, tl.load(at), 0.0)
-    back = kept + slot * (most + 3) * row_width
-    one, two = _row(back, places, goes_on), _row(back + row_width, places, goes_on)
-    back += 2 * row_width
-    three = _row(back, places, goes_on)
-    row, gate = mixed + first * mixed_stride, first * gate_stride + head
-    first_row = _row(row, places, num_rows > 0)
-    first_gates = _gates(a + gate, b + gate, num_rows > 0)
     num_taken = _num_taken(starts, positions, sequence, slot, most)
     tl.store(taken + sequence, num_taken, (head == 0) & (tl.program_id(1) == 0))
-    back += row_width
-    of_back = back + num_channels + head
-    next_row = _row(back, places, num_taken > 0)
-    next_gates = _gates(of_back, of_back + VALUE_HEADS, num_taken > 0)
-    for index in range(num_taken):
-        accepted, gates = next_row, next_gates
-        back += row_width
-        of_back += row_width
-        next_row = _row(back, places, index + 1 < num_taken)
-        next_gates = _gates(of_back, of_back + VALUE_HEADS, index + 1 < num_taken)
-        state, _ = _updated(state, accepted, one, two, three, weights, gates, rates)
-        one, two, three = two, three, accepted
+    back = kept + slot * (most + 3) * row_width
+    error_at = errors + (slot * most * VALUE_HEADS + head) * VALUE_DIM + value
+    state = _replayed(
+        state,
+        back,
+        k_at,
+        num_channels + head,
+        row_width,
+        weights[1],
+        rates,
+        error_at,
+        num_taken,
+        VALUE_HEADS * VALUE_DIM,
+    )
     tl.store(at, state)
-    next_row, next_gates = first_row, first_gates
+    tl.debug_barrier()  # all have read what rows wrote before any writes
+    back += num_taken * row_width
+    one, two = _row(back, places, goes_on), _row(back + row_width, places, goes_on)
+    three = _row(back + 2 * row_width, places, goes_on)
+    row, gate = mixed + first * mixed_stride, first * gate_stride + head
+    next_row = _row(row, places, num_rows > 0)
+    next_gates = _gates(a + gate, b + gate, num_rows > 0)
     to = out + (first * VALUE_HEADS + head) * VALUE_DIM + value
     for index in range(num_rows):
         current, gates = next_row, next_gates
@@ -174,10 +208,17 @@ def _recur_kernel(
         gate += gate_stride
         next_row = _row(row, places, index + 1 < num_rows)
         next_gates = _gates(a + gate, b + gate, index + 1 < num_rows)
-        state, read = _updated(state, current, one, two, three, weights, gates, rates)
+        q = _unit(_tap(current[0], one[0], two[0], three[0], weights[0]))
+        k = _unit(_tap(current[1], one[1], two[1], three[1], weights[1]))
+        v = _tap(current[2], one[2], two[2], three[2], weights[2])
+        state *= _decay(gates[0], rates)
+        error = (v - tl.sum(state * k[:, None], 0)) / (1 + tl.exp(-gates[1].to(tl.float32)))
+        state = _written(state, k, error)
         one, two, three = two, three, current
-        tl.store(to, (read * scale).to(out.dtype.element_ty))
+        tl.store(to, (tl.sum(state * q[:, None], 0) * scale).to(out.dtype.element_ty))
+        tl.store(error_at, error)
         to += VALUE_HEADS * VALUE_DIM
+        error_at += VALUE_HEADS * VALUE_DIM
 
 
 @triton.jit
@@ -405,7 +446,15 @@ def recur(
     sizes = len(weights[0]), kept.shape[2], kept.shape[1] - TAPS + 1
     if ends is None:
         taken = torch.empty(len(slots), dtype=torch.int32, device=mixed.device)
-        _decode(states, (kept, positions, *places), weights, inputs, (out, taken), sizes, heads)
+        _decode(
+            states,
+            (cache.errors[index], kept, positions, *places),
+            weights,
+            inputs,
+            (out, taken),
+            sizes,
+            heads,
+        )
     else:
         taken = slots  # of no use
         _prefill(states, (kept, *places), weights, inputs, out, sizes, heads, longest)
@@ -423,7 +472,7 @@ def recur(
 
 def _decode(
     states: Tensor,
-    memory: tuple[Tensor, ...],  # what is kept, positions, and the places of the sequences
+    memory: tuple[Tensor, ...],  # errors, what is kept, positions, and the places of the sequences
     weights: tuple[Tensor, Tensor, Tensor],
     inputs: tuple[Tensor, Tensor, Tensor],
     outputs: tuple[Tensor, Tensor],  # what rows read, and how many kept rows of each sequence were accepted
