@@ -413,7 +413,8 @@ def experts(
         None,
         "Table",
         "Experts of qwen3-30b-a3b, qwen3-30b-a3b-fp8 (by block), qwen3-30b-a3b-fp8-dynamic (by channel), "
-        "glm-4.7-flash-fp8 (by block), gpt-oss-20b (MXFP4), gpt-oss-20b-bf16, or small; comma-separated.",
+        "glm-4.7-flash-fp8 and qwen3.6-35b-a3b-fp8 (by block), llama-4-scout, gpt-oss-20b (MXFP4), gpt-oss-20b-bf16, "
+        "or small; comma-separated.",
         shown="qwen3-30b-a3b, qwen3-30b-a3b-fp8 and both of gpt-oss-20b; on a CPU small",
     ),
     rows: str | None = option(

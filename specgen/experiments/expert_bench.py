@@ -138,6 +138,10 @@ SHAPES = {
     "glm-4.7-flash-fp8": ExpertShape(
         num_experts=64, hidden=2048, inner=1536, k=4, gating=Gating(), fp8="group"
     ),
+    "qwen3.6-35b-a3b-fp8": ExpertShape(
+        num_experts=256, hidden=2048, inner=512, k=8, gating=Gating(), fp8="group"
+    ),
+    "llama-4-scout": ExpertShape(num_experts=16, hidden=5120, inner=8192, k=1, gating=Gating()),
     "gpt-oss-20b": ExpertShape(
         num_experts=32, hidden=2880, inner=2880, k=4, gating=_CLAMPED, biases=True, mxfp4=True
     ),
