@@ -485,7 +485,7 @@ _GEMM = re.compile(
 )
 _BY_KIND = Table(
     title="By kind of kernel",
-    note="GEMMs read the weights, attention the KV cache and states: the least that takes; kinds are recognised by name",
+    note="GEMMs read the weights, attention the KV cache and states: the least that takes; kinds by name",
     columns=(
         Column(name="batch"),
         Column(name="part"),
