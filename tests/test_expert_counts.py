@@ -65,7 +65,10 @@ def fake_mixture(mlp: Any, calls: list[Tensor]) -> Mixture:
         return ids, weights
 
     return Mixture(
-        router=lambda x: x[None, :, :EXPERTS], choice=choice, experts=lambda x, ids, weights: mlp(x)[0]
+        router=lambda x: x[None, :, :EXPERTS],
+        choice=choice,
+        num_chosen=CHOSEN,
+        experts=lambda x, ids, weights: mlp(x)[0],
     )
 
 

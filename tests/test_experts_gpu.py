@@ -4,17 +4,24 @@ About four minutes with an empty cache of Triton's.
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
+from specgen.checkpoints.checkpoint import load_target, open_checkpoint
 from specgen.config import UserError
+from specgen.models.llama import Llama
+from specgen.models.mlp import Mixture
 from specgen.ops import bind_ops, fp8
 from specgen.ops.experts import Experts, ExpertsMap, Gating
 from specgen.ops.weight import Weight
 from tests.marks import on_gpu
+from tests.tiny_fp8 import quantize
+from tests.tiny_hybrids import write_hybrid
+from tests.tiny_latents import write_latent
 
 pytestmark = on_gpu()
 CUDA, BF16, FP16 = torch.device("cuda"), torch.bfloat16, torch.float16
@@ -230,6 +237,60 @@ def test_all_rows_may_choose_the_same(worlds: dict[str, World], shape: Shape) ->
     for rows in (5, 16, 17, 100, 700):
         inputs = world.rows(rows, among=shape.k)
         check(experts(*inputs), world.reference(*inputs), shape)
+
+
+@pytest.mark.parametrize(
+    "shape", [shape for shape in SMALL + LARGE if not shape.mxfp4 and shape.k > 1], ids=str
+)
+def test_all_rows_may_choose_the_last_as_well(worlds: dict[str, World], shape: Shape) -> None:
+    """As they do a shared expert, behind those that each has chosen."""
+    world = world_of(worlds, shape)
+    experts, last = world.loaded(), shape.num_experts - 1
+    for rows in ROWS:
+        x, ids, weights = world.rows(rows, among=last)
+        inputs = (
+            x,
+            torch.cat((ids, torch.full_like(ids[:, :1], last)), 1),
+            torch.cat((weights, weights[:, :1]), 1),
+        )
+        check(experts(*inputs), world.reference(*inputs), shape)
+
+
+@pytest.mark.parametrize("form", [None, "block", "dynamic", "modelopt"])
+@pytest.mark.parametrize("family", ["hybrid", "glm"])
+def test_mixtures_with_a_shared_expert_are_those_of_torch(
+    tmp_path: Path, family: str, form: str | None
+) -> None:
+    """In bfloat16; of the same experts, as logits that round otherwise may choose others."""
+    sizes = {"hidden_size": 1024, "moe_intermediate_size": 128, "std": 0.04}
+    if family == "glm":
+        write_latent(tmp_path, num_hidden_layers=2, **sizes)
+    else:
+        widths = {"num_hidden_layers": 2, "layer_types": None, "full_attention_interval": 2}
+        write_hybrid(tmp_path, "Qwen3NextForCausalLM", shared_expert_intermediate_size=128, **sizes, **widths)
+    if form is not None:
+        quantize(tmp_path, form)
+    mine, right = (mixture_of(tmp_path, device) for device in (CUDA, torch.device("cpu")))
+    assert mine.beside is right.beside is None
+    torch.manual_seed(0)
+    for rows in (1, 5, 16, 17, 70, 400):
+        x = torch.randn(rows, 1024).bfloat16()
+        ids, weights = right.choice(right.router(x))
+        found = mine.choice(mine.router(x.cuda()))
+        assert torch.equal(found[0][:, mine.num_chosen :].cpu(), ids[:, mine.num_chosen :])
+        shared = (each[:, mine.num_chosen :].float().cpu() for each in (found[1], weights))
+        torch.testing.assert_close(*shared, atol=0.01, rtol=0.02)
+        got = mine.experts(x.cuda(), ids.cuda(), weights.bfloat16().cuda()).float().sum(0).cpu()
+        expected = right.experts(x, ids, weights.bfloat16()).float().sum(0)
+        apart = (got - expected).norm(dim=1) / expected.norm(dim=1)
+        assert apart.median() < 0.02
+        assert apart.max() < (0.03 if form is None else 0.1)
+
+
+def mixture_of(path: Path, device: torch.device) -> Mixture:
+    model = load_target(open_checkpoint(str(path)), BF16, device)
+    assert isinstance(model, Llama)
+    return next(block.mlp for block in model.blocks if isinstance(block.mlp, Mixture))
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SMALL if not shape.mxfp4], ids=str)

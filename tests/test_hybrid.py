@@ -108,13 +108,21 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3_5ForCausalLM",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
     ),
+    "shared-beside": ("Qwen3NextForCausalLM", {"shared_expert_intermediate_size": 24}),
+    "two-shared": (MIXTURE, {"shared_expert_intermediate_size": 64}),
     "no-recurrence": ("Qwen3NextForCausalLM", {"layer_types": ["full_attention"] * 4}),
 }
 
 
 @pytest.mark.parametrize(
     "name",
-    mostly_slow(TARGETS, "Qwen3_5ForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+    mostly_slow(
+        TARGETS,
+        "Qwen3_5ForCausalLM",
+        "Qwen3NextForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration",
+        "shared-beside",
+    ),
 )
 def test_logits_equal_transformers_whole_in_pieces_and_row_by_row(tmp_path: Path, name: str) -> None:
     architecture, changes = TARGETS[name]
@@ -255,7 +263,7 @@ def test_inspect_says_what_was_understood(tmp_path: Path) -> None:
     text = " ".join(describe(str(tmp_path), "mtp").to_text().split())
     for fact in (
         "family Qwen3_5MoeForConditionalGeneration, q and k normed",
-        "experts 6 in all layers, 32 wide; beside one for all tokens, 24 wide and gated",
+        "experts 6 in all layers, 32 wide; beside one for all tokens, 32 wide and gated",
         "attention 4 heads, 2 KV heads, 16 wide each, outputs gated",
         "recurrence 3 of 4 layers keep a state in place of keys and values: 4 heads of 24 x 16, 2 key heads, behind a "
         "convolution over 4 positions",
@@ -419,8 +427,8 @@ def _gate_before_norm(plant: pytest.MonkeyPatch) -> None:
 
 
 def _shared_expert_in_full(plant: pytest.MonkeyPatch) -> None:
-    real = mlp.Mixture.__call__
-    plant.setattr(mlp.Mixture, "__call__", lambda self, *args: real(replace(self, gate=None), *args))
+    real = mlp.Routing
+    plant.setattr(mlp, "Routing", lambda **given: real(**given | {"gated": False}))
 
 
 def _all_rotated(plant: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ from tests.engines import engine_config
 from tests.timed_engines import write_tiny
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_fp8 import quantize
+from tests.tiny_hybrids import write_hybrid
 from tests.tiny_llama4 import write_eagle_llama4, write_llama4
 
 H100 = Gpu(major=9, num_sms=132)
@@ -534,6 +535,25 @@ def test_gemms_of_block_fp8_are_compiled_by_shape_for_passes_of_many_rows(
         [] if not compiled else ["384 x 256", "512 x 384", "768 x 384", "384 x 384"]
     )
     assert found(replace(config, dtype="float16")) == []
+
+
+@pytest.mark.parametrize(("width", "compiled"), [(128, []), (256, ["512 x 384", "384 x 256"])])
+def test_a_shared_expert_is_compiled_for_where_it_runs_beside_the_others(
+    tmp_path: Path, width: int, compiled: list[str]
+) -> None:
+    sizes = {"hidden_size": 384, "moe_intermediate_size": 128, "shared_expert_intermediate_size": width}
+    write_hybrid(
+        tmp_path, "Qwen3_5MoeForCausalLM", num_hidden_layers=1, layer_types=["full_attention"], **sizes
+    )
+    quantize(tmp_path, "block")
+    config = EngineConfig(model=str(tmp_path), drafter=None, num_spec_tokens=0, dtype="bfloat16")
+    found = [
+        each.what.removeprefix("block FP8 GEMMs of ")
+        for each in gemm_modules(config, open_checkpoints(config))
+    ]
+    assert [
+        each for each in found if each in ("256 x 384", "384 x 128", "512 x 384", "384 x 256")
+    ] == compiled
 
 
 def test_a_cpu_needs_nothing_compiled() -> None:

@@ -219,7 +219,10 @@ def test_gemms_of_each_head(heads: int, nope: int, value: int, rows: int, dtype:
     ("experts", "groups", "best", "chosen"), [(64, 1, 1, 4), (256, 8, 4, 8), (40, 1, 1, 5), (48, 3, 2, 4)]
 )
 @pytest.mark.parametrize("normalized", [True, False])
-def test_routers_of_sigmoids(experts: int, groups: int, best: int, chosen: int, normalized: bool) -> None:
+@pytest.mark.parametrize("shared", [0, 1, 2])
+def test_routers_of_sigmoids(
+    experts: int, groups: int, best: int, chosen: int, normalized: bool, shared: int
+) -> None:
     routing = SigmoidRouting(
         num_chosen=chosen,
         bias=torch.randn(experts, device=CUDA) * 0.3,
@@ -227,6 +230,7 @@ def test_routers_of_sigmoids(experts: int, groups: int, best: int, chosen: int, 
         num_chosen_groups=best,
         normalized=normalized,
         scale=1.8,
+        num_shared=shared,
     )
     mine, plain = (ops.sigmoid_choice(routing) for ops in (bind_ops(CUDA, BF16), torch_ops()))
     for parts, rows in product((1, 8), (0, 1, 5, 640)):
@@ -235,7 +239,8 @@ def test_routers_of_sigmoids(experts: int, groups: int, best: int, chosen: int, 
         assert torch.equal(ids, expected_ids)
         torch.testing.assert_close(weights.float(), expected, rtol=0.004, atol=1e-6)  # rounded once
     ids, _ = mine(torch.full((1, 3, experts), torch.nan, device=CUDA))
-    assert all(len(set(row)) == chosen and max(row) < experts for row in ids.tolist())
+    assert all(len({*row[:chosen]}) == chosen and max(row[:chosen]) < experts for row in ids.tolist())
+    assert all(row[chosen:] == [*range(experts, experts + shared)] for row in ids.tolist())
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 64, 640, 2048])

@@ -19,11 +19,11 @@ from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.config import UserError
 from specgen.experiments.bound import KVBytes
 from specgen.kv.layout import Layout
-from specgen.models import layers, llama4
+from specgen.models import layers, llama4, mlp
 from specgen.models.families import FAMILIES
 from specgen.models.llama import Llama
 from specgen.models.mlp import Mixture
-from specgen.ops.experts import choice
+from specgen.ops.experts import Routing, choice
 from tests.dense import DenseAttend
 from tests.marks import mostly_slow
 from tests.test_fp8 import PROMPTS, agrees, logits
@@ -121,7 +121,7 @@ def test_the_router_chooses_as_in_transformers_bit_for_bit(dtype: torch.dtype) -
     )
     router.weight.normal_(std=8.0)  # so that scores of some are 1 and equal
     scores, logits = router.to(dtype)(x)
-    ids, weights = choice(1, "sigmoid")(logits[None])
+    ids, weights = choice(Routing(num_experts=8, num_chosen=1, weighing="sigmoid"))(logits[None])
     assert (scores == 1).any()
     assert torch.equal(torch.zeros_like(scores).scatter(1, ids, weights), scores)
 
@@ -189,7 +189,7 @@ def test_fp8_experts_round_weighed_inputs(
 
 
 def _weighed_behind(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(llama4, "weighing_inputs", lambda experts: experts)
+    plant.setattr(mlp, "weighing_inputs", lambda experts: experts)
 
 
 @torch.inference_mode()
@@ -458,7 +458,7 @@ def _hot_keys(plant: pytest.MonkeyPatch) -> None:
 
 def _not_weighed(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(
-        llama4,
+        mlp,
         "weighing_inputs",
         lambda experts: lambda x, ids, weights: experts(x, ids, torch.ones_like(weights)),
     )
@@ -466,14 +466,14 @@ def _not_weighed(plant: pytest.MonkeyPatch) -> None:
 
 def _weighed_twice(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(
-        llama4, "weighing_inputs", lambda experts: lambda x, ids, weights: experts(x * weights, ids, weights)
+        mlp, "weighing_inputs", lambda experts: lambda x, ids, weights: experts(x * weights, ids, weights)
     )
 
 
 def _shared_weighed(plant: pytest.MonkeyPatch) -> None:
     def call(self: Any, x: Tensor, chosen: Any = None) -> tuple[Tensor, ...]:
         ids, weights = self.choice(self.router(x))
-        return self.experts(x, ids, weights), *self.shared(x * weights)
+        return self.experts(x, ids, weights), *self.beside(x * weights, weights)
 
     plant.setattr(Mixture, "__call__", call)
 

@@ -15,7 +15,7 @@ from specgen.config import SamplingParams
 from specgen.core.packing import PromptBlocks
 from specgen.engine.choices import BACKENDS
 from specgen.kv.layout import Layout
-from specgen.ops.experts import choice
+from specgen.ops.experts import Routing, choice
 from tests.engines import Outputs, Pair, generate, load_pair, random_requests
 from tests.marks import on_gpu
 from tests.test_gpu import EXACT, FAST, MODES
@@ -133,8 +133,9 @@ def test_the_sigmoid_of_the_best_logit_is_chosen_as_on_a_cpu(parts: int) -> None
 
     torch.manual_seed(0)
     logits = 4 * torch.randn(parts, 64, 16, device="cuda")
-    ids, weights = fused_choice(torch.bfloat16, 1, "sigmoid")(logits)
+    routing = Routing(num_experts=16, num_chosen=1, weighing="sigmoid")
+    ids, weights = fused_choice(torch.bfloat16, routing)(logits)
     rounded = logits.sum(0).bfloat16()
-    right = choice(1, "sigmoid")(rounded[None].cpu())
+    right = choice(routing)(rounded[None].cpu())
     assert torch.equal(rounded.gather(1, ids)[:, 0], rounded.amax(1))
     torch.testing.assert_close(weights.cpu(), right[1], atol=0, rtol=2**-7)

@@ -22,7 +22,7 @@ from specgen.models.llama import Llama
 from specgen.models.model_config import TargetConfig
 from specgen.models.rotary import RopeConfig, inverse_frequencies
 from specgen.ops import experts as experts_ops
-from specgen.ops.experts import Experts, Gating, from_mxfp4, grouped_experts
+from specgen.ops.experts import Experts, Gating, Routing, from_mxfp4, grouped_experts
 from specgen.ops.reference import torch_ops
 from specgen.ops.weight import Weight
 from tests.dense import DenseAttend
@@ -135,7 +135,9 @@ def test_routers_equal_transformers_bit_for_bit(dtype: torch.dtype, kind: Any) -
         parameter.data.normal_(0.0, 0.3)
     reference, x = reference.to(dtype), torch.randn(200, 64).to(dtype)
     logits, weights, ids = reference(x)
-    got_ids, got_weights = torch_ops().choice(4, kind)(logits[None])
+    got_ids, got_weights = torch_ops().choice(Routing(num_experts=32, num_chosen=4, weighing=kind))(
+        logits[None]
+    )
     assert torch.equal(got_ids, ids)
     assert got_weights.dtype == dtype
     assert torch.equal(got_weights, weights)

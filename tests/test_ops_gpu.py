@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specgen.kv.layout import Layout
 from specgen.ops import Ops, bind_ops
-from specgen.ops.experts import Weighing
+from specgen.ops.experts import Routing, Weighing
 from specgen.ops.reference import torch_ops
 from specgen.ops.weight import Weight
 from tests.marks import on_gpu
@@ -145,19 +145,34 @@ def test_linear(rows: int, shape: tuple[int, int], biased: bool, dtype: torch.dt
 @pytest.mark.parametrize("rows", [0, 1, 5, 300])
 @pytest.mark.parametrize(("num_experts", "k"), [(32, 4), (128, 8), (60, 3), (8, 1)])
 @pytest.mark.parametrize("weighing", get_args(Weighing))
+@pytest.mark.parametrize(("num_shared", "gated"), [(0, False), (1, True), (2, True), (1, False)])
 def test_choice_of_experts(
-    num_experts: int, k: int, rows: int, weighing: Weighing, dtype: torch.dtype
+    num_experts: int,
+    k: int,
+    rows: int,
+    weighing: Weighing,
+    num_shared: int,
+    gated: bool,
+    dtype: torch.dtype,
 ) -> None:
+    """Also where a gate's logit and zeros are behind those of the experts, the zeros better than most."""
+    routing = Routing(
+        num_experts=num_experts, num_chosen=k, weighing=weighing, num_shared=num_shared, gated=gated
+    )
     # distinct and exact in every dtype, so that no choice hangs on how a tie is broken
     logits = (
         torch.stack([torch.randperm(num_experts, device=CUDA) - 20.0 for _ in range(rows or 1)])[:rows] / 8
     )
-    split = torch.randint(-8, 8, (9, rows, num_experts), device=CUDA).float()
+    if gated:
+        gate = torch.randint(-24, 24, (rows, 1), device=CUDA) / 8
+        logits = torch.cat((logits, gate, torch.zeros(rows, 31, device=CUDA)), 1)
+    split = torch.randint(-8, 8, (9, *logits.shape), device=CUDA).float()
     split[0] += logits - split.sum(0)
-    expected = torch_ops().choice(k, weighing)(logits.to(dtype)[None])
+    expected = torch_ops().choice(routing)(logits.to(dtype)[None])
     for parts in (logits.to(dtype)[None], split):
-        ids, weights = fast(dtype).choice(k, weighing)(parts)
+        ids, weights = fast(dtype).choice(routing)(parts)
         assert torch.equal(ids, expected[0])
+        assert (ids[:, k:] == torch.arange(num_experts, num_experts + num_shared, device=CUDA)).all()
         torch.testing.assert_close(
             weights, expected[1], rtol=0.01 if dtype == torch.bfloat16 else 2e-3, atol=1e-6
         )
@@ -166,7 +181,8 @@ def test_choice_of_experts(
 def test_experts_differ_whatever_the_logits() -> None:
     logits = torch.zeros(4, 32, device=CUDA)
     logits[1], logits[2], logits[3, ::2] = torch.nan, -torch.inf, torch.nan
-    ids, _ = fast(torch.bfloat16).choice(4, "softmax of chosen")(logits.to(torch.bfloat16)[None])
+    routing = Routing(num_experts=32, num_chosen=4, weighing="softmax of chosen")
+    ids, _ = fast(torch.bfloat16).choice(routing)(logits.to(torch.bfloat16)[None])
     assert ids[0].tolist() == [0, 1, 2, 3]  # of equal ones the first
     assert all(len(set(row)) == 4 and set(row) <= set(range(32)) for row in ids.tolist())
 

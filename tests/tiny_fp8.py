@@ -113,7 +113,7 @@ def quantize(
         tensors[f"{layer}.{suffix}"] = scale.bfloat16() if weights == "channel" else _stored(scale, form)
         if inputs == "static":
             largest = 0.2 if "o_proj" in name else 2.5  # some inputs are larger
-            largest *= 1.0 + 0.2 * int(name.partition("experts.")[2].partition(".")[0] or 0)
+            largest *= 1.0 + 0.2 * int(name.partition(".experts.")[2].partition(".")[0] or 0)
             tensors[f"{layer}.input_scale"] = _stored(torch.tensor(largest / 448), form)
     if form.startswith("modelopt"):
         for layer in {name.rsplit("q_proj.", 1)[0] for name in tensors if name.endswith("q_proj.weight")}:

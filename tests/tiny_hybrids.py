@@ -23,7 +23,7 @@ _WIDTHS: dict[str, Any] = {
     "linear_value_head_dim": 24,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
 }
-_EXPERTS = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 24, "num_experts": 6}
+_EXPERTS = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 6}
 _EXPERTS |= {"num_experts_per_tok": 2}
 _VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
 _VISION |= {"num_position_embeddings": 16}

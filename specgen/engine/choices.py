@@ -265,8 +265,9 @@ def _shapes(layers: LayerConfig) -> list[tuple[int, int]]:
     """[outputs, inputs] of the layers' weights, but of experts; of MTP layers all but one are the target's."""
     shapes, hidden = _attention_shapes(layers), layers.hidden_size
     mixtures = [layers.mixture_of(index) for index in range(layers.num_layers)]
-    inner = {layers.intermediate_size if each is None else each.shared_width for each in mixtures}
-    for width in sorted(inner - {0}):
+    dense = {layers.intermediate_size for each in mixtures if each is None}
+    beside = {each.shared_width for each in mixtures if each is not None and each.num_like_experts != 1}
+    for width in sorted((dense | beside) - {0}):
         shapes += [(2 * width, hidden), (hidden, width)]
     return list(dict.fromkeys(shapes))
 

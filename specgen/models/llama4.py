@@ -22,7 +22,6 @@ from specgen.models.eagle import is_eagle3
 from specgen.models.layers import Attention, Block, HeadLayers, Projection, load_norm
 from specgen.models.llama import Llama
 from specgen.models.loader import Loader
-from specgen.models.mlp import Mixture
 from specgen.models.model_config import (
     HeadConfig,
     LayerConfig,
@@ -35,7 +34,6 @@ from specgen.models.model_config import (
 from specgen.models.protocols import Head, Target, logits_of
 from specgen.models.rotary import RopeConfig
 from specgen.ops import Map, Norm, Ops, Rope
-from specgen.ops.experts import weighing_inputs
 from specgen.ops.weight import Weight
 
 _SPELLINGS = {".feed_forward.": ".mlp.", ".shared_expert.": ".shared_experts."}
@@ -261,10 +259,8 @@ def build(config: Llama4Config, load: Loader, ops: Ops) -> Llama:
     rope = ops.rope(torch.zeros(config.head_dim // 2, device=model.device))
 
     def own(block: Block, rotated: bool) -> Block:
-        attention, mlp = block.attention, block.mlp
+        attention = block.attention
         assert isinstance(attention, Attention)
-        if isinstance(mlp, Mixture):
-            block = replace(block, mlp=replace(mlp, experts=weighing_inputs(mlp.experts)))
         if rotated:
             return _in_chunks(config, block, model.embedding, ops)
         still = UnrotatedAttention(**vars(attention), rope=rope, temperature=config.temperature)

@@ -117,6 +117,17 @@ class MixtureConfig:
         """What GEMMs of experts ask of their widths: whole blocks of MXFP4, else 16 bytes in half precision."""
         return MXFP4_BLOCK if self.mxfp4 else 8
 
+    @property
+    def weighs_inputs(self) -> bool:
+        """Whether a weight multiplies what goes into an expert, not what comes out of it."""
+        return self.weights == "sigmoid"
+
+    @property
+    def num_like_experts(self) -> int:
+        """As how many experts more the shared one can be computed, if its weights are stored as theirs; 0: as none."""
+        count, rest = divmod(self.shared_width, self.width)
+        return 0 if rest or self.weighs_inputs else count
+
     def shared(self, count: int) -> "MixtureConfig":
         """What one of ``count`` ranks has of it: a part of every expert."""
         return replace(self, width=self.width // count, shared_width=self.shared_width // count)

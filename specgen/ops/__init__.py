@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specgen.device import SINGLE_RANK, Ranks
 from specgen.kv.layout import Layout
-from specgen.ops.experts import Choice, Experts, ExpertsMap, SigmoidRouting, Weighing
+from specgen.ops.experts import Choice, Experts, ExpertsMap, Routing, SigmoidRouting
 from specgen.ops.weight import Weight
 
 Map = Callable[[Tensor], Tensor]  # rows to rows
@@ -126,7 +126,7 @@ class Ops:
     linear_float32: Callable[[Weight], Map]  # the same in float32, of which nothing is rounded
     gated_linear: MakeGated
     experts: Callable[[Experts], ExpertsMap]
-    choice: Callable[[int, Weighing], Choice]  # of so many experts a row
+    choice: Callable[[Routing], Choice]
     sigmoid_choice: Callable[[SigmoidRouting], Choice]
     rms_norm: MakeNorm
     # Embedding table [V, N], two norm weights [N], eps and whether norms round last: token ids [rows] and x [rows, N]

@@ -15,9 +15,24 @@ from specgen.ops.weight import Weight
 # How logits become weights: the softmax over all experts, the same divided by the sum over the chosen, the softmax
 # over the chosen, or the sigmoid of each.
 Weighing = Literal["softmax", "normalized", "softmax of chosen", "sigmoid"]
-# Logits as partial sums [n, rows, E] (see Ops.linear_parts) -> the ids of each row's experts [rows, k] int64, best
-# first, and their weights [rows, k] in the model's dtype.
+# Logits as partial sums [n, rows, E or more] (see Ops.linear_parts) -> the ids of each row's experts [rows, k + m]
+# int64, the k that are chosen, best first, before m shared ones; and their weights [rows, k + m] in the model's dtype.
 Choice = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How most routers choose: the experts with the largest logits.
+
+    All rows go through the ``num_shared`` experts from ``num_experts`` on as well. They count in full or, ``gated``,
+    by the sigmoid of the logit behind those of the others.
+    """
+
+    num_experts: int  # to choose from
+    num_chosen: int
+    weighing: Weighing
+    num_shared: int = 0
+    gated: bool = False
 
 
 _OF_CHOSEN: dict[str, Callable[[Tensor], Tensor]] = {  # of the logits of the chosen alone
@@ -26,20 +41,30 @@ _OF_CHOSEN: dict[str, Callable[[Tensor], Tensor]] = {  # of the logits of the ch
 }
 
 
-def choice(num_chosen: int, weighing: Weighing) -> Choice:
+def choice(routing: Routing) -> Choice:
     """In plain torch, of logits in one part."""
+    num_experts, num_chosen, weighing = routing.num_experts, routing.num_chosen, routing.weighing
 
     def choose(parts: Tensor) -> tuple[Tensor, Tensor]:
-        logits = parts.squeeze(0)
+        logits, gate = parts[0, :, :num_experts], parts[0, :, num_experts : num_experts + 1]
         if weighing in _OF_CHOSEN:
             best, ids = logits.topk(num_chosen)
-            return ids, _OF_CHOSEN[weighing](best)
-        best, ids = logits.softmax(-1, dtype=torch.float32).topk(num_chosen)
-        if weighing == "normalized":
-            best = best / best.sum(-1, keepdim=True)
-        return ids, best.to(logits.dtype)
+            weights = _OF_CHOSEN[weighing](best)
+        else:
+            best, ids = logits.softmax(-1, dtype=torch.float32).topk(num_chosen)
+            if weighing == "normalized":
+                best = best / best.sum(-1, keepdim=True)
+            weights = best.to(logits.dtype)
+        shared = _OF_CHOSEN["sigmoid"](gate) if routing.gated else torch.ones_like(weights[:, :1])
+        return _with_shared(ids, weights, num_experts, shared.expand(-1, routing.num_shared))
 
     return choose
+
+
+def _with_shared(ids: Tensor, weights: Tensor, first: int, shared: Tensor) -> tuple[Tensor, Tensor]:
+    """And, behind the others, the experts from ``first`` on with the weights ``shared`` [rows, m]."""
+    more = torch.arange(first, first + shared.shape[1], device=ids.device).expand(shared.shape)
+    return torch.cat((ids, more), -1), torch.cat((weights, shared), -1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +72,8 @@ class SigmoidRouting:
     """How DeepSeek-V3 and its relatives choose: the best experts of the best groups, by biased scores.
 
     A logit's score is its sigmoid. ``bias`` [E] float32 is added for the choice alone; a group's score is the sum of
-    its best two. Weights are the scores, over their sum if ``normalized``, times ``scale``.
+    its best two. Weights are the scores, over their sum if ``normalized``, times ``scale``. All rows go through
+    ``num_shared`` experts behind these as well, which count in full.
     """
 
     num_chosen: int
@@ -56,6 +82,7 @@ class SigmoidRouting:
     num_chosen_groups: int
     normalized: bool
     scale: float
+    num_shared: int = 0
 
 
 def sigmoid_choice(routing: SigmoidRouting) -> Choice:
@@ -74,7 +101,8 @@ def sigmoid_choice(routing: SigmoidRouting) -> Choice:
         weights = scores.gather(-1, ids)
         if routing.normalized:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return ids, weights * routing.scale
+        shared = torch.ones_like(weights[:, :1]).expand(-1, routing.num_shared)
+        return _with_shared(ids, weights * routing.scale, len(routing.bias), shared)
 
     return choose
 

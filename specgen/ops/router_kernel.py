@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specgen.ops.experts import Choice, SigmoidRouting, Weighing, sigmoid_choice
+from specgen.ops.experts import Choice, Routing, SigmoidRouting, sigmoid_choice
 from specgen.ops.launch import PDL
 
 _LEAST = tl.constexpr(-(2**31))  # behind every number
@@ -24,16 +24,17 @@ def _ordered(values: tl.tensor) -> tl.tensor:
 def _summed(
     parts: tl.tensor,
     row: tl.tensor,
-    expert: tl.tensor,
+    column: tl.tensor,
+    inside: tl.tensor,
     num_rows: int,
-    num_experts: int,
+    width: int,
     PARTS: tl.constexpr,  # noqa: N803
 ) -> tl.tensor:
-    """A row's logits [BLOCK], float32."""
-    logits = tl.zeros(expert.shape, tl.float32)
+    """The logits of a row of ``width`` in ``column`` [n], where ``inside``: float32 [n]."""
+    logits = tl.zeros(column.shape, tl.float32)
     for part in tl.static_range(PARTS):
-        place = (part * num_rows + row) * num_experts + expert
-        logits += tl.load(parts + place, expert < num_experts, 0).to(tl.float32)
+        place = (part * num_rows + row) * width + column
+        logits += tl.load(parts + place, inside, 0).to(tl.float32)
     return logits
 
 
@@ -57,6 +58,27 @@ def _best(
     return chosen, best
 
 
+@triton.jit
+def _store(
+    ids: tl.tensor,
+    weights: tl.tensor,
+    row: tl.tensor,
+    chosen: tl.tensor,
+    weight: tl.tensor,
+    shared: tl.tensor,
+    num_experts: int,
+    K: tl.constexpr,  # noqa: N803
+    SHARED: tl.constexpr,  # noqa: N803
+    K_BLOCK: tl.constexpr,  # noqa: N803
+) -> None:
+    """K experts and their weights [K_BLOCK], behind them SHARED from ``num_experts`` on with the weights ``shared``."""
+    slot = tl.arange(0, K_BLOCK)
+    place = row * (K + SHARED) + slot
+    tl.store(ids + place, tl.where(slot < K, chosen, num_experts + slot - K), slot < K + SHARED)
+    weight = tl.where(slot < K, weight, shared)
+    tl.store(weights + place, weight.to(weights.dtype.element_ty), slot < K + SHARED)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _choose_kernel(
     parts: tl.tensor,
@@ -64,9 +86,12 @@ def _choose_kernel(
     weights: tl.tensor,
     num_rows: int,
     num_experts: int,
+    width: int,
     PARTS: tl.constexpr,  # noqa: N803
     WEIGHING: tl.constexpr,  # noqa: N803
+    GATED: tl.constexpr,  # noqa: N803
     K: tl.constexpr,  # noqa: N803
+    SHARED: tl.constexpr,  # noqa: N803
     K_BLOCK: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:
@@ -75,11 +100,16 @@ def _choose_kernel(
     row, expert = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = expert < num_experts
     gdc_wait()
-    logits = _summed(parts, row, expert, num_rows, num_experts, PARTS)
-    logits = logits.to(weights.dtype.element_ty).to(tl.float32)  # as one GEMM would be rounded
+    slot = tl.arange(0, K_BLOCK)
+    dtype = weights.dtype.element_ty
+    logits = _summed(parts, row, expert, inside, num_rows, width, PARTS)
+    shared = tl.full((K_BLOCK,), 1.0, tl.float32)
+    if GATED:
+        gate = _summed(parts, row, num_experts + 0 * slot, slot >= K, num_rows, width, PARTS)
+        shared = 1 / (1 + tl.exp(-gate.to(dtype).to(tl.float32)))
+    logits = logits.to(dtype).to(tl.float32)  # as one GEMM would be rounded
     key = tl.where(inside, _ordered(logits), _LEAST)
     chosen, best = _best(key, logits, expert, K, K_BLOCK, BLOCK)
-    slot = tl.arange(0, K_BLOCK)
     largest = tl.max(tl.where(slot == 0, best, float("-inf")))
     share = tl.exp(best - largest)
     if WEIGHING == "softmax":
@@ -88,9 +118,7 @@ def _choose_kernel(
         share = 1 / (1 + tl.exp(-best))
     else:  # the same with and without the softmax of all experts, in which the sum cancels
         share /= tl.sum(share)
-    place = row * K + slot
-    tl.store(ids + place, chosen, slot < K)
-    tl.store(weights + place, share.to(weights.dtype.element_ty), slot < K)
+    _store(ids, weights, row, chosen, share, shared, num_experts, K, SHARED, K_BLOCK)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -101,12 +129,14 @@ def _choose_by_score_kernel(
     weights: tl.tensor,
     num_rows: int,
     num_experts: int,
+    width: int,
     scale: float,
     PARTS: tl.constexpr,  # noqa: N803
     GROUPS: tl.constexpr,  # noqa: N803
     CHOSEN_GROUPS: tl.constexpr,  # noqa: N803
     NORMALIZED: tl.constexpr,  # noqa: N803
     K: tl.constexpr,  # noqa: N803
+    SHARED: tl.constexpr,  # noqa: N803
     K_BLOCK: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:
@@ -116,7 +146,7 @@ def _choose_by_score_kernel(
     inside = expert < num_experts
     added = tl.load(bias + expert, inside, 0)
     gdc_wait()
-    scores = 1 / (1 + tl.exp(-_summed(parts, row, expert, num_rows, num_experts, PARTS)))
+    scores = 1 / (1 + tl.exp(-_summed(parts, row, expert, inside, num_rows, width, PARTS)))
     biased = scores + added
     key = tl.where(inside, _ordered(biased), _LEAST)
     if GROUPS > 1:
@@ -135,9 +165,7 @@ def _choose_by_score_kernel(
     slot = tl.arange(0, K_BLOCK)
     if NORMALIZED:
         weight /= tl.sum(tl.where(slot < K, weight, 0)) + 1e-20
-    place = row * K + slot
-    tl.store(ids + place, chosen, slot < K)
-    tl.store(weights + place, (weight * scale).to(weights.dtype.element_ty), slot < K)
+    _store(ids, weights, row, chosen, weight * scale, 1.0, num_experts, K, SHARED, K_BLOCK)
 
 
 def fused_sigmoid_choice(dtype: torch.dtype, routing: SigmoidRouting) -> Choice:
@@ -150,18 +178,28 @@ def fused_sigmoid_choice(dtype: torch.dtype, routing: SigmoidRouting) -> Choice:
         return sigmoid_choice(routing)
 
     def choose(parts: Tensor) -> tuple[Tensor, Tensor]:
-        num_parts, num_rows, _ = parts.shape
-        ids = torch.empty(num_rows, routing.num_chosen, dtype=torch.int64, device=parts.device)
-        weights = torch.empty(num_rows, routing.num_chosen, dtype=dtype, device=parts.device)
+        (num_parts, num_rows, width), k = parts.shape, routing.num_chosen
+        ids = torch.empty(num_rows, k + routing.num_shared, dtype=torch.int64, device=parts.device)
+        weights = torch.empty_like(ids, dtype=dtype)
         if num_rows:
             _choose_by_score_kernel[(num_rows,)](
-                *(parts.contiguous(), routing.bias, ids, weights, num_rows, num_experts, routing.scale),
+                *(
+                    parts.contiguous(),
+                    routing.bias,
+                    ids,
+                    weights,
+                    num_rows,
+                    num_experts,
+                    width,
+                    routing.scale,
+                ),
                 PARTS=num_parts,
                 GROUPS=groups,
                 CHOSEN_GROUPS=routing.num_chosen_groups,
                 NORMALIZED=routing.normalized,
-                K=routing.num_chosen,
-                K_BLOCK=triton.next_power_of_2(routing.num_chosen),
+                K=k,
+                SHARED=routing.num_shared,
+                K_BLOCK=triton.next_power_of_2(k + routing.num_shared),
                 BLOCK=triton.next_power_of_2(num_experts),
                 num_warps=1,
                 **PDL,
@@ -171,20 +209,23 @@ def fused_sigmoid_choice(dtype: torch.dtype, routing: SigmoidRouting) -> Choice:
     return choose
 
 
-def fused_choice(dtype: torch.dtype, num_chosen: int, weighing: Weighing) -> Choice:
+def fused_choice(dtype: torch.dtype, routing: Routing) -> Choice:
     """One kernel; of equal logits the expert with the lower id is better."""
+    num_experts, k, num_shared = routing.num_experts, routing.num_chosen, routing.num_shared
 
     def choose(parts: Tensor) -> tuple[Tensor, Tensor]:
-        num_parts, num_rows, num_experts = parts.shape
-        ids = torch.empty(num_rows, num_chosen, dtype=torch.int64, device=parts.device)
-        weights = torch.empty(num_rows, num_chosen, dtype=dtype, device=parts.device)
+        num_parts, num_rows, width = parts.shape
+        ids = torch.empty(num_rows, k + num_shared, dtype=torch.int64, device=parts.device)
+        weights = torch.empty_like(ids, dtype=dtype)
         if num_rows:
             _choose_kernel[(num_rows,)](
-                *(parts.contiguous(), ids, weights, num_rows, num_experts),
+                *(parts.contiguous(), ids, weights, num_rows, num_experts, width),
                 PARTS=num_parts,
-                WEIGHING=weighing,
-                K=num_chosen,
-                K_BLOCK=triton.next_power_of_2(num_chosen),
+                WEIGHING=routing.weighing,
+                GATED=routing.gated,
+                K=k,
+                SHARED=num_shared,
+                K_BLOCK=triton.next_power_of_2(k + num_shared),
                 BLOCK=triton.next_power_of_2(num_experts),
                 num_warps=1,
                 **PDL,

@@ -8,6 +8,14 @@ import torch
 from torch import Tensor
 
 GROUP = 128  # inputs that share a scale where there is more than one per row; in blocks outputs as well
+OUTPUTS = 32  # of a weight with few of them, what a kernel computes together
+
+
+def _cat(tensors: Sequence[Tensor]) -> Tensor:
+    dtype = tensors[0].dtype
+    if dtype == torch.float8_e4m3fn:  # as bytes: torch concatenates no 8-bit floats on some devices
+        tensors = [each.view(torch.uint8) for each in tensors]
+    return torch.cat(tuple(tensors)).view(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +50,28 @@ class Weight:
         if first.format == "fp8":
             assert all((each.format, each.activations) == ("fp8", first.activations) for each in weights)
             scales = [each.scale for each in weights if each.scale is not None]
-            # as bytes: torch concatenates no 8-bit floats on some devices
-            data = torch.cat([each.data.view(torch.uint8) for each in weights]).view(first.data.dtype)
-            return replace(first, data=data, scale=torch.cat(scales), bias=bias)
+            return replace(
+                first, data=_cat([each.data for each in weights]), scale=torch.cat(scales), bias=bias
+            )
         return cls(data=torch.cat([each.matrix for each in weights]), bias=bias)
+
+    @classmethod
+    def stacked(cls, weights: Sequence["Weight"]) -> "Weight":
+        """Experts [E, out, in] in one format and without biases, those of one weight behind those of another."""
+        first = weights[0]
+        alike = ((each.format, each.activations, each.bias) for each in weights)
+        assert set(alike) == {(first.format, first.activations, None)}
+
+        def whole(tensors: Sequence[Tensor | None]) -> Tensor | None:
+            found = [each for each in tensors if each is not None]
+            return _cat(found) if found else None
+
+        return replace(
+            first,
+            data=_cat([each.data for each in weights]),
+            scale=whole([each.scale for each in weights]),
+            input_scale=whole([each.input_scale for each in weights]),
+        )
 
     def reordered(self, rows: Sequence[int]) -> "Weight":
         """The same outputs in the order of ``rows``."""
