@@ -4,12 +4,14 @@ import re
 from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from specgen.attention import hopper
-from specgen.attention.hopper import cluster_heads, cluster_size, hopper_decode_module, serves
+from specgen.attention import LayerAttention, hopper
+from specgen.attention.hopper import HopperDecode, cluster_heads, cluster_size, hopper_decode_module, serves
+from specgen.kv.layout import Layout
 from specgen.ops import jit_modules
 from specgen.ops.hopper_linear import FEWEST_ROWS, _tile, _wgmma_header, fits, modules
 from specgen.ops.jit_modules import runs_on
@@ -95,21 +97,20 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 def test_a_cluster_has_the_most_heads_that_fit() -> None:
-    for case in product(range(1, 20), (1, 3, 4, 7, 8, 16)):
-        query_len, heads_per_kv = case
-        heads = cluster_heads(query_len, heads_per_kv)
+    for case in product(range(1, 20), (1, 3, 4, 6, 7, 8, 16), (64, 128, 256)):
+        query_len, heads_per_kv, head_dim = case
+        most = 48 if head_dim == 256 else 64
+        heads = cluster_heads(*case)
         if query_len > 16:
             assert heads is None, case
             continue
         assert heads is not None, case
         assert heads_per_kv % heads == 0, case
-        assert heads * query_len <= 64, case
+        assert heads * query_len <= most, case
         more = [n for n in range(heads + 1, heads_per_kv + 1) if heads_per_kv % n == 0]
-        assert all(n * query_len > 64 for n in more), case
-        assert (
-            f" {-(-heads * query_len // 16) * 16} rows"
-            in hopper_decode_module(query_len, heads_per_kv, 128).what
-        ), case
+        assert all(n * query_len > most for n in more), case
+        tile = -(-heads * query_len // 16) * 16
+        assert hopper_decode_module(*case).what == f"attention, {tile} rows, heads of {head_dim}", case
 
 
 def test_clusters_are_large_while_they_are_few() -> None:
@@ -124,9 +125,24 @@ def test_it_is_for_bfloat16_and_heads_that_it_was_built_for() -> None:
     assert serves(5, 4, 128, BF16, BF16)
     assert serves(16, 8, 64, BF16, BF16)
     assert not serves(17, 4, 128, BF16, BF16)
-    assert not serves(5, 4, 256, BF16, BF16)
+    assert serves(5, 6, 256, BF16, BF16)
+    assert serves(16, 8, 256, BF16, BF16)
+    assert not serves(17, 8, 256, BF16, BF16)
+    assert not serves(5, 4, 192, BF16, BF16)
     assert not serves(5, 4, 128, FP16, FP16)
     assert not serves(5, 4, 128, BF16, torch.float8_e4m3fn)
+    assert not serves(5, 6, 256, BF16, torch.float8_e4m3fn)
+
+
+def test_it_rotates_whole_heads_and_of_256_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "runs_on", lambda device: True)
+    layout = Layout.uniform(torch.ones(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64), 5, 64)
+    for head_dim, pairs in {64: {32}, 128: {64}, 256: {8, 32, 64, 128}}.items():
+        qkv, keys = torch.empty(5, 8, head_dim, dtype=BF16), torch.empty(2, 64, 2, head_dim, dtype=BF16)
+        for num_pairs in (4, 8, 32, 36, 64, 128):
+            rope: Any = SimpleNamespace(frequencies=torch.ones(num_pairs), scale=1.0)
+            kernel, layer = HopperDecode(layout=layout, rope=rope), LayerAttention(index=0, scale=1.0)
+            assert kernel.fits(layer, qkv, keys) == (num_pairs in pairs), (head_dim, num_pairs)
 
 
 def test_python_and_the_kernel_agree_on_what_is_passed() -> None:
@@ -138,6 +154,6 @@ def test_python_and_the_kernel_agree_on_what_is_passed() -> None:
     pointers = [each for each in wide if each.endswith("*")]
     assert len(pointers) == 10, "nine tensors and a stream"
     assert wide[9:13] == ["int64_t"] * 4
-    assert wide[13:24] == ["int"] * 11
-    assert wide[24:26] == ["float"] * 2
-    assert len(wide) == 27
+    assert wide[13:25] == ["int"] * 12
+    assert wide[25:27] == ["float"] * 2
+    assert len(wide) == 28

@@ -115,7 +115,8 @@ LENS = [
 ]
 
 
-SHAPES = [(32, 8, 128), (8, 1, 128), (14, 2, 64), (64, 8, 64)]
+SHAPES = [(32, 8, 128), (8, 1, 128), (14, 2, 64), (64, 8, 64), (24, 4, 256), (16, 2, 256)]
+WIDE = SHAPES[4]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +130,19 @@ class World:
     rope: object
 
     @classmethod
-    def of(cls, lens: list[int], query_len: int, shape: tuple[int, int, int], page_size: int) -> "World":
+    def of(
+        cls,
+        lens: list[int],
+        query_len: int,
+        shape: tuple[int, int, int],
+        page_size: int,
+        rotary_dim: int | None = None,
+    ) -> "World":
+        """Heads of 256 have 64 numbers that are rotated, unless another number is asked for; all of others are."""
         from specgen.ops.rope import TritonRope
 
         num_heads, num_kv_heads, head_dim = shape
+        rotary_dim = rotary_dim or (64 if head_dim == 256 else head_dim)
         generator = torch.Generator(CUDA).manual_seed(sum(lens) + query_len)
         counts = [-(-(length + query_len) // page_size) for length in lens]
         num_pages = sum(counts) + 1
@@ -151,7 +161,7 @@ class World:
                 plane[pages] = slots.view(count, *plane.shape[1:])
         rows = len(lens) * query_len
         heads = num_heads + 2 * num_kv_heads
-        frequencies = 5e5 ** (-torch.arange(0, head_dim, 2, device=CUDA) / head_dim)
+        frequencies = 5e5 ** (-torch.arange(0, rotary_dim, 2, device=CUDA) / rotary_dim)
         return cls(
             qkv=torch.randn(rows, heads, head_dim, device=CUDA, generator=generator).to(BF16),
             keys=pool[:, 0],
@@ -215,7 +225,7 @@ def check(world: World, layer: LayerAttention) -> None:
 
 def cases() -> Iterator[tuple[tuple[int, int, int], int]]:
     for shape, query_len in product(SHAPES, (1, 2, 4, 5, 8, 16)):
-        if cluster_heads(query_len, shape[0] // shape[1]):
+        if cluster_heads(query_len, shape[0] // shape[1], shape[2]):
             yield shape, query_len
 
 
@@ -255,17 +265,25 @@ def test_sequences_with_fewer_rows(shape: tuple[int, int, int], query_len: int) 
         assert torch.equal(values[1:].view(torch.int16), values_too[1:].view(torch.int16))
 
 
+@pytest.mark.parametrize("rotary_dim", [16, 112, 128, 240, 256])
+def test_any_part_of_wide_heads_is_rotated(rotary_dim: int) -> None:
+    for lens, query_len in product(LENS[-5:], (1, 5, 16)):
+        check(World.of(lens, query_len, WIDE, 64, rotary_dim), layer_of(WIDE))
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], WIDE])
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
-def test_any_cluster(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_cluster(size: int, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "cluster_size", lambda *_: size)
-    for lens, query_len in product(LENS, (1, 5)):
-        check(World.of(lens, query_len, SHAPES[0], 64), layer_of(SHAPES[0]))
+    for lens, query_len in product(LENS, (1, 5, 8)):
+        check(World.of(lens, query_len, shape, 64), layer_of(shape))
 
 
-def test_a_graph_is_right_for_other_lengths() -> None:
+@pytest.mark.parametrize("shape", [SHAPES[0], WIDE])
+def test_a_graph_is_right_for_other_lengths(shape: tuple[int, int, int]) -> None:
     """Lengths and tables are read on the device: what was captured for the one is replayed for the other."""
-    layer = layer_of(SHAPES[0])
-    first, second = (World.of(lens, 5, SHAPES[0], 64) for lens in ([3, 900, 64, 250], [2000, 1, 63, 700]))
+    layer = layer_of(shape)
+    first, second = (World.of(lens, 5, shape, 64) for lens in ([3, 900, 64, 250], [2000, 1, 63, 700]))
     width = max(each.layout.block_tables.shape[1] for each in (first, second))
     tables = torch.zeros(4, width, dtype=torch.int32, device=CUDA)
     pages = max(len(each.keys) for each in (first, second))
@@ -301,8 +319,9 @@ def test_rows_past_a_table_go_to_page_0() -> None:
     assert torch.equal(keys[others].view(torch.int16), world.keys[others].view(torch.int16))
 
 
-def test_a_window_off_by_one_is_detected() -> None:
-    world = World.of([300], 5, SHAPES[0], 64)
-    exact = world.expected(layer_of(SHAPES[0], 8))[0]
-    out = world.attend(layer_of(SHAPES[0], 9))[0]
+@pytest.mark.parametrize("shape", [SHAPES[0], WIDE])
+def test_a_window_off_by_one_is_detected(shape: tuple[int, int, int]) -> None:
+    world = World.of([300], 5, shape, 64)
+    exact = world.expected(layer_of(shape, 8))[0]
+    out = world.attend(layer_of(shape, 9))[0]
     assert (out.float() - exact).abs().max() > 0.2

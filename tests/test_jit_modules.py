@@ -273,6 +273,7 @@ def changed(**fields: Any) -> Heads:
 
 
 SINKS = changed(num_heads=64, head_dim=64, sinks=True)
+HYBRID = changed(num_heads=24, num_kv_heads=4, head_dim=256)
 GLM = changed(
     num_heads=20,
     num_kv_heads=1,
@@ -304,6 +305,11 @@ NEEDED = {
         (
             use(SINKS, windowed=(False, True), num_sequences=128),
             "FA3, heads of 64, sinks; FA3, heads of 64, sinks, windows; attention, 48 rows, heads of 64",
+        ),
+        (
+            use(HYBRID, query_lens=(1, 5, 9, 17)),
+            "FA3, heads of 256; attention, 16 rows, heads of 256; attention, 32 rows, heads of 256; "
+            "attention, 32 rows, heads of 256; XQA, 17 rows, heads of 256",
         ),
         (use(FP8, num_sequences=128), "FA2, heads of 128, FP8 KV; XQA, 5 rows, heads of 128, FP8 KV"),
         (

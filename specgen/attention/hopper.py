@@ -200,18 +200,19 @@ class UnsplitDecode:
 
 
 _SOURCE = Path(__file__).with_name("hopper_decode.cu")
-_MOST_ROWS = 64  # of a sequence times heads, in a cluster
+# Rows of a sequence times heads, in a cluster, by the size of a head: as many as shared memory has room for
+_MOST_ROWS = {64: 64, 128: 64, 256: 48}
 _MOST_QUERY = 16  # rows of a sequence
 _MOST_SPLITS = 8  # blocks of a cluster
-_HEAD_DIMS = (64, 128)
+_SOME_TURNED = 256  # the size of heads of which a part may be rotated, in blocks of 8 pairs
 
 
-def cluster_heads(query_len: int, heads_per_kv: int) -> int | None:
+def cluster_heads(query_len: int, heads_per_kv: int, head_dim: int) -> int | None:
     """Of the heads of a KV head, how many one cluster attends with; None: the rows are too many."""
     if query_len > _MOST_QUERY:
         return None
     divisors = (heads for heads in range(heads_per_kv, 0, -1) if heads_per_kv % heads == 0)
-    return next((heads for heads in divisors if heads * query_len <= _MOST_ROWS), None)
+    return next((heads for heads in divisors if heads * query_len <= _MOST_ROWS[head_dim]), None)
 
 
 def cluster_size(num_clusters: int, num_multiprocessors: int) -> int:
@@ -232,13 +233,14 @@ def serves(
     query_len: int, heads_per_kv: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> bool:
     """Whether it was built for these; then it is the fastest."""
-    half = dtype == kv_dtype == torch.bfloat16
-    return half and head_dim in _HEAD_DIMS and cluster_heads(query_len, heads_per_kv) is not None
+    if dtype != torch.bfloat16 or kv_dtype != dtype or head_dim not in _MOST_ROWS:
+        return False
+    return cluster_heads(query_len, heads_per_kv, head_dim) is not None
 
 
 def hopper_decode_module(query_len: int, heads_per_kv: int, head_dim: int) -> Module:
     """What passes of ``query_len`` rows a sequence need compiled."""
-    rows = _row_tile(query_len, heads_per_kv)
+    rows = _row_tile(query_len, heads_per_kv, head_dim)
     return Module(what=f"attention, {rows} rows, heads of {head_dim}", spec=partial(_spec, head_dim, rows))
 
 
@@ -251,10 +253,10 @@ class HopperDecode:
 
     def fits(self, layer: LayerAttention, qkv: Tensor, keys: Tensor) -> bool:
         num_kv_heads, head_dim = keys.shape[2:]
-        group = qkv.shape[1] // num_kv_heads - 2
+        group, num_pairs = qkv.shape[1] // num_kv_heads - 2, len(self.rope.frequencies)
         return (
             layer.value_dim is None
-            and len(self.rope.frequencies) * 2 == head_dim
+            and (num_pairs % 8 == 0 if head_dim == _SOME_TURNED else num_pairs * 2 == head_dim)
             and serves(self.layout.max_query_len, group, head_dim, qkv.dtype, keys.dtype)
             and runs_on(qkv.device)
         )
@@ -263,7 +265,7 @@ class HopperDecode:
         layout, query_len = self.layout, self.layout.max_query_len
         num_kv_heads, head_dim = keys.shape[2:]
         num_heads = qkv.shape[1] - 2 * num_kv_heads
-        group = cluster_heads(query_len, num_heads // num_kv_heads)
+        group = cluster_heads(query_len, num_heads // num_kv_heads, head_dim)
         assert group is not None
         assert qkv.is_contiguous(), qkv.stride()
         assert keys.stride() == values.stride(), "keys and values must have the same strides"
@@ -285,11 +287,10 @@ class HopperDecode:
         numbers = (
             *(tables.shape[1], page_size.bit_length() - 1, layout.num_sequences, query_len),
             *(num_heads, num_kv_heads, group, layer.window or 0, int(layer.causal)),
-            *(cluster_size(clusters, sms), sms),
+            *(cluster_size(clusters, sms), sms, len(self.rope.frequencies)),
         )
-        error = compiled(
-            _spec, "hopper_decode_run", head_dim, _row_tile(query_len, num_heads // num_kv_heads)
-        )(
+        rows = _row_tile(query_len, num_heads // num_kv_heads, head_dim)
+        error = compiled(_spec, "hopper_decode_run", head_dim, rows)(
             *pointers((qkv, self.rope.frequencies, keys, values, starts, ends, tables, layer.sinks, out)),
             *(ctypes.c_int64(each) for each in strides),
             *numbers,
@@ -301,9 +302,9 @@ class HopperDecode:
         return out
 
 
-def _row_tile(query_len: int, heads_per_kv: int) -> int:
-    heads = cluster_heads(query_len, heads_per_kv)
-    assert heads is not None, (query_len, heads_per_kv)
+def _row_tile(query_len: int, heads_per_kv: int, head_dim: int) -> int:
+    heads = cluster_heads(query_len, heads_per_kv, head_dim)
+    assert heads is not None, (query_len, heads_per_kv, head_dim)
     return -(-query_len * heads // 16) * 16
 
 

@@ -1,13 +1,14 @@
 // Attention of decode passes, with the rotation of queries and keys and the write of the new KV.
 //
 // A cluster of blocks attends for one sequence and some heads of one KV head. As many of its blocks as the length is
-// worth have a share of the positions of earlier passes, of every 64 of which each warp has 16 with a softmax of its own;
-// the positions of this pass are the last block's. What is there before this pass (lengths, pages, KV) is loaded before
+// worth have a share of the positions of earlier passes, of every kBlock of which each warp has 16 with a softmax of its
+// own; the positions of this pass are the last block's. What is there before this pass (lengths, pages, KV) is loaded before
 // the kernel in front, which computes q, k and v, is done. Warps' results meet in shared memory and blocks' in that of
 // the block that adds a share of the columns, always in the same order.
 //
 // Compiled for the size of a head, DIM, and MROWS rows (rows of the sequence times heads), a multiple of 16. Each 16 rows
-// have four warps of their own, which share the positions of a block with those of the other rows.
+// have four warps of their own, which share the positions of a block with those of the other rows. Heads of 256 have two
+// warps for the same rows and positions, one for each half of the columns: sums of 256 would take a warp's registers.
 
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -21,9 +22,10 @@ namespace {
 
 using bf16 = __nv_bfloat16;
 
-constexpr int kParts = 4;                                // of a block's positions
+constexpr int kHalves = DIM > 128 ? 2 : 1;               // of a head's columns
+constexpr int kParts = 4 / kHalves;                      // of a block's positions
 constexpr int kRowTiles = MROWS / 16;
-constexpr int kThreads = 32 * kParts * kRowTiles;
+constexpr int kThreads = 32 * kParts * kHalves * kRowTiles;
 constexpr int kTokens = 16;                              // of a part at a time
 constexpr int kBlock = kTokens * kParts;                 // of a block at a time
 constexpr int kRowBytes = DIM * 2;
@@ -31,21 +33,25 @@ constexpr int kPieces = kRowBytes / 16;                  // of 16 bytes in a row
 constexpr int kTileBytes = kTokens * kRowBytes;
 constexpr int kStageBytes = 2 * kTileBytes;              // keys and values of a part
 constexpr int kStages = DIM == 64 ? 4 : 2;               // more would leave no room for the GEMM in front
-constexpr int kNTiles = DIM / 8, kKTiles = DIM / 16;
+constexpr int kColumns = DIM / kHalves;                  // of a warp
+constexpr int kNTiles = kColumns / 8, kKTiles = kColumns / 16;
 constexpr int kMostQuery = 16;                           // rows of a sequence
 constexpr int kSumPitch = DIM + 4;                       // floats: neighbouring rows lie in other banks
 constexpr float kLog2e = 1.4426950408889634f;
 
-// Shared memory: queries; keys and values of this pass; a barrier; stages and later the warps' results; cos and sin; what
-// a cluster's blocks send to one another.
+// Shared memory: queries; keys and values of this pass; a barrier; logits of halves; stages and later the warps' results;
+// cos and sin; what a cluster's blocks send to one another.
 constexpr int kFresh = MROWS * kRowBytes;
 constexpr int kBarrier = kFresh + kStageBytes;
-constexpr int kSized = kBarrier + 16;
+constexpr int kHalfLogits = kBarrier + 16;
+constexpr int kHalfLogitsBytes = kHalves > 1 ? 1024 : 0;  // of a warp: 16 rows, 16 positions
+constexpr int kSized = kHalfLogits + kThreads / 32 * kHalfLogitsBytes;
 
 struct Room {
   int turns, softmax, received, end;
 
-  __host__ __device__ __forceinline__ Room(int num_rows, int query_len, int cluster) {
+  constexpr __host__ __device__ __forceinline__ Room(int num_rows, int query_len, int cluster)
+      : turns(), softmax(), received(), end() {
     const int loads = kParts * kStages * kStageBytes, merge = kParts * num_rows * (kSumPitch + 2) * 4;
     turns = kSized + (loads > merge ? loads : merge);
     softmax = turns + query_len * DIM * 2;
@@ -54,9 +60,12 @@ struct Room {
   }
 };
 
+constexpr int kMostShared = 232448;  // bytes, of a block
+static_assert(Room(MROWS, kMostQuery, 8).end <= kMostShared, "fewer rows fit");
+
 struct Problem {
   const bf16* heads;         // [rows, num_heads + 2 * num_kv_heads, DIM]: q, k and v before the rotation
-  const float* frequencies;  // [DIM / 2]
+  const float* frequencies;  // [8 * turned]
   bf16 *keys, *values;       // [pages, page_size, num_kv_heads, DIM], strided
   const int64_t* starts;     // [batch]: positions before the new rows
   const int64_t* ends;       // [batch]: behind a sequence's last row, of which none has more than query_len; null: all have
@@ -67,6 +76,7 @@ struct Problem {
   int batch, num_sms, table_width, page_shift, query_len, num_heads, num_kv_heads, group, window;  // group: heads of a cluster
   bool causal;               // else a row sees those behind it, too, of a window as many as before it
   float scale, rope_scale;   // of logits, times log2(e); of cos and sin
+  int turned;                // pieces of a head that are rotated with as many behind them; to 128, half of a head
 };
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
@@ -147,11 +157,82 @@ __device__ __forceinline__ void rotate(uint4& low, uint4& high, const uint32_t* 
   }
 }
 
+constexpr int kTurners = kPieces < 16 ? kPieces / 2 : 8;  // threads of a head that is rotated
+constexpr int kTwos = kPieces / 2 / kTurners;             // of a thread
+
+// Where a thread's pieces of a head are behind its first one, two by two: the first ``turned`` of a head are rotated with
+// as many behind them, and those behind these stay as they are.
+struct Places {
+  int piece, turned, low[kTwos], high[kTwos];
+
+  __device__ __forceinline__ explicit Places(const Problem& p)
+      : piece(threadIdx.x % kTurners), turned(DIM > 128 ? p.turned : kPieces / 2) {
+#pragma unroll
+    for (int i = 0; i < kTwos; i++) {
+      low[i] = i * kTurners + (rotated(i) ? 0 : turned);
+      high[i] = i * kTurners + (rotated(i) ? turned : kPieces / 2);
+    }
+  }
+
+  __device__ __forceinline__ bool rotated(int i) const { return DIM <= 128 || piece + i * kTurners < turned; }
+};
+
+// These pieces; pointers are to a thread's first.
+struct Head {
+  uint4 low[kTwos] = {}, high[kTwos] = {};
+
+  __device__ __forceinline__ void load(const bf16* from, const Places& at) {
+#pragma unroll
+    for (int i = 0; i < kTwos; i++) {
+      low[i] = __ldcg(reinterpret_cast<const uint4*>(from) + at.low[i]);
+      high[i] = __ldcg(reinterpret_cast<const uint4*>(from) + at.high[i]);
+    }
+  }
+
+  __device__ __forceinline__ void turn(const uint32_t* turns, const Places& at) {
+#pragma unroll
+    for (int i = 0; i < kTwos; i++)
+      if (at.rotated(i)) rotate(low[i], high[i], turns + 8 * i * kTurners);
+  }
+
+  __device__ __forceinline__ void share(uint8_t* tile, int row, const Places& at) const {
+#pragma unroll
+    for (int i = 0; i < kTwos; i++) {
+      *reinterpret_cast<uint4*>(tile + swizzled(row, at.piece + at.low[i])) = low[i];
+      *reinterpret_cast<uint4*>(tile + swizzled(row, at.piece + at.high[i])) = high[i];
+    }
+  }
+
+  __device__ __forceinline__ void store(bf16* to, const Places& at) const {
+#pragma unroll
+    for (int i = 0; i < kTwos; i++) {
+      reinterpret_cast<uint4*>(to)[at.low[i]] = low[i];
+      reinterpret_cast<uint4*>(to)[at.high[i]] = high[i];
+    }
+  }
+};
+
 // A warp's sums over its positions for 16 rows; ``most`` and ``total`` are of rows lane / 4 and lane / 4 + 8.
 struct State {
   float sums[kNTiles][4] = {};
   float most[2] = {-INFINITY, -INFINITY}, total[2] = {};
 };
+
+// Both warps of the same rows and positions get the same sums. They meet elsewhere before the next ones.
+__device__ __forceinline__ void add_other_half(float (&logits)[2][4]) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pair = warp / (2 * kParts) * kParts + warp % kParts;
+  float4* all = reinterpret_cast<float4*>(shared + kHalfLogits) + lane;
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+    all[64 * warp + 32 * n] = make_float4(logits[n][0], logits[n][1], logits[n][2], logits[n][3]);
+  asm volatile("bar.sync %0, 64;" ::"r"(1 + kParts + pair) : "memory");  // the others: 0 and, of parts, from 1 on
+#pragma unroll
+  for (int n = 0; n < 2; n++) {
+    const float4 other = all[64 * (warp ^ kParts) + 32 * n];
+    logits[n][0] += other.x, logits[n][1] += other.y, logits[n][2] += other.z, logits[n][3] += other.w;
+  }
+}
 
 // The rows from ``first_row`` attend to the 16 positions from ``first`` before ``end``; keys and values are at ``stage``.
 // All of them are seen by all rows unless MASKED.
@@ -168,6 +249,7 @@ __device__ __forceinline__ void attend(const Problem& p, State& state, uint32_t 
     multiply(logits[0], rows, keys[0], keys[1]);
     multiply(logits[1], rows, keys[2], keys[3]);
   }
+  if constexpr (kHalves > 1) add_other_half(logits);
   uint32_t weights[4];
   float kept[2];
 #pragma unroll
@@ -273,7 +355,8 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(co
   extern __shared__ __align__(128) uint8_t shared[];
   const int split = blockIdx.x, sequence = blockIdx.z, first_head = blockIdx.y * p.group;
   const int heads_per_kv = p.num_heads / p.num_kv_heads, kv_head = first_head / heads_per_kv;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % kParts, row_tile = warp / kParts;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % kParts;
+  const int row_tile = warp / (kParts * kHalves), half = warp / kParts % kHalves, half_at = half * kColumns * 2;
   const uint32_t q = shared_address(shared), barrier = q + kBarrier;
   const uint32_t stages = q + kSized + part * kStages * kStageBytes;
   asm volatile("griddepcontrol.launch_dependents;");
@@ -296,8 +379,8 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(co
   const int share = (start - range.oldest + splits * kBlock - 1) / (splits * kBlock) * kBlock;
   const int first_of_split = range.oldest + split * share;
   const int from = first_of_split + part * kTokens, until = min(first_of_split + share, start);
-  constexpr int kLoaders = 32 * kRowTiles;                   // threads of a part
-  const int loader = row_tile * 32 + lane, its_row = loader / kPieces, its_piece = loader % kPieces;
+  constexpr int kLoaders = 32 * kHalves * kRowTiles;         // threads of a part
+  const int loader = (row_tile * kHalves + half) * 32 + lane, its_row = loader / kPieces, its_piece = loader % kPieces;
   const int64_t its_offset = its_row * p.slot_stride + its_piece * 8;
   int loaded = 0;                                            // stages
   int page = from < until ? page_of(p, sequence, from) : 0;  // of the next positions: pages hold whole stages
@@ -321,12 +404,12 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(co
 #pragma unroll
   for (int i = 0; i < kStages; i++) load_next();
 
+  const Places places(p);
+  const int pairs = 8 * places.turned;
   uint32_t* turns = reinterpret_cast<uint32_t*>(shared + room.turns);
-  for (int i = threadIdx.x; i < its.count * (DIM / 2); i += kThreads)
-    turns[i] = turn(p, start + i / (DIM / 2), i % (DIM / 2));
-  constexpr int kTurns = kPieces / 2;  // of eight pairs, in a row
-  static_assert(MROWS * kTurns <= kThreads && kMostQuery * kTurns <= kThreads, "one each for a thread");
-  const int piece = threadIdx.x % kTurns, row = threadIdx.x / kTurns;
+  for (int i = threadIdx.x; i < its.count * pairs; i += kThreads) turns[i] = turn(p, start + i / pairs, i % pairs);
+  static_assert(MROWS * kTurners <= kThreads && kMostQuery * kTurners <= kThreads, "one each for a thread");
+  const int row = threadIdx.x / kTurners;
   const bool fresh = split == splits - 1, has_key = fresh && row < its.count, has_query = row < num_rows;
   int64_t key_at = 0;
   if (has_key) key_at = slot_of(p, page_of(p, sequence, start + row), start + row, kv_head);
@@ -335,64 +418,47 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(co
 
   asm volatile("griddepcontrol.wait;" ::: "memory");
   const int row_stride = (p.num_heads + 2 * p.num_kv_heads) * DIM;
-  const bf16* rows = p.heads + its.first * row_stride + piece * 8;
-  const uint4 zeros = make_uint4(0, 0, 0, 0);
-  uint4 low = zeros, high = zeros, key_low = zeros, key_high = zeros, value_low = zeros, value_high = zeros;
-  if (has_query) {
-    const bf16* head = rows + row / p.group * row_stride + (first_head + row % p.group) * DIM;
-    low = __ldcg(reinterpret_cast<const uint4*>(head));
-    high = __ldcg(reinterpret_cast<const uint4*>(head + DIM / 2));
-  }
+  const bf16* rows = p.heads + its.first * row_stride + 8 * places.piece;
+  Head query, key, value;
+  if (has_query) query.load(rows + row / p.group * row_stride + (first_head + row % p.group) * DIM, places);
   if (has_key) {
     const bf16* head = rows + row * row_stride + (p.num_heads + kv_head) * DIM;
-    key_low = __ldcg(reinterpret_cast<const uint4*>(head));
-    key_high = __ldcg(reinterpret_cast<const uint4*>(head + DIM / 2));
-    head += p.num_kv_heads * DIM;
-    value_low = __ldcg(reinterpret_cast<const uint4*>(head));
-    value_high = __ldcg(reinterpret_cast<const uint4*>(head + DIM / 2));
+    key.load(head, places);
+    value.load(head + p.num_kv_heads * DIM, places);
   }
-  if (has_query) rotate(low, high, turns + row / p.group * (DIM / 2) + piece * 8);
-  if (row < MROWS) {
-    *reinterpret_cast<uint4*>(shared + swizzled(row, piece)) = low;
-    *reinterpret_cast<uint4*>(shared + swizzled(row, piece + kTurns)) = high;
-  }
+  if (has_query) query.turn(turns + row / p.group * pairs + 8 * places.piece, places);
+  if (row < MROWS) query.share(shared, row, places);
   if (fresh && row < kTokens) {  // those that are not there as zeros
-    if (has_key) rotate(key_low, key_high, turns + row * (DIM / 2) + piece * 8);
-    uint8_t* keys = shared + kFresh;
-    uint8_t* values = keys + kTileBytes;
-    *reinterpret_cast<uint4*>(keys + swizzled(row, piece)) = key_low;
-    *reinterpret_cast<uint4*>(keys + swizzled(row, piece + kTurns)) = key_high;
-    *reinterpret_cast<uint4*>(values + swizzled(row, piece)) = value_low;
-    *reinterpret_cast<uint4*>(values + swizzled(row, piece + kTurns)) = value_high;
+    if (has_key) key.turn(turns + row * pairs + 8 * places.piece, places);
+    key.share(shared + kFresh, row, places);
+    value.share(shared + kFresh + kTileBytes, row, places);
     if (has_key && first_head % heads_per_kv == 0) {
-      *reinterpret_cast<uint4*>(p.keys + key_at + piece * 8) = key_low;
-      *reinterpret_cast<uint4*>(p.keys + key_at + DIM / 2 + piece * 8) = key_high;
-      *reinterpret_cast<uint4*>(p.values + key_at + piece * 8) = value_low;
-      *reinterpret_cast<uint4*>(p.values + key_at + DIM / 2 + piece * 8) = value_high;
+      key.store(p.keys + key_at + 8 * places.piece, places);
+      value.store(p.values + key_at + 8 * places.piece, places);
     }
   }
   __syncthreads();
   State state;
-  const auto meet = [&] {  // the warps of this part, one for every 16 rows
-    if (kRowTiles == 1) __syncwarp();
-    else asm volatile("bar.sync %0, %1;" ::"r"(part + 1), "n"(32 * kRowTiles) : "memory");
+  const auto meet = [&] {  // the warps of this part
+    if (kLoaders == 32) __syncwarp();
+    else asm volatile("bar.sync %0, %1;" ::"r"(part + 1), "n"(kLoaders) : "memory");
   };
   for (int done = 0; from + done * kBlock < until; done++) {
     const int first = from + done * kBlock;
     asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
     meet();
-    const uint32_t at = stages + done % kStages * kStageBytes;
+    const uint32_t at = stages + done % kStages * kStageBytes + half_at;
     if (!idle && first + kTokens <= until && p.window <= 0) {
-      attend<false>(p, state, q, 16 * row_tile, at, first, start, until);
+      attend<false>(p, state, q + half_at, 16 * row_tile, at, first, start, until);
     } else if (!idle) {
-      attend<true>(p, state, q, 16 * row_tile, at, first, start, until);
+      attend<true>(p, state, q + half_at, 16 * row_tile, at, first, start, until);
     }
     meet();
     load_next();
   }
   asm volatile("cp.async.wait_group 0;" ::: "memory");
   if (fresh && part == kParts - 1 && !idle)
-    attend<true>(p, state, q, 16 * row_tile, q + kFresh, start, start, start + its.count);
+    attend<true>(p, state, q + half_at, 16 * row_tile, q + kFresh + half_at, start, start, start + its.count);
   __syncthreads();  // the stages are free
 
   // Of the warps: largest logits and totals [kParts, num_rows], then sums [kParts, num_rows, kSumPitch].
@@ -409,7 +475,7 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(co
     if (lane % 4 == 0) most[part * num_rows + at] = state.most[half], total[part * num_rows + at] = all;
 #pragma unroll
     for (int n = 0; n < kNTiles; n++)
-      *reinterpret_cast<float2*>(sums + (part * num_rows + at) * kSumPitch + 8 * n + lane % 4 * 2) =
+      *reinterpret_cast<float2*>(sums + (part * num_rows + at) * kSumPitch + kColumns * half + 8 * n + lane % 4 * 2) =
           make_float2(state.sums[n][2 * half], state.sums[n][2 * half + 1]);
   }
   __syncthreads();
@@ -487,15 +553,15 @@ extern "C" int hopper_decode_run(const void* heads, const float* frequencies, vo
                                  const int64_t* starts, const int64_t* ends, const int* tables, const float* sinks, void* out,
                                  int64_t page_stride, int64_t slot_stride, int64_t head_stride, int64_t table_stride,
                                  int table_width, int page_shift, int batch, int query_len, int num_heads,
-                                 int num_kv_heads, int group, int window, int causal, int cluster, int num_sms, float scale,
-                                 float rope_scale, void* stream) {
+                                 int num_kv_heads, int group, int window, int causal, int cluster, int num_sms, int num_pairs,
+                                 float scale, float rope_scale, void* stream) {
   const Problem p = {static_cast<const bf16*>(heads), frequencies, static_cast<bf16*>(keys), static_cast<bf16*>(values),
                      starts, ends, tables, sinks, static_cast<bf16*>(out), page_stride, slot_stride, head_stride, table_stride,
                      batch, num_sms, table_width, page_shift, query_len, num_heads, num_kv_heads, group, window,
-                     causal != 0, scale * kLog2e, rope_scale};
+                     causal != 0, scale * kLog2e, rope_scale, num_pairs / 8};
   static const cudaError_t prepared = [] {
-    const cudaError_t error = cudaFuncSetAttribute(hopper_decode, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                   232448);  // all that a block may have
+    const cudaError_t error =
+        cudaFuncSetAttribute(hopper_decode, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostShared);
     return error ? error : cudaFuncSetAttribute(hopper_decode, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   }();
   if (prepared) return prepared;
