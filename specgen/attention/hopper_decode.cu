@@ -22,10 +22,10 @@ namespace {
 
 using bf16 = __nv_bfloat16;
 
-constexpr int kHalves = DIM > 128 ? 2 : 1;               // of a head's columns
-constexpr int kParts = 4 / kHalves;                      // of a block's positions
+constexpr int kSides = DIM > 128 ? 2 : 1;                // halves of a head's columns
+constexpr int kParts = 4 / kSides;                      // of a block's positions
 constexpr int kRowTiles = MROWS / 16;
-constexpr int kThreads = 32 * kParts * kHalves * kRowTiles;
+constexpr int kThreads = 32 * kParts * kSides * kRowTiles;
 constexpr int kTokens = 16;                              // of a part at a time
 constexpr int kBlock = kTokens * kParts;                 // of a block at a time
 constexpr int kRowBytes = DIM * 2;
@@ -33,19 +33,19 @@ constexpr int kPieces = kRowBytes / 16;                  // of 16 bytes in a row
 constexpr int kTileBytes = kTokens * kRowBytes;
 constexpr int kStageBytes = 2 * kTileBytes;              // keys and values of a part
 constexpr int kStages = DIM == 64 ? 4 : 2;               // more would leave no room for the GEMM in front
-constexpr int kColumns = DIM / kHalves;                  // of a warp
+constexpr int kColumns = DIM / kSides;                  // of a warp
 constexpr int kNTiles = kColumns / 8, kKTiles = kColumns / 16;
 constexpr int kMostQuery = 16;                           // rows of a sequence
 constexpr int kSumPitch = DIM + 4;                       // floats: neighbouring rows lie in other banks
 constexpr float kLog2e = 1.4426950408889634f;
 
-// Shared memory: queries; keys and values of this pass; a barrier; logits of halves; stages and later the warps' results;
+// Shared memory: queries; keys and values of this pass; a barrier; logits of sides; stages and later the warps' results;
 // cos and sin; what a cluster's blocks send to one another.
 constexpr int kFresh = MROWS * kRowBytes;
 constexpr int kBarrier = kFresh + kStageBytes;
-constexpr int kHalfLogits = kBarrier + 16;
-constexpr int kHalfLogitsBytes = kHalves > 1 ? 1024 : 0;  // of a warp: 16 rows, 16 positions
-constexpr int kSized = kHalfLogits + kThreads / 32 * kHalfLogitsBytes;
+constexpr int kSideLogits = kBarrier + 16;
+constexpr int kSideBytes = kSides > 1 ? 1024 : 0;  // of a warp: 16 rows, 16 positions
+constexpr int kSized = kSideLogits + kThreads / 32 * kSideBytes;
 
 struct Room {
   int turns, softmax, received, end;
@@ -219,10 +219,10 @@ struct State {
 };
 
 // Both warps of the same rows and positions get the same sums. They meet elsewhere before the next ones.
-__device__ __forceinline__ void add_other_half(float (&logits)[2][4]) {
+__device__ __forceinline__ void add_other_side(float (&logits)[2][4]) {
   extern __shared__ __align__(128) uint8_t shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pair = warp / (2 * kParts) * kParts + warp % kParts;
-  float4* all = reinterpret_cast<float4*>(shared + kHalfLogits) + lane;
+  float4* all = reinterpret_cast<float4*>(shared + kSideLogits) + lane;
 #pragma unroll
   for (int n = 0; n < 2; n++)
     all[64 * warp + 32 * n] = make_float4(logits[n][0], logits[n][1], logits[n][2], logits[n][3]);
@@ -249,7 +249,7 @@ __device__ __forceinline__ void attend(const Problem& p, State& state, uint32_t 
     multiply(logits[0], rows, keys[0], keys[1]);
     multiply(logits[1], rows, keys[2], keys[3]);
   }
-  if constexpr (kHalves > 1) add_other_half(logits);
+  if constexpr (kSides > 1) add_other_side(logits);
   uint32_t weights[4];
   float kept[2];
 #pragma unroll
@@ -356,7 +356,7 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(co
   const int split = blockIdx.x, sequence = blockIdx.z, first_head = blockIdx.y * p.group;
   const int heads_per_kv = p.num_heads / p.num_kv_heads, kv_head = first_head / heads_per_kv;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % kParts;
-  const int row_tile = warp / (kParts * kHalves), half = warp / kParts % kHalves, half_at = half * kColumns * 2;
+  const int row_tile = warp / (kParts * kSides), side = warp / kParts % kSides, side_at = side * kColumns * 2;
   const uint32_t q = shared_address(shared), barrier = q + kBarrier;
   const uint32_t stages = q + kSized + part * kStages * kStageBytes;
   asm volatile("griddepcontrol.launch_dependents;");
@@ -379,8 +379,8 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(co
   const int share = (start - range.oldest + splits * kBlock - 1) / (splits * kBlock) * kBlock;
   const int first_of_split = range.oldest + split * share;
   const int from = first_of_split + part * kTokens, until = min(first_of_split + share, start);
-  constexpr int kLoaders = 32 * kHalves * kRowTiles;         // threads of a part
-  const int loader = (row_tile * kHalves + half) * 32 + lane, its_row = loader / kPieces, its_piece = loader % kPieces;
+  constexpr int kLoaders = 32 * kSides * kRowTiles;         // threads of a part
+  const int loader = (row_tile * kSides + side) * 32 + lane, its_row = loader / kPieces, its_piece = loader % kPieces;
   const int64_t its_offset = its_row * p.slot_stride + its_piece * 8;
   int loaded = 0;                                            // stages
   int page = from < until ? page_of(p, sequence, from) : 0;  // of the next positions: pages hold whole stages
@@ -447,18 +447,18 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(co
     const int first = from + done * kBlock;
     asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
     meet();
-    const uint32_t at = stages + done % kStages * kStageBytes + half_at;
+    const uint32_t at = stages + done % kStages * kStageBytes + side_at;
     if (!idle && first + kTokens <= until && p.window <= 0) {
-      attend<false>(p, state, q + half_at, 16 * row_tile, at, first, start, until);
+      attend<false>(p, state, q + side_at, 16 * row_tile, at, first, start, until);
     } else if (!idle) {
-      attend<true>(p, state, q + half_at, 16 * row_tile, at, first, start, until);
+      attend<true>(p, state, q + side_at, 16 * row_tile, at, first, start, until);
     }
     meet();
     load_next();
   }
   asm volatile("cp.async.wait_group 0;" ::: "memory");
   if (fresh && part == kParts - 1 && !idle)
-    attend<true>(p, state, q + half_at, 16 * row_tile, q + kFresh + half_at, start, start, start + its.count);
+    attend<true>(p, state, q + side_at, 16 * row_tile, q + kFresh + side_at, start, start, start + its.count);
   __syncthreads();  // the stages are free
 
   // Of the warps: largest logits and totals [kParts, num_rows], then sums [kParts, num_rows, kSumPitch].
@@ -475,7 +475,7 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(co
     if (lane % 4 == 0) most[part * num_rows + at] = state.most[half], total[part * num_rows + at] = all;
 #pragma unroll
     for (int n = 0; n < kNTiles; n++)
-      *reinterpret_cast<float2*>(sums + (part * num_rows + at) * kSumPitch + kColumns * half + 8 * n + lane % 4 * 2) =
+      *reinterpret_cast<float2*>(sums + (part * num_rows + at) * kSumPitch + kColumns * side + 8 * n + lane % 4 * 2) =
           make_float2(state.sums[n][2 * half], state.sums[n][2 * half + 1]);
   }
   __syncthreads();
