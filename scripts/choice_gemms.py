@@ -27,7 +27,8 @@ TABLES: dict[str, tuple[tuple[Tile, ...], tuple[Shape, ...]]] = {
     "linear": (measured_choices.LINEAR, QKV),
     "linear_parts": (measured_choices.LINEAR_PARTS, PARTS),
     "gated": (measured_choices.GATED, GATE_UP),
-    "fp8_linear": (measured_choices.FP8_LINEAR, QKV + PARTS),
+    "fp8_linear": (measured_choices.FP8_LINEAR, QKV),
+    "fp8_linear_parts": (measured_choices.FP8_LINEAR_PARTS, PARTS),
     "fp8_gated": (measured_choices.FP8_GATED, GATE_UP),
     "fp8_many": (measured_choices.FP8_MANY, QKV + PARTS),
     "fp8_gated_many": (measured_choices.FP8_GATED_MANY, GATE_UP),
@@ -162,8 +163,6 @@ def time_tile(table: str, form: Format, tile: Tile, shape: Shape) -> Timed:
     out = shape[0] // (2 if is_gated else 1)
     if not tile.fits(out, shape[1]):
         return Timed(seconds=None, why="does not fit")
-    if table == "fp8_linear" and shape in PARTS:  # as ops/fp8_cuda.py derives them
-        tile = replace(tile, parts=2, stages=min(tile.stages, 6))
     x, scaled, tile = inputs(rows, shape[1]), weights(form, shape), replace(tile, row_blocks=16)
     return timed(lambda i: by_tile(scaled[i], x, tile, is_gated), form, shape, rows, is_gated)
 

@@ -15,7 +15,15 @@ TABLES = measured_choices._TABLES
 
 DENSE = {
     name: getattr(measured_choices, name)
-    for name in ("LINEAR", "LINEAR_PARTS", "LINEAR_FEW_OUTPUTS", "GATED", "FP8_LINEAR", "FP8_GATED")
+    for name in (
+        "LINEAR",
+        "LINEAR_PARTS",
+        "LINEAR_FEW_OUTPUTS",
+        "GATED",
+        "FP8_LINEAR",
+        "FP8_LINEAR_PARTS",
+        "FP8_GATED",
+    )
 }
 
 EXPERTS = {

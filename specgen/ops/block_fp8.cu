@@ -2,7 +2,7 @@
 // tiles for one weight and the call of it.
 //
 // x [rows, WIDTH] and weight [OUT, WIDTH] are e4m3, y [rows, OUT] is bfloat16. A scale belongs to 128 inputs of a row or
-// of 128 outputs: x_scale [WIDTH / 128, rows up to a multiple of 4], w_scale [OUT / 128, WIDTH / 128], in float32.
+// of 128 outputs: x_scale [WIDTH / 128, rows], rows a multiple of 128, w_scale [OUT / 128, WIDTH / 128], in float32.
 #include <cuda.h>
 #include <cudaTypedefs.h>
 #include <cuda_bf16.h>

@@ -22,7 +22,7 @@ from specgen.ops.measured_choices import BLOCK_FP8
 from specgen.ops.weight import GROUP
 
 _SOURCE = Path(__file__).with_suffix(".cu")
-_ROWS = 128  # of a tile
+ROWS = 128  # of a tile; one that is not full takes up to 1.6 times as long as a full one
 _BLOCKS_OUT = (32, 48, 64, 80, 96, 112, 128)
 _ROWS_OF_PAIRS = 1024  # from which two blocks share what they read of the inputs, as DeepGEMM chooses
 FEWEST_ROWS: int = BLOCK_FP8["fewest_rows"]
@@ -44,19 +44,19 @@ def module(num_out: int, width: int) -> Module:
 
 
 def block_fp8_linear(x: Tensor, x_scale: Tensor, weight: Tensor, w_scale: Tensor) -> Tensor:
-    """``x`` [rows, in] through ``weight`` [out, in], both e4m3: [rows, out] in bfloat16.
+    """``x`` [rows, in] through ``weight`` [out, in], both e4m3: [rows, out] in bfloat16, of whole tiles of ``ROWS``.
 
     Float32 scales: ``w_scale`` [out / 128, in / 128] and ``x_scale`` [rows, in / 128], of which a column is contiguous
-    and begins at a multiple of 16 bytes (``rounded_rows`` with ``by_columns``).
+    (``rounded_rows`` with ``ROWS`` as its multiple).
     """
     (num_rows, width), num_out = x.shape, weight.shape[0]
-    padded = -(-num_rows // 4) * 4
+    assert num_rows % ROWS == 0, num_rows
     assert x.is_contiguous(), x.stride()
     assert weight.is_contiguous(), weight.stride()
     assert w_scale.is_contiguous(), w_scale.stride()
     assert w_scale.shape == (num_out // GROUP, width // GROUP), w_scale.shape
     assert x_scale.shape == (num_rows, width // GROUP), x_scale.shape
-    assert x_scale.stride() == (1, padded), (x_scale.stride(), num_rows)
+    assert x_scale.stride() == (1, num_rows), (x_scale.stride(), num_rows)
     y = torch.empty(num_rows, num_out, dtype=torch.bfloat16, device=x.device)
     if not num_rows:
         return y
@@ -79,7 +79,7 @@ def tile(num_rows: int, num_out: int, num_blocks: int) -> tuple[int, int]:
     """
 
     def cost(block_out: int) -> tuple[int, int, int]:
-        tiles = -(-num_rows // _ROWS) * -(-num_out // block_out)
+        tiles = -(-num_rows // ROWS) * -(-num_out // block_out)
         return -(-tiles // num_blocks), -((tiles - 1) % num_blocks), block_out
 
     best = min(_BLOCKS_OUT, key=cost)

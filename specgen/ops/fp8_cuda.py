@@ -29,7 +29,6 @@ from specgen.ops.row_kernels import silu_and_mul_of
 from specgen.ops.weight import GROUP, Weight
 
 _MANY = 1 << 20  # blocks of rows: any number
-_PARTS = tuple(replace(tile, parts=2, stages=min(tile.stages, 6)) for tile in measured_choices.FP8_LINEAR)
 
 
 def _any_rows(tiles: tuple[Fp8Tile, ...]) -> tuple[Fp8Tile, ...]:
@@ -44,7 +43,8 @@ def fp8_map(weight: Weight, dtype: torch.dtype) -> Map:
 
 def fp8_parts(weight: Weight, dtype: torch.dtype) -> Map:
     """See ``Ops.linear_parts``."""
-    return _Layer.build(weight, dtype, _PARTS + _any_rows(measured_choices.FP8_MANY)).gemm
+    tiles = measured_choices.FP8_LINEAR_PARTS + _any_rows(measured_choices.FP8_MANY)
+    return _Layer.build(weight, dtype, tiles).gemm
 
 
 def fp8_gated(weight: Weight, dtype: torch.dtype, out_scale: Tensor | None = None) -> Map:
@@ -140,9 +140,9 @@ class _Layer:
         return silu_and_mul_of(gate, up, out_scale)
 
     def _blocks(self, x: Tensor) -> Tensor:
-        rows = rounded_rows(x, None, GROUP, by_columns=True)
+        rows = rounded_rows(x, None, GROUP, multiple=block_fp8.ROWS)
         assert rows.scale is not None
-        return block_fp8.block_fp8_linear(rows.data, rows.scale, self.matrix.data, self.matrix.scale)
+        return block_fp8.block_fp8_linear(rows.data, rows.scale, self.matrix.data, self.matrix.scale)[: len(x)]
 
     def _hopper(self, x: Tensor, *, gated: bool = False, y_scale: Tensor | None = None) -> Tensor:
         rows, matrix = self._rows(x), self.matrix

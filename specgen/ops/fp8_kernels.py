@@ -175,23 +175,25 @@ def _fp8_kernel(
 
 
 def rounded_rows(
-    x: Tensor, input_scale: Tensor | None, group: int | None, *, by_columns: bool = False
+    x: Tensor, input_scale: Tensor | None, group: int | None, *, multiple: int | None = None
 ) -> "Fp8Rows":
     """``x`` [rows, in] in e4m3 with float32 scales: [1] given, else found: [rows, 1] or [rows, in / group].
 
-    Found ``by_columns``, a column of scales is contiguous and begins at a multiple of 16 bytes.
+    With a ``multiple`` the rows are as many as one of it, of which those behind ``x`` hold anything, and a column of
+    the scales found is contiguous.
     """
     rows, width = x.shape
-    out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
+    padded = rows if multiple is None else -(-rows // multiple) * multiple
+    out = torch.empty(padded, width, dtype=torch.float8_e4m3fn, device=x.device)
     static = input_scale is not None
     size = 1024 if static else group or triton.next_power_of_2(width)
     count = triton.cdiv(width, size)
     if input_scale is not None:
         scale = input_scale
-    elif by_columns:
-        scale = torch.empty(count, triton.cdiv(rows, 4) * 4, device=x.device)[:, :rows].t()
-    else:
+    elif multiple is None:
         scale = torch.empty(rows, count, device=x.device)
+    else:
+        scale = torch.empty(count, padded, device=x.device).t()
     if rows:
         together = min(triton.next_power_of_2(count), 32) if size == group else 1
         _round_kernel[(rows, triton.cdiv(count, together))](

@@ -95,8 +95,9 @@ def _expert_tile(block_out: int, block_in: int, stages: int, warps: int, *, roun
 LINEAR, LINEAR_PARTS, LINEAR_FEW_OUTPUTS, GATED = (
     _tiles(name, Tile) for name in ("linear", "linear_parts", "linear_few_outputs", "gated")
 )
-FP8_LINEAR, FP8_GATED, FP8_MANY, FP8_GATED_MANY = (
-    _tiles(name, Fp8Tile) for name in ("fp8_linear", "fp8_gated", "fp8_many", "fp8_gated_many")
+FP8_LINEAR, FP8_LINEAR_PARTS, FP8_GATED, FP8_MANY, FP8_GATED_MANY = (
+    _tiles(name, Fp8Tile)
+    for name in ("fp8_linear", "fp8_linear_parts", "fp8_gated", "fp8_many", "fp8_gated_many")
 )
 EXPERTS_PLAIN, EXPERTS_MXFP4, EXPERTS_FP8, EXPERTS_FLOAT32 = (
     _experts(f"experts_{name}") for name in ("plain", "mxfp4", "fp8", "float32")
