@@ -142,7 +142,9 @@ class _Layer:
     def _blocks(self, x: Tensor) -> Tensor:
         rows = rounded_rows(x, None, GROUP, multiple=block_fp8.ROWS)
         assert rows.scale is not None
-        return block_fp8.block_fp8_linear(rows.data, rows.scale, self.matrix.data, self.matrix.scale)[: len(x)]
+        return block_fp8.block_fp8_linear(rows.data, rows.scale, self.matrix.data, self.matrix.scale)[
+            : len(x)
+        ]
 
     def _hopper(self, x: Tensor, *, gated: bool = False, y_scale: Tensor | None = None) -> Tensor:
         rows, matrix = self._rows(x), self.matrix
