@@ -204,7 +204,7 @@ _SOURCE = Path(__file__).with_name("hopper_decode.cu")
 _MOST_ROWS = {64: 64, 128: 64, 256: 48}
 _MOST_QUERY = 16  # rows of a sequence
 _MOST_SPLITS = 8  # blocks of a cluster
-_SOME_TURNED = 256  # the size of heads of which a part may be rotated, in blocks of 8 pairs
+_PARTLY_ROTATED = 256  # the size of heads of which only a part may be: any number of 8 pairs
 
 
 def cluster_heads(query_len: int, heads_per_kv: int, head_dim: int) -> int | None:
@@ -256,7 +256,7 @@ class HopperDecode:
         group, num_pairs = qkv.shape[1] // num_kv_heads - 2, len(self.rope.frequencies)
         return (
             layer.value_dim is None
-            and (num_pairs % 8 == 0 if head_dim == _SOME_TURNED else num_pairs * 2 == head_dim)
+            and (num_pairs % 8 == 0 if head_dim == _PARTLY_ROTATED else num_pairs * 2 == head_dim)
             and serves(self.layout.max_query_len, group, head_dim, qkv.dtype, keys.dtype)
             and runs_on(qkv.device)
         )

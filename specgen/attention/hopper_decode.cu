@@ -8,7 +8,8 @@
 //
 // Compiled for the size of a head, DIM, and MROWS rows (rows of the sequence times heads), a multiple of 16. Each 16 rows
 // have four warps of their own, which share the positions of a block with those of the other rows. Heads of 256 have two
-// warps for the same rows and positions, one for each half of the columns: sums of 256 would take a warp's registers.
+// warps for the same rows and positions, one for each half of the columns, as sums of all would take too many registers:
+// each multiplies queries and keys of its own columns, and the two add up these logits.
 
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -76,7 +77,7 @@ struct Problem {
   int batch, num_sms, table_width, page_shift, query_len, num_heads, num_kv_heads, group, window;  // group: heads of a cluster
   bool causal;               // else a row sees those behind it, too, of a window as many as before it
   float scale, rope_scale;   // of logits, times log2(e); of cos and sin
-  int turned;                // pieces of a head that are rotated with as many behind them; to 128, half of a head
+  int turned;                // pieces of a head that are rotated with as many behind them: half of it, or of 256 fewer
 };
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
