@@ -3,7 +3,8 @@
 
 They do what ``attention/gated_delta.py`` says: a program holds its share of a state in registers, reads and writes it
 once. A decode pass goes row by row; a row's inputs are on their way while the row in front of it is worked on, as a
-load from memory takes longer than a row does. A prefill takes in several rows at once.
+load from memory takes longer than a row does. What a row writes at its key is kept, so that to take in an accepted row
+is no second computation of it. A prefill takes in several rows at once.
 """
 
 from collections.abc import Mapping
@@ -20,128 +21,150 @@ from specgen.ops.launch import PDL
 TAPS = 4  # of the convolution; others go another way
 _VALUES = 32  # columns of a state in a program
 _FEW = 512  # programs: where there are fewer, each is cut in two
+_REGISTERS = {
+    32: 200,
+    16: 128,
+}  # of a thread by columns: the fewest that 128 keys need, as more programs run at once
+_ROWS = 4  # of a decode pass at once, in front of the states
 _CHUNK = 16  # rows of a prefill at once
 _CONVOLVED, _CHANNELS = 8, 256  # rows and channels behind the convolution in a program
-_COLUMNS = 128  # of a row's inputs in a program
 
 
 @triton.jit
-def _num_taken(
-    starts: tl.tensor, positions: tl.tensor, sequence: tl.tensor, slot: tl.tensor, most: int
-) -> tl.tensor:
-    """Rows of the last decode pass that were accepted: those in front of where this pass starts."""
-    start = tl.load(starts + sequence)
-    taken = tl.minimum(tl.maximum(start - tl.load(positions + slot), 0), most)
-    return tl.where(start == 0, 0, taken).to(tl.int32)
-
-
-@triton.jit
-def _tap(x: tl.tensor, one: tl.tensor, two: tl.tensor, three: tl.tensor, w: tl.tensor) -> tl.tensor:
-    """The convolution of a row [n] behind three others, and silu, rounded to the dtype of the inputs in between."""
-    w0, w1, w2, w3 = w
-    total = (
-        one.to(tl.float32) * w0 + two.to(tl.float32) * w1 + three.to(tl.float32) * w2 + x.to(tl.float32) * w3
-    )
-    total = total.to(x.dtype).to(tl.float32)
-    return (total / (1 + tl.exp(-total))).to(x.dtype).to(tl.float32)
-
-
-@triton.jit
-def _weights(conv: tl.tensor, channel: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+def _weights(
+    conv: tl.tensor, channel: tl.tensor, inside: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     at = conv + channel * 4
     return (
-        tl.load(at).to(tl.float32),
-        tl.load(at + 1).to(tl.float32),
-        tl.load(at + 2).to(tl.float32),
-        tl.load(at + 3).to(tl.float32),
+        tl.load(at, inside, 0).to(tl.float32),
+        tl.load(at + 1, inside, 0).to(tl.float32),
+        tl.load(at + 2, inside, 0).to(tl.float32),
+        tl.load(at + 3, inside, 0).to(tl.float32),
     )
 
 
 @triton.jit
-def _row(row: tl.tensor, places: tl.tensor, there: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """A row's inputs of a query, a key and values, at those ``places``; zeros where it is not ``there``."""
-    q_at, k_at, v_at = places
-    return (
-        tl.load(row + q_at, (q_at >= 0) & there, 0),
-        tl.load(row + k_at, (k_at >= 0) & there, 0),
-        tl.load(row + v_at, (v_at >= 0) & there, 0),
-    )
-
-
-@triton.jit
-def _gates(a: tl.tensor, b: tl.tensor, there: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    return tl.load(a, there, 0), tl.load(b, there, 0)
-
-
-@triton.jit
-def _unit(x: tl.tensor) -> tl.tensor:
-    return x * tl.rsqrt(tl.sum(x * x) + 1e-6)
-
-
-@triton.jit
-def _decay(a: tl.tensor, rates: tl.tensor) -> tl.tensor:
-    """What is left of a state in front of a row."""
-    rate, bias = rates
-    raised = a.to(tl.float32) + bias
-    soft = tl.where(raised > 20, raised, tl.log(1 + tl.exp(tl.minimum(raised, 20))))
-    return tl.exp(-rate * soft)
-
-
-@triton.jit
-def _written(state: tl.tensor, k: tl.tensor, error: tl.tensor) -> tl.tensor:
-    """A decayed state [keys, values] behind a row: rounded once, so a replay is the update of the row bit for bit."""
-    return tl.fma(k[:, None], error[None, :], state)
-
-
-@triton.jit
-def _replayed(
-    state: tl.tensor,
-    back: tl.tensor,
-    k_at: tl.tensor,
-    gate: int,
-    row_width: int,
-    weights: tl.tensor,
-    rates: tl.tensor,
-    error_at: tl.tensor,
-    num_taken: tl.tensor,
-    STRIDE: tl.constexpr,  # noqa: N803  from a row's errors to the next one's
+def _seen(
+    old: tl.tensor,
+    new: tl.tensor,
+    strides: tl.tensor,
+    index: tl.tensor,
+    bounds: tl.tensor,
+    inside: tl.tensor,
 ) -> tl.tensor:
-    """The state behind the first ``num_taken`` rows of the last decode pass, which kept what they wrote."""
-    there = num_taken > 0
-    one, two = tl.load(back + k_at, there, 0), tl.load(back + row_width + k_at, there, 0)
-    back += 2 * row_width
-    three = tl.load(back + k_at, there, 0)
-    back += row_width
-    next_row, next_a, next_error = (
-        tl.load(back + k_at, there, 0),
-        tl.load(back + gate, there, 0),
-        tl.load(error_at, there, 0),
-    )
-    for index in range(num_taken):
-        current, a, error = next_row, next_a, next_error
-        back += row_width
-        error_at += STRIDE
-        there = index + 1 < num_taken
-        next_row, next_a, next_error = (
-            tl.load(back + k_at, there, 0),
-            tl.load(back + gate, there, 0),
-            tl.load(error_at, there, 0),
-        )
-        k = _unit(_tap(current, one, two, three, weights))
-        state = _written(state * _decay(a, rates), k, error)
-        one, two, three = two, three, current
-    return state
+    """Inputs of rows ``index``, of which the first are kept and those behind them ``new``; zeros outside ``bounds``."""
+    least, num_old, num_all = bounds
+    there = inside & (index >= least) & (index < num_all)
+    is_old = there & (index < num_old)
+    x = tl.load(old + index * strides[0], is_old, 0)
+    return tl.where(is_old, x, tl.load(new + index * strides[1], there & (index >= num_old), 0))
 
 
 @triton.jit
-def _recur_kernel(
+def _keep(
+    old: tl.tensor,
+    new: tl.tensor,
+    strides: tl.tensor,
+    first: tl.tensor,
+    bounds: tl.tensor,
+    inside: tl.tensor,
+    KEPT: tl.constexpr,  # noqa: N803  a power of two, for all that are kept
+) -> None:
+    """Rows from ``first`` on in place of those that are kept."""
+    place = tl.arange(0, KEPT)[:, None]
+    x = _seen(old, new, strides, first + place, bounds, inside)
+    tl.debug_barrier()  # all have read before any writes
+    tl.store(old + place * strides[0], x, inside & (first + place < bounds[2]))
+
+
+@triton.jit
+def _convolved(
+    old: tl.tensor,
+    new: tl.tensor,
+    strides: tl.tensor,
+    index: tl.tensor,
+    bounds: tl.tensor,
+    weights: tl.tensor,
+    inside: tl.tensor,
+) -> tl.tensor:
+    """Rows ``index`` behind the convolution and silu, rounded to the dtype of the inputs before and behind it."""
+    total = tl.zeros((index.shape[0], inside.shape[1]), tl.float32)
+    for tap in tl.static_range(4):
+        row = _seen(old, new, strides, index + tap - 3, bounds, inside)
+        total += row.to(tl.float32) * weights[tap]
+    total = total.to(new.dtype.element_ty).to(tl.float32)
+    return (total / (1 + tl.exp(-total))).to(new.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _channel_rows(
+    old: tl.tensor,
+    new: tl.tensor,
+    strides: tl.tensor,
+    to: tl.tensor,
+    bounds: tl.tensor,
+    conv: tl.tensor,
+    num_channels: int,
+    scale: float,
+    KEY_HEADS: tl.constexpr,  # noqa: N803
+    KEY_DIM: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    KEPT: tl.constexpr,  # noqa: N803
+) -> None:
+    """``_rows_kernel`` of a head of queries or keys, or as many channels of values."""
+    block = tl.program_id(1)
+    _, num_old, num_all = bounds
+    channel = (block * KEY_DIM + tl.arange(0, KEY_DIM))[None, :]
+    inside, is_key = channel < num_channels, (block >= KEY_HEADS) & (block < 2 * KEY_HEADS)
+    old, new, weights = old + channel, new + channel, _weights(conv, channel, inside)
+    for begin in range(tl.where(is_key, 3, num_old), num_all, ROWS):  # of accepted rows only keys are of use
+        index = begin + tl.arange(0, ROWS)[:, None]
+        x = _convolved(old, new, strides, index, bounds, weights, inside)
+        if block < 2 * KEY_HEADS:
+            x *= tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None] * tl.where(is_key, 1.0, scale)
+        at = tl.where(index < num_old, to[0], to[1]) + index * strides[0] + channel
+        tl.store(at, x, inside & (index < num_all))
+    _keep(old, new, strides, num_old - 3, bounds, inside, KEPT)
+
+
+@triton.jit
+def _gate_rows(
+    old: tl.tensor,
+    new: tl.tensor,
+    strides: tl.tensor,
+    to: tl.tensor,
+    bounds: tl.tensor,
+    rates: tl.tensor,
+    VALUE_HEADS: tl.constexpr,  # noqa: N803
+    GATES: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    KEPT: tl.constexpr,  # noqa: N803
+) -> None:
+    """``_rows_kernel`` of what is left of each head's state in front of a row, and the share that it writes."""
+    _, num_old, num_all = bounds
+    head = tl.arange(0, GATES)[None, :]
+    inside = head < VALUE_HEADS
+    rate, bias = tl.exp(tl.load(rates[0] + head, inside, 0)), tl.load(rates[1] + head, inside, 0)
+    old_a, old_b, new_a, new_b = old + head, old + VALUE_HEADS + head, new[0] + head, new[1] + head
+    for begin in range(3, num_all, ROWS):
+        index = begin + tl.arange(0, ROWS)[:, None]
+        x = _seen(old_a, new_a, strides, index, bounds, inside).to(tl.float32) + bias
+        soft = tl.where(x > 20, x, tl.log(1 + tl.exp(tl.minimum(x, 20))))
+        opening = _seen(old_b, new_b, strides, index, bounds, inside).to(tl.float32)
+        at = tl.where(index < num_old, to[0], to[1]) + index * strides[0] + head
+        tl.store(at, tl.exp(-rate * soft), inside & (index < num_all))
+        tl.store(at + VALUE_HEADS, 1 / (1 + tl.exp(-opening)), inside & (index < num_all))
+    _keep(old_a, new_a, strides, num_old - 3, bounds, inside, KEPT)
+    _keep(old_b, new_b, strides, num_old - 3, bounds, inside, KEPT)
+
+
+@triton.jit
+def _rows_kernel(
     mixed: tl.tensor,
     a: tl.tensor,
     b: tl.tensor,
     mixed_stride: int,
     gate_stride: int,
-    states: tl.tensor,
-    errors: tl.tensor,
     kept: tl.tensor,
     positions: tl.tensor,
     slots: tl.tensor,
@@ -151,12 +174,96 @@ def _recur_kernel(
     conv: tl.tensor,
     log_rate: tl.tensor,
     rate_bias: tl.tensor,
-    out: tl.tensor,
+    inputs: tl.tensor,
     taken: tl.tensor,
     num_channels: int,
     row_width: int,
     most: int,
     scale: float,
+    KEY_HEADS: tl.constexpr,  # noqa: N803
+    VALUE_HEADS: tl.constexpr,  # noqa: N803
+    KEY_DIM: tl.constexpr,  # noqa: N803
+    GATES: tl.constexpr,  # noqa: N803  a power of two, for all value heads
+    ROWS: tl.constexpr,  # noqa: N803  at once
+    KEPT: tl.constexpr,  # noqa: N803
+) -> None:
+    """What the states of a decode pass take in, and what it keeps: a program for each sequence and block of columns.
+
+    The rows of a sequence are three that the convolution looks back at, accepted ones of the last pass, and its own.
+    """
+    gdc_wait()
+    gdc_launch_dependents()  # not earlier: the next kernel does not wait for what is in front of this one
+    sequence = tl.program_id(0).to(tl.int64)
+    slot, start = tl.load(slots + sequence), tl.load(starts + sequence)
+    first, num_rows = tl.load(first_rows + sequence), tl.load(lens + sequence).to(tl.int32)
+    num_taken = tl.minimum(tl.maximum(start - tl.load(positions + slot), 0), most)
+    num_taken = tl.where(start > 0, num_taken, 0).to(tl.int32)  # of padding rows it may be anything
+    tl.store(taken + sequence, num_taken, tl.program_id(1) == 0)
+    num_old = 3 + num_taken
+    old, new = kept + slot * (most + 3) * row_width, first - num_old
+    bounds = tl.where(start > 0, 0, 3), num_old, num_old + num_rows
+    again, fresh = sequence * most - 3, tl.num_programs(0) * most + new
+    to = inputs + again * row_width, inputs + fresh * row_width
+    if tl.program_id(1) * KEY_DIM < num_channels:
+        _channel_rows(
+            *(old, mixed + new * mixed_stride, (row_width, mixed_stride), to, bounds),
+            *(conv, num_channels, scale, KEY_HEADS, KEY_DIM, ROWS, KEPT),
+        )
+    else:
+        gates = a + new * gate_stride, b + new * gate_stride
+        to = to[0] + num_channels, to[1] + num_channels
+        rates = log_rate, rate_bias
+        _gate_rows(
+            *(old + num_channels, gates, (row_width, gate_stride), to, bounds, rates),
+            *(VALUE_HEADS, GATES, ROWS, KEPT),
+        )
+
+
+@triton.jit
+def _written(state: tl.tensor, k: tl.tensor, error: tl.tensor, decay: tl.tensor) -> tl.tensor:
+    """A state [keys, values] behind a row, rounded so that a replay gives what the row itself gave, bit for bit."""
+    return tl.fma(k[:, None], error[None, :], state * decay)
+
+
+@triton.jit
+def _replayed(
+    state: tl.tensor,
+    row: tl.tensor,
+    error_at: tl.tensor,
+    k_at: tl.tensor,
+    gate: tl.tensor,
+    num_taken: tl.tensor,
+    row_width: int,
+    STRIDE: tl.constexpr,  # noqa: N803  from what a row wrote to that of the next one
+) -> tl.tensor:
+    """The state behind the accepted rows of the last decode pass."""
+    next_k, next_decay, next_error = tl.load(row + k_at), tl.load(row + gate), tl.load(error_at)
+    for index in range(num_taken):
+        k, decay, error = next_k, next_decay, next_error
+        row += row_width
+        error_at += STRIDE
+        there = index + 1 < num_taken
+        next_k, next_decay = tl.load(row + k_at, there, 0), tl.load(row + gate, there, 0)
+        next_error = tl.load(error_at, there, 0)
+        state = _written(state, k, error, decay)
+    return state
+
+
+@triton.jit
+def _recur_kernel(
+    inputs: tl.tensor,
+    states: tl.tensor,
+    errors: tl.tensor,
+    positions: tl.tensor,
+    slots: tl.tensor,
+    starts: tl.tensor,
+    first_rows: tl.tensor,
+    lens: tl.tensor,
+    out: tl.tensor,
+    taken: tl.tensor,
+    num_channels: int,
+    row_width: int,
+    most: int,
     KEY_HEADS: tl.constexpr,  # noqa: N803
     VALUE_HEADS: tl.constexpr,  # noqa: N803
     KEY_DIM: tl.constexpr,  # noqa: N803
@@ -167,58 +274,40 @@ def _recur_kernel(
     gdc_launch_dependents()
     sequence, head = (tl.program_id(0) // VALUE_HEADS).to(tl.int64), tl.program_id(0) % VALUE_HEADS
     key, value = tl.arange(0, KEY_DIM), tl.program_id(1) * VALUES + tl.arange(0, VALUES)
+    slot, start = tl.load(slots + sequence), tl.load(starts + sequence)
+    first, num_rows = tl.load(first_rows + sequence), tl.load(lens + sequence).to(tl.int32)
+    at = states + (slot * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM)
+    at += key[:, None] * VALUE_DIM + value[None, :]
+    state = tl.load(at, start > 0, 0)
+    error_at = errors + (slot * most * VALUE_HEADS + head) * VALUE_DIM + value
     q_at = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key
     k_at, v_at = KEY_HEADS * KEY_DIM + q_at, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value
-    places = q_at, k_at, v_at
-    weights = _weights(conv, q_at), _weights(conv, k_at), _weights(conv, v_at)
-    rates = tl.exp(tl.load(log_rate + head)), tl.load(rate_bias + head)
+    gate = num_channels + head
     gdc_wait()
-    slot, goes_on = tl.load(slots + sequence), tl.load(starts + sequence) > 0
-    first, num_rows = tl.load(first_rows + sequence), tl.load(lens + sequence).to(tl.int32)
-    at = states + ((slot * VALUE_HEADS + head) * KEY_DIM + key[:, None]) * VALUE_DIM + value[None, :]
-    state = tl.where(goes_on, tl.load(at), 0.0)
-    num_taken = _num_taken(starts, positions, sequence, slot, most)
-    tl.store(taken + sequence, num_taken, (head == 0) & (tl.program_id(1) == 0))
-    back = kept + slot * (most + 3) * row_width
-    error_at = errors + (slot * most * VALUE_HEADS + head) * VALUE_DIM + value
-    state = _replayed(
-        state,
-        back,
-        k_at,
-        num_channels + head,
-        row_width,
-        weights[1],
-        rates,
-        error_at,
-        num_taken,
-        VALUE_HEADS * VALUE_DIM,
-    )
+    row, num_taken = inputs + sequence * most * row_width, tl.load(taken + sequence)
+    state = _replayed(state, row, error_at, k_at, gate, num_taken, row_width, VALUE_HEADS * VALUE_DIM)
     tl.store(at, state)
+    tl.store(positions + slot, start, (head == 0) & (tl.program_id(1) == 0))
     tl.debug_barrier()  # all have read what rows wrote before any writes
-    back += num_taken * row_width
-    one, two = _row(back, places, goes_on), _row(back + row_width, places, goes_on)
-    three = _row(back + 2 * row_width, places, goes_on)
-    row, gate = mixed + first * mixed_stride, first * gate_stride + head
-    next_row = _row(row, places, num_rows > 0)
-    next_gates = _gates(a + gate, b + gate, num_rows > 0)
+    row = inputs + (tl.num_programs(0) // VALUE_HEADS * most + first) * row_width
+    next_q, next_k, next_v = tl.load(row + q_at), tl.load(row + k_at), tl.load(row + v_at)
+    next_decay, next_beta = tl.load(row + gate), tl.load(row + gate + VALUE_HEADS)
     to = out + (first * VALUE_HEADS + head) * VALUE_DIM + value
     for index in range(num_rows):
-        current, gates = next_row, next_gates
-        row += mixed_stride
-        gate += gate_stride
-        next_row = _row(row, places, index + 1 < num_rows)
-        next_gates = _gates(a + gate, b + gate, index + 1 < num_rows)
-        q = _unit(_tap(current[0], one[0], two[0], three[0], weights[0]))
-        k = _unit(_tap(current[1], one[1], two[1], three[1], weights[1]))
-        v = _tap(current[2], one[2], two[2], three[2], weights[2])
-        state *= _decay(gates[0], rates)
-        error = (v - tl.sum(state * k[:, None], 0)) / (1 + tl.exp(-gates[1].to(tl.float32)))
-        state = _written(state, k, error)
-        one, two, three = two, three, current
-        tl.store(to, (tl.sum(state * q[:, None], 0) * scale).to(out.dtype.element_ty))
+        q, k, v, decay, beta = next_q, next_k, next_v, next_decay, next_beta
+        row += row_width
+        there = index + 1 < num_rows
+        next_q, next_k = tl.load(row + q_at, there, 0), tl.load(row + k_at, there, 0)
+        next_v = tl.load(row + v_at, there, 0)
+        next_decay, next_beta = tl.load(row + gate, there, 0), tl.load(row + gate + VALUE_HEADS, there, 0)
+        error = (v - decay * tl.sum(state * k[:, None], 0)) * beta
+        read = decay * tl.sum(state * q[:, None], 0) + tl.sum(q * k) * error
+        tl.store(to, read.to(out.dtype.element_ty))
         tl.store(error_at, error)
         to += VALUE_HEADS * VALUE_DIM
         error_at += VALUE_HEADS * VALUE_DIM
+        if there:  # else nothing reads it
+            state = _written(state, k, error, decay)
 
 
 @triton.jit
@@ -248,18 +337,11 @@ def _convolve_kernel(
     first, num_rows = tl.load(first_rows + sequence), tl.load(lens + sequence).to(tl.int32)
     if tl.program_id(1) * ROWS >= num_rows:
         return
-    there = inside & (index < num_rows)
-    back = kept + slot * (most + 3) * row_width + channel
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for tap in tl.static_range(4):
-        row = index + tap - 3
-        old = tl.load(back + (row + 3) * row_width, there & (row < 0) & goes_on, 0)
-        new = tl.load(mixed + (first + row) * mixed_stride + channel, there & (row >= 0), 0)
-        weight = tl.load(conv + channel * 4 + tap, inside, 0).to(tl.float32)
-        total += tl.where(row < 0, old, new).to(tl.float32) * weight
-    total = total.to(mixed.dtype.element_ty).to(tl.float32)
-    activated = (total / (1 + tl.exp(-total))).to(mixed.dtype.element_ty)
-    tl.store(out + (first + index) * num_channels + channel, activated, there)
+    old, new = kept + slot * (most + 3) * row_width + channel, mixed + (first - 3) * mixed_stride + channel
+    bounds, weights = (tl.where(goes_on, 0, 3), 3, num_rows + 3), _weights(conv, channel, inside)
+    activated = _convolved(old, new, (row_width, mixed_stride), index + 3, bounds, weights, inside)
+    to = out + (first + index) * num_channels + channel
+    tl.store(to, activated.to(out.dtype.element_ty), inside & (index < num_rows))
 
 
 @triton.jit
@@ -345,28 +427,6 @@ def _chunk_kernel(
 
 
 @triton.jit
-def _input(
-    mixed: tl.tensor,
-    a: tl.tensor,
-    b: tl.tensor,
-    row: tl.tensor,
-    mixed_stride: int,
-    gate_stride: int,
-    column: tl.tensor,
-    num_channels: int,
-    num_heads: int,
-    there: tl.tensor,
-) -> tl.tensor:
-    """``column`` of the inputs of each ``row`` that is ``there``: of the convolution, then those of a and b."""
-    gate = column - num_channels
-    is_a, is_b = (gate >= 0) & (gate < num_heads), (gate >= num_heads) & (gate < 2 * num_heads)
-    found = tl.load(mixed + row * mixed_stride + column, (gate < 0) & there, 0)
-    of_a = tl.load(a + row * gate_stride + gate, is_a & there, 0)
-    of_b = tl.load(b + row * gate_stride + gate - num_heads, is_b & there, 0)
-    return tl.where(is_a, of_a, tl.where(is_b, of_b, found))
-
-
-@triton.jit
 def _keep_kernel(
     mixed: tl.tensor,
     a: tl.tensor,
@@ -379,39 +439,32 @@ def _keep_kernel(
     starts: tl.tensor,
     first_rows: tl.tensor,
     lens: tl.tensor,
-    taken: tl.tensor,
     ends: tl.tensor,
     num_channels: int,
     row_width: int,
     most: int,
-    num_heads: int,
-    PREFILL: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803  a power of two, for all that are kept
+    VALUE_HEADS: tl.constexpr,  # noqa: N803
+    GATES: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:
-    """A program for each sequence and block of columns: what a convolution looks back at, and rows of a decode pass."""
+    """The last three rows of a prefill, or those looked back at: a program for each sequence and block of columns."""
     gdc_launch_dependents()
-    sequence, index = tl.program_id(0).to(tl.int64), tl.arange(0, ROWS)[:, None]
-    column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
-    inside = column < row_width
+    sequence, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     gdc_wait()
     slot, goes_on = tl.load(slots + sequence), tl.load(starts + sequence) > 0
     first, num_rows = tl.load(first_rows + sequence), tl.load(lens + sequence).to(tl.int32)
-    to = kept + slot * (most + 3) * row_width + column
-    if PREFILL:  # the last three of those looked back at before and the rows
-        place, num_kept = num_rows + index, 3
-        row = place - 3
-        is_new, is_old = (row >= 0) & (index < 3), row < 0
-    else:  # three in front of the rows, and these
-        place, num_kept = tl.load(taken + sequence) + index, 3 + num_rows
-        row = index - 3
-        is_new, is_old = (row >= 0) & (row < num_rows), row < 0
-    old = tl.load(to + place * row_width, inside & is_old & goes_on, 0)
-    number = first + tl.maximum(row, 0)
-    new = _input(mixed, a, b, number, mixed_stride, gate_stride, column, num_channels, num_heads, is_new)
-    tl.debug_barrier()  # all have read before any writes
-    tl.store(to + index * row_width, tl.where(is_new, new, old), inside & (index < num_kept))
-    tl.store(positions + slot, tl.load(ends + sequence), tl.program_id(1) == 0)
+    old, new = kept + slot * (most + 3) * row_width, first - 3
+    bounds = tl.where(goes_on, 0, 3), 3, num_rows + 3
+    if block * BLOCK < num_channels:
+        channel = (block * BLOCK + tl.arange(0, BLOCK))[None, :]
+        new_row, strides = mixed + new * mixed_stride + channel, (row_width, mixed_stride)
+        _keep(old + channel, new_row, strides, num_rows, bounds, channel < num_channels, 4)
+    else:
+        head = tl.arange(0, GATES)[None, :]
+        old_gate, gate, steps = old + num_channels + head, new * gate_stride + head, (row_width, gate_stride)
+        _keep(old_gate, a + gate, steps, num_rows, bounds, head < VALUE_HEADS, 4)
+        _keep(old_gate + VALUE_HEADS, b + gate, steps, num_rows, bounds, head < VALUE_HEADS, 4)
+    tl.store(positions + slot, tl.load(ends + sequence), block == 0)
 
 
 def recur(
@@ -430,12 +483,10 @@ def recur(
     stride; ``places`` slots, starts, first rows and lengths [B] of the sequences, int64. With ``ends`` [B], where the
     sequences end, it is a prefill: all rows are taken in. No sequence has more than ``longest`` rows.
     """
-    mixed, a, b = inputs
-    slots, starts, _, _ = places
-    states, kept, positions = cache.states[index], cache.rows[index], cache.positions[index]
-    _, num_heads, key_dim, value_dim = states.shape
+    mixed = inputs[0]
+    _, num_heads, key_dim, value_dim = cache.states[index].shape
     assert weights[0].is_contiguous()
-    assert a.stride() == b.stride()
+    assert inputs[1].stride() == inputs[2].stride()
     out = mixed.new_empty(len(mixed), num_heads, value_dim)
     heads = {
         "KEY_HEADS": num_key_heads,
@@ -443,83 +494,91 @@ def recur(
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
     }
-    sizes = len(weights[0]), kept.shape[2], kept.shape[1] - TAPS + 1
     if ends is None:
-        taken = torch.empty(len(slots), dtype=torch.int32, device=mixed.device)
-        _decode(
-            states,
-            (cache.errors[index], kept, positions, *places),
-            weights,
-            inputs,
-            (out, taken),
-            sizes,
-            heads,
-        )
+        _decode(cache, index, weights, inputs, places, out, heads)
     else:
-        taken = slots  # of no use
-        _prefill(states, (kept, *places), weights, inputs, out, sizes, heads, longest)
-    _keep_kernel[len(slots), triton.cdiv(kept.shape[2], _COLUMNS)](
-        *(mixed, a, b, mixed.stride(0), a.stride(0), kept, positions, *places),
-        *(taken, starts if ends is None else ends, *sizes, num_heads),
-        PREFILL=ends is not None,
-        ROWS=TAPS if ends is not None else triton.next_power_of_2(kept.shape[1]),
-        BLOCK=_COLUMNS,
-        num_warps=4,
-        **PDL,
-    )
+        _prefill(cache, index, weights, inputs, (*places, ends), out, heads, longest)
     return out
 
 
+def _sizes(cache: StateCache, weights: tuple[Tensor, Tensor, Tensor]) -> tuple[int, int, int]:
+    """Channels, numbers of a row's inputs, and the most rows of a decode pass."""
+    return len(weights[0]), cache.rows.shape[3], cache.errors.shape[2]
+
+
 def _decode(
-    states: Tensor,
-    memory: tuple[Tensor, ...],  # errors, what is kept, positions, and the places of the sequences
+    cache: StateCache,
+    index: int,
     weights: tuple[Tensor, Tensor, Tensor],
-    inputs: tuple[Tensor, Tensor, Tensor],
-    outputs: tuple[Tensor, Tensor],  # what rows read, and how many kept rows of each sequence were accepted
-    sizes: tuple[int, int, int],
+    rows: tuple[Tensor, Tensor, Tensor],
+    places: tuple[Tensor, ...],
+    out: Tensor,
     heads: Mapping[str, int],
 ) -> None:
-    mixed, a, b = inputs
-    _, num_heads, key_dim, value_dim = states.shape
-    num_programs = len(outputs[1]) * num_heads
-    values = _VALUES if num_programs * (value_dim // _VALUES) >= _FEW else _VALUES // 2
-    _recur_kernel[num_programs, value_dim // values](
-        *(mixed, a, b, mixed.stride(0), a.stride(0), states, *memory, *weights, *outputs),
-        *(*sizes, key_dim**-0.5),
+    mixed, a, b = rows
+    positions, num_sequences = cache.positions[index], len(places[0])
+    num_channels, row_width, most = sizes = _sizes(cache, weights)
+    _, num_heads, key_dim, value_dim = cache.states[index].shape
+    inputs = out.new_empty(num_sequences * most + len(mixed), row_width, dtype=torch.float32)
+    taken = torch.empty(num_sequences, dtype=torch.int32, device=out.device)
+    _rows_kernel[num_sequences, triton.cdiv(num_channels, key_dim) + 1](
+        *(mixed, a, b, mixed.stride(0), a.stride(0), cache.rows[index], positions, *places, *weights),
+        *(inputs, taken, *sizes, key_dim**-0.5),
+        **{name: heads[name] for name in ("KEY_HEADS", "VALUE_HEADS", "KEY_DIM")},
+        GATES=triton.next_power_of_2(num_heads),
+        ROWS=min(triton.next_power_of_2(most), _ROWS),
+        KEPT=triton.next_power_of_2(most + 3),
+        num_warps=1 if most == 1 else 2,
+        **PDL,
+    )
+    values = _VALUES if num_sequences * num_heads * (value_dim // _VALUES) >= _FEW else _VALUES // 2
+    _recur_kernel[num_sequences * num_heads, value_dim // values](
+        *(inputs, cache.states[index], cache.errors[index], positions, *places, out, taken, *sizes),
         **heads,
         VALUES=values,
         num_warps=1,  # so that sums over keys stay within a warp
+        maxnreg=_REGISTERS[values],
         **PDL,
     )
 
 
 def _prefill(
-    states: Tensor,
-    memory: tuple[Tensor, ...],  # what is kept, and the places of the sequences
+    cache: StateCache,
+    index: int,
     weights: tuple[Tensor, Tensor, Tensor],
     inputs: tuple[Tensor, Tensor, Tensor],
+    places: tuple[Tensor, ...],  # and the ends of the sequences
     out: Tensor,
-    sizes: tuple[int, int, int],
     heads: Mapping[str, int],
     longest: int,
 ) -> None:
-    (mixed, a, b), (conv, *rates), (_, *places) = inputs, weights, memory
-    _, num_heads, key_dim, value_dim = states.shape
-    num_sequences, convolved = len(places[0]), mixed.new_empty(len(mixed), len(conv))
+    (mixed, a, b), (conv, *rates), (*places_alone, _) = inputs, weights, places
+    kept, num_sequences, sizes = cache.rows[index], len(places[0]), _sizes(cache, weights)
+    _, num_heads, key_dim, value_dim = cache.states[index].shape
+    convolved = mixed.new_empty(len(mixed), len(conv))
     grid = num_sequences, triton.cdiv(longest, _CONVOLVED), triton.cdiv(len(conv), _CHANNELS)
     _convolve_kernel[grid](
-        *(mixed, mixed.stride(0), *memory, conv, convolved, *sizes),
+        *(mixed, mixed.stride(0), kept, *places_alone, conv, convolved, *sizes),
         ROWS=_CONVOLVED,
         BLOCK=_CHANNELS,
         num_warps=4,
         **PDL,
     )
     _chunk_kernel[num_sequences * num_heads, value_dim // _VALUES](
-        *(convolved, a, b, a.stride(0), states, *places, *rates, out, len(conv), key_dim**-0.5),
+        *(convolved, a, b, a.stride(0), cache.states[index], *places_alone, *rates, out),
+        *(len(conv), key_dim**-0.5),
         **heads,
         VALUES=_VALUES,
         ROWS=_CHUNK,
         PRECISION="ieee" if mixed.dtype == torch.float32 else "tf32",
+        num_warps=4,
+        **PDL,
+    )
+    _keep_kernel[num_sequences, triton.cdiv(len(conv), _CHANNELS) + 1](
+        *(mixed, a, b, mixed.stride(0), a.stride(0), kept, cache.positions[index], *places, *sizes),
+        VALUE_HEADS=num_heads,
+        GATES=triton.next_power_of_2(num_heads),
+        BLOCK=_CHANNELS,
         num_warps=4,
         **PDL,
     )
