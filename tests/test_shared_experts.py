@@ -150,7 +150,7 @@ def test_what_is_not_like_the_experts_runs_beside_them(
 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_gate_counts_as_in_transformers_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_gate_counts_as_in_transformers(tmp_path: Path, dtype: torch.dtype) -> None:
     """Its logit and the sigmoid of it are rounded; what is behind the gate's row in the matrix is not read."""
     write_hybrid(tmp_path, MIXTURE)
     model = load_target(open_checkpoint(str(tmp_path)), dtype, CPU)
