@@ -7,6 +7,7 @@ writes anything else. The predecessor has waited for its own predecessor, so the
 
 Attention loads more before it waits: lengths, block tables and the KV of earlier passes. So a GEMM, which it comes
 behind, allows the launch of its successor only when it has itself waited: all that ran before the GEMM is done then.
+So does the convolution of Gated DeltaNet, behind which the recurrence loads its states.
 """
 
 import triton
