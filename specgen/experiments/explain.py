@@ -478,7 +478,7 @@ def step_rows(batch: int, time: StepTime, works: Mapping[str, Work], device: Dev
 KINDS = ("GEMM", "attention", "other")
 _ATTENTION = re.compile(
     r"mha|xqa|mla|attention|(decode|prefill)with|hopper_decode|latent_plan|merge_?states|fmha|flash"
-    r"|^_(rows|recur|keep|convolve|chunk)_kernel"  # of Gated DeltaNet
+    r"|^_(rows|recur|recur_chunks|keep|convolve)_kernel"  # of Gated DeltaNet
 )
 _GEMM = re.compile(
     r"gemm|gemv|nvjet|splitk|skinny|hopper_linear|^linear_kernel|xmma|cutlass|^_fp8|^_gate_up|^_down"

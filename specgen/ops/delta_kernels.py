@@ -356,7 +356,7 @@ def _inverse(lower: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:  # noqa: N803
 
 
 @triton.jit
-def _chunk_kernel(
+def _recur_chunks_kernel(
     inputs: tl.tensor,
     a: tl.tensor,
     b: tl.tensor,
@@ -564,7 +564,7 @@ def _prefill(
         num_warps=4,
         **PDL,
     )
-    _chunk_kernel[num_sequences * num_heads, value_dim // _VALUES](
+    _recur_chunks_kernel[num_sequences * num_heads, value_dim // _VALUES](
         *(convolved, a, b, a.stride(0), cache.states[index], *places_alone, *rates, out),
         *(len(conv), key_dim**-0.5),
         **heads,
