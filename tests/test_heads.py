@@ -126,7 +126,7 @@ MTP: dict[str, Callable[[Path], object]] = {  # parts of the first three are in 
     "mtp-three-layers": partial(glm, num_mtp=3, own=True, seed=45),
     "mtp-qwen3.5": partial(write_hybrid, mtp=True, vocab_size=VOCAB, seed=3),
     "mtp-qwen3-next": partial(
-        write_hybrid, architecture="Qwen3NextForCausalLM", mtp=True, vocab_size=VOCAB, seed=5
+        write_hybrid, architecture="Qwen3NextForCausalLM", mtp=True, vocab_size=VOCAB, seed=6
     ),
 }
 QUICK = (*QUICK, "mtp-three-layers", "mtp-qwen3.5")
