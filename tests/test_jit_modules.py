@@ -19,6 +19,8 @@ from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.hopper import HopperBackend
 from specgen.attention.sdpa import SdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
+from specgen.checkpoints.checkpoint import load_target
+from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
 from specgen.engine.arms import Arm
 from specgen.engine.choices import attention_note, gemm_modules, modules_of, needed_modules
@@ -29,6 +31,7 @@ from specgen.models.model_config import LatentConfig
 from specgen.ops import jit_modules
 from specgen.ops.block_fp8 import FEWEST_ROWS
 from specgen.ops.jit_modules import Module, compile_missing, compiled_meanwhile
+from specgen.ops.weight import Weight
 from specgen.record.startup import watched
 from tests.engines import engine_config
 from tests.timed_engines import write_tiny
@@ -541,6 +544,34 @@ def test_gemms_of_block_fp8_are_compiled_by_shape_for_passes_of_many_rows(
         [] if not compiled else ["384 x 256", "512 x 384", "768 x 384", "384 x 384"]
     )
     assert found(replace(config, dtype="float16")) == []
+
+
+_HEADS = {"hidden_size": 384, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+_LINEAR = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "intermediate_size": 640}
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3_5ForCausalLM", "Qwen3NextForCausalLM"])
+def test_those_of_a_hybrid_are_of_the_matrices_that_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    dense = {"mlp_only_layers": [0, 1, 2, 3]} if architecture == "Qwen3NextForCausalLM" else {}
+    write_hybrid(tmp_path / "target", architecture, **_HEADS, **_LINEAR, **dense)
+    quantize(tmp_path / "target", "block")
+    loaded, linear = set(), TensorReader.linear
+
+    def watched_linear(self: TensorReader, *given: Any, **settings: Any) -> Weight:
+        weight = linear(self, *given, **settings)
+        if weight.format == "fp8":
+            loaded.add("{} x {}".format(*weight.data.shape))
+        return weight
+
+    monkeypatch.setattr(TensorReader, "linear", watched_linear)
+    config = EngineConfig(model=str(tmp_path / "target"), drafter=None, num_spec_tokens=0, dtype="bfloat16")
+    checkpoints = open_checkpoints(config)
+    load_target(checkpoints["model"], torch.float32, torch.device("cpu"))
+    found = [each.what for each in gemm_modules(config, checkpoints) if "block" in each.what]
+    assert {each.removeprefix("block FP8 GEMMs of ") for each in found} == loaded
+    assert len(loaded) == 6
 
 
 @pytest.mark.parametrize(("width", "compiled"), [(128, []), (256, ["512 x 384", "384 x 256"])])

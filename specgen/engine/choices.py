@@ -276,8 +276,13 @@ def _attention_shapes(layers: LayerConfig) -> list[tuple[int, int]]:
     hidden, latent = layers.hidden_size, layers.latent
     if latent is None:
         heads = layers.num_heads * layers.head_dim
-        qkv = heads + 2 * layers.num_kv_heads * layers.head_dim
-        return [(hidden, heads), *([] if layers.qkv_bias else [(qkv, hidden)])]
+        qkv = heads * (2 if layers.query_gates else 1) + 2 * layers.num_kv_heads * layers.head_dim
+        found = [(hidden, heads), *([] if layers.qkv_bias else [(qkv, hidden)])]
+        delta = layers.delta
+        if delta is not None and any(delta.layers):
+            values = delta.num_value_heads * delta.value_dim
+            found += [(delta.num_channels + values, hidden), (hidden, values)]
+        return found
     queries, out = layers.num_heads * latent.key_dim, (hidden, layers.num_heads * latent.value_dim)
     if latent.query_rank is None:
         return [(queries + latent.width, hidden), out]
