@@ -21,7 +21,7 @@ from specgen.ops.weight import Weight
 from tests.marks import on_gpu
 from tests.tiny_fp8 import quantize
 from tests.tiny_hybrids import write_hybrid
-from tests.tiny_latents import write_latent
+from tests.tiny_latents import GLM, write_latent
 
 pytestmark = on_gpu()
 CUDA, BF16, FP16 = torch.device("cuda"), torch.bfloat16, torch.float16
@@ -262,12 +262,13 @@ def test_mixtures_with_a_shared_expert_are_those_of_torch(
     tmp_path: Path, family: str, form: str | None
 ) -> None:
     """In bfloat16; of the same experts, as logits that round otherwise may choose others."""
-    sizes = {"hidden_size": 1024, "moe_intermediate_size": 128, "std": 0.04}
+    sizes = {"num_hidden_layers": 2, "hidden_size": 1024, "moe_intermediate_size": 128, "std": 0.04}
     if family == "glm":
-        write_latent(tmp_path, num_hidden_layers=2, **sizes)
+        write_latent(tmp_path, **sizes | GLM | {"intermediate_size": 256})
     else:
-        widths = {"num_hidden_layers": 2, "layer_types": None, "full_attention_interval": 2}
-        write_hybrid(tmp_path, "Qwen3NextForCausalLM", shared_expert_intermediate_size=128, **sizes, **widths)
+        sizes |= dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim"), 128)
+        layers = {"layer_types": None, "full_attention_interval": 2}
+        write_hybrid(tmp_path, "Qwen3NextForCausalLM", shared_expert_intermediate_size=128, **sizes, **layers)
     if form is not None:
         quantize(tmp_path, form)
     mine, right = (mixture_of(tmp_path, device) for device in (CUDA, torch.device("cpu")))

@@ -16,18 +16,11 @@ from specgen.engine.build import prefill_logits
 from specgen.experiments.audit import Judge
 from tests.engines import Outputs, Pair, config_of, generate, load_pair, random_requests
 from tests.marks import on_gpu
-from tests.tiny_latents import write_latent
+from tests.tiny_latents import GLM, write_latent
 
 CUDA = torch.device("cuda")
 pytestmark = on_gpu(hopper=True)
 VOCAB = 12  # few, so that drafts are accepted
-GLM = {
-    "kv_lora_rank": 512,
-    "q_lora_rank": 256,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 192,
-    "v_head_dim": 256,
-}
 WIDE = GLM | {
     "hidden_size": 256,
     "intermediate_size": 512,

@@ -15,6 +15,13 @@ from tests.tiny_mixtures import YARN as OF_MIXTURES
 
 YARN = OF_MIXTURES | {"mscale": 1.0, "mscale_all_dim": 0.7}
 del YARN["truncate"]
+GLM = {  # widths of GLM-4.7-Flash, which kernels for GPUs take
+    "kv_lora_rank": 512,
+    "q_lora_rank": 256,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+}
 
 
 def write_latent(
