@@ -284,7 +284,8 @@ def test_mixtures_with_a_shared_expert_are_those_of_torch(
         got = mine.experts(x.cuda(), ids.cuda(), weights.bfloat16().cuda()).float().sum(0).cpu()
         expected = right.experts(x, ids, weights.bfloat16()).float().sum(0)
         apart = (got - expected).norm(dim=1) / expected.norm(dim=1)
-        assert apart.median() < 0.02
+        # An input that differs by one rounding of bfloat16 makes 0.009, in FP8 0.044.
+        assert apart.median() < (0.02 if form is None else 0.05)
         assert apart.max() < (0.03 if form is None else 0.1)
 
 
