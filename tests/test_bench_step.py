@@ -16,13 +16,13 @@ from specgen.core import step as step_module
 from specgen.core.graphs import Runner
 from specgen.core.running_batch import Columns
 from specgen.decoding.drafting import HeadDrafter
+from specgen.engine import choices
 from specgen.experiments import explain
 from specgen.experiments.bound import DeviceSpeed, Work
 from specgen.experiments.explain import (
     PARTS,
     HostMarker,
     KernelTime,
-    Marked,
     Span,
     StepJob,
     StepTime,
@@ -38,6 +38,7 @@ from specgen.report.terminal import render
 from tests.commands import printed, specgen
 from tests.engines import engine_config
 from tests.streams import pass_row, request
+from tests.test_prompt_blocks import Capturing
 
 DEVICE = DeviceSpeed(bytes_per_second=1e4, flops_per_second=1e3)
 
@@ -118,7 +119,8 @@ def test_the_hosts_clock_leaves_nothing_idle(monkeypatch) -> None:
     moments = iter([1.0, 1.5, 2.0, 4.0, 4.25, 5.0, 6.0, 8.0])
     monkeypatch.setattr(explain.time, "perf_counter", lambda: next(moments))
     marker = HostMarker()
-    runner = Marked(Runner(), marker)
+    runner = Runner()
+    runner.mark = marker.mark
 
     def step() -> int:
         names = ("propose", "verify", "observe")
@@ -243,12 +245,17 @@ def test_a_batch_that_fails_is_a_note(tmp_path: Path, monkeypatch) -> None:
     assert document["notes"][1] == "batch 2 is not explained: RuntimeError: no kernel"
 
 
-@pytest.mark.parametrize("alone", [False, True])
-def test_a_marked_runner_is_as_its_runner(alone: bool) -> None:
-    """A pass that is captured alone must not read what another pass derived: that is another graph's memory."""
-    runner = Runner()
-    runner.pieces_alone = alone
-    assert Marked(runner, HostMarker()).pieces_alone is alone
+def test_a_step_is_explained_as_it_runs_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With graphs for prompts too: other ranks have them, and a rank of another number of rows waits without end."""
+    runners: list[Capturing] = []
+
+    def capturing() -> Capturing:
+        runners.append(Capturing())
+        return runners[-1]
+
+    monkeypatch.setitem(choices.RUNNERS, "off", capturing)
+    printed("bench", "step", "--device", "cpu", "--batch-sizes", "1", "--prompt-tokens", "4")
+    assert runners[-1].kept
 
 
 @pytest.mark.gpu

@@ -19,8 +19,9 @@ from calibrated_weights import Source, target_tensors
 from torch import Tensor
 
 from specgen.config import SamplingParams
-from specgen.core.graphs import Runner, bucket
+from specgen.core.graphs import Runner
 from specgen.core.sequence import Request
+from specgen.engine import choices
 from specgen.engine.build import build_engine
 from specgen.engine.warm_engine import Run
 from specgen.experiments.bound import KVBytes, StepBytes, mean_step_bytes, mean_touched, touched_note
@@ -39,6 +40,7 @@ from specgen.report.report import Report
 from specgen.report.tables import experts_table, of_run, page
 from specgen.report.terminal import render
 from tests.engines import Pair, config_of, load_pair, loaded
+from tests.fixtures import Padded
 from tests.streams import decode_steps as decode_steps_of
 from tests.streams import fold, mixture_steps, pass_row, request
 from tests.timed_engines import write_tiny
@@ -70,13 +72,6 @@ def fake_mixture(mlp: Any, calls: list[Tensor]) -> Mixture:
         num_chosen=CHOSEN,
         experts=lambda x, ids, weights: mlp(x)[0],
     )
-
-
-class PaddedRunner(Runner):
-    """Pads the rows as a runner with graphs does."""
-
-    def num_rows(self, num_sequences: int) -> int:
-        return bucket(num_sequences) + 1
 
 
 def fake_config(mixture: Any, **fields: Any) -> Any:
@@ -111,10 +106,10 @@ def as_mixture(pair: Pair) -> tuple[Pair, list[Tensor]]:
     return replace(pair, models=replace(pair.models, target=faked)), calls
 
 
-def run(pair: Pair, runner: Runner, **changes: Any) -> list[EngineRow]:
+def run(pair: Pair, **changes: Any) -> list[EngineRow]:
     cycle, events = Cycle.read(pair.path), []
     config = config_of(pair, max_batch_size=4, page_size=16, **changes)
-    engine = build_engine(config, pair.models, events.append, lambda _: runner)
+    engine = build_engine(config, pair.models, events.append)
     sampling = SamplingParams(max_tokens=12, ignore_eos=True)
     asked = [
         Request(id=str(i), prompt_token_ids=cycle.slice(50 * i, 5 + i), sampling=sampling) for i in range(5)
@@ -145,7 +140,7 @@ def test_the_first_rows_of_sequences_are_those_of_a_plain_step() -> None:
 @pytest.mark.parametrize("changes", [{"num_spec_tokens": 0}, {}, {"drafter_batch": "non-padded"}])
 def test_decode_steps_say_what_they_touched(dense: Path, changes: dict[str, Any]) -> None:
     pair, calls = as_mixture(load_pair(dense))
-    events = run(pair, Runner(), **{"num_spec_tokens": 3} | changes)
+    events = run(pair, **{"num_spec_tokens": 3} | changes)
     size = ExpertSize.of(pair.models.target.config, 4)
     assert size.num_bytes == 3 * SHAPES["tiny"].hidden_size * 64 * 4
     layers = size.num_layers
@@ -169,19 +164,19 @@ def test_decode_steps_say_what_they_touched(dense: Path, changes: dict[str, Any]
         assert step.experts.num_experts == EXPERTS
 
 
-def test_padding_rows_change_nothing(dense: Path) -> None:
+def test_padding_rows_change_nothing(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair, _ = as_mixture(load_pair(dense))
-    plain, padded = (
-        [step.experts for step in decode_steps(run(pair, runner, num_spec_tokens=2))]
-        for runner in (Runner(), PaddedRunner())
-    )
+    plain, padded = [], []
+    for found, runner in ((plain, Runner), (padded, Padded)):
+        monkeypatch.setitem(choices.RUNNERS, "off", runner)
+        found += [step.experts for step in decode_steps(run(pair, num_spec_tokens=2))]
     assert plain == padded
 
 
 def test_a_dense_target_counts_nothing(dense: Path) -> None:
     pair = load_pair(dense)
     assert ExpertSize.of(pair.models.target.config, 4) is None
-    assert {step.experts for step in decode_steps(run(pair, Runner(), num_spec_tokens=2))} == {None}
+    assert {step.experts for step in decode_steps(run(pair, num_spec_tokens=2))} == {None}
 
 
 def test_the_experts_of_independent_rows() -> None:

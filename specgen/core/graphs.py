@@ -41,6 +41,8 @@ class Runner:
     Each computation reads and writes tensors at addresses that stay, and returns tensors.
     """
 
+    # called before and after each forward pass within a step
+    mark: Callable[[], None] = staticmethod(lambda: None)
     captures = False  # whether what has run once costs the host next to nothing
     pieces_alone = False  # whether a piece may run without what the pieces before it have computed
 
@@ -65,6 +67,12 @@ class Runner:
 
     def piece(self, key: Key, function: Callable[..., T], *inputs: Tensor) -> T:
         """Run one forward pass within a step; ``inputs`` are what the step has computed since the last one."""
+        self.mark()
+        result = self._piece(key, function, *inputs)
+        self.mark()
+        return result
+
+    def _piece(self, key: Key, function: Callable[..., T], *inputs: Tensor) -> T:
         return function(*inputs)
 
     def prompts(self, key: Key, function: Callable[..., T], *inputs: Tensor) -> T:
@@ -190,7 +198,7 @@ class PassGraphs(StepGraphs):
     def step(self, key: Key, function: Callable[[], T]) -> T:
         return function()
 
-    def piece(self, key: Key, function: Callable[..., T], *inputs: Tensor) -> T:
+    def _piece(self, key: Key, function: Callable[..., T], *inputs: Tensor) -> T:
         return self._run(key, function, inputs)
 
 

@@ -46,12 +46,12 @@ def build_engine(
     config: EngineConfig,
     models: Models,
     record: Callable[[EngineRow], None],
-    around: Callable[[Runner], Runner] | None = None,
+    mark: Callable[[], None] | None = None,
     expected: SamplingParams = DRAWN,
 ) -> EngineCore:
     """An engine of a resolved ``config`` over loaded ``models``; ``record`` takes the rows of its passes.
 
-    ``around`` may wrap the runner that ``config`` names, to watch the pieces of a step.
+    ``mark`` is called before and after each forward pass of a decode step.
     ``expected`` asks for as much as any request will (see ``most_demanding``): that leaves the cache on a GPU
     all the memory that passes do not need.
     """
@@ -62,18 +62,18 @@ def build_engine(
         f"tensor-parallel is {config.tensor_parallel} and the models were loaded with {held}: load them with the same",
     )
     runner = RUNNERS[config.cuda_graphs]()
+    if mark is not None:
+        runner.mark = mark
     compile_missing(needed_modules(config, models.checkpoints, expected))
     peers = models.peers.of_engine(config, expected)
     with phase("memory"):
         pages = peers.assemble(lambda: num_pages(config, models, expected), runner)
-        engine = assemble(
-            config, replace(models, peers=peers), pages, around(runner) if around else runner, record
-        )
+        engine = assemble(config, replace(models, peers=peers), pages, runner, record)
     if config.draft_length.auto:
         most = min(config.max_batch_size, pages)
         measure = partial(step_costs.measure, engine, most, config.draft_length)
-        with phase("step costs"):  # with a runner around it, steps take longer
-            costs = measure() if around else step_costs.costs_for(config, models.checkpoints, measure)
+        with phase("step costs"):  # with marks, steps take longer
+            costs = measure() if mark else step_costs.costs_for(config, models.checkpoints, measure)
         engine.spec_length = BestPlan(costs)
     return engine
 

@@ -7,7 +7,6 @@ from typing import Self
 
 from specgen.config import EngineConfig, UserError
 from specgen.core.engine_core import never_stop, no_follow_up
-from specgen.core.graphs import Runner
 from specgen.core.sequence import Completion, Request
 from specgen.device import synchronize
 from specgen.engine.build import build_engine, most_demanding
@@ -67,11 +66,11 @@ class WarmEngine:
         config: EngineConfig,
         models: Models,
         requests: Sequence[Request],
-        around: Callable[[Runner], Runner] | None = None,
+        mark: Callable[[], None] | None = None,
     ) -> None:
         self._config, self._requests, self._tape = config, requests, _Tape()
         expected = most_demanding(request.sampling for request in requests)
-        self._engine = build_engine(config, models, self._tape.record, around, expected)
+        self._engine = build_engine(config, models, self._tape.record, mark, expected)
         if config.draft_length.auto:
             capture_all(self._engine, config.max_batch_size, config.draft_length.lengths)
         self._engine.warm_up()

@@ -9,18 +9,15 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
-from typing import TypeVar
 
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from specgen.config import EngineConfig, require
 from specgen.config.errors import DeviceLost
-from specgen.core.graphs import Capture, Key, Runner
 from specgen.device import synchronize
 from specgen.engine.choices import attention_note, resolve, target_kv_dtype
 from specgen.engine.loading import Models, load_models, open_checkpoints
@@ -142,41 +139,10 @@ class Window:
             self._marker.stop()
 
 
-T = TypeVar("T")
 # the part after each mark of a step
 AFTER_MARKS = ("draft loop", "engine", "verify", "accept", "KV fill", "engine")
 # KV fill: the drafter's; engine: between steps and passes
 PARTS = ("draft loop", "verify", "accept", "KV fill", "engine")
-
-
-class Marked(Runner):
-    """A runner that sets a mark before and after each pass of a step."""
-
-    def __init__(self, runner: Runner, marker: Marker) -> None:
-        self._runner = runner
-        self._marker = marker
-        self.pieces_alone = runner.pieces_alone
-
-    def num_rows(self, num_sequences: int) -> int:
-        return self._runner.num_rows(num_sequences)
-
-    def choose_rows(self, num_sequences: int, what: Hashable) -> int:
-        return self._runner.choose_rows(num_sequences, what)
-
-    def sizes(self, max_sequences: int) -> list[int]:
-        return self._runner.sizes(max_sequences)
-
-    def step(self, key: Key, function: Callable[[], T]) -> T:
-        return self._runner.step(key, function)
-
-    def piece(self, key: Key, function: Callable[..., T], *inputs: Tensor) -> T:
-        self._marker.mark()
-        result = self._runner.piece(key, function, *inputs)
-        self._marker.mark()
-        return result
-
-    def take_captures(self) -> list[Capture]:
-        return self._runner.take_captures()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,7 +287,7 @@ def _explained(
     requests = make_prompts(job.workload, models, batch).requests
     config = replace(config, kv_memory=kv_bytes(config, models, requests))
     marker: Marker = HostMarker() if config.device == "cpu" else DeviceMarker()
-    engine = WarmEngine(config, models, requests, lambda runner: Marked(runner, marker))
+    engine = WarmEngine(config, models, requests, marker.mark)
     engine.run().whole()
     unobserved = statistics.median(step_seconds(engine.run().whole().passes, batch))  # without the profiler
     window = Window(batch, marker, skipped=_SKIPPED, num_steps=_STEPS)
