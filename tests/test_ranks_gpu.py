@@ -145,3 +145,15 @@ def test_texts_in_bfloat16_are_mostly_those_of_one_gpu(tmp_path: Path, graphs: s
     one = generated(tmp_path / "one", "--cuda-graphs", graphs)
     same = sum(mine["token_ids"] == other["token_ids"] for mine, other in zip(two, one, strict=True))
     assert same >= len(one) * 0.7, f"{same} of {len(one)}"
+
+
+def test_a_step_of_two_gpus_is_explained() -> None:
+    """Its marks are on one rank alone, and must not change what that rank runs: the other would wait without end."""
+    code = "from specgen.cli.main import main; main()"
+    command = ["bench", "step", "--tensor-parallel", "2", "--batch-sizes", "1,4", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command], capture_output=True, text=True, timeout=200, check=True
+    )
+    rows = json.loads(done.stdout)["rows"]
+    assert {row["batch"] for row in rows if row["part"] == "step"} == {1, 4}
+    assert all(row["time"] > 0 for row in rows if row["part"] in ("verify", "step"))
