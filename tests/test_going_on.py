@@ -356,11 +356,14 @@ def test_a_directory_that_vanishes_is_one_line(job: Job, tmp_path: Path) -> None
         run.run(job, out, Follower(lambda count: shutil.rmtree(out, ignore_errors=True)))
 
 
-def test_the_status_has_the_progress(job: Job, tmp_path: Path, refusing: set[str]) -> None:
+def test_the_status_has_the_progress(
+    job: Job, tmp_path: Path, refusing: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specgen.record.progress._INTERVAL", 0.05)
     seen = []
 
     def look(count: int) -> None:
-        time.sleep(0.3)
+        time.sleep(0.06)
         seen.append(json.loads((tmp_path / "status.json").read_text()))
 
     refusing |= {"p1"}
