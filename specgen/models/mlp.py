@@ -70,9 +70,8 @@ class Mixture:
     choice: Choice
     num_chosen: int  # of those that the choice returns; others are shared
     experts: ExpertsMap
-    beside: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None = (
-        None  # x and weights [rows, 1 or 0]; see MLP
-    )
+    # of x and weights [rows, 1 or 0]; see MLP
+    beside: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None = None
 
     @classmethod
     def build(cls, config: MixtureConfig, hidden: int, prefix: str, load: Loader, ops: Ops) -> "Mixture":

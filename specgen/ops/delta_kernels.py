@@ -21,10 +21,8 @@ from specgen.ops.launch import PDL
 TAPS = 4  # of the convolution; others go another way
 _VALUES = 32  # columns of a state in a program
 _FEW = 512  # programs: where there are fewer, each is cut in two
-_REGISTERS = {
-    32: 200,
-    16: 128,
-}  # of a thread by columns: the fewest that 128 keys need, as more programs run at once
+# of a thread by columns: the fewest that 128 keys need, as more programs run at once
+_REGISTERS = {32: 200, 16: 128}
 _ROWS = 4  # of a decode pass at once, in front of the states
 _CHUNK = 16  # rows of a prefill at once
 _CONVOLVED, _CHANNELS = 8, 256  # rows and channels behind the convolution in a program
