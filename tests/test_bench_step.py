@@ -248,15 +248,12 @@ def test_a_batch_that_fails_is_a_note(tmp_path: Path, monkeypatch) -> None:
 
 def test_a_step_is_explained_as_it_runs_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """With graphs for prompts too: other ranks have them, and a rank of another number of rows waits without end."""
-    runners: list[Capturing] = []
-
-    def capturing() -> Capturing:
-        runners.append(Capturing())
-        return runners[-1]
-
-    monkeypatch.setitem(choices.RUNNERS, "off", capturing)
-    printed("bench", "step", "--device", "cpu", "--batch-sizes", "1", "--prompt-tokens", "4")
-    assert runners[-1].kept
+    monkeypatch.setattr(Capturing, "made", [])
+    monkeypatch.setitem(choices.RUNNERS, "off", Capturing)
+    arguments = ("--batch-sizes", "1", "--num-spec-tokens", "0", "--json")
+    done = printed("bench", "step", "--device", "cpu", *arguments, "--prompt-tokens", "186")
+    assert Capturing.made[-1].kept
+    assert {row["batch"] for row in json.loads(done)["rows"]} == {1}, "its blocks had no room in the cache"
 
 
 @pytest.mark.gpu

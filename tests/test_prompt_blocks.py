@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -67,8 +67,10 @@ class Capturing(Runner):
     """Runs eagerly what a graph would replay, with its inputs copied to where they stay."""
 
     captures = True
+    made: ClassVar[list["Capturing"]] = []
 
     def __init__(self) -> None:
+        self.made.append(self)
         self.kept: dict[graphs.Key, tuple[Tensor, ...]] = {}
 
     def prompts(self, key: graphs.Key, function: Callable[..., Any], *inputs: Tensor) -> Any:
@@ -95,15 +97,10 @@ def test_texts_are_those_of_ragged_prefills(
     random_pair: Pair, changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = texts(random_pair, **changed)
-    runners: list[Capturing] = []
-
-    def capturing() -> Capturing:
-        runners.append(Capturing())
-        return runners[-1]
-
-    monkeypatch.setitem(choices.RUNNERS, "off", capturing)
+    monkeypatch.setattr(Capturing, "made", [])
+    monkeypatch.setitem(choices.RUNNERS, "off", Capturing)
     assert texts(random_pair, **changed) == plain
-    assert any(runner.kept for runner in runners)
+    assert any(runner.kept for runner in Capturing.made)
 
 
 def test_blocks_that_begin_one_off_are_noticed(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

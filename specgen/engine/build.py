@@ -83,10 +83,10 @@ def assemble(
 ) -> EngineCore:
     """An engine of a resolved ``config`` whose cache has ``num_pages`` pages; see ``build_engine``."""
     backend = BACKENDS[config.attention](models.target.device)
-    target, step_rows = models.target, max(config.draft_length.most + 1, BLOCK if runner.captures else 0)
+    target, num_rows = models.target, step_rows(config)
     allocator = PageAllocator(num_pages, config.page_size, prefix_cache=config.prefix_cache)
     # the last steps of a text may run past its end, and past the pages it has
-    longest = min(target.config.max_positions, num_pages * config.page_size) + 3 * step_rows
+    longest = min(target.config.max_positions, num_pages * config.page_size) + 3 * num_rows
     num_sequences = min(config.max_batch_size, num_pages)  # each has a page or more
     drafter = _drafter(config, models, backend, allocator)
     states = _states(config, target.config, num_sequences, target.device)
@@ -111,7 +111,7 @@ def assemble(
             allocator=allocator,
             slots=StateSlots(None if states is None else num_state_slots(num_sequences)),
             limits=Limits(max_batch_size=num_sequences, max_prefill_tokens=config.max_prefill_tokens),
-            step_rows=step_rows,
+            step_rows=num_rows,
         ),
         spec_length=FixedPlan(StepPlan(num_drafts=config.draft_length.most)),
         lookahead=0 if backend.capabilities.needs_host_lens else 1,
@@ -120,6 +120,11 @@ def assemble(
         record=record,
         peers=models.peers,
     )
+
+
+def step_rows(config: EngineConfig) -> int:
+    """Rows that a pass may write behind a sequence's tokens: those of a step, or of a block of a captured prompt."""
+    return max(config.draft_length.most + 1, BLOCK if RUNNERS[config.cuda_graphs].captures else 0)
 
 
 def num_state_slots(num_sequences: int) -> int:
@@ -248,7 +253,7 @@ def num_pages(config: EngineConfig, models: Models, expected: SamplingParams = D
         f"{max(memory, 0)} bytes are left for the KV cache and {beside}one page of {config.page_size} positions takes "
         f"{each}: raise --kv-memory or --gpu-memory-utilization, or lower --max-prefill-tokens{fewer}",
     )
-    longest = models.target.config.max_positions + config.draft_length.most + 1
+    longest = models.target.config.max_positions + step_rows(config)
     return min(affordable, config.max_batch_size * -(-longest // config.page_size))
 
 
@@ -308,7 +313,7 @@ def _largest_pass(config: EngineConfig, models: Models, expected: SamplingParams
     )
     pages = count * -(-(length + 2 * config.draft_length.most + 4) // config.page_size)
     # the prompts are alike, and all rows are to be computed
-    uncached = replace(config, prefix_cache=False, max_batch_size=count)
+    uncached = replace(config, prefix_cache=False, max_batch_size=count, cuda_graphs="off")
     engine = assemble(uncached, models, pages, Runner(), lambda event: None)
     before = torch.cuda.memory_allocated(config.device)
     torch.cuda.reset_peak_memory_stats(config.device)
