@@ -40,7 +40,8 @@ def test_an_engine_has_the_planned_pages(demo_path: Path, drafter: str | None) -
     name = drafter if drafter in ("ngram", None) else str(demo_path / drafter)
     every = plans(demo_path, name)
     for plan in {0: every[0], 1: every[-1]}.values():
-        config = replace(plan.config, device="cpu", kv_memory=plan.kv_cache, max_batch_size=10_000)
+        settings = {"device": "cpu", "cuda_graphs": "off", "max_batch_size": 10_000}
+        config = replace(plan.config, kv_memory=plan.kv_cache, **settings)
         models = load_models(config, open_checkpoints(config))
         assert num_pages(config, models) == plan.num_pages
         pages = PageAllocator(plan.num_pages, config.page_size)

@@ -1,8 +1,10 @@
 """A target in shares of several ranks: logits and argmax tokens of the whole, what is read, planted errors."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +12,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specgen.checkpoints.checkpoint import build_target, load_target, open_checkpoint, target_config
-from specgen.checkpoints.tensor_reader import TensorReader
+from specgen.checkpoints.checkpoint import (
+    build_head,
+    build_target,
+    drafter_config,
+    load_drafter,
+    load_target,
+    mtp_part,
+    open_checkpoint,
+    target_config,
+)
+from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
 from specgen.config import UserError
 from specgen.device import SINGLE_RANK, Ranks
 from specgen.models.llama import Llama
@@ -22,14 +33,21 @@ from tests.commands import refused
 from tests.dense import DenseAttend
 from tests.marks import mostly_slow
 from tests.rank_threads import ThreadRanks, together
-from tests.tiny_checkpoints import change_json, change_tensors, write_target
+from tests.tiny_checkpoints import (
+    change_json,
+    change_tensors,
+    write_dflash_head,
+    write_eagle1_head,
+    write_head,
+    write_target,
+)
 from tests.tiny_fp8 import quantize
 from tests.tiny_hybrids import write_hybrid
 from tests.tiny_latents import write_latent
 from tests.tiny_llama4 import write_llama4
 from tests.tiny_mixtures import in_one_tensor, packed_in_mxfp4, write_gpt_oss, write_qwen3_moe
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 PROMPTS = torch.randint(0, 127, (8, 4), generator=torch.Generator().manual_seed(3))
 
 
@@ -205,6 +223,73 @@ QUICK_IN_FOUR = ("one KV head", "vocabulary that is not divided evenly")
 def test_shares_together_are_the_whole(tmp_path: Path, target: str, size: int) -> None:
     TARGETS[target](tmp_path)
     assert agrees(tmp_path, size)
+
+
+HEADS: dict[str, Callable[..., object]] = {
+    "EAGLE3": write_head,
+    "two layers with biases": partial(
+        write_head, num_layers=2, biases=True, qk_norm=True, draft_vocab_size=None
+    ),
+    "EAGLE-1": write_eagle1_head,
+    "DFlash": write_dflash_head,
+    "MTP of latents and experts": partial(write_latent, num_mtp=1),
+    "MTP of a hybrid": partial(write_hybrid, mtp=True),
+}
+WHOLE = ("EAGLE-1", "DFlash")  # on every rank
+
+
+def written_pair(path: Path, kind: str) -> tuple[Checkpoint, Checkpoint]:
+    """A target and a head for it, which may be its MTP layer."""
+    target, head = path / "target", path / "head"
+    if "MTP" in kind:
+        HEADS[kind](target)
+        checkpoint = open_checkpoint(str(target))
+        return checkpoint, mtp_part(checkpoint)
+    write_target(target, num_kv_heads=4)
+    checkpoint = open_checkpoint(str(target))
+    HEADS[kind](head, target_config(checkpoint))
+    return checkpoint, open_checkpoint(str(head))
+
+
+@torch.inference_mode()
+def drafted(target: Checkpoint, head: Checkpoint, ranks: Ranks) -> Tensor:
+    """Logits of five rows and of three more behind them."""
+    model = load_drafter(head, load_target(target, torch.float32, CPU, ranks))
+    torch.manual_seed(5)
+    width = max(model.config.target_hidden_size * (1 if model.config.reads_output else 3), 1)
+    hidden, attend = model.fuse(torch.randn(8, width)), DenseAttend(model)
+    ids = torch.arange(3, 11)
+    rows = [model.forward(ids[part], hidden[part], attend)[1] for part in (slice(0, 5), slice(5, 8))]
+    return model.logits(torch.cat(rows))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in HEADS if kind != "DFlash"])
+def test_a_head_in_shares_drafts_as_the_whole(tmp_path: Path, kind: str) -> None:
+    pair = written_pair(tmp_path, kind)
+    whole = drafted(*pair, SINGLE_RANK)
+    found = together(2, lambda ranks: drafted(*pair, ranks))
+    assert torch.equal(*found)
+    torch.testing.assert_close(found[0], whole, atol=1e-5 * float(whole.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_rank_reads_its_share_of_a_head(tmp_path: Path, kind: str) -> None:
+    """Of the layers; norms, embedding and output weights are whole, and so is a head that cannot be shared."""
+    target, head = written_pair(tmp_path, kind)
+    config, taken = drafter_config(head, target_config(target).num_layers), []
+    for size in (1, 2, 3):
+        ranks = Ranks(size=size)
+        reader = TensorReader(checkpoint=head, dtype=torch.float32, device=META, ranks=ranks)
+        outline: Any = SimpleNamespace(embedding=torch.empty(0, device=META))
+        assert build_head(config, reader, outline, torch.empty(0, device=META)).config == config.shared(size)
+        taken.append(dict(reader.taken))
+    whole, share, of_three = taken
+    split = {name for name in whole if share[name] != whole[name]}
+    assert all(2 * share[name] == whole[name] for name in split)
+    assert of_three == whole, "three ranks do not divide its heads"
+    expected = re.compile(r"(\b(q|k|v|o|gate|up|down|q_b|kv_b)_proj\.weight|_proj\.bias)$")
+    once = {name for name in whole if name.endswith(("o_proj.bias", "down_proj.bias"))}
+    assert split == (set() if kind in WHOLE else {each for each in whole if expected.search(each)} - once)
 
 
 OF_HEADS = ("q_b_proj.weight", "kv_b_proj.weight", "o_proj.weight")

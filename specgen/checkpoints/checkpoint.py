@@ -23,7 +23,7 @@ from specgen.models.dflash import MASK_ID_TENSOR, DFlashConfig, other_names
 from specgen.models.families import FAMILIES, HEAD_FAMILIES, family_of, head_family_of, is_head
 from specgen.models.fp8_config import with_modelopt, without_quantization
 from specgen.models.llama import EMBEDDINGS, text_prefix
-from specgen.models.model_config import HeadConfig, TargetConfig
+from specgen.models.model_config import HeadConfig, LayerConfig, TargetConfig
 from specgen.models.mtp import mtp_layers
 from specgen.models.protocols import Head, Target
 from specgen.ops import bind_ops
@@ -159,7 +159,10 @@ def load_target(
 
 
 def load_drafter(checkpoint: Checkpoint, target: Target) -> Head:
-    """The head on the device and in the dtype of its target; ``UserError`` also where the two do not fit."""
+    """The head on the device and in the dtype of its target, or the share of that one's rank.
+
+    ``UserError`` also where the two do not fit.
+    """
     config = _fitting_config(checkpoint, target.config)
     ids = draft_to_target(checkpoint, config)
     if target.device.type != "meta":  # a pair without weights still knows its vocabularies
@@ -169,6 +172,7 @@ def load_drafter(checkpoint: Checkpoint, target: Target) -> Head:
             checkpoint=checkpoint,
             dtype=target.dtype,
             device=target.device,
+            ranks=target.vocabulary.ranks,
             upload=upload,
             alive=target.vocabulary.ranks.alive,
         )
@@ -189,16 +193,7 @@ def _fitting_config(checkpoint: Checkpoint, target: TargetConfig) -> HeadConfig:
 
 def build_target(config: TargetConfig, reader: TensorReader) -> Target:
     """The target of ``config`` from the tensors of ``reader``, or a rank's share; ``UserError`` for unused ones."""
-    family, share = FAMILIES[config.architecture], None
-    if reader.ranks.size > 1:
-        share = RankShare(
-            ranks=reader.ranks,
-            num_kv_heads=config.num_kv_heads,
-            vocab_size=config.vocab_size,
-            fused_experts="out, in" if config.mixture is None else config.mixture.fused,
-            fp8=config.fp8,
-            delta_keys=0 if config.delta is None else config.delta.num_key_heads * config.delta.key_dim,
-        )
+    family, share = FAMILIES[config.architecture], _share(config, reader.ranks, config.vocab_size)
     reader, config = replace(reader, fp8=config.fp8, share=share), config.shared(reader.ranks.size)
     require(
         config.fp8 is None or any(info.dtype == E4M3 for info in reader.checkpoint.tensors.values()),
@@ -210,11 +205,29 @@ def build_target(config: TargetConfig, reader: TensorReader) -> Target:
 
 
 def build_head(config: HeadConfig, reader: TensorReader, target: Target, draft_to_target: Tensor) -> Head:
-    """The head of ``config`` from the tensors of ``reader``; ``UserError`` for unused ones."""
-    family, reader = HEAD_FAMILIES[config.family], replace(reader, fp8=config.fp8)
-    head = family.build(config, reader, target, draft_to_target, bind_ops(reader.device, reader.dtype))
+    """The head of ``config`` from the tensors of ``reader``, or a rank's share; ``UserError`` for unused ones."""
+    family, ranks = HEAD_FAMILIES[config.family], reader.ranks
+    if config.num_shares(ranks.size) == 1:
+        ranks = SINGLE_RANK
+    reader, config = replace(reader, fp8=config.fp8, share=_share(config, ranks)), config.shared(ranks.size)
+    ops = bind_ops(reader.device, reader.dtype, ranks)
+    head = family.build(config, reader, target, draft_to_target, ops)
     reader.finish(family.ignored)
     return head
+
+
+def _share(config: LayerConfig, ranks: Ranks, vocab_size: int | None = None) -> RankShare | None:
+    """What one of ``ranks`` reads of a model, ``lm_head`` whole without ``vocab_size``; None: a rank alone, all."""
+    if ranks.size == 1:
+        return None
+    return RankShare(
+        ranks=ranks,
+        num_kv_heads=config.num_kv_heads,
+        vocab_size=vocab_size,
+        fused_experts="out, in" if config.mixture is None else config.mixture.fused,
+        fp8=config.fp8,
+        delta_keys=0 if config.delta is None else config.delta.num_key_heads * config.delta.key_dim,
+    )
 
 
 def _download(name: str) -> Path:

@@ -1,8 +1,9 @@
 """Which part of each tensor a rank reads: Megatron-LM's split (Shoeybi et al., 2019), as one table of names.
 
 Projections into heads and into the inner width of an MLP or an expert are split by output, those back by input, so that
-a layer needs one sum over ranks behind its attention and one behind its MLP. ``lm_head`` is split by output as well.
-All else - embedding, norms, routers, what makes and stores the latents of latent attention - every rank has whole.
+a layer needs one sum over ranks behind its attention and one behind its MLP. A target's ``lm_head`` is split by output
+as well. All else - embedding, norms, routers, what makes and stores the latents of latent attention, what a draft head
+has around its layers - every rank has whole.
 """
 
 import re
@@ -72,11 +73,11 @@ _ONCE = re.compile(r"\.(o|down)_proj(\.bias|_bias)$")
 
 @dataclass(frozen=True, kw_only=True)
 class RankShare:
-    """What a rank reads of a target with ``num_kv_heads`` and ``vocab_size``, whose layers ask for its share alone."""
+    """What a rank reads of a model with ``num_kv_heads`` and ``vocab_size``, whose layers ask for its share alone."""
 
     ranks: Ranks
     num_kv_heads: int
-    vocab_size: int
+    vocab_size: int | None  # None: ``lm_head`` is whole on every rank
     fused_experts: Fused
     fp8: Fp8Config | None  # of the linear layers that are stored in it
     delta_keys: int = 0  # numbers of all key heads of a Gated DeltaNet
@@ -101,7 +102,7 @@ class RankShare:
         if _KV.search(name):
             return self._of_kv(shape)
         if name == _LM_HEAD:
-            return self._of_vocabulary(shape, unit)
+            return None if self.vocab_size is None else self._of_vocabulary(self.vocab_size, shape, unit)
         if _DELTA.search(name):
             keys = self.delta_keys // self.ranks.size // unit
             return self._split(shape, 0, (keys, keys, shape[0] - 2 * keys))
@@ -133,12 +134,12 @@ class RankShare:
         stored = (shape[0] * count // heads, *shape[1:])
         return Cut(stored=stored, dim=0, ranges=(slice(start, start + shape[0]),))
 
-    def _of_vocabulary(self, shape: tuple[int, ...], unit: int) -> Cut:
-        rows = rows_of(self.vocab_size, self.ranks)
+    def _of_vocabulary(self, vocab_size: int, shape: tuple[int, ...], unit: int) -> Cut:
+        rows = rows_of(vocab_size, self.ranks)
         require(
-            most_rows(self.vocab_size, self.ranks.size) % unit == 0,  # the same on every rank
+            most_rows(vocab_size, self.ranks.size) % unit == 0,  # the same on every rank
             f"lm_head is in FP8 with a scale for each {unit} tokens, which {self.ranks.size} ranks do not share "
             "evenly: use a smaller --tensor-parallel",
         )
         ends = slice(rows.start // unit, -(-rows.stop // unit))
-        return Cut(stored=(-(-self.vocab_size // unit), *shape[1:]), dim=0, ranges=(ends,))
+        return Cut(stored=(-(-vocab_size // unit), *shape[1:]), dim=0, ranges=(ends,))

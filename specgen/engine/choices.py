@@ -191,7 +191,7 @@ def attention_uses(config: EngineConfig, checkpoints: Checkpoints) -> list[Use]:
         short = _use(config, target, target_kv_dtype(config), (BLOCK,), prefills=False)
         uses.append(replace(short, num_sequences=MOST_BLOCKS, chained=True))
     if config.head is not None:
-        head = drafter_config(checkpoints["drafter"], None)
+        head = drafter_config(checkpoints["drafter"], None).shared(config.tensor_parallel)
         # its prefill writes keys and values alone
         rows = tuple(sorted({head.pass_rows(each) for each in lengths if each}))
         uses.append(_use(config, head, DTYPES[config.dtype], rows, prefills=False))

@@ -179,10 +179,11 @@ def _target(checkpoint: Checkpoint, config: EngineConfig) -> tuple[TargetConfig,
 
 def _head(checkpoint: Checkpoint, config: EngineConfig, target: TargetConfig) -> tuple[HeadConfig, int]:
     """The same of a head, which may have the target's embedding for its own."""
-    reader, nothing = _reader(checkpoint, config), torch.empty(0, device=_META)
+    ranks, nothing = Ranks(size=config.tensor_parallel), torch.empty(0, device=_META)
+    reader = replace(_reader(checkpoint, config), ranks=ranks)
     known = drafter_config(checkpoint, target.num_layers)
     build_head(known, reader, cast(Target, SimpleNamespace(embedding=nothing)), nothing)
-    return known, sum(reader.taken.values())
+    return known.shared(ranks.size), sum(reader.taken.values())
 
 
 def _reader(checkpoint: Checkpoint, config: EngineConfig) -> TensorReader:

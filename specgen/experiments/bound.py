@@ -12,7 +12,7 @@ from statistics import fmean
 
 import torch
 
-from specgen.checkpoints.checkpoint import build_head, build_target, target_config
+from specgen.checkpoints.checkpoint import build_head, build_target, drafter_config, target_config
 from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.device import synchronize, use
 from specgen.engine.loading import Models
@@ -146,10 +146,11 @@ class StepBytes:
         target, width = models.target.config, models.target.dtype.itemsize
         meta, vocabulary = torch.device("meta"), models.target.vocabulary
         readers = {
-            role: TensorReader(checkpoint=checkpoint, dtype=models.target.dtype, device=meta)
+            role: TensorReader(
+                checkpoint=checkpoint, dtype=models.target.dtype, device=meta, ranks=vocabulary.ranks
+            )
             for role, checkpoint in models.checkpoints.items()
         }
-        readers["model"] = replace(readers["model"], ranks=vocabulary.ranks)
         build_target(target_config(models.checkpoints["model"]), readers["model"])
         experts = ExpertSize.of(target, width)
         lm_head = len(vocabulary.rows) * target.hidden_size * width
@@ -167,7 +168,8 @@ class StepBytes:
         if models.head is None:
             return sizes
         head, drafter = models.head.config, readers["drafter"]
-        build_head(head, drafter, models.target, models.head.draft_to_target)
+        whole = drafter_config(models.checkpoints["drafter"], target.num_layers)
+        build_head(whole, drafter, models.target, models.head.draft_to_target)
         fused = 0 if head.fc_each_pass else _bytes(drafter, "fc.weight")
         borrowed = 0 if _bytes(drafter, "lm_head.weight", "shared_head.head.weight") else lm_head
         mixtures, turns = ExpertSize.of(head, width), head.num_layers if head.takes_turns else 1

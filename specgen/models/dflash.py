@@ -97,6 +97,7 @@ class DFlashConfig(HeadConfig):
     """A DFlash head, or with ``markov_rank`` above 0 a DSpark head."""
 
     family: ClassVar[str] = "DFlash"
+    splits: ClassVar[bool] = False  # one pass reads it once a step; DFlash2 needs whole sums within a layer
     dialect: str
     block_size: int  # rows of a block as it was trained
     block_layout: BlockLayout

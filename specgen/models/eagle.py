@@ -327,6 +327,7 @@ def is_eagle1(config: Raw, tensors: Set[str]) -> bool:
 class Eagle1Config(HeadConfig):
     family: ClassVar[str] = "EAGLE-1"
     fc_each_pass: ClassVar[bool] = True
+    splits: ClassVar[bool] = False  # no norm behind the last layer, which would sum over ranks
     fc_bias: bool
 
     def __post_init__(self) -> None:

@@ -479,6 +479,7 @@ class HeadConfig(LayerConfig):
     fc_each_pass: ClassVar[bool] = False  # and not once per accepted row
     takes_fp8: ClassVar[bool] = False
     takes_turns: ClassVar[bool] = False  # its layers, a pass each
+    splits: ClassVar[bool] = True  # over ranks, as the target's layers do
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -486,6 +487,13 @@ class HeadConfig(LayerConfig):
             self.fp8 is None or self.takes_fp8,
             "quantization_config is set: a head in FP8 is not supported, use a plain one",
         )
+
+    def num_shares(self, count: int) -> int:
+        """Of how many of ``count`` ranks each has a share of the layers: all, or 1 where every rank has them whole."""
+        return count if self.splits and self._can_share(count) else 1
+
+    def shared(self, count: int) -> Self:
+        return super().shared(self.num_shares(count))
 
     @property
     def most_drafts(self) -> int | None:
