@@ -1,8 +1,11 @@
 """On two NVIDIA GPUs of one host: sums over ranks in one kernel, and runs whose model is shared by both."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -127,7 +130,7 @@ def generated(output: Path, *options: str) -> list[dict[str, object]]:
     command = ["generate", "--num-prompts", "24", "--max-batch-size", "8", "--output", str(output), *options]
     done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert ("2 x cuda" in done.stdout) == ("2" in options)
+    assert ("2 x cuda" in done.stdout) == ("--tensor-parallel" in options)
     rows = [json.loads(row) for row in (output / "completions.jsonl").open()]
     return [{name: row[name] for name in ("id", "token_ids", "metrics")} for row in rows]
 
@@ -145,6 +148,34 @@ def test_texts_in_bfloat16_are_mostly_those_of_one_gpu(tmp_path: Path, graphs: s
     one = generated(tmp_path / "one", "--cuda-graphs", graphs)
     same = sum(mine["token_ids"] == other["token_ids"] for mine, other in zip(two, one, strict=True))
     assert same >= len(one) * 0.7, f"{same} of {len(one)}"
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+def test_a_run_goes_on_after_a_rank_has_died_or_hangs(tmp_path: Path, name: str) -> None:
+    """Rank 0 then waits for it in a kernel, or polls; it goes on by itself, or ends and the same command goes on."""
+    exact = ("--dtype", "float32", "--attention", "sdpa-static")
+    code = "from specgen.cli.main import main; from specgen.engine import worker_group; "
+    code += "worker_group.TIMEOUT, worker_group.GRACE = 25.0, 5.0; main()"
+    output = tmp_path / "two"
+    command = ["generate", "--num-prompts", "24", "--max-batch-size", "2", "--output", str(output), *exact]
+    command = [sys.executable, "-c", code, *command, "--tensor-parallel", "2"]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    rows = output / "completions.jsonl"
+    while not (rows.exists() and rows.stat().st_size):
+        assert running.poll() is None
+        time.sleep(0.02)
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    (worker,) = (int(each) for each in children if "worker" in Path(f"/proc/{each}/cmdline").read_text())
+    os.kill(worker, signal.Signals[name])
+    _, said = running.communicate(timeout=200)
+    assert "rank 1 of 2 on cuda:1" in said
+    if running.returncode:
+        assert (running.returncode, said.count("run the command again to continue")) == (1, 1)
+        subprocess.run(command, check=True, timeout=200)
+    assert not Path(f"/proc/{worker}").exists()
+    again = {row["id"]: row["token_ids"] for row in map(json.loads, rows.open())}
+    alone = generated(tmp_path / "one", "--max-batch-size", "2", *exact)
+    assert again == {row["id"]: row["token_ids"] for row in alone}
 
 
 def test_a_step_of_two_gpus_is_explained() -> None:

@@ -41,6 +41,7 @@ _GATHER = 2.0  # seconds to collect the reports of a failure
 GRACE = 20.0  # seconds for rank 0 to come back from a pass that lost a rank
 END = 10.0  # seconds for a process to end
 _TICK = 0.5  # seconds between two looks at the clock
+_PAUSE = 1e-4  # seconds between two looks at whether a pass has ended; the device has the next one by then
 _worker_groups: "weakref.WeakValueDictionary[tuple[str, int], WorkerGroup]" = weakref.WeakValueDictionary()
 
 
@@ -320,7 +321,7 @@ class WorkerGroup:
             if ready():
                 return
             self._supervisor.require_before(began)
-            time.sleep(0)
+            time.sleep(_PAUSE)
 
     def diagnose(self, error: BaseException) -> str:
         """Which rank caused ``error``, raised on this one, and why; ends the other ranks."""

@@ -34,6 +34,7 @@ from specgen.ops.row_kernels import (
     most_likely,
     sigmoid_gated,
     silu_and_mul,
+    sum_parts,
 )
 from specgen.ops.skinny import skinny_gated_linear, skinny_linear
 from specgen.ops.weight import Weight
@@ -74,7 +75,15 @@ def _linear(dtype: torch.dtype, weight: Weight) -> Map:
         return fp8_map(weight, dtype)
     if dtype not in _HALF:
         return linear(weight)
-    return _by_rows(measured_choices.LINEAR, weight, lambda *args: skinny_linear(*args)[0], linear(weight))
+    tiles = measured_choices.LINEAR
+    if weight.matrix.shape[0] <= measured_choices.FEW_OUTPUTS:  # parts and a kernel for their sum are faster
+        tiles = measured_choices.LINEAR_FEW_OUTPUTS + tiles
+
+    def few(x: Tensor, matrix: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
+        parts = skinny_linear(x, matrix, bias, tile)
+        return parts[0] if tile.parts == 1 else sum_parts(parts, dtype)
+
+    return _by_rows(tiles, weight, few, linear(weight))
 
 
 def _linear_parts(dtype: torch.dtype, weight: Weight) -> Map:
