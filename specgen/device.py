@@ -50,8 +50,7 @@ class Moment:
         self._event: torch.cuda.Event | None = None
         self._time = time.perf_counter()
         if device.type == "cuda":
-            # who waits for a blocking one keeps no core busy; the device has the next step by then
-            self._event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._event.record()
 
     @property
