@@ -77,7 +77,7 @@ class FusedNorm:
             hidden_dim=size,
             workspace_ptrs=_workspace(self.ranks, size),
             launch_with_pdl=True,
-            trigger_completion_at_end=True,
+            trigger_completion_at_end=False,  # the next kernel loads weights meanwhile, and waits before it reads
             fp32_acc=True,
             pattern_code=AllReduceFusionPattern.kARResidualRMSNorm,
             use_oneshot=None,  # by the number of bytes
