@@ -168,6 +168,7 @@ def test_what_does_not_fit_is_said(demo_path: Path) -> None:
 def test_wrong_plans_are_refused(demo_path: Path) -> None:
     target, head = str(demo_path / "target"), str(demo_path / "drafter")
     assert "gpu is 'many': write a size such as 512MiB" in inspected(target, "--gpu=many")[1]
+    assert "gpu is 80 bytes: add the unit, such as --gpu 80GiB" in inspected(target, "--gpu=80")[1]
     assert "is no target: a memory plan is of a target" in inspected(head, "--gpu=1GiB")[1]
     code, text = inspected(target, target, "--gpu=1GiB")
     assert (code, "Memory plan" in text) == (1, False)

@@ -228,9 +228,7 @@ class LayerConfig:
     windows: tuple[int | None, ...] = ()  # by layer: positions that a row sees, its own included; None: all
     sinks: bool = False  # of every layer's attention
     chunk: int = 0  # positions of one, of layers that attend in chunks; 0: none do
-    query_gates: bool = (
-        False  # what a head attended to counts by the sigmoid of a gate, which q_proj makes too
-    )
+    query_gates: bool = False  # a head's output counts by the sigmoid of a gate, which q_proj makes too
     norm_casts_last: bool = False  # norms round behind the product with their weight
     norm_adds_one: bool = False  # to their weights
     mixture: MixtureConfig | None = None
