@@ -59,7 +59,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_the_report_in_the_readme(runs: tuple[Path, str]) -> None:
     lines = documented(README, "num_requests 64")
-    assert len(lines) == 21
+    assert len(lines) == 16
     require_printed(lines, runs[1])
     (line,) = re.findall(r"^against plain decoding.*, (.*)$", README.read_text(), re.MULTILINE)
     assert line in runs[1]
