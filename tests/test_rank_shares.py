@@ -44,7 +44,7 @@ from tests.tiny_checkpoints import (
 from tests.tiny_fp8 import quantize
 from tests.tiny_hybrids import write_hybrid
 from tests.tiny_latents import write_latent
-from tests.tiny_llama4 import write_llama4
+from tests.tiny_llama4 import write_eagle_llama4, write_llama4
 from tests.tiny_mixtures import in_one_tensor, packed_in_mxfp4, write_gpt_oss, write_qwen3_moe
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -230,6 +230,10 @@ HEADS: dict[str, Callable[..., object]] = {
     "two layers with biases": partial(
         write_head, num_layers=2, biases=True, qk_norm=True, draft_vocab_size=None
     ),
+    "P-EAGLE": partial(
+        write_head, dialect="speculators", mask_token=("mask_token_id", 6), own_embedding=True
+    ),
+    "EAGLE of Llama-4": partial(write_eagle_llama4, own_lm_head=True),
     "EAGLE-1": write_eagle1_head,
     "DFlash": write_dflash_head,
     "MTP of latents and experts": partial(write_latent, num_mtp=1),
