@@ -14,50 +14,43 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from specgen.config import EngineConfig, SamplingParams
-from specgen.config.bundled import data_directory
-from specgen.core.sequence import Request
-from specgen.engine.build import build_engine
-from specgen.engine.choices import resolve
-from specgen.engine.loading import Models, load_models, open_checkpoints
-from specgen.models.eagle import Eagle3Head
-from specgen.models.llama import Llama
-from specgen.prompts import DataSource, Prompt, prompt_ids
+from specgen import Engine, EngineConfig, Prompt, SamplingParams
+from specgen.config.bundled import pair
+from specgen.prompts import DataSource, prompt_ids
 
 Run = Callable[[], int]  # generates everything, returns the number of output tokens
 
 
-def requests(models: Models, data_path: Path | None, count: int, sampling: SamplingParams) -> list[Request]:
-    """First turns of MT-Bench, or of the bundled prompts without a path."""
+def first_turns(engine: Engine, data_path: Path | None, count: int) -> list[Prompt]:
+    """Of MT-Bench, or of the bundled prompts without a path, as tokens."""
     dataset = "mt-bench" if data_path else "bundled"
     prompts = DataSource(dataset=dataset, data_path=data_path, num_prompts=count).open()
     return [
-        Request(id=p.id, prompt_token_ids=tuple(prompt_ids(p, models.tokenizer, [])[1]), sampling=sampling)
+        Prompt(id=p.id, token_ids=tuple(prompt_ids(p, engine.tokenizer, [])[1]))
         for p in prompts
         if isinstance(p, Prompt)
     ]
 
 
-def ours(config: EngineConfig, models: Models, batch: list[Request]) -> Run:
-    """``batch`` through an engine of ``config``."""
-    engine = build_engine(config, models, lambda row: None)
+def ours(engine: Engine, batch: list[Prompt], sampling: SamplingParams) -> Run:
+    """``batch`` through ``engine``."""
 
     def run() -> int:
-        return sum(len(completion.token_ids) for completion in engine.generate(batch))
+        return sum(len(output.token_ids) for output in engine.generate(batch, sampling))
 
     return run
 
 
-def theirs(model: Any, batch: list[Request], batch_size: int) -> Run:
+def theirs(model: Any, batch: list[Prompt], max_tokens: int, batch_size: int) -> Run:
     """``batch`` through ``transformers.generate``: sorted by length, left-padded, ``batch_size`` at a time."""
-    ordered = sorted((list(r.prompt_token_ids) for r in batch), key=len)
-    max_tokens = batch[0].sampling.max_tokens
+    ordered = sorted((list(p.token_ids or ()) for p in batch), key=len)
 
     def run() -> int:
         num_tokens = 0
@@ -88,10 +81,11 @@ def measure(runs: dict[str, Run], repeats: int) -> dict[str, float]:
 
 
 @contextmanager
-def timed_passes(seconds: dict[str, float]) -> Iterator[None]:
+def timed_passes(engine: Engine, seconds: dict[str, float]) -> Iterator[None]:
     """Accumulate the time spent in the models' passes."""
-    methods = [(Llama, "forward"), (Llama, "logits")]
-    methods += [(Eagle3Head, name) for name in ("fuse", "forward", "logits")]
+    target, head = type(engine.models.target), type(engine.models.head)
+    methods = [(target, "forward"), (target, "logits")]
+    methods += [(head, name) for name in ("fuse", "forward", "logits")]
     originals = [getattr(owner, name) for owner, name in methods]
 
     def wrap(label: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,23 +106,22 @@ def timed_passes(seconds: dict[str, float]) -> Iterator[None]:
             setattr(owner, name, original)
 
 
-def profile(config: EngineConfig, models: Models, batch: list[Request]) -> dict[str, float]:
+def profile(engine: Engine, batch: list[Prompt], sampling: SamplingParams) -> dict[str, float]:
     """Each pass's share of the total time, and the engine's own."""
-    engine = build_engine(config, models, lambda row: None)
     seconds: dict[str, float] = defaultdict(float)
-    with timed_passes(seconds):
+    with timed_passes(engine, seconds):
         began = time.perf_counter()
-        for _ in engine.generate(batch):
+        for _ in engine.generate(batch, sampling):
             pass
         total = time.perf_counter() - began
     shares = {name: value / total for name, value in seconds.items()}
     return shares | {"engine overhead": 1 - sum(shares.values())}
 
 
-def acceptance_length(config: EngineConfig, models: Models, batch: list[Request]) -> float:
+def acceptance_length(engine: Engine, batch: list[Prompt], sampling: SamplingParams) -> float:
     """Mean acceptance length over ``batch``."""
-    completions = build_engine(config, models, lambda row: None).generate(batch)
-    steps = [step for completion in completions for step in completion.record.steps or ()]
+    records = [output.record for output in engine.generate(batch, sampling)]
+    steps = [step for record in records if record is not None for step in record.steps or ()]
     return 1 + sum(step.accepted for step in steps) / len(steps)
 
 
@@ -143,18 +136,16 @@ def main() -> None:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[4, 8, 16, 32], help="of transformers")
     arguments = parser.parse_args()
 
-    demo = data_directory() / "demo"
-    names = {"model": str(demo / "target"), "drafter": str(demo / "drafter")}
-    checkpoints = open_checkpoints(EngineConfig(**names))
+    model, drafter = pair()
+    config = EngineConfig(model=model, drafter=drafter, num_spec_tokens=4, max_batch_size=1, device="cpu")
+    drafting = Engine(config)
 
-    def config(batch_size: int, k: int) -> EngineConfig:
-        asked = EngineConfig(**names, num_spec_tokens=k, max_batch_size=batch_size, device="cpu")
-        return resolve(asked, checkpoints)
+    def engine(batch_size: int, k: int) -> Engine:
+        return Engine(replace(config, max_batch_size=batch_size, num_spec_tokens=k), models=drafting.models)
 
-    models = load_models(config(1, 4), checkpoints)
     full = SamplingParams(max_tokens=arguments.max_new_tokens, ignore_eos=True)
-    batch = requests(models, arguments.data_path, arguments.num_prompts, full)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(config(1, 4).model, dtype=torch.float32)
+    batch = first_turns(drafting, arguments.data_path, arguments.num_prompts)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     reference.generation_config.eos_token_id = None
     threads = torch.get_num_threads()
     print(
@@ -164,10 +155,10 @@ def main() -> None:
     )
 
     runs = {
-        f"transformers.generate, batch {size}": theirs(reference, batch, size)
+        f"transformers.generate, batch {size}": theirs(reference, batch, arguments.max_new_tokens, size)
         for size in arguments.batch_sizes
     }
-    plain = {f"specgen plain, batch {size}": ours(config(size, 0), models, batch) for size in (32, 64)}
+    plain = {f"specgen plain, batch {size}": ours(engine(size, 0), batch, full) for size in (32, 64)}
     speeds = measure(runs | plain, arguments.repeats)
     for name, speed in speeds.items():
         print(f"{name:36}{speed:9.0f} output tokens/s")
@@ -178,18 +169,17 @@ def main() -> None:
     print(f"plain decoding is {best['ours'] / best['theirs']:.2f}x the best of transformers.generate\n")
 
     natural = SamplingParams(max_tokens=arguments.max_new_tokens)
-    single = requests(models, arguments.data_path, arguments.num_prompts, natural)
     arms = {
-        f"K = {k}, {name}, batch 1": ours(config(1, k), models, single)
+        f"K = {k}, {name}, batch 1": ours(engine(1, k), batch, natural)
         for k, name in ((0, "plain"), (2, "EAGLE3"), (3, "EAGLE3"), (4, "EAGLE3"))
     }
     alone = measure(arms, arguments.repeats)
     baseline = alone["K = 0, plain, batch 1"]
     for name, speed in alone.items():
         print(f"{name:36}{speed:9.0f} output tokens/s  {speed / baseline:5.2f}x")
-    print(f"mean acceptance length at K = 4: {acceptance_length(config(1, 4), models, single):.2f}\n")
+    print(f"mean acceptance length at K = 4: {acceptance_length(drafting, batch, natural):.2f}\n")
 
-    profiles = {k: profile(config(32, k), models, batch) for k in (0, 4)}
+    profiles = {k: profile(engine(32, k), batch, full) for k in (0, 4)}
     for k, shares in profiles.items():
         print(f"batch 32, K = {k}: " + ", ".join(f"{name} {share:.1%}" for name, share in shares.items()))
     print(json.dumps({"speeds": speeds, "batch 1": alone, "profiles": profiles}))

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+import demo_problems
 import numpy as np
-import word_problems
+from demo_problems import is_held_out
 from demo_text import chats, open_chats
 from demo_text.phrases import Chat
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from word_problems import is_held_out
 
 BOS, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
@@ -100,8 +100,8 @@ def raw(chat: Chat) -> str:
 
 def problem_chat(rng: Random) -> Chat:
     """A generated word problem of the training split, often with a second turn."""
-    problem = word_problems.of_split(rng, held_out=False)
-    more = word_problems.follow_up(rng, problem) if rng.random() < 0.4 else ()
+    problem = demo_problems.of_split(rng, held_out=False)
+    more = demo_problems.follow_up(rng, problem) if rng.random() < 0.4 else ()
     return [problem.question, problem.solution, *more]
 
 

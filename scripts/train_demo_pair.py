@@ -11,9 +11,9 @@ import os
 from pathlib import Path
 from random import Random
 
+import demo_problems
 import numpy as np
 import torch
-import word_problems
 from demo_corpus import (
     PAD,
     Sources,
@@ -38,11 +38,11 @@ from demo_heads import (
     train_head,
     write_head,
 )
+from demo_problems import is_held_out
 from demo_target import Recipe, answer, language_loss, train_target, write_target, write_tokenizer
 from demo_text import chats
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
-from word_problems import is_held_out
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = ROOT / "data/prompts"
@@ -111,7 +111,7 @@ def held_out_prompts(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, list[lis
 def accuracy(recipe: Recipe, tokenizer: Tokenizer, target: LlamaForCausalLM) -> float:
     """Share of held-out word problems with the exact final answer, decoded greedily."""
     rng = Random(recipe.seed + 3)
-    problems = [word_problems.of_split(rng, held_out=True) for _ in range(recipe.num_measured)]
+    problems = [demo_problems.of_split(rng, held_out=True) for _ in range(recipe.num_measured)]
     prompts = [tokenizer.encode(render([p.question]), add_special_tokens=False).ids for p in problems]
     answers = answer(target, prompts, max_new_tokens=recipe.max_new_tokens, temperature=0.0)
     ends = [tokenizer.decode(ids).rpartition("#### ")[2].strip() for ids in answers]
@@ -122,7 +122,7 @@ def accuracy(recipe: Recipe, tokenizer: Tokenizer, target: LlamaForCausalLM) -> 
 def held_out_loss(recipe: Recipe, tokenizer: Tokenizer, target: LlamaForCausalLM) -> float:
     """Next-token cross entropy on held-out word problems with their answers."""
     rng = Random(recipe.seed + 4)
-    problems = [word_problems.of_split(rng, held_out=True) for _ in range(recipe.num_measured)]
+    problems = [demo_problems.of_split(rng, held_out=True) for _ in range(recipe.num_measured)]
     texts = [render([p.question, p.solution]) for p in problems]
     ids = [np.array(e.ids) for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
     rows = torch.from_numpy(pack(ids, 512, target.config.pad_token_id).astype(np.int64))[:32].to(

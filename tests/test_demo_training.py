@@ -11,11 +11,11 @@ import pytest
 import torch
 from demo_corpus import pack
 from demo_heads import count_rows, count_steps, pool
+from demo_problems import TEMPLATES, follow_up, generate, is_held_out, of_split, write_prompts
 from demo_target import Optimizer
 from demo_text.problem import work
 from dense_heads import DFlash, Eagle1, Eagle3, Head, HeadConfig, document_mask
 from torch import nn
-from word_problems import TEMPLATES, follow_up, generate, is_held_out, of_split, write_prompts
 
 ROOT = Path(__file__).parents[1]
 MARK = re.compile(r"<<(\d+)([-+*/])(\d+)=(\d+)>>(\d+)")
