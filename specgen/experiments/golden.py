@@ -9,6 +9,7 @@ import yaml
 
 from specgen.config import require
 from specgen.experiments.head_figures import DECISIVE, HEADS_OWN, OF_DATA, refuse_unlike
+from specgen.report.acceptance import length_interval
 from specgen.report.display import checkpoint_name, plain
 from specgen.report.intervals import Interval
 from specgen.report.origin import unlike_settings
@@ -135,11 +136,5 @@ def _points(answers: Mapping[int, Sequence[Answer]]) -> Iterator[Point]:
     for k in range(1, max(answers) + 1):
         at = min(each for each in answers if each >= k)
         found = length_of(answers[at], slice(k))
-        interval = found.mean_interval()
-        yield Point(
-            num_spec_tokens=k,
-            length=1 + (found.rate or 0.0),
-            # a step yields 1 to K + 1 tokens, also where the approximation exceeds that
-            ci95=None if interval is None else (1 + max(0.0, interval[0]), 1 + min(float(k), interval[1])),
-            measured_at=at,
-        )
+        length = 1 + (found.rate or 0.0)
+        yield Point(num_spec_tokens=k, length=length, ci95=length_interval(found, k), measured_at=at)

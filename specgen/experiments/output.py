@@ -1,7 +1,7 @@
 """The result of every bench: a table with its conditions, as text, CSV, JSON and an HTML page with plots."""
 
 import json
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from specgen.record.provenance import now
 from specgen.report.charts import Lines, Point, quarters
 from specgen.report.origin import origin
 from specgen.report.page import Page
-from specgen.report.table import Column, Row, Table, csv_text
+from specgen.report.table import Column, Row, Table, csv_text, keys
 from specgen.report.terminal import Part
 
 Value = str | int | float | bool | None
@@ -62,7 +62,7 @@ class BenchTable(Table):
     more: tuple[Table, ...] = ()  # of the page alone
 
     def __post_init__(self) -> None:
-        names = [key for column in self.columns for key in (column.name, column.interval) if key]
+        names = keys(self.columns)
         assert all(list(row) == names for row in self.rows), "rows have the columns' keys, in their order"
         for plot in self.plots:
             assert {plot.x, plot.y, plot.series, *plot.where} <= set(names), plot
@@ -76,10 +76,7 @@ class BenchTable(Table):
 
     def to_csv(self) -> str:
         rows = [self._flat(row) for row in self.rows]
-        names = self._flat(
-            dict.fromkeys(key for column in self.columns for key in (column.name, column.interval))
-        )
-        return csv_text(names, rows)
+        return csv_text(self._flat(dict.fromkeys(keys(self.columns))), rows)
 
     def _flat(self, row: Row) -> dict[str, Value]:
         """``row`` with the ends of an interval as two values."""
@@ -143,6 +140,11 @@ class BenchTable(Table):
                 )
                 note = f"one line per {plot.series}"
                 yield Table(title=plot.title, note=note, columns=(), rows=(), lines=chart)
+
+
+def selected(columns: Sequence[Column], rows: Iterable[Row]) -> tuple[Row, ...]:
+    """Of ``rows`` what a table of these ``columns`` has."""
+    return tuple({key: row[key] for key in keys(columns)} for row in rows)
 
 
 def _described(column: Column) -> dict[str, str]:

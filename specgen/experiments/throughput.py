@@ -15,7 +15,7 @@ from specgen.config import EngineConfig, require
 from specgen.engine.build import room_for_turns
 from specgen.engine.choices import attention_note
 from specgen.experiments.matrices import Matrix, Workload
-from specgen.experiments.output import BenchTable, Plot, Value
+from specgen.experiments.output import BenchTable, Plot, Value, selected
 from specgen.experiments.plans import Plan, Prepared, Yardstick, forecast, prepare, side_by_side, yardstick_of
 from specgen.experiments.rounds import (
     MedianRange,
@@ -165,16 +165,16 @@ def table(
 
     ``notes`` say which arms are missing and why.
     """
-    mixture = any(repeats.touched for repeats in measured.values())
     results = [(arm.changes, measured[arm.name]) for arm in matrix.arms if arm.name in measured]
-    rows = tuple(_row(matrix, *each, results, mixture, yardstick) for each in results)
+    rows = [_row(matrix, *each, results, yardstick) for each in results]
+    columns = tuple(_columns(matrix, any(repeats.touched for repeats in measured.values())))
     disturbed = [f"{arm}: {text}" for arm, repeats in measured.items() for text in repeats.disturbances]
     return BenchTable(
         name=f"throughput-{matrix.name}",
         title=matrix.title,
         conditions=conditions,
-        columns=tuple(_columns(matrix, mixture)),
-        rows=rows,
+        columns=columns,
+        rows=selected(columns, rows),
         plots=tuple(_plots(matrix)),
         answers=tuple(best_lengths(rows)),
         notes=(*disturbed, *notes),
@@ -209,10 +209,10 @@ def _row(
     changes: Mapping[str, Any],
     repeats: Repeats,
     results: Sequence[tuple[Mapping[str, Any], Repeats]],
-    mixture: bool,
     yardstick: Yardstick,
 ) -> Row:
-    bytes_per_second = yardstick.bytes_per_second
+    """The values of every column there may be."""
+    bytes_per_second, touched = yardstick.bytes_per_second, repeats.touched
     row: dict[str, Value] = {**changes, **_range(("speed", "lowest", "highest"), repeats.speed)}
     for ratio, labels in matrix.ratios.items():
         base = next((other for arm, other in results if arm == {**changes, **labels}), None)
@@ -222,34 +222,28 @@ def _row(
             row[f"{PLAIN}_bound"] = None if base is None else _by_bytes(repeats, base)
     step, num_bytes = repeats.median(lambda r: r.step_seconds), repeats.median(lambda r: r.step_bytes)
     bound = None if num_bytes is None else num_bytes / bytes_per_second
-    row |= {
+    latencies = {
+        f"{name}_{part}": milliseconds(repeats.median(_figure(find, part)))
+        for name, find in _SPREADS.items()
+        for part in _PARTS
+    }
+    return {
+        **row,
         "repeats": len(repeats.each),
         "acceptance_length": repeats.acceptance_length,
         "acceptance": repeats.acceptance,
         "step": milliseconds(step),
         "bound": milliseconds(bound),
         "over_bound": step / bound if step and bound else None,
-    }
-    if mixture:
-        touched = repeats.touched
-        row |= {
-            "experts": touched.experts if touched else None,
-            "experts_plain": touched.plain if touched else None,
-            "experts_read": milliseconds(touched.num_bytes / bytes_per_second) if touched else None,
-        }
-    row |= {
+        "experts": touched and touched.experts,
+        "experts_plain": touched and touched.plain,
+        "experts_read": touched and milliseconds(touched.num_bytes / bytes_per_second),
         "same_texts": None
         if yardstick.synthetic_acceptance
         else repeats.same_texts(next(other for _, other in results if other.ids == repeats.ids)),
         "wrong_tokens": repeats.num_wrong,
+        **latencies,
     }
-    if matrix.latencies:
-        row |= {
-            f"{name}_{part}": milliseconds(repeats.median(_figure(find, part)))
-            for name, find in _SPREADS.items()
-            for part in _PARTS
-        }
-    return row
 
 
 def _by_bytes(repeats: Repeats, plain: Repeats) -> float | None:
@@ -328,15 +322,7 @@ TERMS = (
     "pass and after the last one; of_gemms: what of prefill must be, the target's GEMMs for the prompts at the "
     "{speed:.3g} TFLOP/s of a large one"
 )
-_WALL = {
-    "prefill": ("prefill",),
-    "full": ("full",),
-    "filling": ("filling",),
-    "tail": ("tail",),
-    "idle": ("idle_outside", "idle_engine"),
-    "captures": ("captures",),
-    "rest": ("rest",),
-}
+_WALL = ("full", "filling", "tail", "idle", "captures", "rest")
 
 
 def wall_tables(
@@ -349,19 +335,20 @@ def wall_tables(
     ]
     if not rows:  # rounds of earlier versions
         return
-    keys = tuple(Column(name=name) for name in arms[0][0])
+    changed = arms[0][0]
+    columns = (
+        *(Column(name=name) for name in changed),
+        Column(name="wall", unit="s", show=display.plain),
+        *(Column(name=name, show=display.percent) for name in ("prefill", "of_gemms")),
+        Column(name="passes"),
+        *(Column(name=name, show=display.percent) for name in _WALL),
+    )
     yield Table(
         title="Where the wall time went",
         note="of the repeat in the middle, in shares of its wall time",
-        columns=(
-            *keys,
-            Column(name="wall", unit="s", show=display.plain),
-            *(Column(name=name, show=display.percent) for name in ("prefill", "of_gemms")),
-            Column(name="passes"),
-            *(Column(name=name, show=display.percent) for name in _WALL if name != "prefill"),
-        ),
-        rows=tuple(rows),
-        num_keys=len(keys),
+        columns=columns,
+        rows=selected(columns, rows),
+        num_keys=len(changed),
     )
 
 
@@ -374,12 +361,11 @@ def _middle(repeats: Repeats) -> Repeat:
 def _wall_row(changes: Mapping[str, Any], repeat: Repeat, flops_per_second: float) -> Row:
     assert repeat.wall is not None
     shares = repeat.wall.shares(repeat.seconds)
-    parts = {name: sum(shares[each] for each in of) for name, of in _WALL.items()}
     return {
         **changes,
+        **shares,
         "wall": repeat.seconds,
-        "prefill": parts.pop("prefill"),
         "of_gemms": repeat.prefill_flops / flops_per_second / repeat.seconds,
         "passes": repeat.prefill_passes,
-        **parts,
+        "idle": shares["idle_outside"] + shares["idle_engine"],
     }

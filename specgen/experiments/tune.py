@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from specgen.engine.arms import Arm
 from specgen.engine.build import room_for_turns
 from specgen.engine.choices import attention_note
 from specgen.experiments.matrices import Workload
-from specgen.experiments.output import BenchTable, Plot, Value
+from specgen.experiments.output import BenchTable, Plot, Value, selected
 from specgen.experiments.plans import Plan, Prepared, Yardstick, fitted, forecast, prepare, yardstick_of
 from specgen.experiments.rounds import (
     DROPPING,
@@ -296,13 +297,12 @@ def tune_table(
     disturbed = [f"{name}: {text}" for name, found in repeats.items() for text in found.disturbances]
     judged = any(row["wrong_tokens"] is not None for row in rows.values())
     shown = [column for column in COLUMNS if judged or column.name != "wrong_tokens"]
-    keys = [key for column in shown for key in (column.name, column.interval) if key]
     return BenchTable(
         name="tune",
         title="K, drafter batch and batch size",
         conditions=conditions,
         columns=tuple(shown),
-        rows=tuple({key: row[key] for key in keys} for row in rows.values()),
+        rows=selected(shown, rows.values()),
         plots=tuple(_plots(tuple(rows.values()))),
         answers=tuple(sentences),
         notes=(*_doubts(rows), *disturbed, *notes),
@@ -489,30 +489,29 @@ def _beside(ranking: Ranking, arm: str, name: str) -> str:
 
 def command(arm: Arm, engine: EngineConfig, workload: Workload) -> str:
     """The ``specgen generate`` that runs as ``arm`` did; ``engine`` is what the arms changed."""
-    config, words = arm.configure(engine), ["specgen", "generate"]
-    if (engine.model, engine.drafter) != bundled.pair(None, None, DraftLength(most=1)):
-        words += ["--model", engine.model]
-        if config.draft_length.most:
-            words += ["--drafter", str(engine.drafter)]
-    words += ["--dataset", workload.dataset]
-    if workload.data_path is not None:
-        words += ["--data-path", str(workload.data_path)]
-    how = workload.how
-    words += [] if how.split is None else ["--split", how.split]
-    words += [] if how.prompt_field is None else ["--prompt-field", how.prompt_field]
-    words += [] if how.chat is None else ["--chat" if how.chat else "--raw"]
-    if engine.template_kwargs != TemplateKwargs():  # others are other prompts
-        words += ["--chat-template-kwargs", str(engine.template_kwargs)]
-    words += ["--max-batch-size", str(config.max_batch_size)]
-    length = config.draft_length
-    words += ["--num-spec-tokens", length.kind if length.auto else str(length.most)]
-    if config.head is not None:
-        words += ["--drafter-batch", config.drafter_batch]
-    if workload.output_lens == "fixed":
-        words += ["--max-new-tokens", str(workload.max_new_tokens)]
+    config, how = arm.configure(engine), workload.how
+    length, template = config.draft_length, engine.template_kwargs
+    is_bundled = (engine.model, engine.drafter) == bundled.pair(None, None, DraftLength(most=1))
+    given = {  # option: value, None where it is left out
+        "--model": None if is_bundled else engine.model,
+        "--drafter": None if is_bundled or length.most == 0 else engine.drafter,
+        "--dataset": workload.dataset,
+        "--data-path": workload.data_path,
+        "--split": how.split,
+        "--prompt-field": how.prompt_field,
+        **({} if how.chat is None else {"--chat" if how.chat else "--raw": True}),
+        "--chat-template-kwargs": None
+        if template == TemplateKwargs()
+        else template,  # others are other prompts
+        "--max-batch-size": config.max_batch_size,
+        "--num-spec-tokens": length.kind if length.auto else length.most,
+        "--drafter-batch": None if config.head is None else config.drafter_batch,
+        "--max-new-tokens": workload.max_new_tokens if workload.output_lens == "fixed" else None,
+    }
     defaults = {each.name: each.default for each in fields(EngineConfig)}
-    for name in _RUN_AS_MEASURED:
-        value = getattr(config, name)
-        if value != defaults[name]:
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    return shlex.join(words)
+    changed = [name for name in _RUN_AS_MEASURED if getattr(config, name) != defaults[name]]
+    given |= {f"--{name.replace('_', '-')}": getattr(config, name) for name in changed}
+    words = [
+        [name] if value is True else [name, str(value)] for name, value in given.items() if value is not None
+    ]
+    return shlex.join(["specgen", "generate", *chain(*words)])

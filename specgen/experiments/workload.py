@@ -185,14 +185,8 @@ class KnownText:
         return wrong
 
 
-_PLAIN = SamplingParams()
-
-
 def recorded_turns(
-    prompts: Iterable[Prompt | Rejected],
-    tokenizer: Tokenizer,
-    longest: int,
-    sampling: SamplingParams = _PLAIN,
+    prompts: Iterable[Prompt | Rejected], tokenizer: Tokenizer, longest: int, sampling: SamplingParams
 ) -> tuple[list[Request], list[str]]:
     """A request for every turn that has an answer in the data, whose number of tokens it generates whatever they are.
 
@@ -206,20 +200,18 @@ def recorded_turns(
             failures.append(failure(prompt.id, prompt.reason))
             continue
         try:
-            turns = list(_turns(prompt, tokenizer))
+            requests += [
+                Request(
+                    id=name,
+                    prompt_token_ids=tuple(token_ids),
+                    sampling=replace(sampling, max_tokens=min(length, longest), ignore_eos=True, stop=()),
+                    category=prompt.category,
+                    turn=turn,
+                )
+                for turn, (name, token_ids, length) in enumerate(_turns(prompt, tokenizer), start=1)
+            ]
         except UserError as error:
             failures.append(failure(prompt.id, str(error)))
-            continue
-        requests += [
-            Request(
-                id=request_id,
-                prompt_token_ids=tuple(token_ids),
-                sampling=replace(sampling, max_tokens=min(length, longest), ignore_eos=True, stop=()),
-                category=prompt.category,
-                turn=turn,
-            )
-            for turn, (request_id, token_ids, length) in enumerate(turns, start=1)
-        ]
     return requests, failures
 
 

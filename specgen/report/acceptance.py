@@ -117,6 +117,15 @@ def fold_request(verified: Iterable[Step], num_spec_tokens: int) -> RequestMetri
     )
 
 
+def length_interval(accepted: Ratio, num_spec_tokens: int) -> Interval | None:
+    """The 95 % interval of the mean acceptance length; ``accepted`` are drafts per step."""
+    interval = accepted.mean_interval()
+    if interval is None:
+        return None
+    # a step yields 1 to K + 1 tokens, also where the approximation exceeds that
+    return 1 + max(0.0, interval[0]), 1 + min(float(num_spec_tokens), interval[1])
+
+
 class RequestSum:
     """Sums over requests, in memory proportional to K and to the number of conversations that have turns to come.
 
@@ -177,7 +186,7 @@ class RequestSum:
             num_draft_tokens=drafted,
             num_accepted_tokens=length.hits,
             mean_acceptance_length=None if length.rate is None else 1 + length.rate,
-            mean_acceptance_length_ci95=self._length_interval(),
+            mean_acceptance_length_ci95=length_interval(length, len(self._joint)),
             mean_acceptance_length_per_request=self._mean_over_requests(),
             draft_acceptance_rate=length.hits / drafted if drafted else None,
             acceptance=tuple(self._position(position) for position in range(len(self._joint))),
@@ -212,13 +221,6 @@ class RequestSum:
         sums = sorted((steps, accepted) for steps, (_, accepted) in self._accepted_in.items() if steps)
         requests = sum(number for steps, (number, _) in self._accepted_in.items() if steps)
         return 1 + sum(accepted / steps for steps, accepted in sums) / requests if requests else None
-
-    def _length_interval(self) -> Interval | None:
-        interval = self._length.mean_interval()
-        if interval is None:
-            return None
-        # a step yields 1 to K + 1 tokens, also where the approximation exceeds that
-        return 1 + max(0.0, interval[0]), 1 + min(float(len(self._joint)), interval[1])
 
     def _position(self, position: int) -> Position:
         joint, conditional = self._joint[position], self._conditional[position]

@@ -73,6 +73,11 @@ class Chart:
     show: Show
     reference: float | None = None
 
+    @property
+    def legend(self) -> dict[str, str]:
+        """Style by name, of a chart that does not name what it draws."""
+        return {}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lines(Chart):
@@ -95,7 +100,6 @@ class Lines(Chart):
 
     @property
     def legend(self) -> dict[str, str]:
-        """Style by name, of a chart that does not name its lines."""
         return {} if self.named else self.styles
 
 
@@ -104,11 +108,6 @@ class Bars(Chart):
     """A bar from the first tick to each number, under its name."""
 
     points: Sequence[Point]
-
-    @property
-    def legend(self) -> dict[str, str]:
-        """Empty: bars are named."""
-        return {}
 
 
 # --- SVG ------------------------------------------------------------------------------------------

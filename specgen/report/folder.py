@@ -15,7 +15,7 @@ from specgen.record.record_rows import WHOLE
 from specgen.report.display import checkpoint_name, count, plain, printable, rate, ratio, several
 from specgen.report.page import Page
 from specgen.report.report import is_finished, load, status_of
-from specgen.report.table import Column, Row, Table
+from specgen.report.table import Column, Row, Table, keys
 from specgen.report.terminal import ALARMING, Part, heading
 
 INDEX = "index.html"
@@ -174,9 +174,9 @@ def _broken(folder: Path, path: Path, reason: str) -> Row:
 
 def _row(folder: Path, page: Path, values: Row) -> Row:
     """``values`` with the directory of ``page`` and, where that is a file, its address; None for what is missing."""
-    keys = [key for column in _COLUMNS for key in (column.name, column.interval) if key]
+    found = {key: values.get(key) for key in keys(_COLUMNS)}
     return {
-        **{key: printable(each) if isinstance(each := values.get(key), str) else each for key in keys},
+        **{key: printable(each) if isinstance(each, str) else each for key, each in found.items()},
         "directory": _relative(folder, page.parent),
         "page": quote(os.fsencode(page.relative_to(folder))) if os.path.isfile(page) else "",
         ALARMING: ALARMING in values,
@@ -277,12 +277,20 @@ def _benches(path: Path, files: set[str]) -> Iterator[tuple[str, Row]]:
 
     A bench writes its JSON beside a CSV; other JSON files, which may be large, are not read.
     """
-    candidates = [each for each in sorted(files) if Path(each).suffix == ".json"]
-    for file in (each for each in candidates if Path(each).with_suffix(".csv").name in files):
+    candidates = [path / each for each in sorted(files) if Path(each).suffix == ".json"]
+    beside = (each for each in candidates if each.with_suffix(".csv").name in files)
+    for file, document in _documents(beside):
+        with suppress(UserError):
+            yield f"{file.stem}.html", _bench(document, file)
+
+
+def _documents(paths: Iterable[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Those of the JSON files ``paths`` that a bench wrote, and what they hold."""
+    for path in paths:
         with suppress(UserError):  # something else
-            document = load_json(path / file, "measure again")
-            if is_bench(document):
-                yield f"{Path(file).stem}.html", _bench(document, path / file)
+            document = load_json(path, "measure again")
+            if set(document) >= _BENCH:
+                yield path, document
 
 
 def _bench(document: Mapping[str, Any], path: Path) -> Row:
@@ -361,16 +369,7 @@ def benches(directory: Path) -> list[dict[str, Any]]:
     """The documents of the benches in ``directory``, by name; none where it is the directory of a run."""
     if any(os.path.exists(directory / mark) for mark in ("manifest.json", STUDY)):
         return []
-    found = []
-    for path in sorted(directory.glob("*.json")):
-        with suppress(UserError):  # something else
-            found.append(load_json(path, "measure again"))
-    return [document for document in found if is_bench(document)]
-
-
-def is_bench(document: Mapping[str, Any]) -> bool:
-    """Whether a JSON file's ``document`` was written by a bench."""
-    return set(document) >= _BENCH
+    return [document for _, document in _documents(sorted(directory.glob("*.json")))]
 
 
 def of_bench(document: Mapping[str, Any]) -> Iterator[Part]:

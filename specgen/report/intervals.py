@@ -129,7 +129,7 @@ class PairedRatio:
     p: float | None  # two-sided, of no difference
 
 
-def paired_ratio(groups: Sequence[tuple[int, int, int, int]]) -> PairedRatio:
+def paired_ratio(groups: Sequence[Sequence[int]]) -> PairedRatio:
     """Compare two ratios over ``(hits, trials, other hits, other trials)`` per group, with trials in both.
 
     As in ``Ratio`` the variance is linearized over groups, but of the difference: what makes a group easy for both

@@ -165,26 +165,25 @@ def paired_length(pairs: Sequence[Pair]) -> PairedRatio | None:
 
 def _paired(pairs: Sequence[Pair], positions: slice) -> PairedRatio:
     """Accepted drafts at ``positions`` per step, conversation by conversation."""
-    units: dict[str, list[int]] = {}
-    for ours, first in pairs:
-        sums = units.setdefault(ours.conversation, [0, 0, 0, 0])
-        hits, other_hits = (sum(answer.accepted[positions]) for answer in (ours, first))
-        for at, number in enumerate((hits, ours.num_steps, other_hits, first.num_steps)):
-            sums[at] += number
-    return paired_ratio([(h, t, oh, ot) for h, t, oh, ot in units.values()])
+    return paired_ratio(_by_conversation(pairs, positions))
 
 
 def length_of(answers: Iterable[Answer], positions: slice = slice(None)) -> Ratio:
     """Accepted drafts at ``positions`` per step, by conversation."""
-    units: dict[str, list[int]] = {}
-    for answer in answers:
-        sums = units.setdefault(answer.conversation, [0, 0])
-        sums[0] += sum(answer.accepted[positions])
-        sums[1] += answer.num_steps
     found = Ratio()
-    for hits, trials in units.values():
+    for hits, trials in _by_conversation(((answer,) for answer in answers), positions):
         found.add(hits, trials)
     return found
+
+
+def _by_conversation(requests: Iterable[tuple[Answer, ...]], positions: slice) -> list[list[int]]:
+    """Accepted drafts at ``positions`` and steps, each of all runs, summed over a conversation's ``requests``."""
+    units: dict[str, list[int]] = {}
+    for answers in requests:
+        numbers = [n for answer in answers for n in (sum(answer.accepted[positions]), answer.num_steps)]
+        earlier = units.get(answers[0].conversation, [0] * len(numbers))
+        units[answers[0].conversation] = list(map(sum, zip(earlier, numbers, strict=True)))
+    return list(units.values())
 
 
 def mean_over_requests(answers: Iterable[Answer], num_spec_tokens: int) -> Interval | None:

@@ -60,6 +60,11 @@ class Column:
         return found if isinstance(found, str) else ends(found, self.show)
 
 
+def keys(columns: Iterable[Column]) -> list[str]:
+    """The keys of a row that ``columns`` show: values and intervals."""
+    return [key for column in columns for key in (column.name, column.interval) if key]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """Rows and columns; a page shows ``title``, ``note`` and a chart above them."""
