@@ -1,4 +1,4 @@
-"""Devices: which one a name means, points of its work in time, copies to and from the host, and the ranks of a model.
+"""Devices: points of their work in time, copies to and from the host, and the ranks of a model.
 
 A rank is a process with one device; ranks that run one model together exchange tensors by collectives.
 """
@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
-
-from specgen.config import require
 
 _CONTAINER = Path("/sys/fs/cgroup/memory.max")  # bytes, as the kernel limits them
 
@@ -105,37 +103,6 @@ def total_memory(device: torch.device) -> int:
     except (OSError, ValueError):  # no container, or "max"
         limit = sys.maxsize
     return min(limit, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-
-def choose_device(name: str) -> torch.device:
-    """The device ``name`` stands for, ``cpu`` or ``cuda:N``; ``UserError`` for one that is not here."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cpu":
-        return torch.device("cpu")
-    kind, _, number = name.partition(":")
-    require(
-        kind == "cuda" and (name == "cuda" or number.isdecimal()),
-        f"device is {name!r}: use auto, cpu, cuda or cuda:N",
-    )
-    require(
-        torch.cuda.is_available(),
-        f"device is {name!r} but torch {torch.__version__} finds no GPU: use --device cpu",
-    )
-    index, count = int(number) if number else torch.cuda.current_device(), torch.cuda.device_count()
-    require(index < count, f"device is {name!r} and there are {count} GPUs: use cuda:0 to cuda:{count - 1}")
-    return torch.device("cuda", index)
-
-
-def require_devices(first: torch.device, count: int) -> None:
-    """``UserError`` unless there are ``count`` GPUs from ``first`` on; a CPU is as many devices as one likes."""
-    if first.type == "cuda":
-        there = torch.cuda.device_count() - (first.index or 0)
-        require(
-            count <= there,
-            f"tensor-parallel is {count} and from {first} on there {'is' if there == 1 else 'are'} {there} of this "
-            f"machine's GPUs: use --tensor-parallel {there}, or another --device",
-        )
 
 
 class RankUnreachable(RuntimeError):  # noqa: N818

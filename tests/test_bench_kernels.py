@@ -11,7 +11,7 @@ import torch
 from specgen.attention import Heads
 from specgen.attention.sdpa import SdpaBackend
 from specgen.config import UserError
-from specgen.device import choose_device
+from specgen.engine.choices import choose_device
 from specgen.experiments import kernels, timing
 from specgen.experiments.kernels import Cell, KernelJob, measure, queries, relative_error
 from specgen.experiments.timing import COLD_BYTES, MOST_LAYERS, num_layers, time_layers

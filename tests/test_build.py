@@ -14,8 +14,8 @@ from specgen.core.running_batch import Columns, RunningBatch
 from specgen.core.sequence import Request
 from specgen.core.step import Steps
 from specgen.decoding.sampling import SamplingForm
-from specgen.device import choose_device
 from specgen.engine.build import _largest_pass, build_engine, most_demanding, num_pages
+from specgen.engine.choices import choose_device
 from specgen.jobs.prompt_index import index_prompts
 from specgen.jobs.shards import WHOLE
 from specgen.prompts import Prompt

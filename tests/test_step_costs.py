@@ -30,7 +30,7 @@ from specgen.engine import build, step_costs
 from specgen.engine.build import build_engine
 from specgen.engine.choices import Checkpoints, resolve
 from specgen.engine.loading import Models, open_checkpoints
-from specgen.engine.step_costs import capture_all, costs_for, forget, key_of, measure
+from specgen.engine.step_costs import KEPT, capture_all, costs_for, key_of, measure
 from specgen.record.record_rows import EngineRow, PassRow
 from specgen.storage import cache_directory
 from tests.engines import (
@@ -314,7 +314,7 @@ def test_a_later_run_uses_what_an_earlier_one_measured(
     dated = replace(pair, chat_template_kwargs=TemplateKwargs.of({"strftime_now": "2026-01-31"}))
     assert costs_for(dated, checkpoints, machine.measure).seconds == first.seconds
     assert machine.measured == 1
-    forget()
+    KEPT.forget()
     costs_for(pair, checkpoints, machine.measure)
     assert machine.measured == 2
 
@@ -442,7 +442,7 @@ def test_a_user_without_a_home_goes_on_too(
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", nowhere)
-    forget()
+    KEPT.forget()
     assert costs_for(pair, checkpoints, machine.measure).seconds
     assert [each.getMessage().split(" in ")[0] for each in caplog.records] == [
         "costs of steps cannot be kept"

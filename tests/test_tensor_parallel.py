@@ -19,10 +19,9 @@ from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
 from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Request, ScoreRequest
 from specgen.core.spec_length import StepCosts
-from specgen.device import require_devices
 from specgen.engine import build, worker_group
 from specgen.engine.build import build_engine, kv_page_bytes, prefill_logits
-from specgen.engine.choices import resolve
+from specgen.engine.choices import require_devices, resolve
 from specgen.engine.engine import Engine
 from specgen.engine.loading import Models, OneTarget, load_models, open_checkpoints
 from specgen.prompts import Prompt

@@ -172,9 +172,9 @@ def load_drafter(checkpoint: Checkpoint, target: Target) -> Head:
             checkpoint=checkpoint,
             dtype=target.dtype,
             device=target.device,
-            ranks=target.vocabulary.ranks,
+            ranks=target.vocabulary.ops.ranks,
             upload=upload,
-            alive=target.vocabulary.ranks.alive,
+            alive=target.vocabulary.ops.ranks.alive,
         )
         return build_head(config, reader, target, ids)
 

@@ -9,11 +9,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from specgen.checkpoints.cache_files import read_cached, write_cached
+from specgen.checkpoints.cache_files import CacheFiles
 from specgen.checkpoints.tensor_reader import Checkpoint
 from specgen.checkpoints.weight_files import MASK_EMBEDDING, file_state
 from specgen.config import UserError
-from specgen.storage import StoredObject, cache_directory
+from specgen.storage import StoredObject
 
 BESIDES = (
     MASK_EMBEDDING,
@@ -25,6 +25,7 @@ BESIDES = (
 _LARGE = 64 << 20  # bytes of a file whose digest is kept: a core reads about 1.5 GB/s
 _SETTLED = 60.0  # seconds since a file was changed, after which its times would tell of another change
 _READERS = 8
+_DIGESTS = CacheFiles(kind="digests", what="a file's digest")
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
@@ -73,7 +74,6 @@ def _digest(file: Path, state: tuple[int, ...]) -> str:
     is_settled = max(times) < (time.time() - _SETTLED) * 1e9
     if size < _LARGE or not is_settled:
         return _read(file)
-    kept = cache_directory("digests") / f"{hashlib.sha256(os.fsencode(file)).hexdigest()}.json"
     known = [str(file), *state]
 
     def same(found: Any) -> str | None:  # noqa: ANN401
@@ -82,10 +82,10 @@ def _digest(file: Path, state: tuple[int, ...]) -> str:
             return None
         return digest if found["file"] == known else ""
 
-    digest = read_cached(kept, "a file's digest", same)
+    digest = _DIGESTS.read(os.fsencode(file), same)
     if not digest:
         digest = _read(file)
-        write_cached(kept, "a file's digest", {"file": known, "sha256": digest})
+        _DIGESTS.write(os.fsencode(file), {"file": known, "sha256": digest})
     return digest
 
 

@@ -135,7 +135,7 @@ class RankShare:
         return Cut(stored=stored, dim=0, ranges=(slice(start, start + shape[0]),))
 
     def _of_vocabulary(self, vocab_size: int, shape: tuple[int, ...], unit: int) -> Cut:
-        rows = rows_of(vocab_size, self.ranks)
+        rows = rows_of(vocab_size, self.ranks.rank, self.ranks.size)
         require(
             most_rows(vocab_size, self.ranks.size) % unit == 0,  # the same on every rank
             f"lm_head is in FP8 with a scale for each {unit} tokens, which {self.ranks.size} ranks do not share "

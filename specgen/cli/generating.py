@@ -181,7 +181,7 @@ def prepare(
     from specgen.record.startup import phase, watched
 
     if forget:
-        step_costs.forget()
+        step_costs.KEPT.forget()
     with watched(progress(quiet).compiling) as startup:
         said = generation_config(open_checkpoints(engine)["model"], engine.generation_config)
         asked = said.over(sampling, given_fields(ctx))

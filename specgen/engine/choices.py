@@ -26,7 +26,7 @@ from specgen.config import (
 from specgen.core.graphs import PassGraphs, Runner, StepGraphs, bucket
 from specgen.core.packing import BLOCK, MOST_BLOCKS
 from specgen.decoding.sampling import sampling_modules
-from specgen.device import Ranks, choose_device, require_devices, use
+from specgen.device import Ranks, use
 from specgen.models.fp8_config import FP8 as FP8_SCHEME
 from specgen.models.fp8_config import kv_scheme
 from specgen.models.model_config import LayerConfig
@@ -89,6 +89,37 @@ def device_and_dtype(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
     """Of a ``config`` that is not resolved; ``UserError`` for a device that is not here."""
     device = choose_device(config.device)
     return device, DTYPES[choose_dtype(config.dtype, device)]
+
+
+def choose_device(name: str) -> torch.device:
+    """The device ``name`` stands for, ``cpu`` or ``cuda:N``; ``UserError`` for one that is not here."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    kind, _, number = name.partition(":")
+    require(
+        kind == "cuda" and (name == "cuda" or number.isdecimal()),
+        f"device is {name!r}: use auto, cpu, cuda or cuda:N",
+    )
+    require(
+        torch.cuda.is_available(),
+        f"device is {name!r} but torch {torch.__version__} finds no GPU: use --device cpu",
+    )
+    index, count = int(number) if number else torch.cuda.current_device(), torch.cuda.device_count()
+    require(index < count, f"device is {name!r} and there are {count} GPUs: use cuda:0 to cuda:{count - 1}")
+    return torch.device("cuda", index)
+
+
+def require_devices(first: torch.device, count: int) -> None:
+    """``UserError`` unless there are ``count`` GPUs from ``first`` on; a CPU is as many devices as one likes."""
+    if first.type == "cuda":
+        there = torch.cuda.device_count() - (first.index or 0)
+        require(
+            count <= there,
+            f"tensor-parallel is {count} and from {first} on there {'is' if there == 1 else 'are'} {there} of this "
+            f"machine's GPUs: use --tensor-parallel {there}, or another --device",
+        )
 
 
 def choose_dtype(name: DtypeName, device: torch.device) -> DtypeName:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from specgen.checkpoints.cache_files import read_cached, write_cached
+from specgen.checkpoints.cache_files import CacheFiles
 from specgen.checkpoints.tensor_reader import Checkpoint
 from specgen.config import CONFIDENCE_LEVELS, DraftLength, EngineConfig, SamplingParams, require
 from specgen.core.engine_core import EngineCore
@@ -28,13 +28,12 @@ from specgen.engine.choices import Checkpoints
 from specgen.ops.jit_modules import runs_on
 from specgen.record.provenance import device, machine_state, uuid, versions
 from specgen.record.record_rows import EngineRow, PassRow
-from specgen.storage import cache_directory
 
 _UNTIMED = 3  # steps: the first compiles and captures, and the host is a step ahead
 _TIMED = 6
 _FEWEST = 4  # sequences of which some are worth more drafts than others
 _PROMPT = 16  # tokens: what a longer context adds is much the same for any number of drafts
-_KIND, _WHAT = "step-costs", "costs of steps"
+KEPT = CacheFiles(kind="step-costs", what="costs of steps")
 # variables that may change kernels
 _SET = ("CUDA_", "NCCL_", "TORCH", "PYTORCH", "TRITON_", "FLASHINFER_", "TRTLLM_", "TLLM_")
 _STATE = ("driver", "max_clock_mhz", "power_limit_watts")  # of a GPU, that last
@@ -134,12 +133,6 @@ def _step_times(engine: EngineCore, size: int, plan: StepPlan, enough: int) -> l
     return [] if finished else times
 
 
-def forget() -> None:
-    """Remove all that is kept, of every model."""
-    for file in cache_directory(_KIND).glob("*"):
-        file.unlink(missing_ok=True)
-
-
 def costs_for(config: EngineConfig, checkpoints: Checkpoints, measure: Callable[[], StepCosts]) -> StepCosts:
     """Those kept for a resolved ``config``, or measured now and kept.
 
@@ -154,8 +147,7 @@ def costs_for(config: EngineConfig, checkpoints: Checkpoints, measure: Callable[
         for size, plans in timed_plans(config.max_batch_size, config.draft_length).items()
         for plan in plans
     }
-    file = cache_directory(_KIND) / f"{hashlib.sha256(_text(key).encode()).hexdigest()}.json"
-    kept = read_cached(file, _WHAT, partial(_checked, key=key, points=points))
+    kept = KEPT.read(_text(key).encode(), partial(_checked, key=key, points=points))
     if kept is not None:
         return kept
     costs = measure()
@@ -163,7 +155,7 @@ def costs_for(config: EngineConfig, checkpoints: Checkpoints, measure: Callable[
         found = {
             name: [[*point, each] for point, each in sorted(vars(costs)[name].items())] for name in _TABLES
         }
-        write_cached(file, _WHAT, {"key": key, **found})
+        KEPT.write(_text(key).encode(), {"key": key, **found})
     return costs
 
 

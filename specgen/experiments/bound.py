@@ -147,7 +147,7 @@ class StepBytes:
         meta, vocabulary = torch.device("meta"), models.target.vocabulary
         readers = {
             role: TensorReader(
-                checkpoint=checkpoint, dtype=models.target.dtype, device=meta, ranks=vocabulary.ranks
+                checkpoint=checkpoint, dtype=models.target.dtype, device=meta, ranks=vocabulary.ops.ranks
             )
             for role, checkpoint in models.checkpoints.items()
         }

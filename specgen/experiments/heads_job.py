@@ -12,10 +12,9 @@ from specgen.checkpoints.fingerprint import fingerprint
 from specgen.config import PINNED_DATE, EngineConfig, SamplingParams, UserError, ngram_length, require
 from specgen.config.json_fields import load_json
 from specgen.core.sequence import Request
-from specgen.device import choose_device
 from specgen.engine.arms import Arm
 from specgen.engine.build import room_for_turns
-from specgen.engine.choices import resolve
+from specgen.engine.choices import choose_device, resolve
 from specgen.engine.generation_config import generation_config
 from specgen.engine.loading import Models, OneTarget, load_chat_tokenizer, open_checkpoints
 from specgen.experiments.head_figures import PLAN, ROUNDS, HeadRuns, as_directory, read_runs, short_names

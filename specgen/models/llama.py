@@ -9,26 +9,25 @@ from torch.nn import functional as F
 
 from specgen.attention import Attend
 from specgen.config import require
-from specgen.device import Ranks
 from specgen.models.layers import Block, load_norm
 from specgen.models.loader import Loader
 from specgen.models.mlp import Chosen
 from specgen.models.model_config import TargetConfig
 from specgen.models.rotary import rope_of
-from specgen.ops import Largest, Map, Norm, Ops, Rope
+from specgen.ops import Map, Norm, Ops, Rope
 from specgen.ops.weight import Weight
 
 _ALIGNED = 128  # rows that kernels take at once, or that share a scale in FP8
 
 
-def rows_of(vocab_size: int, ranks: Ranks) -> range:
-    """The tokens whose logits a rank computes; the last one may have fewer. ``UserError`` for too few tokens."""
+def rows_of(vocab_size: int, rank: int, num_ranks: int) -> range:
+    """The tokens whose logits ``rank`` computes; the last one may have fewer. ``UserError`` for too few tokens."""
     require(
-        vocab_size >= ranks.size**2,
-        f"a vocabulary of {vocab_size} tokens cannot be shared by {ranks.size} ranks: use a smaller --tensor-parallel",
+        vocab_size >= num_ranks**2,
+        f"a vocabulary of {vocab_size} tokens cannot be shared by {num_ranks} ranks: use a smaller --tensor-parallel",
     )
-    each = most_rows(vocab_size, ranks.size)
-    return range(min(ranks.rank * each, vocab_size), min((ranks.rank + 1) * each, vocab_size))
+    each = most_rows(vocab_size, num_ranks)
+    return range(min(rank * each, vocab_size), min((rank + 1) * each, vocab_size))
 
 
 def most_rows(vocab_size: int, num_ranks: int) -> int:
@@ -42,23 +41,19 @@ class Vocabulary:
     """``lm_head``, split over the ranks by token."""
 
     lm_head: Map  # [n, H] -> [n, len(rows)]
-    largest: Largest  # of logits
     size: int  # V
     rows: range  # that this rank has
-    ranks: Ranks
+    ops: Ops
 
     @classmethod
     def build(cls, config: TargetConfig, embedding: Tensor, load: Loader, ops: Ops) -> "Vocabulary":
         """Load ``lm_head``; if it is tied, it is the rows of ``embedding`` [V, H]."""
-        ranks = ops.ranks
-        rows = rows_of(config.vocab_size, ranks)
+        rows = rows_of(config.vocab_size, ops.ranks.rank, ops.ranks.size)
         if config.tied_embeddings:
             weight = Weight(data=embedding[rows.start : rows.stop])
         else:
             weight = load.linear({"lm_head": len(rows)}, config.hidden_size)
-        return cls(
-            lm_head=ops.linear(weight), largest=ops.largest, size=config.vocab_size, rows=rows, ranks=ranks
-        )
+        return cls(lm_head=ops.linear(weight), size=config.vocab_size, rows=rows, ops=ops)
 
     def share(self, hidden: Tensor) -> Tensor:
         """This rank's logits [n, len(rows)] of hidden states [n, H]."""
@@ -66,10 +61,11 @@ class Vocabulary:
 
     def whole(self, share: Tensor) -> Tensor:
         """Logits [..., V] from every rank's [..., len(rows)]."""
-        if self.ranks.size == 1:
+        ranks = self.ops.ranks
+        if ranks.size == 1:
             return share
-        most = most_rows(self.size, self.ranks.size)
-        parts = self.ranks.gather(F.pad(share, (0, most - share.shape[-1])))
+        most = most_rows(self.size, ranks.size)
+        parts = ranks.gather(F.pad(share, (0, most - share.shape[-1])))
         return parts.movedim(0, -2).flatten(-2)[..., : self.size].contiguous()
 
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,14 +73,15 @@ class Vocabulary:
 
         ``logits`` are whole, [..., V], or a share of every rank, [..., len(rows)].
         """
-        ids, value = self.largest(logits)
+        ids, value = self.ops.largest(logits)
         if logits.shape[-1] == self.size:
             return ids, value
         value = torch.where(value.isnan(), torch.inf, value)
         # ids and float32 are exact in float64
-        found = self.ranks.gather(torch.stack((value.double(), (ids + self.rows.start).double())))
+        found = self.ops.ranks.gather(torch.stack((value.double(), (ids + self.rows.start).double())))
         values, tokens = found.movedim(0, -1)  # [..., ranks] each
-        first, value = self.largest(values.contiguous())  # of equal ones the lowest rank's, so the lowest id
+        # of equal ones the lowest rank's, so the lowest id
+        first, value = self.ops.largest(values.contiguous())
         return tokens.gather(-1, first[..., None]).squeeze(-1).long(), value
 
 
