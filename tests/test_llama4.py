@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from specgen.attention import Temperature, chunks
+from specgen.attention import Temperature
 from specgen.attention.chunks import chunked
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.checkpoints.checkpoint import load_target, open_checkpoint
@@ -281,7 +281,7 @@ def test_a_text_within_a_chunk_is_plain_causal_attention(
 ) -> None:
     ids = ids_of(write_llama4(tmp_path, attention_chunk_size=96))
     expected = right_logits(tmp_path, ids)
-    monkeypatch.setattr(chunks, "_rest", None)  # nothing is laid out anew
+    monkeypatch.setattr(Layout, "_tables_from", None)  # nothing is laid out anew
     got = paged_logits(loaded(tmp_path), ids, StaticSdpaBackend, [40, 5, 51])
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
 
@@ -445,9 +445,6 @@ def _off_by_one(plant: pytest.MonkeyPatch) -> None:
 
 
 def _hot_keys(plant: pytest.MonkeyPatch) -> None:
-    real = chunks.most_positions
-    plant.setattr("specgen.attention.most_positions", real)
-
     def unrotated(self: Any, x: Tensor, attend: Any) -> Tensor:
         heads = self.qkv(x)
         heads[:, 4:6] *= attend._factors(self.temperature)
@@ -531,25 +528,27 @@ def test_planted_errors_are_seen(
 
 def _never_alone(plant: pytest.MonkeyPatch) -> None:
     """All rows of a pass see the chunk of the first."""
-    plant.setattr(chunks, "_row_by_row", lambda layout, size: chunks._from_first_chunk(layout, size))
+    plant.setattr(Layout, "row_by_row", lambda layout, size: layout.from_first_chunk(size))
 
 
 def _of_the_last_row(plant: pytest.MonkeyPatch) -> None:
-    real = chunks._from_first_chunk
+    real = Layout.from_first_chunk
 
     def from_last(layout: Layout, size: int) -> Layout:
         found, last = real(layout, size), (layout.kv_lens - 1) // size * size
         every = torch.arange(layout.num_sequences)
-        tables = chunks._rest(layout, every, last, size)
+        tables = layout._tables_from(every, last, size)
         return replace(found, block_tables=tables, starts=(layout.starts - last).clamp(min=0))
 
-    plant.setattr(chunks, "_from_first_chunk", from_last)
+    plant.setattr(Layout, "from_first_chunk", from_last)
 
 
 def _pages_not_moved(plant: pytest.MonkeyPatch) -> None:
-    real = chunks._rest
+    real = Layout._tables_from
     plant.setattr(
-        chunks, "_rest", lambda layout, sequences, first, length: real(layout, sequences, first * 0, length)
+        Layout,
+        "_tables_from",
+        lambda layout, sequences, first, length: real(layout, sequences, first * 0, length),
     )
 
 

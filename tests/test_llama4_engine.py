@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgen.attention import chunks
 from specgen.config import CONFIDENCE_LEVELS, SamplingParams, UserError
 from specgen.core.sequence import Request
 from specgen.core.spec_length import FixedPlan, StepPlan
@@ -185,22 +184,22 @@ def test_pages_that_a_border_would_cut_are_refused(world: World) -> None:
 
 
 def _never_alone(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(chunks, "_row_by_row", chunks._from_first_chunk)
+    plant.setattr(Layout, "row_by_row", Layout.from_first_chunk)
 
 
 def _prompts_as_windows(plant: pytest.MonkeyPatch) -> None:
     """Prompts are not divided."""
-    plant.setattr(chunks, "_a_sequence_for_each", lambda layout, size: layout)
+    plant.setattr(Layout, "split_in_chunks", lambda layout, size: layout)
 
 
 def _a_page_late(plant: pytest.MonkeyPatch) -> None:
-    real = chunks._rest
+    real = Layout._tables_from
 
     def rest(layout: Layout, sequences: Tensor, first: Tensor, length: int) -> Tensor:
         later = torch.where(first > 0, first + layout.page_size, first)
         return real(layout, sequences, later, length)
 
-    plant.setattr(chunks, "_rest", rest)
+    plant.setattr(Layout, "_tables_from", rest)
 
 
 @pytest.mark.usefixtures("oracle")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specgen.attention.chunks import Temperature as Temperature
-from specgen.attention.chunks import chunked, most_positions
+from specgen.attention.chunks import chunked
 from specgen.attention.gated_delta import DeltaLayer as DeltaLayer
 from specgen.attention.gated_delta import recur
 from specgen.attention.planning import spread
@@ -434,7 +434,7 @@ class Attend:
 
     def chunked(self, layer: LayerAttention, size: int, qkv: Tensor) -> Tensor:
         """The same, but a row sees no position before its chunk of ``size``, a multiple of a page's."""
-        if most_positions(self._layout) <= size:
+        if self._layout.most_positions <= size:
             return self(layer, qkv)
         keys, values = self._cache.pages(layer.index)
         return self._chunks(size)(layer, self.write_kv(layer, qkv), keys, values)
@@ -443,7 +443,7 @@ class Attend:
         self, layer: LayerAttention, rope: Rope, temperature: Temperature | None, qkv: Tensor
     ) -> Tensor:
         """The same of a layer without positions: ``rope`` turns by 0; q is written to where it has a temperature."""
-        if temperature is not None and most_positions(self._layout) >= temperature.floor:
+        if temperature is not None and self._layout.most_positions >= temperature.floor:
             num_heads = qkv.shape[1] - 2 * self._cache.pages(layer.index)[0].shape[2]
             qkv[:, :num_heads] *= self._factors(temperature)
         if rope not in self._unrotated:

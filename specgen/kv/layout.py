@@ -1,7 +1,7 @@
 """The geometry of one forward pass: which rows belong to which sequence, where they stand and where their KV goes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -121,6 +121,13 @@ class Layout:
         """Positions that each sequence's last row attends to, itself included, ``[B]``."""
         return self.starts + (self.uniform_q or self.query_lens)
 
+    @property
+    def most_positions(self) -> int:
+        """No row stands at this position or behind it, as far as the host knows."""
+        if self.host is not None:
+            return max(self.host.kv_lens)
+        return self.block_tables.shape[1] * self.page_size
+
     @cached_property
     def sequences(self) -> Tensor:
         """The sequence of each row, ``[rows]``; B - 1 for padding rows."""
@@ -174,3 +181,47 @@ class Layout:
         )
         rows = kept.positions - self.starts[kept.sequences] + self.first_rows[kept.sequences]
         return rows.clamp(max=self.num_rows - 1), kept
+
+    def split_in_chunks(self, size: int) -> "Layout":
+        """The same rows in their order, a sequence for each chunk of ``size`` positions that has some of one's rows.
+
+        Positions count from the chunk's first. The host knows the lengths.
+        """
+        assert self.host is not None
+        sequences, starts, lens = list[int](), list[int](), list[int]()
+        for sequence, (start, end) in enumerate(zip(self.host.starts, self.host.kv_lens, strict=True)):
+            borders = range((start // size + 1) * size, end, size)
+            for begin, stop in zip((start, *borders), (*borders, end), strict=True):
+                sequences.append(sequence)
+                starts.append(begin)
+                lens.append(stop - begin)
+        firsts = [start // size * size for start in starts]
+        within = [start - first for start, first in zip(starts, firsts, strict=True)]
+        length = max(start + rows for start, rows in zip(within, lens, strict=True))
+        columns = on_device([sequences, firsts], self.starts.device)
+        return Layout.ragged(self._tables_from(*columns, length), within, lens, self.page_size)
+
+    def from_first_chunk(self, size: int) -> "Layout":
+        """All rows, from the chunk of their sequence's first row on; behind its end rows see nothing of use."""
+        first = self.starts // size * size
+        every = torch.arange(self.num_sequences, device=first.device)
+        tables = self._tables_from(every, first, size - 1 + self.max_query_len)
+        return replace(self, block_tables=tables, starts=self.starts - first)
+
+    def row_by_row(self, size: int) -> "Layout":
+        """Each row as a sequence, from its chunk on but no further back than the page of its sequence's first row.
+
+        So it is right for rows of chunks that begin in this pass, and short for all.
+        """
+        sequences, page = self.sequences, self.page_size
+        # padding rows, which stand anywhere, at the last position that there is
+        positions = torch.minimum(self.positions, (self.kv_lens - 1)[sequences]).clamp_(min=0)
+        first = torch.maximum(positions // size * size, (self.starts // page * page)[sequences])
+        tables = self._tables_from(sequences, first, page - 1 + self.max_query_len)
+        return Layout.uniform(tables, (positions - first).clamp_(min=0), 1, page)
+
+    def _tables_from(self, sequences: Tensor, first: Tensor, length: int) -> Tensor:
+        """Block tables of ``sequences`` [n] for ``length`` positions from ``first`` [n] on, which begin pages."""
+        pages, last = -(-length // self.page_size), self.block_tables.shape[1] - 1
+        columns = (first // self.page_size)[:, None] + torch.arange(min(pages, last + 1), device=first.device)
+        return self.block_tables[sequences[:, None], columns.clamp_(max=last)]
