@@ -199,7 +199,8 @@ class Layout:
         within = [start - first for start, first in zip(starts, firsts, strict=True)]
         length = max(start + rows for start, rows in zip(within, lens, strict=True))
         columns = on_device([sequences, firsts], self.starts.device)
-        return Layout.ragged(self._tables_from(*columns, length), within, lens, self.page_size)
+        tables = self._tables_from(columns[0], columns[1], length)
+        return Layout.ragged(tables, within, lens, self.page_size)
 
     def from_first_chunk(self, size: int) -> "Layout":
         """All rows, from the chunk of their sequence's first row on; behind its end rows see nothing of use."""
