@@ -82,7 +82,7 @@ def s3_server(patch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     app = _between(server, DomainDispatcherApplication(create_backend_app))
     listening = make_server("127.0.0.1", 0, app, threaded=True)
     server.url = f"http://127.0.0.1:{listening.server_port}"
-    thread = threading.Thread(target=listening.serve_forever, daemon=True)
+    thread = threading.Thread(target=listening.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     patch.setenv("AWS_ENDPOINT_URL", server.url)
     patch.setenv("AWS_ACCESS_KEY_ID", KEY)

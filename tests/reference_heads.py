@@ -5,7 +5,7 @@ A head is a class of small methods, so that a test can plant an error in one of 
 import copy
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -52,15 +52,30 @@ class DenseTarget:
         return self._known[tokens]
 
     @torch.inference_mode()
-    def texts(self, requests: Sequence[Request]) -> dict[str, tuple[int, ...]]:
-        """The greedy texts of ``requests`` by ``transformers``, all at once behind padding on the left."""
+    def texts(
+        self, requests: Sequence[Request], change: Callable[[Request, Tensor, Tensor], Tensor] | None = None
+    ) -> dict[str, tuple[int, ...]]:
+        """The greedy texts of ``requests`` by ``transformers``, all at once behind padding on the left.
+
+        ``change`` makes the logits of a row out of its request, its tokens so far [1, T] and its logits [1, V].
+        """
         prompts = [request.prompt_token_ids for request in requests]
         most = max(map(len, prompts))
         ids = torch.tensor([[0] * (most - len(prompt)) + list(prompt) for prompt in prompts])
         real = torch.tensor([[0] * (most - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         longest = max(request.sampling.max_tokens for request in requests)
+
+        def changed(so_far: Tensor, logits: Tensor) -> Tensor:
+            rows = zip(requests, prompts, so_far[:, None], logits[:, None], strict=True)
+            return torch.cat([change(r, tokens[:, most - len(p) :], row) for r, p, tokens, row in rows])
+
         out = self.model.generate(
-            ids, attention_mask=real, max_new_tokens=longest, do_sample=False, pad_token_id=0
+            ids,
+            attention_mask=real,
+            max_new_tokens=longest,
+            do_sample=False,
+            pad_token_id=0,
+            logits_processor=[changed] if change else [],
         )
         texts = {}
         for request, tokens in zip(requests, out[:, most:].tolist(), strict=True):

@@ -35,7 +35,8 @@ from specgen.prompts import Prompt
 from specgen.prompts.load import DataSource
 from tests.commands import printed, rows, specgen, write_rows
 from tests.jobs import Silent
-from tests.test_penalties import expected_text
+from tests.reference_heads import DenseTarget
+from tests.test_penalties import with_penalty
 from tests.tiny_checkpoints import change_json
 
 DEMO = data_directory() / "demo"
@@ -330,17 +331,15 @@ def test_an_evaluation_has_them_too(target: Path, tmp_path: Path) -> None:
     sampling = sample.generated.sampling
     assert sampling.repetition_penalty == 1.5
     assert study.settings()["generation config"] == LINE
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO / "target", dtype=torch.float32)
     request = Request(
         id="a",
         prompt_token_ids=sample.generated.prompt_token_ids,
         sampling=SamplingParams(max_tokens=6, repetition_penalty=1.5),
     )
-    model.generation_config.suppress_tokens = [226, 1200]
+    reference = DenseTarget(DEMO / "target")
+    reference.model.generation_config.suppress_tokens = [226, 1200]
     text = sample.generated.token_ids
-    assert expected_text(model, request)[: len(text)] == text
+    assert reference.texts([request], with_penalty)["a"][: len(text)] == text
 
 
 def test_an_engine_expects_what_the_file_says(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from tests.engines import (
     random_requests,
 )
 from tests.marks import mostly_slow
-from tests.reference_heads import ReferenceHead
+from tests.reference_heads import DenseTarget, ReferenceHead
 from tests.test_heads import MTP
 from tests.test_mtp import pair_of
 from tests.test_sampling import penalised as naive
@@ -50,33 +50,15 @@ def with_penalties(requests: list[Request] | tuple[Request, ...]) -> list[Reques
     ]
 
 
-class Penalties:
-    """Presence and frequency, one token at a time: a logits processor of ``transformers``, behind its own."""
+def with_penalty(request: Request, tokens: Tensor, logits: Tensor) -> Tensor:
+    """A row's logits by the repetition penalty of ``transformers``; presence and frequency one token at a time."""
+    from transformers import RepetitionPenaltyLogitsProcessor
 
-    def __init__(self, sampling: SamplingParams, num_prompt: int) -> None:
-        self.sampling, self.num_prompt = sampling, num_prompt
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        output, scores = input_ids[0, self.num_prompt :].tolist(), scores.clone()
-        for token in set(output):
-            off = self.sampling.presence_penalty + self.sampling.frequency_penalty * output.count(token)
-            scores[0, token] -= off
-        return scores
-
-
-def expected_text(model: Any, request: Request) -> tuple[int, ...]:
-    """The greedy text by ``transformers``, whose own repetition penalty it is."""
-    ids, sampling = torch.tensor([request.prompt_token_ids]), request.sampling
-    found = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=sampling.max_tokens,
-        do_sample=False,
-        pad_token_id=0,
-        repetition_penalty=sampling.repetition_penalty,
-        logits_processor=[Penalties(sampling, ids.shape[1])],
-    )
-    return tuple(found[0, ids.shape[1] :].tolist())
+    sampling, output = request.sampling, tokens[0, len(request.prompt_token_ids) :].tolist()
+    logits = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(tokens, logits)
+    for token in set(output):
+        logits[0, token] -= sampling.presence_penalty + sampling.frequency_penalty * output.count(token)
+    return logits
 
 
 Texts = dict[str, tuple[int, ...]]
@@ -90,7 +72,7 @@ def random_asked() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def random_texts(random_reference: ReferenceHead, random_asked: list[Request]) -> Texts:
-    return {r.id: expected_text(random_reference.target.model, r) for r in random_asked}
+    return random_reference.target.texts(random_asked, with_penalty)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +82,7 @@ def demo_asked() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def demo_texts(demo_reference: ReferenceHead, demo_asked: list[Request]) -> Texts:
-    return {r.id: expected_text(demo_reference.target.model, r) for r in demo_asked}
+    return demo_reference.target.texts(demo_asked, with_penalty)
 
 
 def test_the_penalties_of_these_tests_change_texts(
@@ -177,14 +159,11 @@ def test_greedy_text_with_every_kind_of_drafter(
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
 def test_greedy_text_with_mtp(tmp_path: Path, batch: str) -> None:
-    import transformers
-
     pair = pair_of(tmp_path, MTP["mtp-glm"])
     vocab_size = pair.models.target.config.vocab_size
     asked = with_penalties(random_requests(5, vocab_size, SamplingParams(), lengths=(3, 12)))
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32)
     outputs = generate(pair, asked, num_spec_tokens=4, drafter_batch=batch)
-    assert outputs.texts == {r.id: expected_text(model, r) for r in asked}
+    assert outputs.texts == DenseTarget(tmp_path / "target").texts(asked, with_penalty)
 
 
 @pytest.mark.slow
@@ -282,6 +261,8 @@ def test_a_job_with_penalties_is_prepared_for_them(name: str) -> None:
 def test_suppressed_tokens_are_never_chosen(
     random_pair: Pair, random_reference: ReferenceHead, temperature: float
 ) -> None:
+    from transformers import SuppressTokensLogitsProcessor
+
     free = generate(random_pair, random_requests(4, 128, SamplingParams(max_tokens=12)))
     never = tuple(sorted({token for text in free.texts.values() for token in text}))
     sampling = SamplingParams(
@@ -290,14 +271,9 @@ def test_suppressed_tokens_are_never_chosen(
     outputs = generate(random_pair, random_requests(4, 128, sampling))
     assert not {token for text in outputs.texts.values() for token in text} & set(never)
     if temperature == 0:
-        for request in random_requests(4, 128, sampling):
-            ids = torch.tensor([request.prompt_token_ids])
-            found = random_reference.target.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=12,
-                do_sample=False,
-                pad_token_id=0,
-                suppress_tokens=list(never),
-            )
-            assert outputs.texts[request.id] == tuple(found[0, ids.shape[1] :].tolist())
+
+        def suppressed(request: Request, tokens: Tensor, logits: Tensor) -> Tensor:
+            return SuppressTokensLogitsProcessor(never)(tokens, logits)
+
+        asked = random_requests(4, 128, sampling)
+        assert outputs.texts == random_reference.target.texts(asked, suppressed)

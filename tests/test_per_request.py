@@ -53,25 +53,17 @@ def with_biases(requests: Iterable[Request], vocab_size: int) -> list[Request]:
     ]
 
 
-def biased_greedy(reference: ReferenceHead, request: Request) -> tuple[int, ...]:
-    """The text by full passes of ``transformers``, with the bias added to the last logits."""
-    tokens, sampling = list(request.prompt_token_ids), request.sampling
-    eos = reference.target.model.generation_config.eos_token_id
-    for _ in range(sampling.max_tokens):
-        with torch.inference_mode():
-            logits = reference.target.model(torch.tensor([tokens])).logits[0, -1]
-            for token, bias in sampling.logit_bias:
-                logits[token] += bias
-        tokens.append(int(logits.argmax()))
-        if tokens[-1] == eos:
-            break
-    return tuple(tokens[len(request.prompt_token_ids) :])
+def biased(request: Request, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """The logits of a row with the biases of its request added."""
+    for token, bias in request.sampling.logit_bias:
+        logits[0, token] += bias
+    return logits
 
 
 def test_logit_bias_with_mixed_acceptance(demo_pair: Pair, demo_reference: ReferenceHead) -> None:
     vocab_size = len(demo_pair.models.target.embedding)
     requests = with_biases(bundled_requests(10, SamplingParams()), vocab_size)
-    expected = {request.id: biased_greedy(demo_reference, request) for request in requests}
+    expected = demo_reference.target.texts(requests, biased)
     for batch in ("padded", "non-padded"):
         outputs = generate(demo_pair, requests, num_spec_tokens=4, drafter_batch=batch, max_batch_size=4)
         assert outputs.texts == expected, batch
