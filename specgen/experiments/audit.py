@@ -5,7 +5,7 @@ And whether rounding in the dtype explains that.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import zip_longest
 from typing import Any, Self
@@ -202,14 +202,19 @@ def audit(job: AuditJob, progress: Progress) -> dict[str, Any]:
     )
     arms = [_compare(arm, decode(arm), answered, target) for arm in others]
     divergences = [each for arm in arms for each in arm["divergences"]]
+    record = manifest(
+        engine=config,
+        sampling=sampling,
+        data=job.data.to_json(),
+        fingerprints={name: fingerprint(checkpoint) for name, checkpoint in checkpoints.items()},
+    )
     return {
         "reference": _arm_json(first),
         "dtype": config.formats,
         "num_unexplained": sum(not each["explained"] for each in divergences),
         "arms": arms,
         "failures": failures,
-        "manifest": _manifest(replace(job, sampling=sampling), config, models)
-        | ({"settings": {"generation config": said}} if said else {}),
+        "manifest": record | ({"settings": {"generation config": said}} if said else {}),
     }
 
 
@@ -275,8 +280,3 @@ def _compare(arm: Arm, run: Run, reference: Mapping[str, Completion], target: Ju
         "mean_acceptance_length": run.report.mean_acceptance_length,  # None without drafts
         "divergences": [asdict(each) | {"explained": each.explained} for each in found if each is not None],
     }
-
-
-def _manifest(job: AuditJob, config: EngineConfig, models: Models) -> dict[str, Any]:
-    fingerprints = {name: fingerprint(checkpoint) for name, checkpoint in models.checkpoints.items()}
-    return manifest(engine=config, sampling=job.sampling, data=job.data.to_json(), fingerprints=fingerprints)

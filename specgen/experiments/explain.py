@@ -73,8 +73,7 @@ class HostMarker:
         self._open = False
 
     def spans(self) -> list[Span]:
-        between = zip(self._times, self._times[1:], strict=False)
-        work = [Span(name=WORK, start=start, end=end) for start, end in between]
+        work = [Span(name=WORK, start=start, end=end) for start, end in pairwise(self._times)]
         return work + [Span(name=MARK, start=moment, end=moment) for moment in self._times[1:-1]]
 
 

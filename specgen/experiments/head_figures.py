@@ -84,6 +84,10 @@ class HeadRuns:
         """The data sets in the order of the runs."""
         return tuple(dict.fromkeys(run.data for run in self.runs))
 
+    def on(self, data: str) -> list[HeadRun]:
+        """The runs on ``data``."""
+        return [run for run in self.runs if run.data == data]
+
     def in_order(self) -> list[HeadRun]:
         """The runs by data set, those of one in the order of ``heads``."""
         data, heads = self.data, self.heads

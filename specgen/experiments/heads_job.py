@@ -202,7 +202,7 @@ class HeadsRun:
 
         So every arm is asked the same, all at once, and nothing is left to tokenize where it is timed.
         """
-        first = next(run for run in runs.runs if run.data == data)
+        first = runs.on(data)[0]
         answers = Rows(first.directory / "completions.jsonl")
         config = self._one(data, first.head).engine
         tokenizer = load_chat_tokenizer(config, open_checkpoints(config))
@@ -238,11 +238,10 @@ class HeadsRun:
         configs = {
             name: resolve(config, open_checkpoints(config)) for name, config in self._arms(data).items()
         }
-        manifests = [run.manifest for run in runs.runs if run.data == data]
         machine = now(next(iter(configs.values())).device)
         found = [
             {name: config.to_json() for name, config in configs.items()},
-            [[each[name] for name in ("fingerprints", "sampling", "data")] for each in manifests],
+            [[run.manifest[name] for name in ("fingerprints", "sampling", "data")] for run in runs.on(data)],
             {name: value for name, value in machine.items() if name not in OF_THE_MOMENT},
             _METHOD,
         ]

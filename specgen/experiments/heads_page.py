@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.config.json_fields import load_json
-from specgen.experiments.head_figures import PLAN, Comparison, HeadPair, HeadRun, Length
+from specgen.experiments.head_figures import PLAN, Comparison, HeadPair, Length
 from specgen.experiments.heads_tables import (
     categories_table,
     lengths_table,
@@ -95,10 +95,6 @@ def _of_data(table: Table, data: str, lines: Lines | None = None) -> Table:
     )
 
 
-def _runs(found: Comparison, data: str) -> Iterator[HeadRun]:
-    return (run for run in found.runs if run.data == data)
-
-
 def _chart(
     found: Comparison, title: str, label: str, each: Iterable[tuple[str, str, Length | None]]
 ) -> Lines:
@@ -113,7 +109,7 @@ def _chart(
 
 def _curves(found: Comparison, data: str) -> Lines:
     """Joint acceptance over draft position, a line for each head."""
-    by_head = {run.head: curve(run.report.acceptance) for run in _runs(found, data)}
+    by_head = {run.head: curve(run.report.acceptance) for run in found.on(data)}
     lines = {head: by_head.get(head, []) for head in found.heads}  # one style for one head everywhere
     return curves(f"Acceptance by draft position on {data}", lines)
 
@@ -132,7 +128,7 @@ def _categories(found: Comparison, data: str) -> Iterator[Table]:
             "category",
             (
                 (run.head, name, found.length(data, run.head, name))
-                for run in _runs(found, data)
+                for run in found.on(data)
                 for name in names
                 if name in run.report.categories
             ),

@@ -102,7 +102,7 @@ def lengths_table(found: Comparison) -> Table:
     """Mean acceptance length: a row for each data set, a column for each head."""
     rows = []
     for data in found.data:
-        numbers = dict.fromkeys(count(run.report.num_requests) for run in found.runs if run.data == data)
+        numbers = dict.fromkeys(count(run.report.num_requests) for run in found.on(data))
         lengths = {head: found.length(data, head) for head in found.heads}
         rows.append({"data": data, "requests": " or ".join(numbers), **_lengths(lengths)})
     if len(rows) > 1:
@@ -280,7 +280,7 @@ def _spread(name: str, spread: MedianRange | None, show: Show) -> Row:
 
 def leader(found: Comparison, data: str) -> str:
     """The head with the highest mean acceptance length on ``data``."""
-    return max(_heads(found, data), key=lambda head: _length(found, data, head))
+    return max((run.head for run in found.on(data)), key=lambda head: _length(found, data, head))
 
 
 def leads(found: Comparison, data: str) -> bool:
@@ -292,12 +292,8 @@ def leads(found: Comparison, data: str) -> bool:
 def _margins(found: Comparison, data: str) -> dict[str, tuple[PairedFigure | None, int]]:
     """The length of the ``leader`` against that of every other head; times 1 or -1 differences are the leader's."""
     first = leader(found, data)
-    pairs = {head: found.pair(data, first, head) for head in _heads(found, data) if head != first}
-    return {
-        head: (pair.length, 1 if pair.ours == first else -1)
-        for head, pair in pairs.items()
-        if pair is not None
-    }
+    pairs = {run.head: found.pair(data, first, run.head) for run in found.on(data)}
+    return {head: (pair.length, 1 if pair.ours == first else -1) for head, pair in pairs.items() if pair}
 
 
 def _is_ahead(figure: PairedFigure | None, sign: int) -> bool:
@@ -306,7 +302,7 @@ def _is_ahead(figure: PairedFigure | None, sign: int) -> bool:
 
 def verdicts(found: Comparison) -> Iterator[str]:
     """A sentence on all data sets where there are several, then one for each; none for a single head."""
-    compared = [data for data in found.data if len(_heads(found, data)) > 1]
+    compared = [data for data in found.data if len(found.on(data)) > 1]
     if len(compared) > 1:
         yield _overall(found, compared)
     for data in compared:
@@ -353,10 +349,6 @@ def _difference(figure: PairedFigure | None, sign: int) -> str:
     low, high = sorted(sign * end for end in paired.interval)
     p = p_value(figure.p)
     return f"{gain} {between((low, high), plain)} (p {p if p[0] == '<' else f'= {p}'})"
-
-
-def _heads(found: Comparison, data: str) -> list[str]:
-    return [run.head for run in found.runs if run.data == data]
 
 
 def _length(found: Comparison, data: str, head: str) -> float:

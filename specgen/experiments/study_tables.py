@@ -4,10 +4,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from os.path import commonprefix
 from statistics import median_low
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specgen.config import DraftLength
-from specgen.experiments.study_comparison import CHANGES, SampleTexts, SharedAnswer
+from specgen.experiments.study_comparison import (
+    CHANGES,
+    Accuracy,
+    ArmComparison,
+    SampleTexts,
+    SharedAnswer,
+    StudyComparison,
+)
 from specgen.report.charts import quarters
 from specgen.report.display import (
     DASH,
@@ -29,9 +36,6 @@ from specgen.report.table import Column, Row, Table
 from specgen.report.tables import curve, curves
 from specgen.report.terminal import ALARMING, Part, definitions, heading
 from specgen.report.text_list import Entry, ShownText, Span, TextList, within
-
-if TYPE_CHECKING:  # which imports torch
-    from specgen.experiments.study_comparison import Accuracy, ArmComparison, StudyComparison
 
 _POSITIONS = 6  # shown of an acceptance curve; the JSON has all
 _WORST = 3  # divergences shown per arm; the page has more
@@ -80,7 +84,7 @@ _SPEED = (
 )
 
 
-def of_comparison(comparison: "StudyComparison", settings: Mapping[str, str]) -> Iterator[Part]:
+def of_comparison(comparison: StudyComparison, settings: Mapping[str, str]) -> Iterator[Part]:
     """What the terminal shows of ``comparison`` and its ``settings``, the conclusion at the end."""
     yield heading(settings)
     for accuracy in comparison.arms[0].accuracies:
@@ -95,7 +99,7 @@ def of_comparison(comparison: "StudyComparison", settings: Mapping[str, str]) ->
 
 
 def page(
-    comparison: "StudyComparison",
+    comparison: StudyComparison,
     settings: Mapping[str, str],
     title: str,
     origin: Mapping[str, str] | None = None,
@@ -114,12 +118,12 @@ def page(
     ).to_html()
 
 
-def _tables(comparison: "StudyComparison") -> tuple[Table, ...]:
+def _tables(comparison: StudyComparison) -> tuple[Table, ...]:
     """Those behind the accuracies: texts, acceptance, speed; one without rows is not shown."""
     return tuple(show(comparison) for show in (_texts, _acceptance, _parts, _speed, _tasks))
 
 
-def _accuracy(comparison: "StudyComparison", wanted: "Accuracy") -> Table:
+def _accuracy(comparison: StudyComparison, wanted: Accuracy) -> Table:
     """The accuracies of all arms on the task and metric of ``wanted``."""
     key = (wanted.task, wanted.metric)
     found = {arm.name: a for arm in comparison.arms for a in arm.accuracies if (a.task, a.metric) == key}
@@ -144,7 +148,7 @@ def _accuracy(comparison: "StudyComparison", wanted: "Accuracy") -> Table:
     )
 
 
-def _texts(comparison: "StudyComparison") -> Table:
+def _texts(comparison: StudyComparison) -> Table:
     return Table(
         title="Texts",
         note=f"against {comparison.reference}; positions are counted in tokens, gaps are in logits",
@@ -153,7 +157,7 @@ def _texts(comparison: "StudyComparison") -> Table:
     )
 
 
-def _text_row(arm: "ArmComparison") -> Row:
+def _text_row(arm: ArmComparison) -> Row:
     where = [each.position for each in arm.divergences]
     return {
         "name": arm.name,
@@ -166,14 +170,14 @@ def _text_row(arm: "ArmComparison") -> Row:
     }
 
 
-def _worst(comparison: "StudyComparison") -> Iterator[Row]:
+def _worst(comparison: StudyComparison) -> Iterator[Row]:
     """A few divergences of each arm, unexplained ones first."""
     for arm in comparison.against:
         for first in sorted(arm.divergences, key=lambda each: each.explained)[:_WORST]:
             yield {**asdict(first), "arm": arm.name, "explained": first.explained}
 
 
-def _acceptance(comparison: "StudyComparison") -> Table:
+def _acceptance(comparison: StudyComparison) -> Table:
     drafting = [arm for arm in comparison.arms if arm.acceptance]
     most = max((len(arm.acceptance) for arm in drafting), default=0)
     tokens = {f"token {i}": i for i in range(min(_POSITIONS, most))}
@@ -191,7 +195,7 @@ def _acceptance(comparison: "StudyComparison") -> Table:
     )
 
 
-def _parts(comparison: "StudyComparison") -> Table:
+def _parts(comparison: StudyComparison) -> Table:
     """The acceptance of reasoning and answers, of arms with drafts; no rows where no text has reasoning."""
     return Table(
         title="Acceptance by part of the text",
@@ -207,7 +211,7 @@ def _parts(comparison: "StudyComparison") -> Table:
     )
 
 
-def _speed(comparison: "StudyComparison") -> Table:
+def _speed(comparison: StudyComparison) -> Table:
     return Table(
         title="Speed",
         note=f"output tokens per second, and their ratio to {comparison.reference}",
@@ -218,7 +222,7 @@ def _speed(comparison: "StudyComparison") -> Table:
     )
 
 
-def _tasks(comparison: "StudyComparison") -> Table:
+def _tasks(comparison: StudyComparison) -> Table:
     """Acceptance and speed by task; no rows for a single task."""
     return Table(
         title="By task",

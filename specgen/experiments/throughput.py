@@ -32,7 +32,6 @@ from specgen.report import display
 from specgen.report.charts import DRAFT_LENGTHS
 from specgen.report.table import Column, Row, Table
 from specgen.report.terminal import Part
-from specgen.report.timings import LatencyStats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,37 +118,30 @@ def _conditions(job: ThroughputJob, ready: Prepared, groups: list[list[Plan]], y
     # what attends in the arms: of those of one backend, in the one with the most drafts
     configs = sorted((plan.config for plan in ready.plans), key=lambda config: config.draft_length.most)
     attentions = {each.attention: attention_note(each, ready.checkpoints) for each in configs}
-    return {
+    found = {
         **conditions(config, ready.models),
-        **({} if "K" in fixed else {"draft tokens (K)": config.draft_length.most}),
-        **({} if "batch" in fixed else {"batch": f"at most {config.max_batch_size}"}),
+        "draft tokens (K)": None if "K" in fixed else config.draft_length.most,
+        "batch": None if "batch" in fixed else f"at most {config.max_batch_size}",
         "attention": "; ".join(attentions.values()),
-        **({} if "cuda_graphs" in fixed else {"CUDA graphs": config.cuda_graphs}),
+        "CUDA graphs": None if "cuda_graphs" in fixed else config.cuda_graphs,
         "prompts": f"{ready.prompts.description}{workload.size}, greedy, {workload.lengths}",
         "time": "of generate, prefill included; no prefix cache; after one warm-up run of the workload",
         "repeats": f"{job.repeats}, the median, with the lowest and the highest; ratios are of the same repeat, and of "
         "all pairs of repeats where two arms did not take turns",
         "arms that took turns": "; ".join(str(len(group)) for group in groups),
-        **(
-            {}
-            if config.synthetic_acceptance
-            else {
-                "same_texts": "share of the texts that are equal to those of the first row with the same prompts"
-            }
-        ),
+        "same_texts": None
+        if config.synthetic_acceptance
+        else "share of the texts that are equal to those of the first row with the same prompts",
         "wall time": TERMS.format(speed=yardstick.flops_per_second / 1e12),
         "acceptance": "share of the steps that accepted more than 0, 1, ... drafts",
     }
+    return {name: text for name, text in found.items() if text is not None}
 
 
 # --- the table ------------------------------------------------------------------------------------
 
 
-_SPREADS: Mapping[str, Callable[[Repeat], LatencyStats | None]] = {
-    "ttft": lambda repeat: repeat.ttft,
-    "tpot": lambda repeat: repeat.tpot,
-    "itl": lambda repeat: repeat.itl,
-}
+_SPREADS = ("ttft", "tpot", "itl")
 _PARTS = ("mean", "median", "p99")
 PLAIN = "x_plain"  # the ratio to plain decoding
 
@@ -223,8 +215,8 @@ def _row(
     step, num_bytes = repeats.median(lambda r: r.step_seconds), repeats.median(lambda r: r.step_bytes)
     bound = None if num_bytes is None else num_bytes / bytes_per_second
     latencies = {
-        f"{name}_{part}": milliseconds(repeats.median(_figure(find, part)))
-        for name, find in _SPREADS.items()
+        f"{name}_{part}": milliseconds(repeats.median(_latency(name, part)))
+        for name in _SPREADS
         for part in _PARTS
     }
     return {
@@ -261,8 +253,8 @@ def _range(names: tuple[str, str, str], found: MedianRange | None) -> dict[str, 
     return dict(zip(names, (found.median, found.lowest, found.highest), strict=True))
 
 
-def _figure(find: Callable[[Repeat], LatencyStats | None], part: str) -> Callable[[Repeat], float | None]:
-    return lambda repeat: getattr(find(repeat), part, None)
+def _latency(name: str, part: str) -> Callable[[Repeat], float | None]:
+    return lambda repeat: getattr(getattr(repeat, name), part, None)
 
 
 def milliseconds(seconds: float | None) -> float | None:

@@ -118,16 +118,14 @@ def svg(chart: Lines | Bars) -> Markup:
     height = _HEIGHT
     match chart:
         case Lines():
-            marks, labels = _draw_lines(chart), [_described(chart, *line) for line in chart.lines.items()]
+            marks = _draw_lines(chart)
+            each = {name: [_label(chart, point) for point in line] for name, line in chart.lines.items()}
+            labels = [f"{name}: {', '.join(points)}" for name, points in each.items()]
         case Bars():
             height, marks = len(chart.points) * _BAR_ROW + 20, _draw_bars(chart)
             labels = [_label(chart, point) for point in chart.points]
     frame = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}: {}">{}</svg>')
     return frame.format(_WIDTH, height, chart.title, "; ".join(labels), Markup("").join(marks))
-
-
-def _described(chart: Lines, name: str, points: Sequence[Point]) -> str:
-    return f"{name}: {', '.join(_label(chart, point) for point in points)}"
 
 
 def _label(chart: Chart, point: Point) -> str:

@@ -165,11 +165,8 @@ def _counted(report: Report, num_positions: int, at_times: bool) -> Iterator[_Fi
     yield "  95 %", interval, lambda interval: between(interval, plain)
     yield "  mean over requests", report.mean_acceptance_length_per_request, plain
     for part in PARTS:
-        yield (
-            f"  of {part}",
-            report.parts[part].mean_acceptance_length if part in report.parts else None,
-            plain,
-        )
+        found = report.parts.get(part)
+        yield f"  of {part}", found and found.mean_acceptance_length, plain
     if report.num_drafts:
         length = 1 + report.num_accepted_tokens / (report.num_drafts + report.num_steps_without_drafts)
     yield "  over all steps", length if at_times else None, plain
