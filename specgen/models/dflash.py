@@ -27,7 +27,7 @@ from specgen.models.model_config import (
     layer_settings,
     layer_windows,
 )
-from specgen.models.protocols import Head, OnePass, Target
+from specgen.models.protocols import Head, OnePass, Target, logits_of
 from specgen.ops import Map, Norm, Ops, joined
 
 NOT_DFLASH = "no hidden_norm.weight: the checkpoint is not a DFlash or DSpark head"
@@ -105,10 +105,8 @@ class DFlashConfig(HeadConfig):
     causal_layers: tuple[bool, ...]
     markov_rank: int = 0
     markov_kind: MarkovKind = "vanilla"
-    confidence: bool = (
-        False  # whether it has a confidence head, and whether that reads the token before as well
-    )
-    confidence_reads_token: bool = False
+    confidence: bool = False  # whether it has a confidence head
+    confidence_reads_token: bool = False  # and whether that reads the token before as well
     own_lm_head: bool = False
     own_mask: bool = False  # the mask token has an embedding of its own
     conv_taps: int = 0  # rows that a convolution of DFlash2 sums; 0: there are none
@@ -197,9 +195,8 @@ class DFlashConfig(HeadConfig):
             windows=windows,
             dtype=dtype_name(config),
             **_second_version(flags, tensors),
-            **head_biases(
-                layer, {name for name in tensors if name.startswith("layers.")}
-            ),  # a Markov head has some too
+            # of layers alone: a Markov head has some too
+            **head_biases(layer, {name for name in tensors if name.startswith("layers.")}),
             **layer_settings({name: value for name, value in layer.items() if name not in _OWN_MEANING}),
         )
 
@@ -214,7 +211,10 @@ class DFlashConfig(HeadConfig):
         )
         markov = f"{self.markov_kind}, rank {self.markov_rank}" if self.markov_rank else "none"
         before = " and the token before" * self.confidence_reads_token
-        return {
+        cap = "" if self.logit_cap is None else f", capped at {self.logit_cap:g}"
+        scaled = f"embeddings by {self.embedding_scale:g}, logits by {self.logit_scale:g}{cap}"
+        is_scaled = (self.embedding_scale, self.logit_scale, self.logit_cap) != (1.0, 1.0, None)
+        facts = {
             "dialect": self.dialect,
             "features": "the target's residual stream at the inputs of layers "
             + ", ".join(map(str, self.aux_layers)),
@@ -224,29 +224,16 @@ class DFlashConfig(HeadConfig):
             "block": f"{self.block_size} rows, {self.most_drafts} drafts, {self.block_layout}: {rows}",
             "causal": sees + "; windows of the others reach as far ahead as back" * ahead,
             "Markov head": markov,
-            **self._second_facts(),
+            "convolved": f"{self.conv_taps} rows, groups of {self.conv_group}" * (self.conv_taps > 0),
+            "candidates": f"{self.num_candidates} a draft, rank {self.selector_rank}"
+            * (self.num_candidates > 0),
+            "scaled": scaled * is_scaled,
             "confidence": f"its own head, of the hidden state{before}"
             if self.confidence
             else "of the softmax",
             "output": "its own output weights" if self.own_lm_head else "the target's output weights",
-            **super().facts(),
         }
-
-    def _second_facts(self) -> dict[str, str]:
-        """Of DFlash2, and of scaled embeddings and logits."""
-        cap = "" if self.logit_cap is None else f", capped at {self.logit_cap:g}"
-        facts = {
-            "convolved": (f"{self.conv_taps} rows, groups of {self.conv_group}", self.conv_taps > 0),
-            "candidates": (
-                f"{self.num_candidates} a draft, rank {self.selector_rank}",
-                self.num_candidates > 0,
-            ),
-            "scaled": (
-                f"embeddings by {self.embedding_scale:g}, logits by {self.logit_scale:g}{cap}",
-                (self.embedding_scale, self.logit_scale, self.logit_cap) != (1.0, 1.0, None),
-            ),
-        }
-        return {name: text for name, (text, there) in facts.items() if there}
+        return {name: text for name, text in facts.items() if text} | super().facts()
 
 
 def _second_version(flags: Raw, tensors: Set[str]) -> dict[str, Any]:
@@ -495,8 +482,7 @@ class DFlashHead(Head):
     blocks: tuple[Block, ...]
     convs: tuple[tuple[BlockConv, BlockConv], ...]  # around attention and MLP of each block, or none
     norms: tuple[Norm, ...]  # of the inputs of each block, and the final one
-    lm_head: Map | None  # [n, H] -> [n, Vd]; None: the target's
-    target: Target
+    lm_head: Map  # [n, H] -> [n, Vd]; the target's unless the checkpoint has its own
 
     @classmethod
     def build(
@@ -531,8 +517,7 @@ class DFlashHead(Head):
             ),
             lm_head=ops.linear(load.linear({"lm_head": config.draft_vocab_size}, hidden))
             if config.own_lm_head
-            else None,
-            target=target,
+            else logits_of(target),
             one_pass=OnePass(mask_token_id=config.mask_token_id, first=0),
             markov=Selector.build(config, load, draft_to_target, ops)
             if config.num_candidates
@@ -573,7 +558,7 @@ class DFlashHead(Head):
         return stream, normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits = self.target.logits(hidden) if self.lm_head is None else self.lm_head(hidden)
+        logits = self.lm_head(hidden)
         scale, cap = self.config.logit_scale, self.config.logit_cap
         if scale != 1.0:
             logits = logits * scale
