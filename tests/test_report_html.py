@@ -358,9 +358,6 @@ def test_a_reference_is_a_line_at_its_value():
     chart = drawn(speedups({"4": line(1.2, 1.5)}, reference=1.0))
     (mark,) = (path.get("d") for path in chart.iter(f"{SVG}path") if path.get("class") == "reference")
     assert float(re.match(r"M48 ([\d.]+)h", mark)[1]) == pytest.approx(heights(chart)["1"], abs=0.1)
-    bars = Bars(title="", ticks=quarters(2), show=ratio, points=line(1.5), reference=1.0)
-    (mark,) = (path.get("d") for path in drawn(bars).iter(f"{SVG}path") if path.get("class") == "reference")
-    assert mark.startswith("M200.0 0V")  # the middle of 0 to 2
     assert "reference" not in str(svg(speedups({"4": line(1.2)})))
 
 

@@ -21,7 +21,6 @@ from specgen.experiments.rounds import (
     MedianRange,
     Repeat,
     Repeats,
-    Rounds,
     kept_rounds,
     record_of,
     seen_rounds,
@@ -91,25 +90,21 @@ def throughput(job: ThroughputJob, output: Path | None = None, watch: Watch = no
     ready = prepared(job, output)
     settings = ready.manifest(job.to_json()) if output is not None else {}
     with kept_rounds(output, job.name, settings) as rounds:
-        yield from _measure(job, ready, rounds, watch)
+        yardstick = yardstick_of(ready)
+        models = ready.load()
+        groups = side_by_side(ready.plans, room_for_turns(ready.base, models))
+        under = {**_conditions(job, ready, groups, yardstick), **yardstick.conditions}
+        turns = Turns(lambda plan: models, yardstick, rounds, watch)
 
+        def so_far() -> BenchTable:
+            measured = rounds.measured(plan.arm.name for plan in ready.plans)
+            return table(job.matrix, under, measured, [*ready.notes, *turns.notes], yardstick)
 
-def _measure(job: ThroughputJob, ready: Prepared, rounds: Rounds, watch: Watch) -> Iterator[BenchTable]:
-    yardstick = yardstick_of(ready)
-    models = ready.load()
-    groups = side_by_side(ready.plans, room_for_turns(ready.base, models))
-    under = {**_conditions(job, ready, groups, yardstick), **yardstick.conditions}
-    turns = Turns(lambda plan: models, yardstick, rounds, watch)
-
-    def so_far() -> BenchTable:
-        measured = rounds.measured(plan.arm.name for plan in ready.plans)
-        return table(job.matrix, under, measured, [*ready.notes, *turns.notes], yardstick)
-
-    for number, group in enumerate(groups):
-        turns.turns_behind = sum(map(len, groups[number + 1 :])) * (job.repeats + 1)
-        for _ in turns.run(group, most=job.repeats):
-            yield so_far()
-    yield so_far()
+        for number, group in enumerate(groups):
+            turns.turns_behind = sum(map(len, groups[number + 1 :])) * (job.repeats + 1)
+            for _ in turns.run(group, most=job.repeats):
+                yield so_far()
+        yield so_far()
 
 
 def _conditions(job: ThroughputJob, ready: Prepared, groups: list[list[Plan]], yardstick: Yardstick) -> Row:

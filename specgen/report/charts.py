@@ -63,15 +63,11 @@ def styles_of(names: Iterable[str], order: Sequence[str] = ()) -> dict[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """What all charts share; all values lie between the ends of ``ticks``.
-
-    ``reference`` is a value that others are read against, such as 1.0 for a ratio, and is drawn as a line.
-    """
+    """What all charts share; all values lie between the ends of ``ticks``."""
 
     title: str
     ticks: Ticks
     show: Show
-    reference: float | None = None
 
     @property
     def legend(self) -> dict[str, str]:
@@ -85,13 +81,15 @@ class Lines(Chart):
 
     With ``named`` the names stand at the ends of the lines; without, there is a legend and points are dodged. Charts
     with the same ``order`` of names (see ``styles_of``) draw the same name in the same style. Columns that have no
-    order of their own, such as data sets, are not ``joined``.
+    order of their own, such as data sets, are not ``joined``. ``reference`` is a value that others are read against,
+    such as 1.0 for a ratio, and is drawn as a line.
     """
 
     label: str
     lines: Mapping[str, Sequence[Point]]
     named: bool = False
     joined: bool = True
+    reference: float | None = None
     order: Sequence[str] = ()
 
     @property
@@ -220,9 +218,6 @@ def _draw_bars(chart: Bars) -> Iterator[Markup]:
         x = _along(chart, tick)
         yield Markup('<path class="grid" d="M{:.1f} 0V{}"/>').format(x, bottom)
         yield _text(x, bottom + 14, _tick(chart, tick))
-    if chart.reference is not None:
-        x = _along(chart, chart.reference)
-        yield Markup('<path class="reference" d="M{:.1f} 0V{}"/>').format(x, bottom)
     for row, point in enumerate(chart.points):
         top = row * _BAR_ROW
         text = _label(chart, point)
