@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from specgen.config import UserError, first_line, require
-from specgen.config.urls import Url, without_secrets
+from specgen.config.urls import Url, is_url, without_secrets
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -244,6 +244,21 @@ def hub_id(url: Url) -> str | None:
     """What the hub calls the model ``hf://OWNER/NAME``; None for another URL."""
     found = re.fullmatch(r"hf://([\w.-]+/[\w.-]+)", url)
     return found[1] if found else None
+
+
+def cached_files(name: str, patterns: tuple[str, ...]) -> Path:
+    """A directory in a cache with the files of the hub id or URL ``name`` whose names match one of ``patterns``.
+
+    In one call: one for each file would wait for a lost network each time. Errors of the hub are its library's.
+    """
+    if is_url(name):
+        url = Url(name)
+        if (on_hub := hub_id(url)) is None:
+            return copy_of(url, patterns)
+        name = on_hub
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, allow_patterns=list(patterns), ignore_patterns=["*/*"]))
 
 
 @lru_cache(maxsize=64)

@@ -141,7 +141,7 @@ def test_a_directory_without_a_tokenizer_is_one_line(tmp_path):
 def test_a_hub_id_is_downloaded_once_and_then_read_from_disk(monkeypatch, byte_level_path):
     asked = []
 
-    def snapshot_download(hub_id, *, allow_patterns):
+    def snapshot_download(hub_id, *, allow_patterns, ignore_patterns):
         asked.append(hub_id)
         names = {file.name for file in byte_level_path.iterdir()}
         assert all(any(fnmatch(name, pattern) for pattern in allow_patterns) for name in names)

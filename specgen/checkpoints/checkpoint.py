@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from specgen.models.model_config import HeadConfig, LayerConfig, TargetConfig
 from specgen.models.mtp import mtp_layers
 from specgen.models.protocols import Head, Target
 from specgen.ops import bind_ops
-from specgen.storage import copy_of, hub_id
+from specgen.storage import cached_files, hub_id
 
 _TIED = ("lm_head.weight", *EMBEDDINGS)
 _TABLES = ("int64", "int32", "bool")  # of d2t and t2d
@@ -147,14 +146,7 @@ def load_target(
     ``UserError`` unless its tensors match its config.
     """
     with uploading(device) as upload:
-        reader = TensorReader(
-            checkpoint=checkpoint,
-            dtype=dtype,
-            device=device,
-            ranks=ranks,
-            upload=upload,
-            alive=ranks.alive,
-        )
+        reader = TensorReader(checkpoint=checkpoint, dtype=dtype, device=device, ranks=ranks, upload=upload)
         return build_target(target_config(checkpoint), reader)
 
 
@@ -174,7 +166,6 @@ def load_drafter(checkpoint: Checkpoint, target: Target) -> Head:
             device=target.device,
             ranks=target.vocabulary.ops.ranks,
             upload=upload,
-            alive=target.vocabulary.ops.ranks.alive,
         )
         return build_head(config, reader, target, ids)
 
@@ -231,35 +222,26 @@ def _share(config: LayerConfig, ranks: Ranks, vocab_size: int | None = None) -> 
 
 
 def _download(name: str) -> Path:
-    """The directory with the files of a hub id or a URL, in a cache."""
-    url = Url(name) if is_url(name) else None
-    on_hub = name if url is None else hub_id(url)
-    if url is not None and on_hub is None:
-        return _with_weights(lambda patterns: copy_of(url, patterns))
-    assert on_hub is not None
+    """The directory with the files of a hub id or a URL, in a cache.
+
+    Those of safetensors, or where there are none PyTorch's own.
+    """
+    on_hub = hub_id(Url(name)) if is_url(name) else name
     require(
-        re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", on_hub) is not None,
+        on_hub is None or re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", on_hub) is not None,
         f"{shown(name)} is neither a directory nor a hub id of the form owner/name, nor a URL: check the path",
     )
-    from huggingface_hub import snapshot_download
-
     try:
-        return _with_weights(
-            lambda patterns: Path(
-                snapshot_download(on_hub, allow_patterns=list(patterns), ignore_patterns=["*/*"])
-            )
-        )
+        path = cached_files(name, (*BESIDES, "*.safetensors"))
+        found = any(path.glob("*.safetensors"))
+        return path if found else cached_files(name, (*BESIDES, "pytorch_model*.bin"))
+    except UserError:
+        raise  # of a store
     except (OSError, ValueError) as error:
         raise UserError(
             f"{name!r} is not a directory here and could not be downloaded ({first_line(error)}): "
             "check the name and the network"
         ) from error
-
-
-def _with_weights(fetch: Callable[[tuple[str, ...]], Path]) -> Path:
-    """What ``fetch`` makes of the patterns of safetensors, or where there are none of PyTorch's own files."""
-    path = fetch((*BESIDES, "*.safetensors"))
-    return path if any(path.glob("*.safetensors")) else fetch((*BESIDES, "pytorch_model*.bin"))
 
 
 def misfits(target: TargetConfig, head: HeadConfig) -> tuple[str, ...]:

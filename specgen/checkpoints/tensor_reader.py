@@ -134,7 +134,6 @@ class TensorReader:
     device: torch.device
     fp8: Fp8Config | None = None  # of linear layers stored as e4m3
     ranks: Ranks = SINGLE_RANK  # that hold a target together
-    alive: Callable[[], None] = SINGLE_RANK.alive  # called before each tensor, see ``Ranks``
     share: RankShare | None = None  # of this rank; None: everything
     upload: Upload | None = None  # to a GPU
     taken: dict[str, int] = field(default_factory=dict)  # bytes on the device by name
@@ -325,7 +324,7 @@ class TensorReader:
     def _stored(self, infos: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Tensor]]:
         """As ``read_tensors``."""
         for found in read_tensors(infos):
-            self.alive()
+            self.ranks.alive()
             yield found
 
     def _moved(self, stored: Tensor) -> Tensor:

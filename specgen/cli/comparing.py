@@ -88,9 +88,11 @@ def compare(
     The target is loaded once. Runs that differ in more than head and data set are refused. With --output, running a
     stopped command again resumes it. Exit code 3 if a request failed.
     """
+    from specgen.report.references import load_reference
+
     others = [name for name, given in (("json", as_json), ("against", against)) if given]
     require(export is None or not others, f"export and {' and '.join(others)} are both given: choose one")
-    reference = None if against is None else _reference(against)
+    reference = None if against is None else load_reference(against)
     if directories:
         _require_only_read(ctx)
         found = read_comparison(directories)
@@ -147,12 +149,6 @@ def _sources(text: str, of_each: DataSource) -> tuple[DataSource, ...]:
         )
         found.append(replace(of_each, dataset=name, data_path=location(path) if path else None))
     return tuple(found)
-
-
-def _reference(name: str) -> "Reference":
-    from specgen.report.references import load_reference
-
-    return load_reference(name)
 
 
 def _require_measured(

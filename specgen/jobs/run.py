@@ -230,32 +230,28 @@ class _Work:
         """The configuration as a report shows it, by label."""
         job, config, checkpoints = self.job, self.config, self.checkpoints
         _, why = choose_attention(replace(config, attention=job.engine.attention), checkpoints)
-        generation = self.generation.sentence(job.given)
-        return {
+        drafts, is_cpu = config.draft_length.most > 0, config.device == "cpu"
+        template = config.template_kwargs
+        settings = {
             "model": job.served_model_name or described(config.model, checkpoints["model"]),
-            "drafter": from_here(str(config.drafter))
-            if config.draft_length.most
-            else "none (plain decoding)",
+            "drafter": from_here(str(config.drafter)) if drafts else "none (plain decoding)",
             "draft tokens (K)": str(config.draft_length),
-            **({} if config.head is None else {"drafter batch": config.drafter_batch}),
-            **({} if config.draft_sampling == "greedy" else {"draft sampling": config.draft_sampling}),
+            "drafter batch": None if config.head is None else config.drafter_batch,
+            "draft sampling": None if config.draft_sampling == "greedy" else config.draft_sampling,
             "data": f"{job.data.dataset}, {several(self.index.num_prompts, 'prompt')}",
-            **({} if job.shard == WHOLE else {"shard": str(job.shard)}),
-            **(
-                {}
-                if config.template_kwargs == TemplateKwargs()
-                else {"template": str(config.template_kwargs)}
-            ),
+            "shard": None if job.shard == WHOLE else str(job.shard),
+            "template": None if template == TemplateKwargs() else str(template),
             "sampling": job.sampling.in_words(),
-            **({"generation config": generation} if generation else {}),
+            "generation config": self.generation.sentence(job.given) or None,
             "runs on": f"{devices(config.device, config.tensor_parallel)}, {config.dtype}",
             **kv_note(config, job.engine),
             "attention": f"{attention_note(config, checkpoints)}: {why}",
-            **({} if job.cluster is None else {"workers": f"{job.cluster.num_workers} on Ray, at once"}),
-            **({} if config.device == "cpu" else {"CUDA graphs": config.cuda_graphs}),
+            "workers": None if job.cluster is None else f"{job.cluster.num_workers} on Ray, at once",
+            "CUDA graphs": None if is_cpu else config.cuda_graphs,
             "batch": f"at most {config.max_batch_size}",
-            **({"steps": "not kept (--no-steps), so no texts on the page"} if job.no_steps else {}),
+            "steps": "not kept (--no-steps), so no texts on the page" if job.no_steps else None,
         }
+        return {name: text for name, text in settings.items() if text is not None}
 
     def answer(self, path: Path) -> tuple[FinishedRun, FinishedRun | None]:
         """Answer all requests in ``path``; returns the run, and that of the baseline if the job has one."""

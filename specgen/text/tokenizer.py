@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specgen.config import PINNED_DATE, TemplateKwargs, UserError, first_line, is_text, require, shown
-from specgen.config.urls import Url, is_url
-from specgen.storage import copy_of, hub_id
+from specgen.storage import cached_files
 from specgen.text.chat_template import pin_date, require_compiled, require_inside, require_known
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_FILES = ["tokenizer.json", "*_config.json", "config.json", "*_tokens*.json", "chat_template*"]
+_FILES = ("tokenizer.json", "*_config.json", "config.json", "*_tokens*.json", "chat_template*")
 _GIVE = "give a directory with a tokenizer.json, or a hub id that can be reached"
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for an incomplete character
 _UTF8 = codecs.getincrementaldecoder("utf-8")
@@ -49,7 +48,9 @@ def load_tokenizer(path_or_hub_id: str) -> "Tokenizer":
 
     failure = f"no tokenizer could be loaded from {path_or_hub_id!r}"
     with _in_library(failure, _GIVE):
-        directory = Path(_directory(path_or_hub_id))
+        directory = Path(path_or_hub_id)
+        if not directory.is_dir():
+            directory = cached_files(path_or_hub_id, _FILES)
     require_inside(directory)
     with _in_library(failure, _GIVE):
         own = directory / "tokenizer.json"
@@ -76,20 +77,6 @@ def _in_library(failure: str, remedy: str) -> Iterator[None]:
         raise
     except BaseException as error:
         raise UserError(f"{failure} ({first_line(error)}): {remedy}") from error
-
-
-def _directory(path_or_hub_id: str) -> str:
-    """The local directory, downloaded in one call: one call per file would wait for a lost network each time."""
-    if Path(path_or_hub_id).is_dir():
-        return path_or_hub_id
-    if is_url(path_or_hub_id):
-        url = Url(path_or_hub_id)
-        if (on_hub := hub_id(url)) is None:
-            return str(copy_of(url, tuple(_FILES)))
-        path_or_hub_id = on_hub
-    from huggingface_hub import snapshot_download
-
-    return snapshot_download(path_or_hub_id, allow_patterns=_FILES)
 
 
 class Tokenizer:
