@@ -235,6 +235,8 @@ def test_arms_take_turns_within_a_repeat(pair: Path, monkeypatch) -> None:
     monkeypatch.setattr(build, "_CPU_REST", 0)
     apart = list(throughput(job))
     assert apart[-1].conditions["arms that took turns"] == "1; 1"
+    assert apart[-1].conditions["CUDA graphs"] == "off"
+    assert not {"draft tokens (K)", "batch"} & apart[-1].conditions.keys(), "the axes say it"
     assert [len(set(order[:3])), len(set(order[3:]))] == [1, 1]
 
 

@@ -262,6 +262,9 @@ def test_a_directory_that_may_not_be_read_is_a_row(tmp_path: Path, monkeypatch: 
 def test_what_is_no_result_is_not_listed(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "data.json").write_text("[1]")
+    (tmp_path / "notes" / "other.json").write_text('{"title": "of another program"}')
+    for name in ("data", "other"):
+        (tmp_path / "notes" / f"{name}.csv").write_text("a bench has one, too")
     found = call(tmp_path)
     assert isinstance(found.exception, UserError)
     assert "cannot be read" in str(found.exception)

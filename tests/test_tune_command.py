@@ -16,6 +16,7 @@ from specgen.experiments import plans
 from specgen.experiments import workload as workloads
 from specgen.experiments.matrices import Workload
 from specgen.experiments.tune import command
+from specgen.prompts.formats import Reading
 from specgen.report.display import duration
 from tests.commands import specgen
 from tests.timed_engines import install, job_of, usual, write_tiny
@@ -230,6 +231,9 @@ def test_the_command_to_run_is_one_of_generate(pair: Path) -> None:
     words = shlex.split(command(arm, with_template, job.workload))
     given = words[words.index("--chat-template-kwargs") + 1]
     assert json.loads(given) == {"enable_thinking": False}, "others are other prompts"
+    for chat, flag in ((True, "--chat"), (False, "--raw")):
+        read = replace(job.workload, how=Reading(chat=chat, prompt_field="q"))
+        assert f"--prompt-field q {flag} --max-batch-size 8" in command(arm, engine, read)
     plain = command(Arm(name="x", changes={"batch": 8, "K": 0}), engine, job.workload)
     assert "--num-spec-tokens 0" in plain
     assert "drafter" not in plain.replace(str(pair), "")
