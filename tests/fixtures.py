@@ -11,10 +11,13 @@ import torch
 import typer.testing
 from torch.utils import collect_env
 
+from specgen.checkpoints.checkpoint import Checkpoint, load_drafter, load_target
 from specgen.config.bundled import data_directory
 from specgen.core.graphs import Runner, bucket
+from specgen.device import Ranks
 from specgen.engine import build, choices
 from specgen.experiments.bound import COPIED_BYTES
+from specgen.models.protocols import Head, Target
 from tests.engines import Pair, load_pair
 from tests.reference_heads import DenseTarget, ReferenceHead, reference_head
 from tests.tiny_checkpoints import write_head, write_target
@@ -74,12 +77,41 @@ def _imported_later() -> Iterator[None]:
         gc.freeze()
 
 
+def _bundled_models() -> tuple[Callable[..., Target], Callable[..., Head]]:
+    """``load_target`` and ``load_drafter``, which read the bundled pair's weights for a CPU once; nothing changes them."""
+    targets: dict[tuple[Any, ...], Target] = {}
+    heads: dict[tuple[Any, ...], Head] = {}
+
+    def target(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> Target:
+        if checkpoint.path.parent != data_directory() / "demo" or device.type == "cuda" or ranks.size > 1:
+            return load_target(checkpoint, dtype, device, ranks)
+        key = checkpoint.path, dtype, device.type
+        if key not in targets:
+            targets[key] = load_target(checkpoint, dtype, device, ranks)
+        return targets[key]
+
+    def head(checkpoint: Checkpoint, of: Target) -> Head:
+        if checkpoint.path.parent != data_directory() / "demo" or not any(of is x for x in targets.values()):
+            return load_drafter(checkpoint, of)
+        key = checkpoint.path, id(of)
+        if key not in heads:
+            heads[key] = load_drafter(checkpoint, of)
+        return heads[key]
+
+    return target, head
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _once_in_a_process() -> Iterator[None]:
-    """What every command would do again: parse all options, ask about the machine, and warm up and copy much."""
+    """What every command would do again: parse all options, ask about the machine, read the bundled pair, and warm up
+    and copy much.
+    """
+    read_target, read_head = _bundled_models()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("typer.testing._get_command", cache(typer.testing._get_command))
         patch.setattr("torch.utils.collect_env.get_env_info", cache(collect_env.get_env_info))
+        patch.setattr("specgen.engine.loading.load_target", read_target)
+        patch.setattr("specgen.engine.loading.load_drafter", read_head)
         patch.setattr("specgen.core.engine_core.WARM_UP_TOKENS", 2)
         patch.setitem(COPIED_BYTES, "cpu", 1 << 20)
         yield

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specgen.checkpoints import checkpoint
 from specgen.cli.comparing import read_comparison
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.config.bundled import data_directory, heads
+from specgen.engine import loading
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.experiments import heads_job
 from specgen.experiments.head_figures import Comparison, as_directory, compare_runs, read_runs, short_names
@@ -73,8 +73,8 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str],
     ]
     loaded = Counter[str]()
     with pytest.MonkeyPatch.context() as patch:
-        read = checkpoint.build_target
-        patch.setattr(checkpoint, "build_target", lambda *asked: loaded.update(["target"]) or read(*asked))
+        read = loading.load_target
+        patch.setattr(loading, "load_target", lambda *asked: loaded.update(["target"]) or read(*asked))
         printed = call(*command)
     assert loaded == {"target": 1}
     return root / "out", command, printed
