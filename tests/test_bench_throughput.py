@@ -96,7 +96,7 @@ def test_the_arms_of_the_sources() -> None:
     ]
     assert len(arms["batch-and-k"]) == 6 * 9
     last = MATRICES["batch-and-k"].arms[-1].configure(EngineConfig(model="target", drafter="head"))
-    assert (last.max_batch_size, last.draft_length) == (256, DraftLength(most=7, auto=True))
+    assert (last.max_batch_size, last.draft_length) == (256, DraftLength(most=7, kind="auto"))
     source = MATRICES["vllm-19825"].workload
     assert (source.prompt_tokens, source.max_new_tokens, source.num_prompts) == (100, 1000, 500)
 
@@ -205,7 +205,7 @@ def test_the_cache_is_as_large_as_the_requests_need(pair: Path, models: Models, 
     auto = replace(config, num_spec_tokens="auto", max_batch_size=1)
     need = kv_bytes(auto, models, requests)
     engine = build_engine(replace(auto, kv_memory=need, num_spec_tokens=7), models, lambda event: None)
-    costs = step_costs.measure(engine, 1, DraftLength(most=7, auto=True))
+    costs = step_costs.measure(engine, 1, DraftLength(most=7, kind="auto"))
     assert costs.lengths == tuple(range(8)), "short requests leave room to time the steps"
 
 

@@ -415,7 +415,7 @@ def test_a_pair_needs_what_its_passes_use(
     assert of_pair(tmp_path, num_spec_tokens=3) == ["FA3, heads of 16", target.format(4), head]
     plain = of_pair(tmp_path, num_spec_tokens=0)
     assert plain == ["FA3, heads of 16", head]
-    several = of_pair(tmp_path, num_spec_tokens=DraftLength(most=2, auto=True))
+    several = of_pair(tmp_path, num_spec_tokens=DraftLength(most=2, kind="auto"))
     ragged = [f"{target.format(rows)}, ragged" for rows in (2, 3)]
     assert several == ["FA3, heads of 16", head, target.format(2), target.format(3), *ragged, head]
     monkeypatch.setattr("specgen.decoding.sampling._HAS_FLASHINFER", True)
@@ -494,7 +494,7 @@ def test_a_report_names_the_kernels_that_attend_in_chunks(
 def test_a_head_that_drafts_at_once_attends_with_all_its_rows(tmp_path: Path) -> None:
     config = write_target(tmp_path / "target")
     write_head(tmp_path / "drafter", config, draft_vocab_size=None, mask_token=("mask_token_id", 5))
-    found = of_pair(tmp_path, num_spec_tokens=DraftLength(most=2, auto=True))
+    found = of_pair(tmp_path, num_spec_tokens=DraftLength(most=2, kind="auto"))
     assert found[-2:] == ["XQA, 1 row, heads of 16", "XQA, 2 rows, heads of 16"]
     several = ("1 row", "2 rows", "3 rows")
     ragged = [f"XQA, {rows}, heads of 16, ragged" for rows in several[1:]]

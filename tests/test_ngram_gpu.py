@@ -101,7 +101,7 @@ def test_an_error_at_any_launch_point_changes_no_result(
 def test_auto_captures_nothing_during_a_run(gpu_pair: Pair) -> None:
     """K changes by the measured cost; texts stay those of plain decoding."""
     events: list[Any] = []
-    length = DraftLength(most=4, auto=True)
+    length = DraftLength(most=4, kind="auto")
     config = config_of(gpu_pair, drafter="ngram", num_spec_tokens=length, max_batch_size=7, **EXACT)
     engine = build_engine(config, gpu_pair.models, events.append)
     engine.warm_up()

@@ -106,8 +106,8 @@ def test_options_are_in_the_order_of_their_groups():
     [
         (0, DraftLength(most=0), "0"),
         ("16", DraftLength(most=16), "16"),
-        ("auto", DraftLength(most=7, auto=True), "auto, up to 7"),
-        (DraftLength(most=3, auto=True), DraftLength(most=3, auto=True), "auto, up to 3"),
+        ("auto", DraftLength(most=7, kind="auto"), "auto, up to 7"),
+        (DraftLength(most=3, kind="auto"), DraftLength(most=3, kind="auto"), "auto, up to 3"),
     ],
 )
 def test_a_draft_length_is_a_number_or_auto(asked, length, shown):
@@ -123,7 +123,7 @@ def test_invalid_draft_lengths_are_refused(asked):
     with pytest.raises(UserError, match=f"num-spec-tokens is {asked!r}: use 1 to 16"):
         EngineConfig(model="a", drafter="b", num_spec_tokens=asked)
     with pytest.raises(UserError, match="leaves no choice"):
-        DraftLength(most=0, auto=True)
+        DraftLength(most=0, kind="auto")
 
 
 def test_invalid_choices_are_refused():

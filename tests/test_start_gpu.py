@@ -40,7 +40,8 @@ from specgen.engine.engine import Engine
 from specgen.engine.loading import open_checkpoints
 from specgen.engine.choices import needed_modules
 pair = [str(data_directory() / "demo" / name) for name in ("target", "drafter")]
-asked = EngineConfig(model=pair[0], drafter=pair[1], num_spec_tokens=DraftLength(most=2, auto=True), max_batch_size=64)
+length = DraftLength(most=2, kind="auto")
+asked = EngineConfig(model=pair[0], drafter=pair[1], num_spec_tokens=length, max_batch_size=64)
 checkpoints = open_checkpoints(asked)
 config = resolve(asked, checkpoints)
 sampling = SamplingParams(max_tokens=20, temperature=0.7, top_p=0.9, ignore_eos=True)

@@ -168,7 +168,7 @@ def test_timing_steps_leaves_no_state(random_pair: Pair) -> None:
     events: list[EngineRow] = []
     engine = engine_of(random_pair, events.append, num_spec_tokens=2, max_batch_size=6)
     record, length = engine._record, engine.spec_length
-    costs = measure(engine, 6, DraftLength(most=2, auto=True))
+    costs = measure(engine, 6, DraftLength(most=2, kind="auto"))
     assert set(costs.seconds) == {(size, k) for size in (1, 2, 4, 6) for k in range(3)}
     assert all(0 < seconds < 5 for seconds in costs.seconds.values())
     assert (engine._record, engine.spec_length, events) == (record, length, [])
@@ -187,7 +187,7 @@ def test_all_graphs_are_captured_before_a_run_that_is_timed(
     runner = engine._runner
     runner.sizes = StepGraphs.sizes.__get__(runner)  # type: ignore[method-assign]
     runner.step = lambda key, function: (keys.add(key), function())[1]  # type: ignore[method-assign]
-    measure(engine, 6, DraftLength(most=2, auto=True, uniform=True))
+    measure(engine, 6, DraftLength(most=2, kind="uniform"))
     timed = set(keys)
     capture_all(engine, 6, range(3))
     before = set(keys)
@@ -230,18 +230,18 @@ def test_sequences_that_are_timed_touch_experts_of_their_own(
 def test_batches_that_do_not_fit_are_not_timed(random_pair: Pair) -> None:
     config = config_of(random_pair, num_spec_tokens=2, max_batch_size=8, kv_memory=300_000)
     engine = build_engine(config, random_pair.models, lambda event: None)
-    sizes = {size for size, _ in measure(engine, 8, DraftLength(most=2, auto=True)).seconds}
+    sizes = {size for size, _ in measure(engine, 8, DraftLength(most=2, kind="auto")).seconds}
     assert {1, 2} <= sizes
     assert 8 not in sizes
     tight = build_engine(replace(config, kv_memory=10_000), random_pair.models, lambda event: None)
     with pytest.raises(UserError, match="too short to time 2 drafts: name a number"):
-        measure(tight, 1, DraftLength(most=2, auto=True))
+        measure(tight, 1, DraftLength(most=2, kind="auto"))
 
 
 def test_auto_picks_the_k_with_the_highest_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
     """Free drafts give the largest K, expensive ones K = 0."""
     demo = data_directory() / "demo"
-    config = resolved(engine_config(demo, num_spec_tokens=DraftLength(most=4, auto=True), max_batch_size=4))
+    config = resolved(engine_config(demo, num_spec_tokens=DraftLength(most=4, kind="auto"), max_batch_size=4))
     models, requests = loaded(config), bundled_requests(5, GREEDY)
     texts = []
     for price, expected in ((0.0, 4), (10.0, 0)):
@@ -296,7 +296,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     path = tmp_path_factory.mktemp("pair")
     write_head(path / "drafter", write_target(path / "target"))
     return engine_config(
-        path, num_spec_tokens=DraftLength(most=2, auto=True), max_batch_size=3, device="cuda:0"
+        path, num_spec_tokens=DraftLength(most=2, kind="auto"), max_batch_size=3, device="cuda:0"
     )
 
 
@@ -343,7 +343,7 @@ def test_on_another_machine_they_are_measured_again(
 @pytest.mark.parametrize(
     "changed",
     [
-        {"num_spec_tokens": DraftLength(most=1, auto=True)},
+        {"num_spec_tokens": DraftLength(most=1, kind="auto")},
         {"max_batch_size": 4},
         {"dtype": "float16"},
         {"kv_dtype": "fp8"},
@@ -484,7 +484,7 @@ def test_the_source_of_this_package_is_part_of_the_key(
 def test_an_engine_takes_what_is_kept(
     random_pair: Pair, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_of(random_pair, num_spec_tokens=DraftLength(most=2, auto=True), max_batch_size=3)
+    config = config_of(random_pair, num_spec_tokens=DraftLength(most=2, kind="auto"), max_batch_size=3)
     monkeypatch.setattr(step_costs, "key_of", lambda config, checkpoints: {"all": "the same"})
     first = build_engine(config, random_pair.models, lambda event: None).spec_length
     monkeypatch.setattr(build.step_costs, "measure", lambda *asked: pytest.fail("measured again"))

@@ -55,7 +55,7 @@ def test_an_arm_changes_what_it_names_and_nothing_else():
 
 def test_an_arm_may_choose_its_draft_length_by_cost():
     chosen = Arm(name="auto", changes={"num_spec_tokens": "auto"}).configure(STUDIED)
-    assert chosen.draft_length == DraftLength(most=7, auto=True)
+    assert chosen.draft_length == DraftLength(most=7, kind="auto")
     for k in (0, 3):
         fixed = Arm(name="fixed", changes={"num_spec_tokens": k}).configure(chosen)
         assert fixed.draft_length == DraftLength(most=k)

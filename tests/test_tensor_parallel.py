@@ -128,7 +128,7 @@ def test_k_auto_is_decided_by_rank_0(shared: Models, monkeypatch: pytest.MonkeyP
         return costs
 
     monkeypatch.setattr(build.step_costs, "measure", measure)
-    outputs = run(shared, GREEDY, num_spec_tokens=DraftLength(most=3, auto=True), max_batch_size=2)
+    outputs = run(shared, GREEDY, num_spec_tokens=DraftLength(most=3, kind="auto"), max_batch_size=2)
     assert outputs.texts == run(shared, GREEDY).texts
     assert len({len(drafts) for steps in outputs.verified.values() for drafts, *_ in steps}) > 1
 

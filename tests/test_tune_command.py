@@ -194,7 +194,7 @@ def test_the_time_that_is_left() -> None:
 
 def test_lists_and_times_of_the_command_line() -> None:
     lengths = draft_lengths("0-2, 5,auto,1")
-    assert lengths == (*(DraftLength(most=k) for k in (0, 1, 2, 5)), DraftLength(most=7, auto=True))
+    assert lengths == (*(DraftLength(most=k) for k in (0, 1, 2, 5)), DraftLength(most=7, kind="auto"))
     assert [seconds(text) for text in ("90s", "1.5m", "2h")] == [90, 90, 7200]
     for wrong in ("", "x", "1-", "3-1", "auto-2"):
         with pytest.raises(UserError, match=f"k is {wrong!r}: "):

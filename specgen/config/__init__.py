@@ -6,7 +6,7 @@ from dataclasses import MISSING, asdict, dataclass, field, replace
 from datetime import date
 from importlib.util import find_spec
 from math import inf
-from typing import Any, Literal, NoReturn, Self, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Self, cast, get_args, get_origin, get_type_hints
 
 from specgen.config.errors import UserError as UserError
 from specgen.config.errors import first_line as first_line
@@ -69,8 +69,7 @@ class DraftLength:
     """
 
     most: int
-    auto: bool = False
-    uniform: bool = False
+    kind: DraftLengthKind = "fixed"
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -78,7 +77,7 @@ class DraftLength:
             0 <= self.most <= MOST_DRAFTS,
             f"num-spec-tokens is {self.most}: use 1 to {MOST_DRAFTS}, or 0 for plain decoding",
         )
-        assert self.auto or not self.uniform
+        assert self.kind in get_args(DraftLengthKind), self.kind
         require(
             not self.auto or self.most >= 1,
             f"num-spec-tokens is {self.kind} and at most 0, which leaves no choice: use 1 to {MOST_DRAFTS}",
@@ -90,7 +89,7 @@ class DraftLength:
         if isinstance(asked, DraftLength):
             return asked
         if asked in ("auto", "uniform"):
-            return cls(most=_MAX_AUTO, auto=True, uniform=asked == "uniform")
+            return cls(most=_MAX_AUTO, kind=cast(DraftLengthKind, asked))
         require(
             str(asked).isdecimal(),
             f"num-spec-tokens is {shown(asked)}: use 1 to {MOST_DRAFTS}, 0 for plain decoding, auto or uniform",
@@ -98,13 +97,14 @@ class DraftLength:
         return cls(most=int(asked))
 
     @property
+    def auto(self) -> bool:
+        """Whether every step has a K of its own."""
+        return self.kind != "fixed"
+
+    @property
     def lengths(self) -> tuple[int, ...]:
         """Every K that a step may have."""
         return tuple(range(self.most + 1)) if self.auto else (self.most,)
-
-    @property
-    def kind(self) -> DraftLengthKind:
-        return "fixed" if not self.auto else "uniform" if self.uniform else "auto"
 
     def __str__(self) -> str:
         return f"{self.kind}, up to {self.most}" if self.auto else str(self.most)

@@ -390,8 +390,7 @@ def verdict(audit: Mapping[str, Any]) -> str:
 
 def _heading(audit: Mapping[str, Any]) -> str:
     engine, reference, failures = audit["manifest"]["engine"], audit["reference"], audit["failures"]
-    kind = engine["spec_length"]
-    drafts = DraftLength(most=engine["num_spec_tokens"], auto=kind != "fixed", uniform=kind == "uniform")
+    drafts = DraftLength(most=engine["num_spec_tokens"], kind=engine["spec_length"])
     where = devices(engine["device"], engine.get("tensor_parallel", 1))
     lines = [
         f"model {engine['model']}",

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal, Protocol
 
 from specgen.text.tokenizer import StopStrings, Tokenizer, pieces
@@ -11,6 +12,7 @@ Part = Literal["reasoning", "answer"]
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 _HARMONY_ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _THINK = ("<think>", "</think>")
+_OF_ANSWER = ("answer", True)  # what ``Reader.read`` says of its text
 # The header of a message that is the answer: of the assistant, and in the channel "final" or in none.
 _ANSWER = re.compile(r"\s*(assistant)?\s*(<\|channel\|>\s*final\b.*)?", re.DOTALL)
 
@@ -148,7 +150,7 @@ def stop_finder(tokenizer: Tokenizer, stops: Sequence[str], prompt: Sequence[int
     reader = new_reader(tokenizer, prompt)
     if reader is None:
         return StopStrings(tokenizer, stops)
-    return StopStrings(tokenizer, stops, lambda token_id: reader.read(token_id) == ("answer", True))
+    return StopStrings(tokenizer, stops, lambda token_id: reader.read(token_id) == _OF_ANSWER)
 
 
 def part_finder(tokenizer: Tokenizer, prompt: Sequence[int]) -> PartFinder | None:
@@ -171,22 +173,19 @@ def split(tokenizer: Tokenizer, prompt: Sequence[int], token_ids: Sequence[int])
     reader = new_reader(tokenizer, prompt)
     if reader is None:
         return Parts(reasoning=None, num_reasoning_tokens=0, answer=tuple(token_ids))
-    blocks: list[list[int]] = [[]]
-    answer: list[int] = []
-    num_reasoning = 0
-    for token_id in token_ids:
-        part, is_text = reader.read(token_id)
-        num_reasoning += part == "reasoning"
-        if is_text:
-            (answer if part == "answer" else blocks[-1]).append(token_id)
-        elif blocks[-1]:
-            blocks.append([])
-    texts = [tokenizer.decode(block).strip("\n") for block in blocks if block]
+    read = [reader.read(token_id) for token_id in token_ids]
+    texts = [tokenizer.decode([token_ids[index] for index in block]).strip("\n") for block in _blocks(read)]
     return Parts(
         reasoning="\n".join(filter(None, texts)) if texts else None,
-        num_reasoning_tokens=num_reasoning,
-        answer=tuple(answer),
+        num_reasoning_tokens=sum(part == "reasoning" for part, _ in read),
+        answer=tuple(token_id for token_id, each in zip(token_ids, read, strict=True) if each == _OF_ANSWER),
     )
+
+
+def _blocks(read: Sequence[tuple[Part, bool]]) -> list[list[int]]:
+    """The indices of tokens that are text of the reasoning, in runs that nothing interrupts."""
+    runs = groupby(enumerate(read), lambda each: each[1] == ("reasoning", True))
+    return [[index for index, _ in run] for is_reasoning, run in runs if is_reasoning]
 
 
 def pieces_by_part(
@@ -202,27 +201,15 @@ def pieces_by_part(
     if reader is None:
         return {"answer": list(enumerate(pieces(tokenizer, token_ids)))}
     read = [reader.read(token_id) for token_id in token_ids]
-    found: dict[Part, list[tuple[int, str]]] = {"reasoning": [], "answer": []}
-    for part, listed in found.items():
-        own = [index for index, (of, _) in enumerate(read) if of == part]
-        shown = [index for index in own if read[index][1]]
+    answer = [index for index, each in enumerate(read) if each == _OF_ANSWER]
+    blocks: dict[Part, list[list[int]]] = {"reasoning": _blocks(read), "answer": [answer]}
+    found: dict[Part, list[tuple[int, str]]] = {}
+    for part in blocks:
         texts: dict[int, str] = {}
-        for block in _blocks(shown, own) if part == "reasoning" else [shown]:
+        for block in blocks[part]:
             block_pieces = pieces(tokenizer, [token_ids[index] for index in block])
             if texts and block_pieces:
                 block_pieces[0] = "\n" + block_pieces[0]
             texts |= zip(block, block_pieces, strict=True)
-        listed += [(index, texts.get(index, "")) for index in own]
+        found[part] = [(index, texts.get(index, "")) for index, (of, _) in enumerate(read) if of == part]
     return {part: listed for part, listed in found.items() if listed}
-
-
-def _blocks(shown: Sequence[int], own: Sequence[int]) -> list[list[int]]:
-    """``shown`` in runs that no marker, one of ``own`` alone, interrupts."""
-    visible = set(shown)
-    blocks: list[list[int]] = [[]]
-    for index in own:
-        if index in visible:
-            blocks[-1].append(index)
-        elif blocks[-1]:
-            blocks.append([])
-    return [block for block in blocks if block]
