@@ -78,7 +78,7 @@ def _imported_later() -> Iterator[None]:
 
 
 def _bundled_models() -> tuple[Callable[..., Target], Callable[..., Head]]:
-    """``load_target`` and ``load_drafter``, which read the bundled pair's weights for a CPU once; nothing changes them."""
+    """``load_target`` and ``load_drafter``; what they read of the bundled pair for a CPU is kept: do not modify."""
     targets: dict[tuple[Any, ...], Target] = {}
     heads: dict[tuple[Any, ...], Head] = {}
 
