@@ -418,7 +418,7 @@ def test_a_pair_needs_what_its_passes_use(
     several = of_pair(tmp_path, num_spec_tokens=DraftLength(most=2, kind="auto"))
     ragged = [f"{target.format(rows)}, ragged" for rows in (2, 3)]
     assert several == ["FA3, heads of 16", head, target.format(2), target.format(3), *ragged, head]
-    monkeypatch.setattr("specgen.decoding.sampling._HAS_FLASHINFER", True)
+    monkeypatch.setattr("specgen.decoding.sampling.HAS_FLASHINFER", True)
     assert of_pair(tmp_path, SamplingParams(temperature=1.0), num_spec_tokens=0) == plain
     filtered = SamplingParams(temperature=1.0, top_p=0.9)
     assert of_pair(tmp_path, filtered, num_spec_tokens=0) == [*plain, "top-k and top-p"]

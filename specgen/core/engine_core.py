@@ -44,8 +44,8 @@ def never_stop() -> bool:
     return False
 
 
-def discard(row: EngineRow) -> None:
-    """Record nothing."""
+def discard(_: object) -> None:
+    """Nothing is done with a row, or with a completion."""
 
 
 class EngineCore:

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from torch.nn.functional import pad
 
 from specgen.config import MAX_LOGIT_BIASES, MAX_LOGPROBS, SamplingParams
 from specgen.device import on_device
-from specgen.ops.jit_modules import Module
 
 # What a random number is for. Draws of different purposes at one position are independent.
 ACCEPT, EMIT, DRAFT = 1, 2, 3
@@ -34,7 +33,7 @@ _BIAS_WIDTHS = (0, 16, 128, MAX_LOGIT_BIASES)
 _LOGPROB_WIDTHS = (0, MAX_LOGPROBS)
 # the most likely token alone, of a million; less might be 0 in float32, which leaves none
 _LEAST_TOP_P = 1e-6
-_HAS_FLASHINFER = find_spec("flashinfer") is not None
+HAS_FLASHINFER = find_spec("flashinfer") is not None  # whose kernels keep the top tokens on a GPU
 
 
 @dataclass(frozen=True)
@@ -276,7 +275,7 @@ def target_probs(logits: Tensor, greedy_tokens: Tensor, batch: SamplingBatch) ->
     probs = draft_probs(logits, greedy_tokens, batch)
     if batch.form.kind == "filtered":
         floor = batch.min_p[:, None, None] * probs.amax(-1, keepdim=True)
-        keep_top = _keep_top_on_gpu if probs.is_cuda and _HAS_FLASHINFER else _keep_top
+        keep_top = _keep_top_on_gpu if probs.is_cuda and HAS_FLASHINFER else _keep_top
         probs = keep_top(probs.masked_fill(probs < floor, 0), batch)
     return probs / probs.sum(-1, keepdim=True)
 
@@ -305,18 +304,6 @@ def _keep_top(probs: Tensor, batch: SamplingBatch) -> Tensor:
     nucleus = batch.top_p[:, None, None]
     outside = (before >= nucleus * ordered.sum(-1, keepdim=True)) & (nucleus < 1)
     return torch.zeros_like(probs).scatter_(-1, order, ordered.masked_fill(outside, 0))
-
-
-def sampling_modules(params: SamplingParams) -> list[Module]:
-    """What passes for ``params`` need compiled on a GPU."""
-
-    def spec() -> Any:  # noqa: ANN401
-        from flashinfer.jit.sampling import gen_sampling_module
-
-        return gen_sampling_module()
-
-    filtered = _HAS_FLASHINFER and SamplingForm.of([params]).kind == "filtered"
-    return [Module(what="top-k and top-p", spec=spec)] if filtered else []
 
 
 def _keep_top_on_gpu(probs: Tensor, batch: SamplingBatch) -> Tensor:

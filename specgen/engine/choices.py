@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ from specgen.config import (
 )
 from specgen.core.graphs import PassGraphs, Runner, StepGraphs, bucket
 from specgen.core.packing import BLOCK, MOST_BLOCKS
-from specgen.decoding.sampling import sampling_modules
+from specgen.decoding import sampling
 from specgen.device import Ranks, use
 from specgen.models.fp8_config import FP8 as FP8_SCHEME
 from specgen.models.fp8_config import kv_scheme
@@ -276,6 +277,18 @@ def modules_of(
     backend = BACKENDS[config.attention]
     attending = (backend.modules(gpu, each) for each in attention_uses(config, checkpoints))
     return [*(module for modules in attending for module in modules), *sampling_modules(expected)]
+
+
+def sampling_modules(expected: SamplingParams) -> list[Module]:
+    """FlashInfer's, where top-k or top-p are asked for."""
+
+    def spec() -> Any:  # noqa: ANN401
+        from flashinfer.jit.sampling import gen_sampling_module
+
+        return gen_sampling_module()
+
+    filtered = sampling.HAS_FLASHINFER and sampling.SamplingForm.of([expected]).kind == "filtered"
+    return [Module(what="top-k and top-p", spec=spec)] if filtered else []
 
 
 def gemm_modules(config: EngineConfig, checkpoints: Checkpoints) -> list[Module]:

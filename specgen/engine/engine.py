@@ -13,7 +13,7 @@ import torch
 
 from specgen.config import EngineConfig, SamplingParams, UserError, require, shown
 from specgen.config.errors import DeviceLost
-from specgen.core.engine_core import EngineCore, never_stop
+from specgen.core.engine_core import EngineCore, discard, never_stop
 from specgen.core.sequence import Completion
 from specgen.engine.build import DRAWN, build_engine, most_demanding, require_memory
 from specgen.engine.choices import resolve
@@ -34,10 +34,6 @@ _ONE_OR_SEVERAL = (
 _CAPTURE_DELAY = 64  # steps: a capture takes about 0.1 s, a step of up to twice its rows a millisecond more
 
 
-def _unrecorded(row: EngineRow) -> None:
-    """Discard the row."""
-
-
 class Engine:
     """A model pair, loaded and warm, until it is closed. ``UserError`` for what cannot run here.
 
@@ -55,7 +51,7 @@ class Engine:
         self,
         config: EngineConfig,
         *,
-        record: Callable[[EngineRow], None] = _unrecorded,
+        record: Callable[[EngineRow], None] = discard,
         models: Models | None = None,
         expected: SamplingParams = DRAWN,
     ) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from specgen.config import EngineConfig, UserError
-from specgen.core.engine_core import never_stop, no_follow_up
+from specgen.core.engine_core import discard, never_stop, no_follow_up
 from specgen.core.sequence import Completion, Request
 from specgen.device import synchronize
 from specgen.engine.build import build_engine, most_demanding
@@ -42,16 +42,12 @@ class Run:
         return self
 
 
-def ignore(_: object) -> None:
-    """Discard it."""
-
-
 class _Tape:
     """The rows of one run. It knows no engine, so that an engine's memory is free as soon as nothing refers to it."""
 
     def __init__(self) -> None:
         self.rows: list[EngineRow] = []
-        self.see: Callable[[EngineRow], None] = ignore
+        self.see: Callable[[EngineRow], None] = discard
 
     def record(self, row: EngineRow) -> None:
         self.rows.append(row)
@@ -77,8 +73,8 @@ class WarmEngine:
 
     def run(
         self,
-        see: Callable[[EngineRow], None] = ignore,
-        answered: Callable[[Completion], None] = ignore,
+        see: Callable[[EngineRow], None] = discard,
+        answered: Callable[[Completion], None] = discard,
         until: Callable[[], bool] = never_stop,
     ) -> Run:
         """Generate for all requests; ``see`` takes rows, ``answered`` completions as they come.
