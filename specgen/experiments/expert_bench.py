@@ -14,11 +14,12 @@ from specgen.experiments.output import BenchTable, Plot
 from specgen.experiments.timing import COLD_BYTES, Timing, environment, free_memory, num_layers, time_layers
 from specgen.ops import bind_ops
 from specgen.ops.experts import Experts, ExpertsMap, Gating, from_mxfp4, grouped_experts
-from specgen.ops.fp8 import dequantised, rounded
+from specgen.ops.fp8 import plain_matrix, rounded
 from specgen.ops.weight import GROUP, Weight
 from specgen.report import display
 from specgen.report.table import Column, Row
 
+_SWIGLU = Gating()
 _CLAMPED = Gating(alpha=1.702, shift=1.0, limit=7.0)
 Routes = tuple[Tensor, Tensor]  # ids [rows, k] int64 and weights [rows, k]
 
@@ -31,7 +32,7 @@ class ExpertShape:
     hidden: int
     inner: int
     k: int  # experts per row
-    gating: Gating
+    gating: Gating = _SWIGLU
     biases: bool = False
     mxfp4: bool = False
     fp8: Literal["token", "group"] | None = None  # what shares a scale of inputs; see Weight
@@ -122,32 +123,22 @@ def _linear(weight: Weight, expert: int, x: Tensor) -> Tensor:
 
 
 def _matrix(weight: Weight, expert: int) -> Tensor:
-    if weight.scale is None:
-        return weight.data[expert].float()
-    one = replace(weight, data=weight.data[expert, None], scale=weight.scale[expert, None])
-    if weight.format == "fp8":
-        return dequantised(one)[0]
-    return from_mxfp4(one, torch.float32).data[0]
+    scale = None if weight.scale is None else weight.scale[expert, None]
+    one = replace(weight, data=weight.data[expert, None], scale=scale)
+    return plain_matrix(from_mxfp4(one, torch.float32) if one.format == "mxfp4" else one, torch.float32)[0]
 
 
-_QWEN3 = ExpertShape(num_experts=128, hidden=2048, inner=768, k=8, gating=Gating())
+_QWEN3 = ExpertShape(num_experts=128, hidden=2048, inner=768, k=8)
+_GPT_OSS = ExpertShape(num_experts=32, hidden=2880, inner=2880, k=4, gating=_CLAMPED, biases=True)
 SHAPES = {
     "qwen3-30b-a3b": _QWEN3,
     "qwen3-30b-a3b-fp8": replace(_QWEN3, fp8="group"),
     "qwen3-30b-a3b-fp8-dynamic": replace(_QWEN3, fp8="token"),
-    "glm-4.7-flash-fp8": ExpertShape(
-        num_experts=64, hidden=2048, inner=1536, k=4, gating=Gating(), fp8="group"
-    ),
-    "qwen3.6-35b-a3b-fp8": ExpertShape(
-        num_experts=256, hidden=2048, inner=512, k=8, gating=Gating(), fp8="group"
-    ),
-    "llama-4-scout": ExpertShape(num_experts=16, hidden=5120, inner=8192, k=1, gating=Gating()),
-    "gpt-oss-20b": ExpertShape(
-        num_experts=32, hidden=2880, inner=2880, k=4, gating=_CLAMPED, biases=True, mxfp4=True
-    ),
-    "gpt-oss-20b-bf16": ExpertShape(
-        num_experts=32, hidden=2880, inner=2880, k=4, gating=_CLAMPED, biases=True
-    ),
+    "glm-4.7-flash-fp8": ExpertShape(num_experts=64, hidden=2048, inner=1536, k=4, fp8="group"),
+    "qwen3.6-35b-a3b-fp8": ExpertShape(num_experts=256, hidden=2048, inner=512, k=8, fp8="group"),
+    "llama-4-scout": ExpertShape(num_experts=16, hidden=5120, inner=8192, k=1),
+    "gpt-oss-20b": replace(_GPT_OSS, mxfp4=True),
+    "gpt-oss-20b-bf16": _GPT_OSS,
     "small": ExpertShape(num_experts=8, hidden=64, inner=96, k=2, gating=_CLAMPED, biases=True),
 }
 
