@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ from specgen.record.files import write_json_lines, write_text
 from specgen.record.interrupt import StoppedError
 from specgen.record.mirror import mirrored
 from specgen.record.progress import Progress, Status, Tally, kept_status
-from specgen.record.provenance import FREE_IN_A_RUN, manifest, with_recorded_date
+from specgen.record.provenance import FREE_IN_A_RUN, manifest, timestamp, with_recorded_date
 from specgen.record.record_rows import EngineRow
 from specgen.record.results import (
     PROMPTS,
@@ -371,7 +370,7 @@ def _all_failed(files: RunDirectory, first: Sequence[str]) -> bool:
 
 def _note_lost(directory: Path, lost: DeviceLost) -> None:
     """Append a row per request in flight, for the process that resumes the run."""
-    now = datetime.now(UTC).isoformat(timespec="seconds")
+    now = timestamp()
     rows = [{"id": request, "reason": lost.reason, "time": now} for request in lost.requests]
     write_json_lines(directory / _LOST, [*_lost_rows(directory), *rows])
 

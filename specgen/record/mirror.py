@@ -23,6 +23,7 @@ from typing import Self
 from specgen.config import UserError, first_line, require
 from specgen.config.urls import Url
 from specgen.record.files import as_json, replacement, write_text
+from specgen.record.provenance import timestamp
 from specgen.record.results import locked
 from specgen.storage import Store, cache_directory
 
@@ -94,7 +95,7 @@ class _Manifest:
             "session": self.session,
             "pid": os.getpid(),
             "host": socket.gethostname(),
-            "updated": datetime.now(UTC).isoformat(timespec="seconds"),
+            "updated": timestamp(),
             "files": {name: [asdict(part) for part in parts] for name, parts in self.files.items()},
         }
         return as_json(found).encode()

@@ -6,12 +6,12 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from specgen.record.files import as_json, swapped, write_json
 from specgen.record.interrupt import StoppedError
+from specgen.record.provenance import timestamp
 from specgen.record.record_rows import EngineRow, PassRow
 
 State = Literal["reading", "preparing", "running", "finished", "interrupted", "failed"]
@@ -94,7 +94,7 @@ class Status:
         self._is_admitted = False
         self._num_rows: int | None = None  # of the input, read so far
         self._startup: dict[str, float] = {}
-        self._started = _now()
+        self._started = timestamp()
         self._total = self._done = self._failed = self._done_before = 0
         self._begun = time.monotonic()
         self._tally = Tally()  # of the running engine
@@ -170,7 +170,7 @@ class Status:
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "started": self._started,
-            "updated": _now(),
+            "updated": timestamp(),
             **({"startup_seconds": self._startup} if self._startup else {}),
             "total": self._total,
             "done": self._done,
@@ -198,7 +198,3 @@ def kept_status(path: Path) -> Iterator[Status]:
         with suppress(OSError):  # the user must see ``error``, such as a full disk
             status.end("interrupted" if isinstance(error, StoppedError | KeyboardInterrupt) else "failed")
         raise
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -72,10 +72,15 @@ def manifest(
     }
 
 
+def timestamp() -> str:
+    """The present second, as ``2026-01-31T12:00:00+00:00``."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 def now(device_name: str) -> dict[str, Any]:
     """What a manifest says of this moment: date, command, versions, device and the state of the machine."""
     return {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "created": timestamp(),
         "argv": sys.argv,
         "versions": versions(),
         "device": device(device_name),
