@@ -24,7 +24,7 @@ from specgen.attention.trtllm import TrtllmBackend
 from specgen.config import require
 from specgen.device import on_device
 from specgen.experiments.bound import copy_bandwidth
-from specgen.experiments.output import BenchTable, Plot, Value
+from specgen.experiments.output import BenchTable, Plot, Value, selected
 from specgen.experiments.timing import (
     COLD_BYTES,
     MOST_LAYERS,
@@ -255,8 +255,16 @@ def measure(job: KernelJob) -> Iterator[BenchTable]:
         torch.cuda.set_device(job.device)  # some kernels run on the current device
     backends, notes = _backends(job)
     bandwidth = copy_bandwidth(str(job.device))
-    empty = empty_table(_conditions(job, backends, bandwidth), backends.names, job.num_spec_tokens)
-    table = replace(empty, notes=notes)
+    table = BenchTable(
+        name="kernels",
+        title="Attention of one layer in a decode pass",
+        conditions=_conditions(job, backends, bandwidth),
+        columns=_columns(backends.names),
+        rows=(),
+        plots=tuple(_plots(backends.names, job.num_spec_tokens)),
+        notes=notes,
+        num_keys=3,
+    )
     free_memory()
     for cell in job.cells():
         if cell.bytes_stored > (room := _room(job.device)):
@@ -325,22 +333,36 @@ def _conditions(job: KernelJob, backends: TimedBackends, bandwidth: float) -> Ro
 @torch.inference_mode()
 def _measure_cell(
     job: KernelJob, backends: TimedBackends, cell: Cell, bandwidth: float
-) -> tuple[list[Row], list[str]]:
+) -> tuple[Sequence[Row], list[str]]:
     """One row per kind of query, and a note per wrong result."""
     cache, tables = cell.cache(), cell.block_tables()
     rows: list[Row] = []
     wrong: list[str] = []
+    bound = cell.bytes_read / bandwidth
     for query in queries(job.num_spec_tokens):
         timings, difference = _measure_query(job, backends, cell, query, cache, tables)
         if difference <= _TOLERANCES[cell.heads.dtype]:  # NaN is not
-            row = measured_row(cell, query, backends.names, timings, difference, cell.bytes_read / bandwidth)
-            rows.append({**row, "kernels": ", ".join(_kernels(backends, cell, query))})
+            row: dict[str, Value] = {
+                "num_seqs": cell.num_seqs,
+                "max_seq_len": cell.max_seq_len,
+                "query": query.name,
+                "bound": 1e6 * bound,
+                "difference": difference,
+                "kernels": ", ".join(_kernels(backends, cell, query)),
+            }
+            for name, timing in zip(backends.names, timings, strict=True):
+                row |= {f"{name}_mean": 1e6 * timing.mean, f"{name}_std": 1e6 * timing.std}
+                row |= {
+                    f"{name}_speedup": timings[-1].mean / timing.mean,
+                    f"{name}_over_bound": timing.mean / bound,
+                }
+            rows.append(row)
         else:
             wrong.append(
                 f"not in the table: {cell.num_seqs} sequences of up to {cell.max_seq_len}, query {query.name}: "
                 f"results differ by {display.percent(difference)}"
             )
-    return rows, wrong
+    return selected(_columns(backends.names), rows), wrong
 
 
 def _measure_query(
@@ -403,23 +425,6 @@ def relative_error(output: Tensor, expected: Tensor) -> float:
     return float((errors / expected.float().norm(dim=1)).max())
 
 
-def measured_row(
-    cell: Cell, query: Query, names: Sequence[str], timings: Sequence[Timing], difference: float, bound: float
-) -> Row:
-    """The row of one query of one cell; ``timings`` are of the backends ``names``, ``bound`` is in seconds.
-
-    Speedups are over the last backend.
-    """
-    row: dict[str, Value] = {"num_seqs": cell.num_seqs, "max_seq_len": cell.max_seq_len, "query": query.name}
-    for name, timing in zip(names, timings, strict=True):
-        row |= {f"{name}_mean": 1e6 * timing.mean, f"{name}_std": 1e6 * timing.std}
-    *compared, last = timings
-    row |= {f"{name}_speedup": last.mean / each.mean for name, each in zip(names, compared, strict=False)}
-    row["bound"] = 1e6 * bound
-    row |= {f"{name}_over_bound": each.mean / bound for name, each in zip(names, timings, strict=True)}
-    return row | {"difference": difference}
-
-
 def _columns(names: Sequence[str]) -> tuple[Column, ...]:
     times = [
         Column(name=f"{name}_{what}", unit="us", show=display.plain)
@@ -445,19 +450,6 @@ def _plots(names: Sequence[str], num_spec_tokens: int) -> Iterator[Plot]:
         for query in queries(num_spec_tokens):
             title = f"{what}, query {query.name}"
             yield Plot(title=title, x="num_seqs", y=y, series="max_seq_len", where={"query": (query.name,)})
-
-
-def empty_table(conditions: Row, names: Sequence[str], num_spec_tokens: int) -> BenchTable:
-    """The table of the backends ``names``, without rows."""
-    return BenchTable(
-        name="kernels",
-        title="Attention of one layer in a decode pass",
-        conditions=conditions,
-        columns=_columns(names),
-        rows=(),
-        plots=tuple(_plots(names, num_spec_tokens)),
-        num_keys=3,
-    )
 
 
 def ordered(rows: Sequence[Row]) -> tuple[Row, ...]:
