@@ -1,7 +1,6 @@
 """Attention in chunks of positions, made of a backend's causal attention over layouts that begin with a chunk.
 
 Llama-4: a row sees the positions of its own chunk up to its own, so two rows of one pass may see different chunks.
-May import ops and kv.
 """
 
 from collections.abc import Callable

@@ -1,1 +1,1 @@
-"""The algorithm: drafting, verification, sampling. May import attention, models, ops and kv."""
+"""The algorithm: drafting, verification, sampling. May import attention, models and kv."""
