@@ -39,7 +39,7 @@ def compared(data: Path, out: Path, repeats: int) -> dict[str, Any]:
     job = HeadsJob(
         engine=ENGINE,
         drafters=(heads()[0],),
-        sampling=SamplingParams(max_tokens=8),
+        sampling=SamplingParams(max_tokens=6),
         data=(DataSource(dataset=str(data), num_prompts=3),),
         repeats=repeats,
     )
@@ -54,7 +54,7 @@ def tuned(data: Path, out: Path, repeats: int) -> dict[str, Any]:
         batches=(2,),
         draft_lengths=(DraftLength(most=2),),
         drafter_batches=("padded",),
-        workload=Workload(dataset=str(data), num_prompts=3, max_new_tokens=8, max_batch_size=2),
+        workload=Workload(dataset=str(data), num_prompts=3, max_new_tokens=6, max_batch_size=2),
         engine=ENGINE,
         repeats=repeats,
         precision=1e-9,

@@ -52,7 +52,7 @@ def lose_the_device(patch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """Conversations with the bundled pair; the second turn of one is long."""
-    turns = [[f"Tom has {n} apples.", "And " * 100 if n == 4 else "And now?", "Why?"] for n in range(10)]
+    turns = [[f"Tom has {n} apples.", "And " * 100 if n == 4 else "And now?", "Why?"] for n in range(6)]
     rows = ({"question_id": f"q{n}", "turns": each} for n, each in enumerate(turns))
     return conversations(tmp_path_factory.mktemp("lost"), rows)
 
@@ -122,7 +122,7 @@ def test_requests_in_flight_are_retried_alone(
     assert second.value.requests == (POISON,)
     run(job, tmp_path / "run", Silent())
     completions, errors = (rows(tmp_path / "run" / f"{name}.jsonl") for name in ("completions", "errors"))
-    assert len(completions) + len(errors) == 30
+    assert len(completions) + len(errors) == 18
     sizes = batch_sizes(tmp_path / "run")
     for name in set(suspects) - {POISON}:
         assert sizes[name] == {1}
@@ -151,7 +151,7 @@ def test_a_run_and_its_baseline_each_find_the_failing_request(
     lose_the_device(monkeypatch)
     work(replace(job, baseline=True), tmp_path / "run")
     for path in (tmp_path / "run", tmp_path / "run" / "baseline"):
-        assert len(rows(path / "completions.jsonl")) == 28
+        assert len(rows(path / "completions.jsonl")) == 16
         assert rows(path / "errors.jsonl")[POISON]["error"] == f"line 5: {WORDS}"
         assert not (path / "lost.jsonl").exists()
 
@@ -222,7 +222,7 @@ def test_the_command_restarts_itself(job: Job, tmp_path: Path) -> None:
     assert command.returncode == 3, said
     assert said.count("specgen: the device is lost (planted): continuing in a new process\n") == 2
     assert said.count(f"specgen: failed: {POISON}: line 5: {WORDS}\n") == 1
-    assert len(rows(out / "completions.jsonl")) == 28
+    assert len(rows(out / "completions.jsonl")) == 16
     status = json.loads((out / "status.json").read_text())
     assert (status["state"], status["pid"]) == ("finished", command.pid)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.1"], "set aside once"

@@ -135,7 +135,7 @@ def test_a_part_is_verified_with_preemption_sampling_and_penalties(
     sampled = SamplingParams(max_tokens=40, temperature=0.9, top_p=0.95, seed=3)
     requests = [
         replace(each, sampling=[*greedy, sampled][number % 4])
-        for number, each in enumerate(mixed_requests(GREEDY))
+        for number, each in enumerate(mixed_requests(GREEDY)[:8])
     ]
     plain = generate(demo_pair, requests, num_spec_tokens=0)
     found = []
