@@ -86,6 +86,12 @@ class DenseTarget:
         return texts
 
     @torch.inference_mode()
+    def chosen(self, prompt: tuple[int, ...], text: tuple[int, ...]) -> tuple[int, ...]:
+        """The greedy choice at the place of each token of ``text``, behind ``prompt`` and those before it."""
+        output = self.states(prompt + text)[1][len(prompt) - 1 : -1]
+        return tuple((output @ self.lm_head.T).argmax(-1).tolist())
+
+    @torch.inference_mode()
     def greedy(self, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
         """The greedy continuation of ``prompt``, which EOS does not end."""
         text = prompt
