@@ -146,9 +146,8 @@ class Use:
     prefills: bool  # whether it attends in passes of any lengths too
     num_sequences: int  # at most in a uniform pass
     chained: bool = False  # as ``Layout.chained``
-    partial: bool = (
-        False  # whether steps may verify a part of their drafts: fewer rows than the longest, by sequence
-    )
+    # whether steps may verify a part of their drafts: fewer rows than the longest, by sequence
+    partial: bool = False
 
     @property
     def chunk_rows(self) -> tuple[int, ...]:

@@ -325,7 +325,6 @@ class _Wrapper:
         assert self._planned.of is not None
         heads = self._planned.of[1]
         assert heads.sinks == (sinks is not None)
-        own = (
-            (sinks, heads.scale * k_scale) if heads.sinks else ()
-        )  # a variant's own scale replaces the wrapper's
+        # a variant's own scale replaces the wrapper's
+        own = (sinks, heads.scale * k_scale) if heads.sinks else ()
         self._inner.run(q, pages, *own, out=out, k_scale=k_scale, v_scale=v_scale)

@@ -67,9 +67,8 @@ class _Group:
 
     def _gather(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
         """The group's positions as a dense ``[g, num_kv_heads, p * page_size, head_dim]`` of ``dtype``."""
-        numbers = (
-            pages.view(torch.uint8) if pages.dtype.itemsize == 1 else pages
-        )  # torch gathers no 8-bit floats
+        # torch gathers no 8-bit floats
+        numbers = pages.view(torch.uint8) if pages.dtype.itemsize == 1 else pages
         gathered = numbers.flatten(1).index_select(0, self.pages).view(pages.dtype).to(dtype)
         return gathered.view(self.size, -1, *pages.shape[2:]).transpose(1, 2)
 

@@ -273,6 +273,5 @@ def _plain(value: object) -> object:
         return [_plain(each) for each in value]
     if isinstance(value, str) and value.isascii() and value.isdecimal() and value == str(int(value)):
         return int(value)
-    return (
-        value if isinstance(value, bool | int | float) else str(value)
-    )  # also of a URL, as YAML knows only str
+    # also of a URL, as YAML knows only str
+    return value if isinstance(value, bool | int | float) else str(value)

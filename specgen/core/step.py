@@ -69,9 +69,8 @@ class Found:
     """What a decode step found, on the host."""
 
     drafts: list[list[int]]  # [B, K] that were verified, see NO_DRAFT
-    levels: list[
-        list[int]
-    ]  # [B, K] of the drafter's confidence, also of what was not verified; -1 of missing ones
+    # [B, K] of the drafter's confidence, also of what was not verified; -1 of missing ones
+    levels: list[list[int]]
     accepted: list[int]  # [B]
     tokens: list[list[int]]  # [B, K+1], see ``verify`` and NOT_FINITE
     touched: list[int]  # experts, see ``num_touched``; empty where they are not counted

@@ -173,9 +173,8 @@ class _Work:
             config = resolve(job.engine, self.checkpoints)
             self.generation = generation_config(self.checkpoints["model"], config.generation_config)
         if job.cluster is None:  # else it is the workers' memory
-            require_memory(
-                replace(config, max_batch_size=1)
-            )  # how many rows there are is known of the prompts
+            # how many rows there are is known of the prompts
+            require_memory(replace(config, max_batch_size=1))
         with phase("rows"):
             self.prompts = job.data.open()
             self.index, self.unkept = _index(job, path, self.prompts, self._read)
@@ -187,9 +186,8 @@ class _Work:
                 f"chat-template-kwargs is {shown(str(job.engine.template_kwargs))} but no row of {job.data.dataset} is "
                 "a chat: remove it, or give rows with messages",
             )
-            load_chat_tokenizer(
-                config, self.checkpoints
-            )  # refuses names before there is a directory with them
+            # refuses names before there is a directory with them
+            load_chat_tokenizer(config, self.checkpoints)
         if job.cluster is None:
             require_memory(_with_rows_for(self.index, config))
         for sentence in (*self.index.notes, *without_effect(job, self.index)):

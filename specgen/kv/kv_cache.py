@@ -69,12 +69,10 @@ class StateCache:
         slots = spec.num_layers, num_slots
         sizes = spec.num_heads, spec.key_dim, spec.value_dim
         self.states = torch.zeros(*slots, *sizes, device=device)  # float32
-        self.rows = torch.zeros(
-            *slots, spec.kept_rows(step_rows), spec.row_width, dtype=dtype, device=device
-        )  # the convolution's look-back, and behind it the last decode pass
-        self.errors = torch.zeros(
-            *slots, step_rows, spec.num_heads, spec.value_dim, device=device
-        )  # float32: beta (v - S' k) of the rows of the last decode pass
+        # the convolution's look-back, and behind it the last decode pass
+        self.rows = torch.zeros(*slots, spec.kept_rows(step_rows), spec.row_width, dtype=dtype, device=device)
+        # float32: beta (v - S' k) of the rows of the last decode pass
+        self.errors = torch.zeros(*slots, step_rows, spec.num_heads, spec.value_dim, device=device)
         self.positions = torch.zeros(slots, dtype=torch.int64, device=device)  # that the state has taken in
 
 

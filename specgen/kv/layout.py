@@ -40,9 +40,8 @@ class Layout:
     ragged_lens: Tensor | None = None  # [B] int64: rows of the sequence where uniform_q is None
     host: HostLens | None = None
     full: bool = False  # of a ragged layout: there are no padding rows
-    chained: bool = (
-        False  # sequences may continue one another: rows attend to KV that others of the pass write
-    )
+    # sequences may continue one another: rows attend to KV that others of the pass write
+    chained: bool = False
     state_slots: Tensor | None = None  # [B] int64: of each sequence's recurrent state; 0 of padding rows
 
     @staticmethod

@@ -36,9 +36,8 @@ class Family:
     keys: Keys  # of its config.json
     read: Callable[[Raw], TargetConfig]  # from those keys
     build: Callable[[Any, Loader, Ops], Target]  # from that config
-    ignored: Callable[
-        [Any, Set[str]], Set[str]
-    ]  # of the names in a checkpoint, tensors that no pass of it uses
+    # of the names in a checkpoint, tensors that no pass of it uses
+    ignored: Callable[[Any, Set[str]], Set[str]]
 
     def config(self, raw: Raw) -> TargetConfig:
         """From a ``config.json``; ``UserError`` for what is not supported."""
@@ -52,9 +51,8 @@ class HeadFamily:
     recognize: Callable[[Raw, Set[str]], bool]  # by a config.json and the names of the tensors
     refusal: str  # for a checkpoint that no family recognizes
     config: Callable[[Raw, Set[str], int | None], HeadConfig]  # also from the target's number of layers
-    build: Callable[
-        [Any, Loader, Target, Tensor, Ops], Head
-    ]  # from that config; the tensor is draft_to_target
+    # from that config; the tensor is draft_to_target
+    build: Callable[[Any, Loader, Target, Tensor, Ops], Head]
     ignored: Set[str]  # tensors in some checkpoints that no pass uses
     keys: Keys | None = HEADS  # of its config.json; None: those of its target's family
 

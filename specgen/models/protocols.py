@@ -42,9 +42,8 @@ class OnePass:
 
     mask_token_id: int
     first: int  # the position of the first row, from the newest token's: -1 where ids are shifted against positions
-    hidden: Tensor | None = (
-        None  # [1, H] of a mask, in place of the target's features; None: rows have no such input
-    )
+    # [1, H] of a mask, in place of the target's features; None: rows have no such input
+    hidden: Tensor | None = None
 
 
 class LeftToRight(Protocol):

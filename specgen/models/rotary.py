@@ -119,9 +119,8 @@ def rope_parameters(config: Raw) -> Raw:
         f"{' or '.join(map(repr, _KINDS))}",
     )
     found: dict[str, Any] = {"rope_type": kind}
-    theta = (
-        None if any("rope_theta" in each for each in (chosen, config)) else _DEFAULT_THETA
-    )  # null is no base
+    # null is no base
+    theta = None if any("rope_theta" in each for each in (chosen, config)) else _DEFAULT_THETA
     for name, default in (("rope_theta", theta), ("partial_rotary_factor", 1.0)):
         found[name] = next((each[name] for each in (chosen, config) if each.get(name) is not None), default)
     if kind in ("llama3", "yarn"):
