@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specgen.cli.measuring import turns
-from specgen.cli.options import Only, given_fields, repeating, with_options
+from specgen.cli.options import ON_A_DEVICE, Only, given_fields, repeating, with_options
 from specgen.cli.printing import kept_in, print_files, print_found, stoppable
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import EngineConfig, ExportName, SamplingParams, option, require
@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from specgen.report.references import Reference
 
 _ENGINE = Only(
-    "generation_config "
-    "model chat_template_kwargs num_spec_tokens drafter_batch draft_sampling max_batch_size max_prefill_tokens "
-    "kv_memory device tensor_parallel dtype kv_dtype attention cuda_graphs gpu_memory_utilization prefix_cache",
+    "generation_config model chat_template_kwargs num_spec_tokens drafter_batch draft_sampling max_batch_size "
+    f"max_prefill_tokens kv_memory {ON_A_DEVICE} gpu_memory_utilization prefix_cache",
     {"drafter": "ngram"},  # each of --drafter takes its place
 )
 _OF_READING = {"directories", "against", "export", "as_json"}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specgen.cli.options import AS_JSON, Only, numbers, repeating, with_options
+from specgen.cli.options import AS_JSON, ON_A_DEVICE, Only, numbers, repeating, with_options
 from specgen.cli.printing import kept_in, print_failures, print_files, print_found, print_parts, stoppable
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import EngineConfig, SamplingParams, option, require
@@ -25,10 +25,8 @@ _TASKS = typer.Argument(
     help="Tasks of lm-eval, comma-separated; word_problems is bundled.", show_default="those of --study"
 )
 _ENGINE = Only(
-    "generation_config "
-    "model drafter chat_template_kwargs num_spec_tokens draft_sampling max_prefill_tokens kv_memory device "
-    "tensor_parallel dtype "
-    "kv_dtype attention cuda_graphs gpu_memory_utilization prefix_cache"
+    "generation_config model drafter chat_template_kwargs num_spec_tokens draft_sampling max_prefill_tokens kv_memory "
+    f"{ON_A_DEVICE} gpu_memory_utilization prefix_cache"
 )
 
 
@@ -148,11 +146,7 @@ def verify(
     ),
     engine: Annotated[
         EngineConfig,
-        Only(
-            "generation_config "
-            "model drafter chat_template_kwargs num_spec_tokens device tensor_parallel dtype kv_dtype attention "
-            "cuda_graphs"
-        ),
+        Only(f"generation_config model drafter chat_template_kwargs num_spec_tokens {ON_A_DEVICE}"),
     ],
     output: Path | None = option(
         None,

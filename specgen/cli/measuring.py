@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from specgen.cli.help import Command, Commands
-from specgen.cli.options import AS_JSON, Only, numbers, repeating, with_options
+from specgen.cli.options import AS_JSON, ON_A_DEVICE, Only, numbers, repeating, with_options
 from specgen.cli.printing import kept_in, print_files, print_found, print_parts, stoppable
 from specgen.cli.progress_bar import QUIET
 from specgen.config import (
@@ -246,10 +246,8 @@ def tune(
     engine: Annotated[
         EngineConfig,
         Only(
-            "generation_config "
-            "model drafter chat_template_kwargs max_prefill_tokens device tensor_parallel dtype kv_dtype "
-            "attention cuda_graphs "
-            "gpu_memory_utilization",
+            "generation_config model drafter chat_template_kwargs max_prefill_tokens "
+            f"{ON_A_DEVICE} gpu_memory_utilization",
             _PREFILL,
         ),
     ],
@@ -468,9 +466,8 @@ def throughput(
     engine: Annotated[
         EngineConfig,
         Only(
-            "model drafter chat_template_kwargs num_spec_tokens max_prefill_tokens device tensor_parallel dtype "
-            "kv_dtype attention "
-            "cuda_graphs gpu_memory_utilization",
+            "model drafter chat_template_kwargs num_spec_tokens max_prefill_tokens "
+            f"{ON_A_DEVICE} gpu_memory_utilization",
             _PREFILL,
         ),
     ],
@@ -518,11 +515,7 @@ def step(
     num_spec_tokens: int = option(4, "Speculation", "Draft tokens per step, K: 0 (plain decoding) to 16."),
     engine: Annotated[
         EngineConfig,
-        Only(
-            "model drafter drafter_batch max_prefill_tokens device tensor_parallel dtype kv_dtype attention "
-            "cuda_graphs",
-            _PREFILL,
-        ),
+        Only(f"model drafter drafter_batch max_prefill_tokens {ON_A_DEVICE}", _PREFILL),
     ],
     output: Path | None = _OUTPUT,
     as_json: bool = AS_JSON,

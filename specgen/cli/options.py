@@ -19,6 +19,8 @@ from specgen.config.urls import refuse_url
 # What a file cannot say: what asks for no run, and what would start the same run over each time it is repeated.
 _NOT_SETTINGS = {"config", "help", "restart"}
 
+# Fields of ``EngineConfig`` that are options of every command with an engine
+ON_A_DEVICE = "device tensor_parallel dtype kv_dtype attention cuda_graphs"
 AS_JSON = option(False, "Results", "Print the report as one JSON document.", name="json")
 
 
