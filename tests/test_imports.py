@@ -221,7 +221,7 @@ def private_names(source: str) -> set[str]:
             found |= {*named.values()}
             roots |= named
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
             root, _, rest = ast.unparse(node).partition(".")
             found |= {f"{roots[root]}.{rest}"} if root in roots else set()
     others = {*sys.stdlib_module_names, "_typeshed", "specgen"}

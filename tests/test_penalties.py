@@ -32,6 +32,7 @@ from tests.test_mtp import pair_of
 from tests.test_sampling import penalised as naive
 from tests.tiny_checkpoints import write_dflash_head, write_eagle1_head, write_head
 
+pytestmark = pytest.mark.xdist_group("penalties")  # texts of transformers for all
 CPU = torch.device("cpu")
 KINDS: tuple[dict[str, float], ...] = (
     {},

@@ -21,6 +21,8 @@ from tests.marks import mostly_slow
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import THINK, write_harmony, write_think
 
+pytestmark = pytest.mark.xdist_group("reasoning")  # one run for all
+
 _RENAMED = {5: "<think>", 19: "</think>"}  # "<|assistant|>", which ends the prompt, and the full stop
 
 

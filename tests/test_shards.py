@@ -25,6 +25,8 @@ from tests.commands import refused, specgen
 from tests.jobs import Silent, conversations, files, keep_in_memory, untimed
 from tests.streams import recorded, request
 
+pytestmark = pytest.mark.xdist_group("shards")  # the runs of all shards for all
+
 COUNT = 3
 PLAIN = {"output_tokens_per_second": 9.0, "ratio": 2.0, "identical": 1.0, "num_compared": 8}
 

@@ -19,6 +19,8 @@ from specgen.report.terminal import ALARMING, definitions, has_colours, heading,
 from tests.commands import printed
 from tests.tiny_checkpoints import change_json
 
+pytestmark = pytest.mark.xdist_group("terminal")  # two runs for all
+
 
 def table_of(label: str, num_columns: int = 3) -> Table:
     names = [f"token {i}" for i in range(num_columns)]
