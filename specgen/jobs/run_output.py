@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -62,11 +63,6 @@ def _shown(row: Mapping[str, Any]) -> str:
     return f"(ended while reasoning) ... {row['reasoning'][-_REASONING_SHOWN:]}"
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a run."""
-    return load_json(path, "generate into another directory")
-
-
 class FinishedRun:
     """The rows of the run in ``path``, found once for its report, other formats, and what is printed of it."""
 
@@ -75,9 +71,13 @@ class FinishedRun:
         self._completions = Rows(path / "completions.jsonl") if completions is None else completions
         self._errors = Rows(path / "errors.jsonl") if errors is None else errors
 
+    @cached_property
+    def _manifest(self) -> dict[str, Any]:
+        return load_json(self._path / "manifest.json", "generate into another directory")
+
     def write_report(self, baseline: "FinishedRun | None") -> Report:
         """Write ``report.json``, which is returned, and ``report.html``; ``baseline`` is the plain run."""
-        record = read_json(self._path / "manifest.json")
+        record = self._manifest
         texts, same = RunTexts(self._completions), list[bool]()
         report = self._report(
             record["engine"]["num_spec_tokens"], texts.watch(self._requests(baseline, same))
@@ -121,8 +121,17 @@ class FinishedRun:
                 self._errors.values(),
                 output=main,
                 error_output=self._path / "batch_errors.jsonl",
-                served=_served(self._path),
+                served=self._served(),
             )
+
+    def _served(self) -> "Served":
+        record = self._manifest
+        tokenizer = load_tokenizer(record["engine"]["model"])
+        return Served(
+            model=record.get("served_model_name", record["engine"]["model"]),
+            created=int(datetime.fromisoformat(record["created"]).timestamp()),
+            token_text=lambda token: tokenizer.decode_with_special([token]),
+        )
 
     def result(self, first: Sequence[Prompt] = ()) -> RunResult:
         """For printing; the prompts ``first`` are shown with their answers."""
@@ -138,17 +147,6 @@ class FinishedRun:
             samples=[(prompt.last_message, answer) for prompt, answer in zip(first, answers, strict=True)],
             failures=[failure(name, errors[name]["error"]) for name in islice(errors, _FAILURES_KEPT)],
         )
-
-
-def _served(path: Path) -> "Served":
-    record = read_json(path / "manifest.json")
-    model = record["engine"]["model"]
-    tokenizer = load_tokenizer(model)
-    return Served(
-        model=record.get("served_model_name", model),
-        created=int(datetime.fromisoformat(record["created"]).timestamp()),
-        token_text=lambda token: tokenizer.decode_with_special([token]),
-    )
 
 
 # --- other formats ------------------------------------------------------------------------------
