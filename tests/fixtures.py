@@ -117,6 +117,13 @@ def _once_in_a_process() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def weights_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines read the bundled pair themselves, so that nothing else holds their weights."""
+    monkeypatch.setattr("specgen.engine.loading.load_target", load_target)
+    monkeypatch.setattr("specgen.engine.loading.load_drafter", load_drafter)
+
+
 @pytest.fixture(scope="session")
 def random_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """A tiny random pair: its drafts are almost never accepted."""

@@ -190,6 +190,7 @@ def num_after_one() -> int:
     return num_tensors()
 
 
+@pytest.mark.usefixtures("weights_of_its_own")
 def test_one_engine_after_the_other_leaves_no_tensor() -> None:
     first = num_after_one()  # what is made once in a process stays
     assert num_after_one() == first
@@ -210,6 +211,7 @@ def test_a_closed_engine_says_so_and_closes_again() -> None:
     assert engine.config.model == MODEL
 
 
+@pytest.mark.usefixtures("weights_of_its_own")
 def test_an_engine_that_fails_within_with_is_closed() -> None:
     seen = []
 
@@ -224,6 +226,7 @@ def test_an_engine_that_fails_within_with_is_closed() -> None:
     assert seen[0]() is None
 
 
+@pytest.mark.usefixtures("weights_of_its_own")
 def test_what_is_not_answered_when_it_is_closed_is_no_silent_end() -> None:
     engine = Engine(CONFIG)
     never_asked = engine.generate("Tom", SHORTER)
@@ -249,6 +252,7 @@ def test_an_engine_is_not_closed_while_it_works() -> None:
         assert len(list(engine.generate("Tom", SHORTER))) == 1
 
 
+@pytest.mark.usefixtures("weights_of_its_own")
 def test_shared_weights_go_with_the_last_engine() -> None:
     first = Engine(CONFIG)
     second = Engine(CONFIG.plain(), models=first.models)
