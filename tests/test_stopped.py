@@ -34,7 +34,7 @@ from tests.jobs import keep_in_memory, untimed
 
 pytestmark = pytest.mark.xdist_group("stopped")  # one run that nothing stops for all
 
-NUM_PROMPTS = 16
+NUM_PROMPTS = 24  # more than the full disk of a test holds
 
 
 @pytest.fixture(scope="module")
