@@ -75,7 +75,7 @@ def watched(
     monkeypatch.setattr(worker_group.os, "_exit", leave)
     monkeypatch.setattr(worker_group, "GRACE", 0.2)
     monkeypatch.setattr(worker_group, "_TICK", 0.02)
-    watching = Supervisor(workers=workers, timeout=0.3)
+    watching = Supervisor(workers=workers, timeout=0.5)
     thread = threading.Thread(target=watching.watch, daemon=True)
     thread.start()
     yield watching, codes
@@ -91,7 +91,7 @@ def say(worker: WorkerProcess, value: object) -> None:
 def test_rank_0_leaves_work_in_which_nobody_says_anything(watched: Any, capfd: Any) -> None:
     watching, codes = watched
     watching.begin()
-    time.sleep(0.3)
+    time.sleep(0.5)
     assert codes == []
     wait_until(lambda: codes == [1], 2)
     assert "rank 1 of 3 on cpu and rank 2 of 3 on cpu: no answer for 0 s" in capfd.readouterr().err
@@ -102,11 +102,11 @@ def test_work_that_gets_on_has_no_limit(watched: Any, who: str) -> None:
     watching, codes = watched
     watching.begin()
     for _ in range(12):
-        time.sleep(0.05)
+        time.sleep(0.1)
         watching.alive() if who == "rank 0" else say(watching.workers[0], Alive())
     assert codes == []
     watching.leave()
-    time.sleep(0.6)
+    time.sleep(0.9)
     assert codes == []  # no work, no limit
 
 
