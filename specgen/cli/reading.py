@@ -254,10 +254,7 @@ def inspect(
     from specgen.report.terminal import width_of
 
     total = None if gpu is None else parse_bytes(gpu, "gpu")
-    require(
-        total is None or total >= 1 << 20,
-        f"gpu is {gpu} bytes: add the unit, such as --gpu 80GiB",
-    )
+    require(total is None or total >= 1 << 20, f"gpu is {gpu} bytes: add the unit, such as --gpu 80GiB")
     of_plan = (("kv-dtype", kv_dtype == "auto", "the"), ("tensor-parallel", tensor_parallel == 1, "a"))
     for name, is_default, which in of_plan:
         require(

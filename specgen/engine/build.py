@@ -83,7 +83,7 @@ def assemble(
 ) -> EngineCore:
     """An engine of a resolved ``config`` whose cache has ``num_pages`` pages; see ``build_engine``."""
     backend = BACKENDS[config.attention](models.target.device)
-    target, num_rows = models.target, step_rows(config)
+    target, num_rows = models.target, rows_behind(config)
     allocator = PageAllocator(num_pages, config.page_size, prefix_cache=config.prefix_cache)
     # the last steps of a text may run past its end, and past the pages it has
     longest = min(target.config.max_positions, num_pages * config.page_size) + 3 * num_rows
@@ -122,7 +122,7 @@ def assemble(
     )
 
 
-def step_rows(config: EngineConfig) -> int:
+def rows_behind(config: EngineConfig) -> int:
     """Rows that a pass may write behind a sequence's tokens: those of a step, or of a block of a captured prompt."""
     return max(config.draft_length.most + 1, BLOCK if RUNNERS[config.cuda_graphs].captures else 0)
 
@@ -253,7 +253,7 @@ def num_pages(config: EngineConfig, models: Models, expected: SamplingParams = D
         f"{max(memory, 0)} bytes are left for the KV cache and {beside}one page of {config.page_size} positions takes "
         f"{each}: raise --kv-memory or --gpu-memory-utilization, or lower --max-prefill-tokens{fewer}",
     )
-    longest = models.target.config.max_positions + step_rows(config)
+    longest = models.target.config.max_positions + rows_behind(config)
     return min(affordable, config.max_batch_size * -(-longest // config.page_size))
 
 

@@ -500,9 +500,8 @@ def command(arm: Arm, engine: EngineConfig, workload: Workload) -> str:
         "--split": how.split,
         "--prompt-field": how.prompt_field,
         **({} if how.chat is None else {"--chat" if how.chat else "--raw": True}),
-        "--chat-template-kwargs": None
-        if template == TemplateKwargs()
-        else template,  # others are other prompts
+        # others are other prompts
+        "--chat-template-kwargs": None if template == TemplateKwargs() else template,
         "--max-batch-size": config.max_batch_size,
         "--num-spec-tokens": length.kind if length.auto else length.most,
         "--drafter-batch": None if config.head is None else config.drafter_batch,
