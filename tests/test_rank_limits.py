@@ -11,9 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -320,28 +318,3 @@ def test_every_pass_waits_for_its_numbers_where_a_rank_may_hang(monkeypatch: pyt
     assert len(peers.waited) == 1
     prefill_logits(asked, models)([5, 6, 7])
     assert len(peers.waited) == 2
-
-
-def test_compiling_the_sum_over_gpus_is_said_once_before_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("row_kernels", "fused_sum"):  # which import triton
-        monkeypatch.setitem(sys.modules, f"specgen.ops.{name}", MagicMock())
-    del sys.modules["specgen.ops.fused_sum"]
-    create = lambda *given, **named: ((), "addresses", ())  # noqa: E731
-    names = {"trtllm_create_ipc_workspace_for_all_reduce_fusion": create}
-    compiled = SimpleNamespace(is_compiled=False)
-    modules = {"comm": names, "jit": {}, "jit.comm": {"gen_trtllm_comm_module": lambda: compiled}}
-    for name, found in modules.items():
-        module = ModuleType(f"flashinfer.{name}")
-        vars(module).update(found)
-        monkeypatch.setitem(sys.modules, f"flashinfer.{name}", module)
-    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
-    from specgen.ops.fused_sum import _workspace
-
-    for rank, expected in ((1, False), (0, True), (0, False)):
-        assert _workspace(Ranks(rank=rank, size=2), 64) == "addresses"
-        assert ("compiling FlashInfer" in capsys.readouterr().err) == expected
-    compiled.is_compiled = True
-    _workspace(Ranks(rank=0, size=2), 128)
-    assert capsys.readouterr().err == ""

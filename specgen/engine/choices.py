@@ -27,7 +27,7 @@ from specgen.config import (
 from specgen.core.graphs import PassGraphs, Runner, StepGraphs, bucket
 from specgen.core.packing import BLOCK, MOST_BLOCKS
 from specgen.decoding import sampling
-from specgen.device import Ranks, use
+from specgen.device import use
 from specgen.models.fp8_config import FP8 as FP8_SCHEME
 from specgen.models.fp8_config import kv_scheme
 from specgen.models.model_config import LayerConfig
@@ -262,11 +262,6 @@ def needed_modules(config: EngineConfig, checkpoints: Checkpoints, expected: Sam
     found = modules_of(config, checkpoints, expected, Gpu.of(device))
     if runs_on(device):
         found += gemm_modules(config, checkpoints)
-    if config.tensor_parallel > 1:
-        from specgen.ops.fused_sum import can_fuse, fused_sum_module  # of GPUs alone
-
-        if can_fuse(Ranks(size=config.tensor_parallel), device, DTYPES[config.dtype]):
-            found.append(fused_sum_module())
     return found
 
 

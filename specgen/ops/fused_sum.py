@@ -1,27 +1,33 @@
-"""The sum over ranks, the residual stream and the norm as one kernel of FlashInfer's, over memory that GPUs share.
+# mypy: allow-untyped-decorators
+"""The sum over ranks, the residual stream and the norm as one kernel, over memory that GPUs map into each other.
 
-``trtllm_allreduce_fusion`` with a workspace that peers map into each other (NVLink or PCIe, never multicast): on two
-H100s 5 us for one row of 4,096 and 9 us for 160, of which NCCL's sum alone takes 20 and 26. Compiling the
-module takes five minutes.
+Each rank writes its rows into a box in every other's memory, and reads theirs from its own (NVLink or PCIe, never
+multicast). A number that has not arrived yet is -0.0, which nobody sends: what is there needs no flag, and no order.
+Boxes are used in turn, one call after the other. A call empties the box of the call before: in that one, which
+nobody writes to until all have ended this call, everything has been read.
 """
 
-import sys
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from itertools import permutations
-from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specgen.device import Ranks
 from specgen.ops import Norm, joined
-from specgen.ops.jit_modules import Module
-from specgen.ops.row_kernels import sum_parts
+from specgen.ops.jit_modules import num_sms
+from specgen.ops.launch import PDL
+from specgen.ops.row_kernels import TritonNorm, rms_normed, row_block, to_e4m3
 
-_WORKSPACE_BYTES = 16 << 20  # a third of its largest buffer; what more rows would need goes through NCCL
-_ALIGNED = 16  # elements that a thread of the kernel may take at once
+_TURNS = tl.constexpr(3)
+_EMPTY = tl.constexpr(-32768)  # the bits of -0.0 in half precision
+_MOST_BYTES = 8 << 20  # of the rows of a call; more go through NCCL
+_BLOCKS = 2  # of a multiprocessor, which all have to run at once: they wait for each other
 
 
 def can_fuse(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> bool:
@@ -32,104 +38,171 @@ def can_fuse(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> bool:
         or find_spec("flashinfer") is None
     ):
         return False
-    if ranks.size not in (2, 4, 8, 16):
+    if torch.cuda.get_device_capability(device)[0] < 9:
         return False
     first = torch.cuda.current_device() - ranks.rank
     pairs = permutations(range(first, first + ranks.size), 2)  # all, so that every rank says the same
     return all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
 
 
+@triton.jit
+def _boxes_at(addresses: tl.tensor, rank: int) -> tl.tensor:
+    return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int16)), 16)
+
+
+@triton.jit
+def _mine(
+    parts: tl.tensor,
+    row: tl.tensor,
+    num_rows: int,
+    size: int,
+    DTYPE: tl.constexpr,  # noqa: N803
+    PARTS: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+) -> tl.tensor:
+    """This rank's sum of a row, rounded, in bits of which none are ``_EMPTY``."""
+    columns = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts + (part * num_rows + row) * size + columns, columns < size, 0).to(tl.float32)
+    bits = total.to(DTYPE).to(tl.int16, bitcast=True)
+    return tl.where(bits == _EMPTY, 0, bits)
+
+
+@triton.jit
+def _received(box: tl.tensor, size: int, BLOCK: tl.constexpr) -> tl.tensor:  # noqa: N803
+    """The bits of a row, once all of them have arrived."""
+    columns = tl.arange(0, BLOCK)
+    bits = tl.load(box + columns, columns < size, 0, volatile=True)
+    while tl.max((bits == _EMPTY).to(tl.int32), 0) > 0:
+        bits = tl.load(box + columns, columns < size, 0, volatile=True)
+    return bits
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _sum_norm_kernel(
+    stream: tl.tensor,
+    parts: tl.tensor,
+    weight: tl.tensor,
+    out_scale: tl.tensor,
+    total: tl.tensor,
+    out: tl.tensor,
+    addresses: tl.tensor,
+    state: tl.tensor,
+    num_rows: int,
+    size: int,
+    eps: float,
+    most_rows: int,
+    RANK: tl.constexpr,  # noqa: N803
+    RANKS: tl.constexpr,  # noqa: N803
+    PARTS: tl.constexpr,  # noqa: N803
+    CASTS_LAST: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+) -> None:
+    first, step, columns = tl.program_id(0).to(tl.int64), tl.num_programs(0), tl.arange(0, BLOCK)
+    inside = columns < size
+    dtype: tl.constexpr = stream.dtype.element_ty
+    w = tl.load(weight + columns, inside, 0)
+    own = _boxes_at(addresses, RANK)
+    gdc_wait()
+    gdc_launch_dependents()
+    turn, rows_before = tl.load(state), tl.load(state + 1)
+    box, used = turn * RANKS, (turn + _TURNS - 1) % _TURNS * RANKS
+    for row in range(first, num_rows, step):  # all, before anything is waited for
+        bits = _mine(parts, row, num_rows, size, dtype, PARTS, BLOCK)
+        at = ((box + RANK) * most_rows + row) * size + columns
+        for rank in tl.static_range(RANKS):
+            if rank != RANK:
+                tl.store(_boxes_at(addresses, rank) + at, bits, inside)
+    for row in range(first, rows_before, step):
+        for rank in tl.static_range(RANKS):
+            if rank != RANK:
+                tl.store(own + ((used + rank) * most_rows + row) * size + columns, _EMPTY, inside)
+    for row in range(first, num_rows, step):
+        delta = tl.zeros((BLOCK,), tl.float32)
+        for rank in tl.static_range(RANKS):  # in the same order everywhere, so that all have the same bits
+            if rank == RANK:
+                bits = _mine(parts, row, num_rows, size, dtype, PARTS, BLOCK)
+            else:
+                bits = _received(own + ((box + rank) * most_rows + row) * size, size, BLOCK)
+            delta += bits.to(dtype, bitcast=True).to(tl.float32)
+        added = tl.load(stream + row * size + columns, inside, 0) + delta.to(dtype)
+        tl.store(total + row * size + columns, added, inside)
+        normed = rms_normed(added, w, size, eps, CASTS_LAST)
+        if out_scale is not None:
+            normed = to_e4m3(normed, 1.0 / tl.load(out_scale))
+        tl.store(out + row * size + columns, normed, inside)
+    if tl.atomic_add(state + 2, 1) == step - 1:  # the last one: all have read the turn
+        tl.store(state, (turn + 1) % _TURNS)
+        tl.store(state + 1, num_rows)
+        tl.store(state + 2, 0)
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """What ranks send each other: of every rank 3 x ranks x ``most_rows`` x N numbers in half precision."""
+
+    addresses: Tensor  # [ranks] int64, of each rank's boxes
+    state: Tensor  # [3] int32: the turn, rows of the call before, programs of this call that have ended
+    most_rows: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class FusedNorm:
     """A norm whose ``add`` sums the parts of every rank as well."""
 
-    norm: Norm  # of a rank alone
-    sums: Norm  # for more rows than the workspace holds
-    weight: Tensor  # [N]
-    eps: float
+    norm: TritonNorm  # of a rank alone
+    sums: Norm  # for more rows than a box holds
     ranks: Ranks
+    boxes: Boxes
 
     @classmethod
-    def build(cls, norm: Norm, sums: Norm, weight: Tensor, eps: float, ranks: Ranks) -> Norm:
-        """All ranks build theirs in the same order. Widths that the kernel cannot take stay with ``sums``."""
-        if weight.dim() != 1 or weight.shape[0] % _ALIGNED:
+    def build(cls, norm: Norm, sums: Norm, ranks: Ranks) -> Norm:
+        """All ranks build theirs in the same order."""
+        assert isinstance(norm, TritonNorm)
+        if norm.weight.dim() != 1:
             return sums
-        _workspace(ranks, weight.shape[0])
-        return cls(norm=norm, sums=sums, weight=weight.contiguous(), eps=eps, ranks=ranks)
+        return cls(norm=norm, sums=sums, ranks=ranks, boxes=_boxes(ranks, norm.weight.shape[0]))
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.norm(x)
 
     def add(self, stream: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
-        rows, size = stream.shape
-        if not 0 < rows <= _most_rows(self.ranks, size) or not stream.is_contiguous():
+        (rows, size), norm, boxes = stream.shape, self.norm, self.boxes
+        if not 0 < rows <= boxes.most_rows or not stream.is_contiguous():
             return self.sums.add(stream, *parts)
-        from flashinfer.comm import AllReduceFusionPattern, trtllm_allreduce_fusion
-
-        each = joined(parts)
-        mine = each[0] if each.dtype == stream.dtype and len(each) == 1 else sum_parts(each, stream.dtype)
-        total, normed = torch.empty_like(stream), torch.empty_like(stream)
-        trtllm_allreduce_fusion(
-            allreduce_in=mine,
-            world_size=self.ranks.size,
-            world_rank=self.ranks.rank,
-            token_num=rows,
-            hidden_dim=size,
-            workspace_ptrs=_workspace(self.ranks, size),
-            launch_with_pdl=True,
-            trigger_completion_at_end=False,  # the next kernel loads weights meanwhile, and waits before it reads
-            fp32_acc=True,
-            pattern_code=AllReduceFusionPattern.kARResidualRMSNorm,
-            use_oneshot=None,  # by the number of bytes
-            allreduce_out=None,
-            residual_in=stream,
-            residual_out=total,
-            norm_out=normed,
-            quant_out=None,
-            scale_out=None,
-            rms_gamma=self.weight,
-            rms_eps=self.eps,
-            scale_factor=None,
-            layout_code=None,
+        each, total = joined(parts), torch.empty_like(stream)
+        out = torch.empty_like(stream, dtype=norm.out_dtype(stream))
+        _sum_norm_kernel[(min(rows, _BLOCKS * num_sms(stream.device)),)](
+            *(stream, each, norm.weight, norm.out_scale, total, out, boxes.addresses, boxes.state),
+            *(rows, size, norm.eps, boxes.most_rows),
+            RANK=self.ranks.rank,
+            RANKS=self.ranks.size,
+            PARTS=len(each),
+            CASTS_LAST=norm.casts_last,
+            maxnreg=64,
+            **row_block(size),
+            **PDL,
         )
-        return total, normed
+        return total, out
 
 
-def fused_sum_module() -> Module:
-    """What ``FusedNorm`` needs compiled."""
-
-    def spec() -> Any:  # noqa: ANN401
-        from flashinfer.jit.comm import gen_trtllm_comm_module
-
-        return gen_trtllm_comm_module()
-
-    return Module(what="the sum over GPUs", spec=spec)
-
-
-def _most_rows(ranks: Ranks, size: int) -> int:
-    return max(_WORKSPACE_BYTES // (ranks.size * size * 2), 64)
+@triton.jit
+def _empty_kernel(address: tl.tensor, length: int, BLOCK: tl.constexpr) -> None:  # noqa: N803
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(tl.load(address).to(tl.pointer_type(tl.int16)) + at, _EMPTY, at < length)
 
 
 @cache
-def _workspace(ranks: Ranks, size: int) -> Any:  # noqa: ANN401
-    """The addresses of all ranks' buffers, int64 on this GPU; for the life of the process, as graphs read them."""
-    from flashinfer.comm import trtllm_create_ipc_workspace_for_all_reduce_fusion as create
-    from flashinfer.jit.comm import gen_trtllm_comm_module
+def _boxes(ranks: Ranks, size: int) -> Boxes:
+    """Of rows of ``size``; for the life of the process, as graphs read the addresses."""
+    from flashinfer.comm.cuda_ipc import create_shared_buffer
 
-    if ranks.rank == 0 and not gen_trtllm_comm_module().is_compiled:
-        line = "specgen: compiling FlashInfer's sum over GPUs, once on this machine: about five minutes"
-        print(line, file=sys.stderr, flush=True)
-    handles, addresses, _ = create(
-        ranks.rank,
-        ranks.size,
-        _most_rows(ranks, size),
-        size,
-        group=ranks.group,
-        create_metadata=True,
-        use_symm_dev_mem=False,  # the other way may use multicast
-    )
-    _kept.append(handles)
-    return addresses
-
-
-_kept: list[object] = []  # what FlashInfer keeps buffers alive by
+    most_rows = max(_MOST_BYTES // (size * 2), 64)
+    length = 3 * ranks.size * most_rows * size
+    addresses = torch.tensor(create_shared_buffer(2 * length, ranks.group), device="cuda")
+    boxes = Boxes(addresses, torch.zeros(3, dtype=torch.int32, device="cuda"), most_rows)
+    _empty_kernel[(triton.cdiv(length, 1024),)](addresses[ranks.rank :], length, BLOCK=1024)
+    ranks.gather(addresses)  # after which every rank's are empty
+    torch.cuda.synchronize()
+    return boxes

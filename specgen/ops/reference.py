@@ -182,7 +182,7 @@ def ranked(ops: Ops, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> 
     """``ops``, whose norms add the parts of all ``ranks``; by one kernel where there is one."""
     if ranks.size == 1:
         return ops
-    fuse: Callable[[Norm, Norm, Tensor, float, Ranks], Norm] | None = None
+    fuse: Callable[[Norm, Norm, Ranks], Norm] | None = None
     if device.type == "cuda":
         from specgen.ops.fused_sum import FusedNorm, can_fuse
 
@@ -193,8 +193,7 @@ def ranked(ops: Ops, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> 
     ) -> Norm:
         norm = ops.rms_norm(weight, eps, casts_last, out_scale)
         sums = RankedNorm(norm=norm, ranks=ranks)
-        # the fused kernel takes weights in the dtype of the rows alone
-        return sums if fuse is None or weight.dtype != dtype else fuse(norm, sums, weight, eps, ranks)
+        return sums if fuse is None else fuse(norm, sums, ranks)
 
     return replace(ops, rms_norm=rms_norm, ranks=ranks)
 

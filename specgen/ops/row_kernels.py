@@ -17,7 +17,7 @@ from specgen.ops.launch import PDL
 
 
 @triton.jit
-def _normed(x: tl.tensor, weight: tl.tensor, size: int, eps: float, CASTS_LAST: tl.constexpr) -> tl.tensor:  # noqa: N803
+def rms_normed(x: tl.tensor, weight: tl.tensor, size: int, eps: float, CASTS_LAST: tl.constexpr) -> tl.tensor:  # noqa: N803
     """``x`` in its own dtype, zero beyond ``size``; rounded before the weight is applied or, CASTS_LAST, behind it."""
     wide = x.to(tl.float32)
     scaled = wide * tl.rsqrt(tl.sum(wide * wide) / size + eps)
@@ -58,7 +58,7 @@ def _norm_kernel(
     w = tl.load(weight + part * size + columns, inside, 0)
     gdc_wait()
     values = tl.load(x + row // num_weights * stride + part * size + columns, inside, 0)
-    normed = _normed(values, w, size, eps, CASTS_LAST)
+    normed = rms_normed(values, w, size, eps, CASTS_LAST)
     if out_scale is not None:
         normed = to_e4m3(normed, 1.0 / tl.load(out_scale))
     tl.store(out + row * size + columns, normed, inside)
@@ -97,7 +97,7 @@ def _add_norm_kernel(
         delta += tl.load(more + start + columns, inside, 0).to(tl.float32)
     added = before + delta.to(before.dtype)
     tl.store(total + row * size + columns, added, inside)
-    normed = _normed(added, w, size, eps, CASTS_LAST)
+    normed = rms_normed(added, w, size, eps, CASTS_LAST)
     if out_scale is not None:
         normed = to_e4m3(normed, 1.0 / tl.load(out_scale))
     tl.store(out + row * size + columns, normed, inside)
@@ -148,7 +148,7 @@ def _embed_norm_concat_kernel(
         w = tl.load(weight + columns, inside, 0)
         gdc_wait()
         values = tl.load(x + row * stride + columns, inside, 0)
-    tl.store(out + columns, _normed(values, w, size, eps, CASTS_LAST), inside)
+    tl.store(out + columns, rms_normed(values, w, size, eps, CASTS_LAST), inside)
 
 
 @triton.jit
@@ -251,11 +251,11 @@ class TritonNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         size = self.weight.shape[-1]
-        out = torch.empty(x.shape, dtype=self._dtype(x), device=x.device)
+        out = torch.empty(x.shape, dtype=self.out_dtype(x), device=x.device)
         if x.numel():
             num_weights = self.weight.numel() // size
             args = (x, self.weight, self.out_scale, out, size, self.eps, num_weights, x.stride(0))
-            _norm_kernel[(x.numel() // size,)](*args, CASTS_LAST=self.casts_last, **_block(size), **PDL)
+            _norm_kernel[(x.numel() // size,)](*args, CASTS_LAST=self.casts_last, **row_block(size), **PDL)
         return out
 
     def add(self, stream: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
@@ -263,7 +263,7 @@ class TritonNorm:
         first, more = parts if len(parts) == 2 else (joined(parts), None)
         # not one allocation of both: one may outlive the other
         total = stream.new_empty(rows, size)
-        out = torch.empty(rows, size, dtype=self._dtype(stream), device=stream.device)
+        out = torch.empty(rows, size, dtype=self.out_dtype(stream), device=stream.device)
         if rows:
             args = (
                 stream,
@@ -278,10 +278,11 @@ class TritonNorm:
                 stream.stride(0),
             )
             counts = {"PARTS": len(first), "MORE": 0 if more is None else len(more)}
-            _add_norm_kernel[(rows,)](*args, **counts, CASTS_LAST=self.casts_last, **_block(size), **PDL)
+            _add_norm_kernel[(rows,)](*args, **counts, CASTS_LAST=self.casts_last, **row_block(size), **PDL)
         return total, out
 
-    def _dtype(self, x: Tensor) -> torch.dtype:
+    def out_dtype(self, x: Tensor) -> torch.dtype:
+        """Of the normed rows of ``x``."""
         return x.dtype if self.out_scale is None else torch.float8_e4m3fn
 
 
@@ -299,7 +300,7 @@ class TritonEmbedNormConcat:
         if rows:
             args = (token_ids, self.table, self.embed_weight, x, self.weight, out, size, self.eps)
             _embed_norm_concat_kernel[(rows, 2)](
-                *args, x.stride(0), CASTS_LAST=self.casts_last, **_block(size), **PDL
+                *args, x.stride(0), CASTS_LAST=self.casts_last, **row_block(size), **PDL
             )
         return out
 
@@ -372,7 +373,8 @@ def silu_and_mul_of(gate: Tensor, up: Tensor, out_scale: Tensor | None = None) -
     return out
 
 
-def _block(size: int) -> dict[str, int]:
+def row_block(size: int) -> dict[str, int]:
+    """For a program that holds a row of ``size``."""
     block = triton.next_power_of_2(size)
     return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}
 
