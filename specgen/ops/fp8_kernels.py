@@ -89,6 +89,7 @@ def _fp8_kernel(
     BLOCK_IN: tl.constexpr,  # noqa: N803
     STAGES: tl.constexpr,  # noqa: N803
     PIECES: tl.constexpr,  # noqa: N803
+    EARLY: tl.constexpr,  # noqa: N803
 ) -> None:
     """``x`` [rows, in] is e4m3 with scales x_scale, or, if it ROUNDS, in the model's DTYPE.
 
@@ -126,6 +127,8 @@ def _fp8_kernel(
         static = tl.load(x_scale)  # a weight as well
         inverse = 1.0 / static
     gdc_wait()
+    if EARLY:
+        gdc_launch_dependents()
     for start in tl.range(0, part_width, BLOCK_IN, num_stages=STAGES):
         columns = tl.load(x_start + start, there[None, :], 0.0)
         if GROUPED:
@@ -280,6 +283,7 @@ def _launch(
         BLOCK_IN=tile.block_in,
         STAGES=tile.stages,
         PIECES=max(tile.warps * 32 // tile.block_out, 1),
+        EARLY=not gated and tile.leaves_room,
         num_warps=tile.warps,
         **PDL,
     )

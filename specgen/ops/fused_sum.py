@@ -1,7 +1,7 @@
 # mypy: allow-untyped-decorators
 """The sum over ranks, the residual stream and the norm as one kernel, over memory that GPUs map into each other.
 
-Each rank writes its rows into a box in every other's memory, and reads theirs from its own (NVLink or PCIe, never
+Each rank writes its rows into a box in every rank's memory, and reads all of them from its own (NVLink or PCIe, never
 multicast). A number that has not arrived yet is -0.0, which nobody sends: what is there needs no flag, and no order.
 Boxes are used in turn, one call after the other. A call empties the box of the call before: in that one, which
 nobody writes to until all have ended this call, everything has been read.
@@ -46,27 +46,10 @@ def can_fuse(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> bool:
 
 
 @triton.jit
-def _boxes_at(addresses: tl.tensor, rank: int) -> tl.tensor:
-    return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int16)), 16)
-
-
-@triton.jit
-def _mine(
-    parts: tl.tensor,
-    row: tl.tensor,
-    num_rows: int,
-    size: int,
-    DTYPE: tl.constexpr,  # noqa: N803
-    PARTS: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-) -> tl.tensor:
-    """This rank's sum of a row, rounded, in bits of which none are ``_EMPTY``."""
-    columns = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for part in tl.static_range(PARTS):
-        total += tl.load(parts + (part * num_rows + row) * size + columns, columns < size, 0).to(tl.float32)
-    bits = total.to(DTYPE).to(tl.int16, bitcast=True)
-    return tl.where(bits == _EMPTY, 0, bits)
+def _box(address: tl.tensor, turn: tl.tensor, rank: int, row: tl.tensor, shape: tl.tuple) -> tl.tensor:
+    """Where a row of ``rank`` lies among the boxes at ``address``; shape: ranks, rows of a box and their size."""
+    first = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), 16)
+    return first + ((turn * shape[0] + rank) * shape[1] + row) * shape[2]
 
 
 @triton.jit
@@ -87,8 +70,8 @@ def _sum_norm_kernel(
     out_scale: tl.tensor,
     total: tl.tensor,
     out: tl.tensor,
-    addresses: tl.tensor,
     state: tl.tensor,
+    addresses: tl.tuple,
     num_rows: int,
     size: int,
     eps: float,
@@ -102,35 +85,35 @@ def _sum_norm_kernel(
     first, step, columns = tl.program_id(0).to(tl.int64), tl.num_programs(0), tl.arange(0, BLOCK)
     inside = columns < size
     dtype: tl.constexpr = stream.dtype.element_ty
+    shape = (RANKS, most_rows, size)
     w = tl.load(weight + columns, inside, 0)
-    own = _boxes_at(addresses, RANK)
+    if out_scale is not None:
+        inverse = 1.0 / tl.load(out_scale)  # a weight as well
     gdc_wait()
     gdc_launch_dependents()
     turn, rows_before = tl.load(state), tl.load(state + 1)
-    box, used = turn * RANKS, (turn + _TURNS - 1) % _TURNS * RANKS
     for row in range(first, num_rows, step):  # all, before anything is waited for
-        bits = _mine(parts, row, num_rows, size, dtype, PARTS, BLOCK)
-        at = ((box + RANK) * most_rows + row) * size + columns
+        mine = tl.zeros((BLOCK,), tl.float32)
+        for part in tl.static_range(PARTS):
+            mine += tl.load(parts + (part * num_rows + row) * size + columns, inside, 0).to(tl.float32)
+        bits = mine.to(dtype).to(tl.int16, bitcast=True)
+        bits = tl.where(bits == _EMPTY, 0, bits)
         for rank in tl.static_range(RANKS):
-            if rank != RANK:
-                tl.store(_boxes_at(addresses, rank) + at, bits, inside)
+            tl.store(_box(addresses[rank], turn, RANK, row, shape) + columns, bits, inside)
     for row in range(first, rows_before, step):
         for rank in tl.static_range(RANKS):
-            if rank != RANK:
-                tl.store(own + ((used + rank) * most_rows + row) * size + columns, _EMPTY, inside)
+            used = _box(addresses[RANK], (turn + _TURNS - 1) % _TURNS, rank, row, shape)
+            tl.store(used + columns, _EMPTY, inside)
     for row in range(first, num_rows, step):
-        delta = tl.zeros((BLOCK,), tl.float32)
+        before, delta = tl.load(stream + row * size + columns, inside, 0), tl.zeros((BLOCK,), tl.float32)
         for rank in tl.static_range(RANKS):  # in the same order everywhere, so that all have the same bits
-            if rank == RANK:
-                bits = _mine(parts, row, num_rows, size, dtype, PARTS, BLOCK)
-            else:
-                bits = _received(own + ((box + rank) * most_rows + row) * size, size, BLOCK)
+            bits = _received(_box(addresses[RANK], turn, rank, row, shape), size, BLOCK)
             delta += bits.to(dtype, bitcast=True).to(tl.float32)
-        added = tl.load(stream + row * size + columns, inside, 0) + delta.to(dtype)
+        added = before + delta.to(dtype)
         tl.store(total + row * size + columns, added, inside)
         normed = rms_normed(added, w, size, eps, CASTS_LAST)
         if out_scale is not None:
-            normed = to_e4m3(normed, 1.0 / tl.load(out_scale))
+            normed = to_e4m3(normed, inverse)
         tl.store(out + row * size + columns, normed, inside)
     if tl.atomic_add(state + 2, 1) == step - 1:  # the last one: all have read the turn
         tl.store(state, (turn + 1) % _TURNS)
@@ -142,7 +125,7 @@ def _sum_norm_kernel(
 class Boxes:
     """What ranks send each other: of every rank 3 x ranks x ``most_rows`` x N numbers in half precision."""
 
-    addresses: Tensor  # [ranks] int64, of each rank's boxes
+    addresses: tuple[int, ...]  # of each rank's boxes, mapped into this process
     state: Tensor  # [3] int32: the turn, rows of the call before, programs of this call that have ended
     most_rows: int
 
@@ -174,7 +157,7 @@ class FusedNorm:
         each, total = joined(parts), torch.empty_like(stream)
         out = torch.empty_like(stream, dtype=norm.out_dtype(stream))
         _sum_norm_kernel[(min(rows, _BLOCKS * num_sms(stream.device)),)](
-            *(stream, each, norm.weight, norm.out_scale, total, out, boxes.addresses, boxes.state),
+            *(stream, each, norm.weight, norm.out_scale, total, out, boxes.state, boxes.addresses),
             *(rows, size, norm.eps, boxes.most_rows),
             RANK=self.ranks.rank,
             RANKS=self.ranks.size,
@@ -190,7 +173,7 @@ class FusedNorm:
 @triton.jit
 def _empty_kernel(address: tl.tensor, length: int, BLOCK: tl.constexpr) -> None:  # noqa: N803
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(tl.load(address).to(tl.pointer_type(tl.int16)) + at, _EMPTY, at < length)
+    tl.store(address.to(tl.pointer_type(tl.int16)) + at, _EMPTY, at < length)
 
 
 @cache
@@ -200,9 +183,9 @@ def _boxes(ranks: Ranks, size: int) -> Boxes:
 
     most_rows = max(_MOST_BYTES // (size * 2), 64)
     length = 3 * ranks.size * most_rows * size
-    addresses = torch.tensor(create_shared_buffer(2 * length, ranks.group), device="cuda")
+    addresses = tuple(create_shared_buffer(2 * length, ranks.group))
     boxes = Boxes(addresses, torch.zeros(3, dtype=torch.int32, device="cuda"), most_rows)
-    _empty_kernel[(triton.cdiv(length, 1024),)](addresses[ranks.rank :], length, BLOCK=1024)
-    ranks.gather(addresses)  # after which every rank's are empty
+    _empty_kernel[(triton.cdiv(length, 1024),)](addresses[ranks.rank], length, BLOCK=1024)
+    ranks.gather(boxes.state)  # after which every rank's are empty
     torch.cuda.synchronize()
     return boxes

@@ -28,6 +28,11 @@ class Tile:
     def most_rows(self) -> int:
         return self.rows * self.row_blocks
 
+    @property
+    def leaves_room(self) -> bool:
+        """Whether what follows may start beside it: attention, which loads KV meanwhile, or a norm of few rows."""
+        return self.parts == 1 or self.rows <= 16
+
     def fits(self, num_out: int, width: int) -> bool:
         """Whether a matrix [num_out, width] consists of whole blocks, and not of too many."""
         whole = num_out % self.block_out == 0 and width % (self.parts * self.block_in) == 0

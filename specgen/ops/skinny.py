@@ -67,7 +67,7 @@ def _skinny_kernel(
         if GATED:
             up_acc += tl.load(bias + num_out + out).to(tl.float32)[:, None]
     gdc_wait()
-    if EARLY:  # attention, which loads KV meanwhile, or a norm of few rows fits beside these programs
+    if EARLY:
         gdc_launch_dependents()
     for start in tl.range(0, part_width, BLOCK_IN, num_stages=STAGES):
         columns = tl.load(x_start + start, row[None, :] < num_rows, 0)
@@ -115,7 +115,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, tile: Til
         BLOCK_OUT=tile.block_out,
         BLOCK_IN=tile.block_in,
         STAGES=tile.stages,
-        EARLY=not gated and (tile.parts == 1 or tile.rows <= 16),
+        EARLY=not gated and tile.leaves_room,
         PIECES=max(tile.warps * 32 // tile.block_out, 1),  # one per thread
         num_warps=tile.warps,
         **PDL,
