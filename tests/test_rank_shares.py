@@ -259,9 +259,9 @@ def written_pair(path: Path, kind: str) -> tuple[Checkpoint, Checkpoint]:
 def drafted(target: Checkpoint, head: Checkpoint, ranks: Ranks) -> Tensor:
     """Logits of five rows and of three more behind them."""
     model = load_drafter(head, load_target(target, torch.float32, CPU, ranks))
-    torch.manual_seed(5)
     width = max(model.config.target_hidden_size * (1 if model.config.reads_output else 3), 1)
-    hidden, attend = model.fuse(torch.randn(8, width)), DenseAttend(model)
+    alike = torch.Generator().manual_seed(5)  # of this thread alone
+    hidden, attend = model.fuse(torch.randn(8, width, generator=alike)), DenseAttend(model)
     ids = torch.arange(3, 11)
     rows = [model.forward(ids[part], hidden[part], attend)[1] for part in (slice(0, 5), slice(5, 8))]
     return model.logits(torch.cat(rows))
