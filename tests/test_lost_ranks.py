@@ -206,8 +206,9 @@ def test_what_another_rank_cannot_load_is_an_error_of_the_command(
 def test_a_run_goes_on_without_what_the_lost_rank_had(
     models: Models, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    rows = ({"question_id": f"q{n}", "turns": [f"Tom has {n} apples.", "Why?"]} for n in range(6))
-    job = conversations(tmp_path, rows)
+    # the text of the first takes the most steps, so that it is in flight when others have ended
+    turns = {n: [f"Tom has {n} apples.", "Why?"] for n in (5, 0, 1, 2, 3, 4)}
+    job = conversations(tmp_path, ({"question_id": f"q{n}", "turns": each} for n, each in turns.items()))
     several = replace(job, engine=replace(job.engine, tensor_parallel=2))
 
     class Killing(Silent):
