@@ -62,10 +62,15 @@ def _threads() -> None:
     torch.set_num_threads(1)  # also where torch ignores the environment set in tests/__init__.py
 
 
+def pytest_sessionstart() -> None:
+    """Nothing is garbage while thousands of tests are collected, and looking for it took 4 s."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """What all test modules have imported is never garbage: an engine that closes need not search it."""
-    gc.collect()
+    """Nor is what all test modules have imported: an engine that closes need not search it."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)
