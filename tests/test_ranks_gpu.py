@@ -32,7 +32,7 @@ def each_rank(rank: int, port: int, failed: "multiprocessing.Queue[str]") -> Non
     store = TCPStore("127.0.0.1", port, 2, is_master=rank == 0) if rank == 0 else None
     place = Place(rank=rank, size=2, device=f"cuda:{rank}", port=port, timeout=TIMEOUT, num_threads=1)
     ranks = join(place, lambda: None, store)
-    for check in (sums, replays, other_rows):
+    for check in (sums, as_alone, replays, other_rows):
         try:
             check(ranks)
         except Exception as error:
@@ -40,12 +40,12 @@ def each_rank(rank: int, port: int, failed: "multiprocessing.Queue[str]") -> Non
     torch.cuda.synchronize()
 
 
-def inputs(ranks: Ranks, rows: int, num_parts: int, seed: int) -> tuple[torch.Tensor, ...]:
+def inputs(ranks: Ranks, rows: int, num_parts: int, seed: int, size: int = SIZE) -> tuple[torch.Tensor, ...]:
     """The same stream on each rank, and every rank's parts [ranks, n, rows, N]."""
     torch.manual_seed(seed)
-    stream = torch.randn(rows, SIZE, device="cuda").bfloat16()
+    stream = torch.randn(rows, size, device="cuda").bfloat16()
     dtype = torch.bfloat16 if num_parts == 1 else torch.float32
-    return stream, torch.randn(ranks.size, num_parts, rows, SIZE, device="cuda").to(dtype)
+    return stream, torch.randn(ranks.size, num_parts, rows, size, device="cuda").to(dtype)
 
 
 def expected(
@@ -80,6 +80,26 @@ def sums(ranks: Ranks) -> None:
             stream, parts = inputs(ranks, rows, num_parts, seed)
             found = norm.add(stream, parts[ranks.rank])
             require_near(ranks, found, expected(stream, parts, weight))
+
+
+def as_alone(ranks: Ranks) -> None:
+    """To the bit what the norm alone makes of every rank's rows, also where it rounds to FP8 or weighs in float32."""
+    device, scale = torch.device("cuda", ranks.rank), torch.tensor([0.02], device="cuda")
+    forms = (
+        (4096, torch.bfloat16, False, scale),
+        (2880, torch.float32, True, None),
+        (5120, torch.float32, False, scale),
+    )
+    for size, dtype, casts_last, out_scale in forms:
+        torch.manual_seed(0)
+        weight = (torch.rand(size, device="cuda") + 0.5).to(dtype)
+        norm: Any = bind_ops(device, torch.bfloat16, ranks).rms_norm(weight, 1e-5, casts_last, out_scale)
+        for seed, rows in enumerate((1, 5, 160, 700)):
+            stream, parts = inputs(ranks, rows, 2, seed, size)
+            found = norm.add(stream, parts[ranks.rank])
+            right = norm.norm.add(stream, parts.sum(1).bfloat16())
+            for mine, exact in zip(found, right, strict=True):
+                assert torch.equal(mine.view(torch.uint8), exact.view(torch.uint8)), (size, dtype, rows)
 
 
 def replays(ranks: Ranks) -> None:
