@@ -2,12 +2,14 @@
 
 import gc
 from collections.abc import Callable, Generator, Iterator
+from multiprocessing import Pipe
 
 import pytest
 
 from specgen.config import SamplingParams
 from specgen.core.engine_core import never_stop
 from specgen.core.garbage import rarely_collected
+from specgen.engine.worker import Worker
 from tests.engines import Pair, engine_of, random_requests
 
 HOST = (600, 7, 13)  # not Python's own, and set behind the import
@@ -59,6 +61,21 @@ def test_a_request_source_that_fails_changes_nothing(random_pair: Pair) -> None:
     with pytest.raises(ZeroDivisionError):
         list(engine.generate(1 // 0 for _ in range(1)))
     assert gc.get_threshold() == HOST
+
+
+def test_old_objects_of_another_rank_are_seldom_searched() -> None:
+    during: list[tuple[int, int, int]] = []
+
+    class Asked(Worker):
+        def ask(self) -> None:
+            during.append(gc.get_threshold())
+            raise SystemExit
+
+    ours, theirs = Pipe()
+    ours.send((0, "ask", ()))
+    with ours, theirs, pytest.raises(SystemExit):
+        Asked(theirs, 1).run()
+    assert during == [(600, 7, 1000)]
 
 
 def test_what_others_froze_stays_frozen(random_pair: Pair) -> None:

@@ -20,6 +20,7 @@ from torch import distributed as dist
 
 from specgen.config import EngineConfig, SamplingParams, UserError, first_line
 from specgen.core.engine_core import EngineCore
+from specgen.core.garbage import rarely_collected
 from specgen.core.peers import Peers
 from specgen.device import Ranks, RankUnreachable
 from specgen.engine.build import assemble, num_pages
@@ -67,12 +68,13 @@ class Worker:
 
     def run(self) -> None:
         """Do one call after another; a ``UserError`` is an answer, and any other exception the last."""
-        while True:
-            self._number, call, arguments = self._connection.recv()
-            try:
-                getattr(self, call)(*arguments)
-            except UserError as error:
-                self._answer(error)
+        with rarely_collected():  # else every rank waits for this one's search, as for a pass
+            while True:
+                self._number, call, arguments = self._connection.recv()
+                try:
+                    getattr(self, call)(*arguments)
+                except UserError as error:
+                    self._answer(error)
 
     def _answer(self, value: object) -> None:
         self._connection.send((self._number, value))
