@@ -26,7 +26,7 @@ from specgen.ops.row_kernels import TritonNorm, rms_normed, row_block, to_e4m3
 
 _TURNS = tl.constexpr(3)
 _EMPTY = tl.constexpr(-32768)  # the bits of -0.0 in half precision
-_MOST_BYTES = 8 << 20  # of the rows of a call; more go through NCCL
+_MOST_BYTES = 8 << 20  # of the rows of a launch; more take several
 _BLOCKS = 2  # of a multiprocessor, which all have to run at once: they wait for each other
 
 
@@ -74,6 +74,7 @@ def _sum_norm_kernel(
     addresses: tl.tuple,
     num_rows: int,
     size: int,
+    part_stride: int,
     eps: float,
     most_rows: int,
     RANK: tl.constexpr,  # noqa: N803
@@ -95,7 +96,7 @@ def _sum_norm_kernel(
     for row in range(first, num_rows, step):  # all, before anything is waited for
         mine = tl.zeros((BLOCK,), tl.float32)
         for part in tl.static_range(PARTS):
-            mine += tl.load(parts + (part * num_rows + row) * size + columns, inside, 0).to(tl.float32)
+            mine += tl.load(parts + part * part_stride + row * size + columns, inside, 0).to(tl.float32)
         bits = mine.to(dtype).to(tl.int16, bitcast=True)
         bits = tl.where(bits == _EMPTY, 0, bits)
         for rank in tl.static_range(RANKS):
@@ -135,39 +136,39 @@ class FusedNorm:
     """A norm whose ``add`` sums the parts of every rank as well."""
 
     norm: TritonNorm  # of a rank alone
-    sums: Norm  # for more rows than a box holds
     ranks: Ranks
     boxes: Boxes
 
     @classmethod
-    def build(cls, norm: Norm, sums: Norm, ranks: Ranks) -> Norm:
+    def build(cls, norm: Norm, ranks: Ranks) -> "FusedNorm":
         """All ranks build theirs in the same order."""
         assert isinstance(norm, TritonNorm)
-        if norm.weight.dim() != 1:
-            return sums
-        return cls(norm=norm, sums=sums, ranks=ranks, boxes=_boxes(ranks, norm.weight.shape[0]))
+        return cls(norm=norm, ranks=ranks, boxes=_boxes(ranks, norm.weight.shape[0]))
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.norm(x)
 
     def add(self, stream: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+        stream, each, most_rows = stream.contiguous(), joined(parts), self.boxes.most_rows
+        total, out = torch.empty_like(stream), torch.empty_like(stream, dtype=self.norm.out_dtype(stream))
+        for first in range(0, len(stream), most_rows):
+            rows = slice(first, first + most_rows)
+            self._launch(stream[rows], each[:, rows], total[rows], out[rows])
+        return total, out
+
+    def _launch(self, stream: Tensor, parts: Tensor, total: Tensor, out: Tensor) -> None:
         (rows, size), norm, boxes = stream.shape, self.norm, self.boxes
-        if not 0 < rows <= boxes.most_rows or not stream.is_contiguous():
-            return self.sums.add(stream, *parts)
-        each, total = joined(parts), torch.empty_like(stream)
-        out = torch.empty_like(stream, dtype=norm.out_dtype(stream))
         _sum_norm_kernel[(min(rows, _BLOCKS * num_sms(stream.device)),)](
-            *(stream, each, norm.weight, norm.out_scale, total, out, boxes.state, boxes.addresses),
-            *(rows, size, norm.eps, boxes.most_rows),
+            *(stream, parts, norm.weight, norm.out_scale, total, out, boxes.state, boxes.addresses),
+            *(rows, size, parts.stride(0), norm.eps, boxes.most_rows),
             RANK=self.ranks.rank,
             RANKS=self.ranks.size,
-            PARTS=len(each),
+            PARTS=len(parts),
             CASTS_LAST=norm.casts_last,
             maxnreg=64,
             **row_block(size),
             **PDL,
         )
-        return total, out
 
 
 @triton.jit
@@ -182,7 +183,7 @@ def _boxes(ranks: Ranks, size: int) -> Boxes:
     from flashinfer.comm.cuda_ipc import create_shared_buffer
 
     most_rows = max(_MOST_BYTES // (size * 2), 64)
-    length = 3 * ranks.size * most_rows * size
+    length = _TURNS.value * ranks.size * most_rows * size
     addresses = tuple(create_shared_buffer(2 * length, ranks.group))
     boxes = Boxes(addresses, torch.zeros(3, dtype=torch.int32, device="cuda"), most_rows)
     _empty_kernel[(triton.cdiv(length, 1024),)](addresses[ranks.rank], length, BLOCK=1024)

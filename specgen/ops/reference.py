@@ -182,7 +182,7 @@ def ranked(ops: Ops, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> 
     """``ops``, whose norms add the parts of all ``ranks``; by one kernel where there is one."""
     if ranks.size == 1:
         return ops
-    fuse: Callable[[Norm, Norm, Ranks], Norm] | None = None
+    fuse: Callable[[Norm, Ranks], Norm] | None = None
     if device.type == "cuda":
         from specgen.ops.fused_sum import FusedNorm, can_fuse
 
@@ -192,8 +192,9 @@ def ranked(ops: Ops, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> 
         weight: Tensor, eps: float, casts_last: bool = False, out_scale: Tensor | None = None
     ) -> Norm:
         norm = ops.rms_norm(weight, eps, casts_last, out_scale)
-        sums = RankedNorm(norm=norm, ranks=ranks)
-        return sums if fuse is None else fuse(norm, sums, ranks)
+        if fuse is None or weight.dim() > 1:
+            return RankedNorm(norm=norm, ranks=ranks)
+        return fuse(norm, ranks)
 
     return replace(ops, rms_norm=rms_norm, ranks=ranks)
 
