@@ -275,6 +275,8 @@ class BatchMLAPagedAttentionWrapper:
         assert causal
         assert {each.dtype for each in (qo_indptr, kv_indptr, kv_indices, kv_len_arr)} == {torch.int32}
         assert len(qo_indptr) == len(kv_indptr) == len(kv_len_arr) + 1
+        assert kv_indptr[0] == 0, "as FlashInfer 0.7 demands"
+        assert torch.equal(kv_indptr.diff(), -(-kv_len_arr // page_size))
         self.num_heads, self.page_size, self.scale = num_heads, page_size, sm_scale
         self.first_rows, self.first_pages = qo_indptr.tolist(), kv_indptr.tolist()
         self.pages, self.kv_lens = kv_indices.long(), kv_len_arr.tolist()

@@ -365,6 +365,7 @@ def generators(monkeypatch: pytest.MonkeyPatch) -> None:
             "gen_batch_prefill_module",
             "gen_customize_batch_prefill_module",
         ),
+        "flashinfer.jit.attention.modules": (),
         "flashinfer.jit.attention.variants": (),
         "flashinfer.jit.sampling": ("gen_sampling_module",),
     }.items():
@@ -372,19 +373,22 @@ def generators(monkeypatch: pytest.MonkeyPatch) -> None:
         for function in functions:
             setattr(module, function, lambda *given, **named: (*given, *named.items()))
         monkeypatch.setitem(sys.modules, name, module)
-    sys.modules["flashinfer.jit"].attention = sys.modules["flashinfer.jit.attention"]  # type: ignore[attr-defined]
+    for parent, child in (("flashinfer.jit", "attention"), ("flashinfer.jit.attention", "modules")):
+        setattr(sys.modules[parent], child, sys.modules[f"{parent}.{child}"])
     sys.modules["flashinfer.jit.attention.variants"].attention_sink_decl = {  # type: ignore[attr-defined]
         "fa3": "declaration"
     }
 
 
-def test_flashinfer_is_asked_for_what_it_would_compile_at_the_first_use(generators: None) -> None:
+def test_flashinfer_is_asked_for_what_it_would_compile_at_the_first_use(
+    generators: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     half, fp8, none = torch.float16, torch.float8_e4m3fn, (False, False)
-    prefill, step, unsplit = [
+    first, step, unsplit = [
         each.spec() for each in HopperBackend.modules(H100, use(HALF, num_sequences=32, windowed=(True,)))
     ]
-    assert prefill == ("fa3", half, half, half, torch.int32, 128, 128, 0, True, *none)
-    assert unsplit == ("fa2", *prefill[1:])
+    assert first == ("fa3", half, half, half, torch.int32, 128, 128, 0, True, *none)
+    assert unsplit == ("fa2", *first[1:])
     assert step == (half, half, 64, 128, 4, True, half, 5, False)
     prefill, *steps = [each.spec() for each in HopperBackend.modules(H100, use(FP8, query_lens=(1, 5)))]
     assert prefill[:4] == ("fa2", torch.bfloat16, fp8, torch.bfloat16), "FA3 wants one dtype"
@@ -398,6 +402,14 @@ def test_flashinfer_is_asked_for_what_it_would_compile_at_the_first_use(generato
     bf16 = [torch.bfloat16] * 3
     assert absorbed.spec() == ("fa3", *bf16, torch.int32, 512, 64, False)
     assert expanded.spec() == ("fa3", *bf16, torch.int32, 256, 256, 0, *none, False)
+    monkeypatch.setattr(
+        sys.modules["flashinfer.jit.attention.modules"],
+        "_gen_batch_prefill_primary_module",
+        lambda *given: ("FlashInfer 0.7's", *given),
+        raising=False,
+    )
+    newer = HopperBackend.modules(H100, use(HALF, num_sequences=32, windowed=(True,)))
+    assert [each.spec() for each in newer] == [first, step, ("FlashInfer 0.7's", *unsplit)]
 
 
 def of_pair(path: Path, expected: SamplingParams = SamplingParams(), **settings: Any) -> list[str]:  # noqa: B008

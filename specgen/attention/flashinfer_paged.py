@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -20,7 +19,8 @@ from specgen.attention import (
     latent_decode,
 )
 from specgen.attention.latent_decode import BLOCK_ROWS, RANK, ROPE_DIM, LatentPrefill, Shape
-from specgen.attention.planning import MIB, HostPlan, PassLens, prefill_bytes
+from specgen.attention.planning import MIB, HostPlan, PassLens, offsets, prefill_bytes, spread
+from specgen.device import on_device
 from specgen.kv.layout import HostLens, Layout
 from specgen.ops.jit_modules import Module, num_sms
 
@@ -177,12 +177,14 @@ class PlannedLatents:
             for rows, kv_len, page in zip(query_lens, kv_lens, lengths.first_pages.tolist(), strict=False)
             for skipped in range(0, rows, share)
         ]
-        rows, ends, pages = zip(*groups, strict=True)
+        rows, ends, first_pages = torch.tensor(groups).T
+        first_indices = offsets(-(-ends // lengths.page_size))
+        group, place = spread(first_indices.diff(), int(first_indices[-1]))
         self._inner.plan(
-            torch.tensor([*accumulate(rows, initial=0)], dtype=torch.int32),
-            torch.tensor([*pages, 0], dtype=torch.int32),
-            lengths.pages,
-            torch.tensor(ends, dtype=torch.int32),
+            offsets(rows),
+            first_indices,
+            lengths.pages[on_device((first_pages[group] + place).tolist(), self._device)],
+            ends.to(torch.int32),
             num_heads,
             RANK,
             ROPE_DIM,
@@ -235,14 +237,20 @@ def prefill_modules(kernels: FlashAttention, use: Use) -> list[Module]:
 
 def _spec(kernels: FlashAttention, heads: Heads, windowed: bool) -> Any:  # noqa: ANN401
     from flashinfer.jit import attention
+    from flashinfer.jit.attention import modules
 
     if heads.sinks:
         _, arguments, keywords = _sink_variant(kernels, heads, windowed=windowed)
         return attention.gen_customize_batch_prefill_module(kernels, *arguments, **keywords)
     types = (heads.dtype, heads.kv_dtype, heads.dtype, torch.int32)
     dims, no_rotation = (heads.head_dim, heads.head_dim), 0
+    make = attention.gen_batch_prefill_module
+    if (
+        kernels == "fa2"
+    ):  # of which FlashInfer 0.7's wrapper takes a narrower module than the public function makes
+        make = getattr(modules, "_gen_batch_prefill_primary_module", make)
     # of the flags, that for windows; the others are a cap on logits and GEMMs in half precision
-    return attention.gen_batch_prefill_module(kernels, *types, *dims, no_rotation, windowed, False, False)
+    return make(kernels, *types, *dims, no_rotation, windowed, False, False)
 
 
 def _sink_variant(
