@@ -1,5 +1,6 @@
 """On an NVIDIA GPU: texts and steps equal the CPU's, with and without CUDA graphs and lookahead."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -492,12 +493,16 @@ def test_out_of_memory_on_a_gpu_lowers_the_batch_size(gpu_pair: Pair) -> None:
             gpu_pair, bundled_requests(COUNT, GREEDY), max_batch_size=16, kv_memory=64 << 20, **EXACT
         )
 
-    plain = run()
+    gc.collect()
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    held = total - free
-    # memory for the caches and little else
-    torch.cuda.set_per_process_memory_fraction((held + (80 << 20)) / total)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    plain = run()
+    needed = torch.cuda.max_memory_allocated() - before
+    gc.collect()  # the engine's, or it has its memory still
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 0.8 * needed) / total)
     try:
         short = run()
     finally:
