@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from specgen.cli.main import app
 from specgen.config import EngineConfig, UserError
+from specgen.config.bundled import pair
 from specgen.core import step as step_module
 from specgen.core.graphs import Runner
 from specgen.core.running_batch import Columns
@@ -207,6 +208,15 @@ def test_plain_steps_are_explained_too() -> None:
     found = json.loads(done)
     assert found["title"] == "A plain decode step"
     assert [row["part"] for row in found["rows"] if row["bound"]] == ["verify", "accept", "step"]
+
+
+def test_plain_steps_of_a_target_need_no_drafter() -> None:
+    target, _ = pair()
+    arguments = ["--model", target, "--batch-sizes", "1", "--prompt-tokens", "4"]
+    done = printed("bench", "step", "--device", "cpu", "--num-spec-tokens", "0", *arguments, "--json")
+    assert json.loads(done)["title"] == "A plain decode step"
+    refused = specgen("bench", "step", "--device", "cpu", *arguments)
+    assert "use --num-spec-tokens 0" in str(refused.exception)
 
 
 @pytest.mark.parametrize(

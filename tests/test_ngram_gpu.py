@@ -98,10 +98,10 @@ def test_an_error_at_any_launch_point_changes_no_result(
     require_no_change(setting, run_without_fault(setting), error)
 
 
-def test_auto_captures_no_step_during_a_run(gpu_pair: Pair) -> None:
+def test_uniform_captures_no_step_during_a_run(gpu_pair: Pair) -> None:
     """K changes by the measured cost; texts stay those of plain decoding. Prompts are captured as they come."""
     events: list[Any] = []
-    length = DraftLength(most=4, kind="auto")
+    length = DraftLength(most=4, kind="uniform")
     config = config_of(gpu_pair, drafter="ngram", num_spec_tokens=length, max_batch_size=7, **EXACT)
     engine = build_engine(config, gpu_pair.models, events.append)
     engine.warm_up()

@@ -140,6 +140,7 @@ def _print_table(table: "BenchTable", output: Path | None, as_json: bool, quiet:
 
 
 _PREFILL = {"max_prefill_tokens": 8192}  # as in a server
+_STEP_K = option(4, "Speculation", "Draft tokens per step, K: 0 (plain decoding) to 16.")
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 _NEW_TOKENS = {"fixed": 256, "data": 4096}  # by --output-lens
 _PER_SLOT = 4  # prompts; with fewer the batch is seldom full
@@ -512,10 +513,12 @@ def step(
     ctx: typer.Context,
     batch_sizes: str = option("1,8,32", "Table", "Batch sizes, comma-separated."),
     prompt_tokens: int = option(256, "Table", "Random tokens per prompt."),
-    num_spec_tokens: int = option(4, "Speculation", "Draft tokens per step, K: 0 (plain decoding) to 16."),
     engine: Annotated[
         EngineConfig,
-        Only(f"model drafter drafter_batch max_prefill_tokens {ON_A_DEVICE}", _PREFILL),
+        Only(
+            f"model drafter num_spec_tokens drafter_batch max_prefill_tokens {ON_A_DEVICE}",
+            _PREFILL | {"num_spec_tokens": _STEP_K},
+        ),
     ],
     output: Path | None = _OUTPUT,
     as_json: bool = AS_JSON,
@@ -526,7 +529,7 @@ def step(
     from specgen.experiments.explain import StepJob, explain  # imports torch
 
     job = StepJob(
-        engine=replace(engine, prefix_cache=False, num_spec_tokens=num_spec_tokens),
+        engine=replace(engine, prefix_cache=False),
         batch_sizes=numbers("batch-sizes", batch_sizes),
         prompt_tokens=prompt_tokens,
     )

@@ -48,7 +48,8 @@ _CONFIG = Annotated[
 class Only:
     """The fields of a configuration that are options of a command; without it, all that can be.
 
-    ``defaults`` are the command's, instead of the fields'; a field that is no option has its value from there.
+    ``defaults`` are the command's, instead of the fields'; a field that is no option has its value from there. One that
+    is an ``option`` itself is the field's with other words, and takes values of its default's type.
     """
 
     names: str
@@ -111,7 +112,11 @@ def _field_options(config: type, only: Only) -> dict[str, Parameter]:
     known, options = {each.name: (each, kind) for each, kind in _leaves(config)}, {}
     for name in only.names.split() or known:
         each, kind = known[name]
-        default, help = only.defaults.get(name, each.default), each.metadata
+        own: Any = only.defaults.get(name, each.default)
+        if isinstance(own, Field):
+            kind, default, help = type(own.default), own.default, own.metadata
+        else:
+            default, help = own, each.metadata
         if default is MISSING:  # ``_configuration`` supplies another
             kind, default = kind | None, None
         options[name] = _option(help["name"] or name, kind, default, help)
