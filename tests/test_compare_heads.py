@@ -29,7 +29,7 @@ from specgen.jobs import run as run_module
 from specgen.prompts.load import DataSource
 from specgen.record.files import RowFile
 from specgen.record.interrupt import StoppedError
-from specgen.record.record_rows import RequestRow, turn_id
+from specgen.record.record_rows import RequestRow, StepCounts, turn_id
 from specgen.record.results import RunDirectory
 from specgen.report.acceptance import fold_request
 from specgen.report.paired_requests import shared_requests
@@ -389,7 +389,9 @@ def a_run(
             records.append(found)
             row = {"id": name, "prompt": name, "token_ids": [1], "turn": turn, "category": category}
             row |= {"text": "x", "finish_reason": "stop", "num_prompt_tokens": 1}
-            files.add_completion(row | {"metrics": fold_request(found.steps or (), K).to_json()}, found)
+            steps = found.steps or ()
+            metrics = fold_request(steps, StepCounts.of(steps, K))
+            files.add_completion(row | {"metrics": metrics.to_json()}, found)
     (path / "report.json").write_text(json.dumps(fold(records, num_spec_tokens=K).to_json()))
     manifest = {
         "engine": {"model": "target", "drafter": f"heads/{head}", "num_spec_tokens": K, "dtype": "float32"},

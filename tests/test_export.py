@@ -5,7 +5,7 @@ import json
 import pytest
 
 from specgen.jobs.run_output import Served, export_openai, export_parquet
-from specgen.record.record_rows import Step
+from specgen.record.record_rows import Step, StepCounts
 from specgen.report.acceptance import RequestMetrics, fold_request
 
 TEXTS = {1: "Hi", 2: " you", 3: "\N{REPLACEMENT CHARACTER}"}
@@ -22,7 +22,9 @@ def row(row_id: str, *, metrics: RequestMetrics | None = None, **more) -> dict:
         "finish_reason": "length",
         "turn": 1,
         "num_prompt_tokens": 5,
-        "metrics": json.loads(json.dumps((metrics or fold_request(STEPS, 2)).to_json())),
+        "metrics": json.loads(
+            json.dumps((metrics or fold_request(STEPS, StepCounts.of(STEPS, 2))).to_json())
+        ),
         **more,
     }
 
@@ -64,7 +66,7 @@ def test_a_chat_completion_with_its_speculation(tmp_path):
 
 
 def test_a_text_completion_without_speculation(tmp_path):
-    plain = row("a", endpoint="/v1/completions", metrics=fold_request([], 0))
+    plain = row("a", endpoint="/v1/completions", metrics=fold_request([], StepCounts(0)))
     body = lines(export(tmp_path, [plain])[0])[0]["response"]["body"]
     assert body["object"] == "text_completion"
     assert body["choices"] == [{"index": 0, "text": "Hi you", "logprobs": None, "finish_reason": "length"}]

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from specgen.experiments.golden import curve_of
-from specgen.record.record_rows import Step
+from specgen.record.record_rows import Step, StepCounts
 from specgen.report.acceptance import fold_request
 from specgen.report.intervals import t_test
 from tests.commands import printed, refused, write_rows
@@ -27,7 +27,13 @@ def a_run(
     rows, events = [], []
     for number, accepted in enumerate(steps):
         found = [Step(at, [1] * many, each, each + 1) for at, each in enumerate(accepted)]
-        rows.append({"id": f"r{number}", "prompt": "x", "metrics": fold_request(found, k).to_json()})
+        rows.append(
+            {
+                "id": f"r{number}",
+                "prompt": "x",
+                "metrics": fold_request(found, StepCounts.of(found, k)).to_json(),
+            }
+        )
         events += request(f"r{number}", [(many, each) for each in accepted])
     write_rows(path / "completions.jsonl", rows)
     (path / "report.json").write_text(json.dumps(fold(events, num_spec_tokens=k).to_json()))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specgen.config import UserError
-from specgen.record.record_rows import PassRow, count_parts, turn_id
+from specgen.record.record_rows import PassRow, StepCounts, count_parts, turn_id
 from specgen.report import tables, terminal
 from specgen.report.acceptance import fold_request
 from specgen.report.intervals import Ratio, wilson
@@ -274,7 +274,7 @@ def test_rows_of_no_single_run_are_refused(steps, reason):
 
 def test_the_metrics_of_one_request():
     (row,) = request("a", [(3, 3), (2, 0), (0, 0), (3, 1)])
-    assert fold_request(row.steps, 3).to_json() == {
+    assert fold_request(row.steps, StepCounts.of(row.steps, 3)).to_json() == {
         "mean_acceptance_length": pytest.approx(1 + 4 / 3),
         "draft_acceptance_rate": 0.5,
         "acceptance_histogram": (1, 1, 0, 1),
@@ -288,7 +288,7 @@ def test_the_metrics_of_one_request():
 
 
 def test_a_request_without_steps_has_no_rates():
-    metrics = fold_request([], 3)
+    metrics = fold_request([], StepCounts(3))
     assert metrics.mean_acceptance_length is None
     assert metrics.draft_acceptance_rate is None
     assert metrics.acceptance_histogram == (0, 0, 0, 0)

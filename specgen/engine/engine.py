@@ -22,7 +22,7 @@ from specgen.engine.generation_config import generation_config
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.step_costs import capture_all
 from specgen.prompts import Prompt, Rejected
-from specgen.record.record_rows import EngineRow
+from specgen.record.record_rows import EngineRow, StepCounts
 from specgen.record.startup import phase
 from specgen.report.acceptance import fold_request
 from specgen.text.tokenizer import Tokenizer
@@ -172,7 +172,9 @@ class Engine:
             with closing(self._running) as completions:
                 for completion in completions:
                     yield from _drained(failed)
-                    metrics = fold_request(completion.record.steps or (), self.config.draft_length.most)
+                    record = completion.record
+                    counts = StepCounts.of_row(record.counts, self.config.draft_length.most)
+                    metrics = fold_request(record.steps or (), counts)
                     yield conversations.answer(completion, metrics)
             self._require_open()  # else this is not all of it
             yield from _drained(failed)

@@ -50,6 +50,8 @@ class StepCounts:
         """The counts of ``steps``; ``UserError`` for one that cannot belong to a run with this K."""
         counts, most, steps = cls(num_spec_tokens), num_spec_tokens, list(steps)
         for step in steps:
+            if not step.levels:  # most steps of most runs, and a text has hundreds
+                continue
             verified = len(step.drafts)
             counts.unverified += max(len(step.levels) - verified, 0)
             for level in step.levels[: min(step.accepted + 1, verified)]:

@@ -1,6 +1,6 @@
 """Acceptance statistics of one request and of sets of requests, by draft position."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -98,10 +98,8 @@ class Speculation:
     confidence: Confidence = Confidence(levels=(), auc=None)
 
 
-def fold_request(verified: Iterable[Step], num_spec_tokens: int) -> RequestMetrics:
-    """The metrics of one request from its steps; ``UserError`` for a step with more drafts than K."""
-    steps = list(verified)
-    counts = StepCounts.of(steps, num_spec_tokens)
+def fold_request(steps: Sequence[Step], counts: StepCounts) -> RequestMetrics:
+    """The metrics of one request from its steps and their ``counts``."""
     per_step = tuple(step.accepted for step in steps if step.drafts)
     drafted, accepted = sum(counts.drafted), sum(per_step)
     return RequestMetrics(
@@ -111,7 +109,7 @@ def fold_request(verified: Iterable[Step], num_spec_tokens: int) -> RequestMetri
         num_spec_steps=len(per_step),
         num_accepted_draft_tokens=accepted,
         num_draft_tokens=drafted,
-        num_spec_tokens=num_spec_tokens,
+        num_spec_tokens=len(counts.drafted),
         per_step_accepted=per_step,
         num_steps_without_drafts=counts.without_drafts,
     )
