@@ -10,7 +10,8 @@ from specgen.cli import measuring as bench
 from specgen.cli.evaluating import evaluate, verify
 from specgen.cli.measuring import tune
 from specgen.cli.options import Only, numbers, with_options
-from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError, option, parse_bytes
+from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError, bundled, option, parse_bytes
+from tests.commands import specgen
 
 SEEN: dict[str, object] = {}
 
@@ -170,3 +171,17 @@ def test_the_options_are_a_decision(command):
     assert [name for name in command.__annotations__ if name not in ("ctx", "config", "return")] == NAMES[
         command
     ].split()
+
+
+def test_a_command_that_refuses_plain_decoding_does_not_offer_it_for_a_missing_drafter():
+    target, _ = bundled.pair()
+    for command, offers in {
+        ("generate",): True,
+        ("bench", "step"): True,
+        ("verify",): False,
+        ("tune",): False,
+        ("bench", "throughput", "--matrix", "batch-and-k"): False,
+    }.items():
+        refused = str(specgen(*command, "--model", target).exception)
+        assert "name one with --drafter (ngram needs no checkpoint)" in refused
+        assert ("--num-spec-tokens 0" in refused) == offers, command

@@ -146,7 +146,9 @@ def verify(
     ),
     engine: Annotated[
         EngineConfig,
-        Only(f"generation_config model drafter chat_template_kwargs num_spec_tokens {ON_A_DEVICE}"),
+        Only(
+            f"generation_config model drafter chat_template_kwargs num_spec_tokens {ON_A_DEVICE}", drafts=True
+        ),
     ],
     output: Path | None = option(
         None,

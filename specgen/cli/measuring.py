@@ -470,6 +470,7 @@ def throughput(
             "model drafter chat_template_kwargs num_spec_tokens max_prefill_tokens "
             f"{ON_A_DEVICE} gpu_memory_utilization",
             _PREFILL,
+            drafts=True,
         ),
     ],
     repeats: int = option(3, "Table", _REPEATS),

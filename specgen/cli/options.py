@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 import yaml
 
-from specgen.config import DraftLength, EngineConfig, Group, SamplingParams, option, require
+from specgen.config import EngineConfig, Group, SamplingParams, option, require
 from specgen.config.bundled import pair
 from specgen.config.errors import UserError, did_you_mean, first_line
 from specgen.config.urls import refuse_url
@@ -54,6 +54,7 @@ class Only:
 
     names: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    drafts: bool = False  # whether the command refuses K = 0, which then is no remedy for a missing drafter
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -62,7 +63,9 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     Arguments and ``typer.Context`` are left as they are.
     """
     parameters: list[Parameter] = []
-    configs: dict[str, tuple[type, dict[str, str]]] = {}  # by parameter: type, and the option of each field
+    configs: dict[
+        str, tuple[type, dict[str, str], bool]
+    ] = {}  # by parameter: type, option of each field, ``drafts``
     fixed: dict[str, dict[str, Any]] = {}  # by parameter: the values of fields that are no options
     parsed: dict[str, Callable[[str], object]] = {}  # by parameter: what converts its text
     hints = get_type_hints(command, include_extras=True)
@@ -72,7 +75,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             assert isinstance(kind, type)
             only = next((note for note in notes if isinstance(note, Only)), Only(""))
             options = _field_options(kind, only)
-            configs[name] = kind, {field: each.name for field, each in options.items()}
+            configs[name] = kind, {field: each.name for field, each in options.items()}, only.drafts
             fixed[name] = {field: value for field, value in only.defaults.items() if field not in options}
             parameters += options.values()
         elif isinstance(parameter.default, Field):
@@ -89,9 +92,9 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             refuse_url(name.replace("_", "-"), value)
             if name in parsed and value is not None:
                 given[name] = parsed[name](value)
-        for name, (kind, options) in configs.items():
+        for name, (kind, options, drafts) in configs.items():
             asked = {field: given.pop(name) for field, name in options.items()}
-            given[name] = _configuration(kind, fixed[name] | asked)
+            given[name] = _configuration(kind, fixed[name] | asked, drafts)
         command(**given)
 
     order = [None, *get_args(Group)]
@@ -157,13 +160,13 @@ def _option(name: str, kind: Any, default: Any, help: Mapping[str, Any]) -> Para
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
 
 
-def _configuration(config: type, given: Mapping[str, Any]) -> Any:  # noqa: ANN401
+def _configuration(config: type, given: Mapping[str, Any], drafts: bool) -> Any:  # noqa: ANN401
     """A ``config`` from the values of its options; without --model an engine has the bundled pair."""
     own, hints = {}, get_type_hints(config)
     for each in fields(config):
         value = given.get(each.name)
         if not each.metadata and is_dataclass(hints[each.name]):
-            own[each.name] = _configuration(hints[each.name], given)
+            own[each.name] = _configuration(hints[each.name], given, drafts)
         elif isinstance(value, list):
             own[each.name] = tuple(value)
         elif value is not None and each.metadata["parse"] is not None:
@@ -171,7 +174,7 @@ def _configuration(config: type, given: Mapping[str, Any]) -> Any:  # noqa: ANN4
         elif each.name in given:
             own[each.name] = value
     if config is EngineConfig:
-        length = DraftLength.of(own.get("num_spec_tokens", EngineConfig.num_spec_tokens))
+        length = None if drafts else own.get("num_spec_tokens")
         own["model"], own["drafter"] = pair(own.get("model"), own.get("drafter"), length)
     return config(**own)
 

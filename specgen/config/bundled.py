@@ -18,11 +18,12 @@ def evaluation_directory() -> Path:
 
 
 def pair(
-    model: str | None = None, drafter: str | None = None, length: NumSpecTokens = 4
+    model: str | None = None, drafter: str | None = None, length: NumSpecTokens | None = None
 ) -> tuple[str, str | None]:
     """Target and drafter as given, or the bundled pair's if no target is: directories or hub ids.
 
-    ``length`` is K, as ``EngineConfig.num_spec_tokens``: 0 needs no drafter. N-grams draft for the bundled target too.
+    ``length`` is K, as ``EngineConfig.num_spec_tokens``: 0 needs no drafter; None where it is not asked for. N-grams
+    draft for the bundled target too.
     ``UserError`` where a target or a drafter is missing.
     """
     if model is None:
@@ -32,10 +33,10 @@ def pair(
         )
         demo = data_directory() / "demo"
         return str(demo / "target"), drafter or str(demo / "drafter")
+    plain = "" if length is None else ", or use --num-spec-tokens 0"
     require(
-        drafter is not None or DraftLength.of(length).most == 0,
-        f"model {model!r} has no drafter: name one with --drafter (ngram needs no checkpoint), or use "
-        "--num-spec-tokens 0",
+        drafter is not None or (length is not None and DraftLength.of(length).most == 0),
+        f"model {model!r} has no drafter: name one with --drafter (ngram needs no checkpoint){plain}",
     )
     return model, drafter
 
