@@ -211,10 +211,12 @@ def test_a_budget_ends_it_and_the_rest_is_named(pair: Path, monkeypatch, tmp_pat
     assert {row["batch"] for row in table.rows} == {1, 4}, "each batch size has its share"
     assert 0 < turns_of(timed)[1, 2, "padded"] < 8
     timed = install(monkeypatch, usual)
-    one = last(job_of(pair, budget=4.0))
+    one = last(job_of(pair, budget=4.0), tmp_path / "kept")
     assert [c.draft_length.most for c in timed.built] == [0], "its warm-up takes three of the four seconds"
     assert "batch 1, K 2, padded; " in one.notes[-1]
     assert one.notes[-1].endswith("; batch 4, K 4, non-padded: the same command goes on")
+    install(monkeypatch, usual)
+    assert last(job_of(pair, budget=4.0)).notes[-1].endswith(": with --output it can go on")
 
 
 def test_a_budget_does_not_leave_out_the_same_arms_again(pair: Path, monkeypatch, tmp_path: Path) -> None:

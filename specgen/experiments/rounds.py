@@ -218,6 +218,11 @@ class Rounds:
     def __len__(self) -> int:
         return len(self._each)
 
+    @property
+    def are_kept(self) -> bool:
+        """Whether another run can go on with them."""
+        return self._file is not None
+
     def add(self, arms: Mapping[str, Repeat]) -> None:
         """Keep a round; it survives a power loss."""
         name = f"{self._under} round {len(self._each) + 1}".lstrip()

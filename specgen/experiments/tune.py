@@ -215,7 +215,8 @@ class _Tuning:
                 "not have ended in time did not begin: raise it to measure more"
             )
         if missing:
-            notes.append(f"not measured yet: {'; '.join(missing)}: the same command goes on")
+            further = "the same command goes on" if self._rounds.are_kept else "with --output it can go on"
+            notes.append(f"not measured yet: {'; '.join(missing)}: {further}")
         run = partial(command, engine=self._job.engine, workload=self._job.workload)
         return tune_table(self._arms, rankings, self._under, notes, run)
 
