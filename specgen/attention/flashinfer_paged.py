@@ -245,9 +245,7 @@ def _spec(kernels: FlashAttention, heads: Heads, windowed: bool) -> Any:  # noqa
     types = (heads.dtype, heads.kv_dtype, heads.dtype, torch.int32)
     dims, no_rotation = (heads.head_dim, heads.head_dim), 0
     make = attention.gen_batch_prefill_module
-    if (
-        kernels == "fa2"
-    ):  # of which FlashInfer 0.7's wrapper takes a narrower module than the public function makes
+    if kernels == "fa2":  # FlashInfer 0.7's wrapper takes a narrower module than that of the public function
         make = getattr(modules, "_gen_batch_prefill_primary_module", make)
     # of the flags, that for windows; the others are a cap on logits and GEMMs in half precision
     return make(kernels, *types, *dims, no_rotation, windowed, False, False)

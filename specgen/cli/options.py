@@ -63,9 +63,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     Arguments and ``typer.Context`` are left as they are.
     """
     parameters: list[Parameter] = []
-    configs: dict[
-        str, tuple[type, dict[str, str], bool]
-    ] = {}  # by parameter: type, option of each field, ``drafts``
+    # by parameter: type, the option of each field, ``Only.drafts``
+    configs: dict[str, tuple[type, dict[str, str], bool]] = {}
     fixed: dict[str, dict[str, Any]] = {}  # by parameter: the values of fields that are no options
     parsed: dict[str, Callable[[str], object]] = {}  # by parameter: what converts its text
     hints = get_type_hints(command, include_extras=True)
