@@ -42,6 +42,8 @@ OF_SCRIPTS = {
     "--shape",
     "--accept",
     "--confidence",
+    "--cells",
+    "--lengths",
 }
 
 OF_ALL = {"--help"}
