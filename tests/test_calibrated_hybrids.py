@@ -216,8 +216,9 @@ def test_plain_decoding_writes_the_known_text(write, name: str, weights: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("accept", [0.9, 0.5])
+@pytest.mark.parametrize(
+    ("accept", "dtype"), [(0.9, torch.float32), (0.5, torch.float32), (0.9, torch.bfloat16)]
+)
 @pytest.mark.parametrize("name", TINY)
 def test_acceptance_is_a_power_of_the_asked_share(
     write, name: str, accept: float, dtype: torch.dtype
