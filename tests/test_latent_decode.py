@@ -50,9 +50,9 @@ def of_device(
     return work
 
 
-@pytest.mark.parametrize("first", mostly_slow(range(0, 60, 10), 0))
+@pytest.mark.parametrize("first", mostly_slow(range(0, 60, 5), 0))
 def test_the_device_makes_the_list_that_is_wanted(first: int) -> None:
-    for seed in range(first, first + 10):
+    for seed in range(first, first + 5):
         require_list_of(random.Random(seed), f"seed {seed}")
 
 
