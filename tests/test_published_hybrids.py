@@ -149,7 +149,7 @@ def hybrid_tensors(raw: dict[str, Any], *, fused: bool) -> Iterator[tuple[str, s
     [
         (QWEN3_8, False, 851, 26.9, 64 << 10, 144),
         (QWEN3_5_35B, True, 693, 34.7, 20 << 10, 60),
-        (QWEN3_NEXT, False, 74_391, 79.7, 24 << 10, 72),
+        pytest.param(QWEN3_NEXT, False, 74_391, 79.7, 24 << 10, 72, marks=pytest.mark.slow),
     ],
     ids=["qwen3.8-27b", "qwen3.5-35b-a3b", "qwen3-next-80b"],
 )
