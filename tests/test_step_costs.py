@@ -131,11 +131,12 @@ def test_a_part_is_verified_with_preemption_sampling_and_penalties(
     """Greedy texts are those of plain decoding, beside texts that are sampled and the same in every run."""
     device_like()
     settings = settings | {"draft_sampling": draft_sampling}
-    greedy = [replace(GREEDY, repetition_penalty=1.1), replace(GREEDY, logprobs=2), GREEDY]
-    sampled = SamplingParams(max_tokens=40, temperature=0.9, top_p=0.95, seed=3)
+    plainly = SamplingParams(max_tokens=24)
+    greedy = [replace(plainly, repetition_penalty=1.1), replace(plainly, logprobs=2), plainly]
+    sampled = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.95, seed=3)
     requests = [
         replace(each, sampling=[*greedy, sampled][number % 4])
-        for number, each in enumerate(mixed_requests(GREEDY)[:8])
+        for number, each in enumerate(mixed_requests(plainly)[:8])
     ]
     plain = generate(demo_pair, requests, num_spec_tokens=0)
     found = []
