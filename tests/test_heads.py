@@ -129,7 +129,7 @@ MTP: dict[str, Callable[[Path], object]] = {  # parts of the first three are in 
         write_hybrid, architecture="Qwen3NextForCausalLM", mtp=True, vocab_size=VOCAB, seed=6
     ),
 }
-QUICK = (*QUICK, "mtp-three-layers", "mtp-qwen3.5")
+QUICK = (*QUICK, "mtp-three-layers")
 PARAMS = [
     pytest.param(name, marks=[pytest.mark.xdist_group(name), *([] if name in QUICK else [pytest.mark.slow])])
     for name in (*HEADS, *MTP)
