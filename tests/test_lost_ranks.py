@@ -34,7 +34,7 @@ from tests.rank_plants import compare_every_pass, fail_in_decode, find_others, t
 
 pytestmark = pytest.mark.xdist_group("ranks")
 DEMO = data_directory() / "demo"
-NUM_TURNS = 40  # of the first 20 bundled prompts
+NUM_TURNS = 20  # of the first 10 bundled prompts
 PROMPTS = [f"Tom has {n} apples." for n in range(8)]
 SAMPLING = SamplingParams(max_tokens=40, ignore_eos=True)
 MEMORY = "no memory for a pass: lower --max-batch-size, --max-prefill-tokens or --gpu-memory-utilization"
@@ -233,7 +233,7 @@ class Command:
     """``specgen generate`` with two ranks, in a process of its own."""
 
     def __init__(self, output: Path) -> None:
-        given = ["generate", "--num-prompts=20", "--max-new-tokens=64", "--ignore-eos", f"--output={output}"]
+        given = ["generate", "--num-prompts=10", "--max-new-tokens=32", "--ignore-eos", f"--output={output}"]
         given += ["--tensor-parallel=2", "--device=cpu", "--max-batch-size=4"]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "specgen", *given],
