@@ -36,7 +36,7 @@ BETWEEN_TWO = """
     engine, act = Engine(ranks_config(2)), lambda: None
     Steps.prefill = stuck
     signal_rank(engine, signal.SIGKILL)
-    time.sleep(4)  # the caller reads prompts meanwhile
+    time.sleep(2.5)  # the caller reads prompts meanwhile
     list(engine.generate(["Tom has"]))
 """
 # Where all meet it waits without a limit of its own, where GPUs do.
