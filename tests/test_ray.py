@@ -35,7 +35,7 @@ from tests.commands import specgen
 from tests.engines import resolved
 from tests.jobs import Silent, files
 
-NUM_PROMPTS, MAX_TOKENS = 160, 24
+NUM_PROMPTS, MAX_TOKENS = 72, 24
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),  # at its own fields
