@@ -18,6 +18,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.xdist_group("long run"),  # one for all
     pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc"),
 ]
 

@@ -21,6 +21,7 @@ PAIR = {name: str(data_directory() / "demo" / name) for name in ("target", "draf
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.xdist_group("walks"),  # which begins before the tests that are alone: these are long
     pytest.mark.skipif(not SHARED.is_dir(), reason="needs the public data sets; see SPECGEN_DATASETS"),
 ]
 
