@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +21,9 @@ def stuck(self, *given):
     time.sleep(60)
 
 def signal_rank(engine, number):
-    os.kill(engine.models.peers._workers._supervisor.workers[0].process.pid, number)
+    worker = engine.models.peers._workers._supervisor.workers[0].process.pid
+    print(worker, flush=True)
+    os.kill(worker, number)
 
 if __name__ == "__main__":
     worker_group.GRACE = 1.0
@@ -54,6 +58,11 @@ MEETING = """
 KILLED = "it was ended by SIGKILL"
 
 
+def alive(process: str) -> bool:
+    status = Path(f"/proc/{process}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
 @pytest.mark.parametrize(
     ("script", "why", "restarts"),
     [
@@ -68,6 +77,10 @@ def test_rank_0_ends_where_it_cannot_come_back(script: str, why: str, restarts: 
     done = subprocess.run([sys.executable, "-c", RANKS + script], capture_output=True, text=True, timeout=60)
     assert f"(rank 1 of 2 on cpu: {why})" in done.stderr
     assert done.returncode == 1
+    deadline = time.monotonic() + 10
+    while any(map(alive, done.stdout.split())):  # also one that hangs
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     if restarts:
         line = f"the device is lost (rank 1 of 2 on cpu: {why}); run the command again to continue"
         assert done.stderr.strip().endswith(f"specgen: {line}")
