@@ -19,6 +19,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from calibrated_cycle import Cycle
+
 Prompt = list[int]
 _LONG = 8000  # tokens of a prompt
 _MOST_DRAWN = 1024  # tokens of a prompt of --lengths
@@ -98,25 +100,23 @@ def cells(text: str) -> list[tuple[int, int]]:
 
 
 class Text:
-    """The only text that the target writes: each token has one follower."""
+    """The only text that the target writes."""
 
-    def __init__(self, pair: Path, lengths: Sequence[int]) -> None:
-        self._cycle = json.loads((pair / "cycle.json").read_text())["tokens"]
-        self._next = dict(zip(self._cycle, self._cycle[1:] + self._cycle[:1], strict=True))
-        self._lengths, self._random = lengths, random.Random(0)
+    def __init__(self, cycle: Cycle, lengths: Sequence[int]) -> None:
+        self._cycle, self._lengths, self._random = cycle, lengths, random.Random(0)
 
     def prompts(self, count: int, length: int) -> list[Prompt]:
         """Pieces of the text, of ``length`` tokens or, where that is 0, of lengths that are drawn."""
-        found = []
+        found, tokens = [], self._cycle.tokens
         for _ in range(count):
-            first = self._random.randrange(len(self._cycle))
+            first = self._random.randrange(len(tokens))
             size = length or max(4, min(_MOST_DRAWN, self._random.choice(self._lengths)))
-            found.append([self._cycle[(first + i) % len(self._cycle)] for i in range(size)])
+            found.append([tokens[(first + i) % len(tokens)] for i in range(size)])
         return found
 
     def num_wrong(self, prompt: Prompt, output: Sequence[int]) -> int:
         before = [prompt[-1], *output[:-1]]
-        return sum(self._next.get(last) != token for last, token in zip(before, output, strict=True))
+        return sum(self._cycle.succ.get(last) != token for last, token in zip(before, output, strict=True))
 
 
 def measured(
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("pair", type=Path, help="of make_calibrated_pair.py")
     parser.add_argument("--num-spec-tokens", default="0", help="K; of specgen auto and uniform as well")
     parser.add_argument("--drafter", default="drafter", help="a directory of the pair, or mtp")
-    parser.add_argument("--cells", default="1,8,32")
+    parser.add_argument("--cells", type=cells, default="1,8,32")
     parser.add_argument(
         "--lengths", type=Path, help=f"JSON list of prompt lengths; else all are {_MEAN} tokens"
     )
@@ -163,12 +163,16 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=9000, help="of vLLM")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     args = parser.parse_args()
-    lengths = json.loads(args.lengths.read_text()) if args.lengths else [_MEAN]
-    asked = cells(args.cells)
-    most = max(batch for batch, _ in asked)
+    if args.engine == "vllm" and not args.num_spec_tokens.isdigit():
+        parser.error(f"num-spec-tokens is {args.num_spec_tokens!r}: vLLM takes a number")
+    try:  # before an engine starts
+        lengths = json.loads(args.lengths.read_text()) if args.lengths else [_MEAN]
+        text = Text(Cycle.read(args.pair), lengths)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    most = max(batch for batch, _ in args.cells)
     engine = (Specgen if args.engine == "specgen" else Vllm)(args, most)
-    text = Text(args.pair, lengths)
-    for batch, length in asked:
+    for batch, length in args.cells:
         print(json.dumps(measured(engine, text, batch, length, most, args)), flush=True)
 
 

@@ -287,6 +287,13 @@ def test_the_metrics_of_one_request():
     }
 
 
+def test_the_rates_of_a_request_are_those_of_its_counts_where_its_steps_were_not_kept():
+    (row,) = request("a", [(3, 3), (2, 0), (0, 0), (3, 1)])
+    counts = StepCounts.of(row.steps, 3)
+    whole = fold_request(row.steps, counts).to_json()
+    assert fold_request((), counts).to_json() == whole | {"per_step_accepted": ()}
+
+
 def test_a_request_without_steps_has_no_rates():
     metrics = fold_request([], StepCounts(3))
     assert metrics.mean_acceptance_length is None

@@ -210,10 +210,8 @@ class Supervisor:
         lost = f"the device is lost ({self.fault(None)}); run the command again to continue"
         print(f"\nspecgen: {lost if code == 1 else refusal}", file=sys.stderr)
         sys.stderr.flush()
-        for (
-            worker
-        ) in self.workers:  # one that hangs does not see that this process ends, and would keep its memory
-            worker.process.kill()
+        for worker in self.workers:
+            worker.process.kill()  # one that hangs does not see that this process ends
         os._exit(code)
 
     @property

@@ -101,12 +101,12 @@ class Speculation:
 def fold_request(steps: Sequence[Step], counts: StepCounts) -> RequestMetrics:
     """The metrics of one request from its steps and their ``counts``."""
     per_step = tuple(step.accepted for step in steps if step.drafts)
-    drafted, accepted = sum(counts.drafted), sum(per_step)
+    drafted, accepted, num_steps = sum(counts.drafted), sum(counts.accepted), counts.num_steps
     return RequestMetrics(
-        mean_acceptance_length=1 + accepted / len(per_step) if per_step else None,
+        mean_acceptance_length=1 + accepted / num_steps if num_steps else None,
         draft_acceptance_rate=accepted / drafted if drafted else None,
         acceptance_histogram=tuple(counts.histogram),
-        num_spec_steps=len(per_step),
+        num_spec_steps=num_steps,
         num_accepted_draft_tokens=accepted,
         num_draft_tokens=drafted,
         num_spec_tokens=len(counts.drafted),
