@@ -9,7 +9,7 @@ import torch
 from specgen.config import DraftLength, SamplingParams
 from specgen.core.sequence import Request
 from specgen.decoding.ngram import lookup
-from specgen.engine.build import build_engine
+from specgen.engine.warm_engine import WarmEngine
 from specgen.record.record_rows import Captured, PassRow
 from tests.engines import Pair, config_of, generate
 from tests.marks import on_gpu
@@ -98,15 +98,15 @@ def test_an_error_at_any_launch_point_changes_no_result(
     require_no_change(setting, run_without_fault(setting), error)
 
 
-def test_uniform_captures_no_step_during_a_run(gpu_pair: Pair) -> None:
-    """K changes by the measured cost; texts stay those of plain decoding. Prompts are captured as they come."""
-    events: list[Any] = []
+def test_a_warm_engine_of_uniform_captures_no_step_during_a_run(gpu_pair: Pair) -> None:
+    """K changes by the measured cost; texts stay those of plain decoding. Prompts are captured as they come.
+
+    Of any other engine, sizes that were not timed are captured as a run comes to them, and all if costs were kept.
+    """
     length = DraftLength(most=4, kind="uniform")
     config = config_of(gpu_pair, drafter="ngram", num_spec_tokens=length, max_batch_size=7, **EXACT)
-    engine = build_engine(config, gpu_pair.models, events.append)
-    engine.warm_up()
-    events.clear()
-    texts = {each.request.id: each.token_ids for each in engine.generate(repeating(GREEDY))}
+    run = WarmEngine(config, gpu_pair.models, repeating(GREEDY)).run()
+    texts = {name: completion.token_ids for name, completion in run.completions.items()}
     assert texts == generate(gpu_pair, repeating(GREEDY), num_spec_tokens=0, max_batch_size=7, **EXACT).texts
-    assert {event.what for event in events if isinstance(event, Captured)} <= {"prompts"}
-    assert any(isinstance(event, PassRow) and event.num_spec_tokens for event in events)
+    assert {row.what for row in run.passes if isinstance(row, Captured)} <= {"prompts"}
+    assert any(isinstance(row, PassRow) and row.num_spec_tokens for row in run.passes)
