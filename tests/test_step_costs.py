@@ -26,11 +26,12 @@ from specgen.core.engine_core import EngineCore
 from specgen.core.graphs import StepGraphs
 from specgen.core.sequence import Request
 from specgen.core.spec_length import BestPlan, StepCosts, StepPlan
-from specgen.engine import build, step_costs
+from specgen.engine import build, choices, step_costs
 from specgen.engine.build import build_engine
 from specgen.engine.choices import Checkpoints, resolve
 from specgen.engine.loading import Models, open_checkpoints
-from specgen.engine.step_costs import KEPT, capture_all, costs_for, key_of, measure
+from specgen.engine.step_costs import KEPT, costs_for, key_of, measure
+from specgen.engine.warm_engine import WarmEngine
 from specgen.record.record_rows import EngineRow, PassRow
 from specgen.storage import cache_directory
 from tests.engines import (
@@ -180,23 +181,39 @@ def test_timing_steps_leaves_no_state(random_pair: Pair) -> None:
 
 @pytest.mark.slow
 def test_all_graphs_are_captured_before_a_run_that_is_timed(
-    random_pair: Pair, device_like: Callable[..., None]
+    random_pair: Pair, device_like: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In any other run they are captured as they are needed."""
     device_like()
-    engine = engine_of(random_pair, num_spec_tokens=2, max_batch_size=6)
     keys: set[tuple[Any, ...]] = set()
-    runner = engine._runner
-    runner.sizes = StepGraphs.sizes.__get__(runner)  # type: ignore[method-assign]
-    runner.step = lambda key, function: (keys.add(key), function())[1]  # type: ignore[method-assign]
-    measure(engine, 6, DraftLength(most=2, kind="uniform"))
+    runner = choices.RUNNERS["off"]
+    monkeypatch.setattr(runner, "sizes", StepGraphs.sizes)
+    monkeypatch.setattr(runner, "step", lambda self, key, function: (keys.add(key), function())[1])
+    length = DraftLength(most=2, kind="uniform")
+    config = config_of(random_pair, num_spec_tokens=length, max_batch_size=6)
+    build_engine(config, random_pair.models, lambda event: None)
     timed = set(keys)
-    capture_all(engine, 6, range(3))
+    warm = WarmEngine(config, random_pair.models, random_requests(16, 128, GREEDY))
     before = set(keys)
-    engine.spec_length = AnyPlan(2, partial=False)
-    run(engine, random_requests(16, 128, GREEDY))
-    assert len(before) >= 3 * len(StepGraphs.sizes(runner, 6))  # type: ignore[arg-type]
+    warm._engine.spec_length = AnyPlan(2, partial=False)
+    warm.run()
+    rows = {runner().num_rows(number) for number in range(1, 7)}
+    assert {key[1:3] for key in before} == set(product(rows, range(3)))
     assert len(timed) == 3 * len({1, 2, 4, 6}), "what is not timed waits until it is needed"
     assert keys == before
+
+
+@pytest.mark.parametrize("max_prefill_tokens", [64, 20])
+def test_a_batch_whose_prompts_take_several_passes_is_timed(
+    random_pair: Pair, device_like: Callable[..., None], max_prefill_tokens: int
+) -> None:
+    """The first sequences have tokens for the steps in which others still wait."""
+    device_like()
+    engine = engine_of(
+        random_pair, num_spec_tokens=1, max_batch_size=8, max_prefill_tokens=max_prefill_tokens
+    )
+    costs = measure(engine, 8, DraftLength(most=1, kind="uniform"))
+    assert set(costs.seconds) == {(size, k) for size in (1, 2, 4, 8) for k in range(2)}
 
 
 def test_sequences_that_are_timed_touch_experts_of_their_own(

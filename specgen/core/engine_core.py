@@ -208,6 +208,11 @@ class EngineCore:
     def sizes(self, max_sequences: int) -> list[int]:
         return self._runner.sizes(max_sequences)
 
+    @property
+    def max_prefill_tokens(self) -> int:
+        """Rows of a prefill pass, as they are limited now."""
+        return self._scheduler.limits.max_prefill_tokens
+
     def _pull_requests(self, source: Iterator[Request | None]) -> Iterator[Completion]:
         while self._scheduler.wants_request:
             request = next(source, None)

@@ -96,14 +96,20 @@ def capture_all(engine: EngineCore, max_batch_size: int, lengths: Sequence[int])
             _step_times(engine, size, StepPlan(num_drafts=k), 1)
 
 
-def positions(length: DraftLength) -> int:
+def positions(config: EngineConfig) -> int:
     """How long a sequence may become while steps are timed."""
-    return _PROMPT + _new_tokens(length.most, _UNTIMED + _TIMED)
+    num_steps = _UNTIMED + _TIMED + _steps_before(config.max_batch_size, config.max_prefill_tokens)
+    return _PROMPT + _new_tokens(config.draft_length.most, num_steps)
 
 
-def _new_tokens(num_drafts: int, enough: int) -> int:
-    """What ``enough`` steps may give, and as many as may be in flight."""
-    return (enough + 2) * (num_drafts + 1)
+def _steps_before(size: int, max_prefill_tokens: int) -> int:
+    """Of the first of ``size`` sequences, while the prompts of others take more prefill passes."""
+    return -(-size * _PROMPT // max_prefill_tokens) - 1
+
+
+def _new_tokens(num_drafts: int, num_steps: int) -> int:
+    """What so many steps may give, and as many as may be in flight."""
+    return (num_steps + 2) * (num_drafts + 1)
 
 
 def _step_times(engine: EngineCore, size: int, plan: StepPlan, enough: int) -> list[float]:
@@ -115,7 +121,8 @@ def _step_times(engine: EngineCore, size: int, plan: StepPlan, enough: int) -> l
             # with what the device waits for the host, where that is slower
             times.append(row.seconds + row.idle)
 
-    sampling = SamplingParams(max_tokens=_new_tokens(plan.num_drafts, enough), ignore_eos=True)
+    num_steps = enough + _steps_before(size, engine.max_prefill_tokens)
+    sampling = SamplingParams(max_tokens=_new_tokens(plan.num_drafts, num_steps), ignore_eos=True)
     draw = random.Random(0)  # distinct tokens: equal sequences would share the experts that each touches
     prompts = [
         Request(
