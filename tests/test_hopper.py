@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specgen.attention import LayerAttention, hopper
-from specgen.attention.hopper import HopperDecode, cluster_heads, cluster_size, hopper_decode_module, serves
+from specgen.attention.hopper import HopperDecode, Shares, block_heads, hopper_decode_module, serves
 from specgen.kv.layout import Layout
 from specgen.ops import jit_modules
 from specgen.ops.hopper_linear import FEWEST_ROWS, _tile, _wgmma_header, fits, modules
@@ -96,11 +96,11 @@ def test_each_kind_and_size_is_a_module_of_its_own(monkeypatch: pytest.MonkeyPat
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-def test_a_cluster_has_the_most_heads_that_fit() -> None:
+def test_a_block_has_the_most_heads_that_fit() -> None:
     for case in product(range(1, 20), (1, 3, 4, 6, 7, 8, 16), (64, 128, 256)):
         query_len, heads_per_kv, head_dim = case
         most = 48 if head_dim == 256 else 64
-        heads = cluster_heads(*case)
+        heads = block_heads(*case)
         if query_len > 16:
             assert heads is None, case
             continue
@@ -113,12 +113,30 @@ def test_a_cluster_has_the_most_heads_that_fit() -> None:
         assert hopper_decode_module(*case).what == f"attention, {tile} rows, heads of {head_dim}", case
 
 
-def test_clusters_are_large_while_they_are_few() -> None:
-    for clusters in range(1, 2000, 7):
-        size = cluster_size(clusters, 132)
-        assert size in (1, 4, 8), clusters
-        assert size * clusters <= max(2 * 132, clusters), clusters
-        assert (size > 1) == (clusters <= 66), clusters
+def test_shares_fill_a_gpu_or_end_together() -> None:
+    for sequences, groups, resident in product((1, 4, 9, 32, 128, 512), (1, 2, 8, 32), (16, 132, 264, 396)):
+        shares, case = Shares.of(sequences, groups, resident), (sequences, groups, resident)
+        assert 1 <= shares.certain <= shares.wanted, case
+        assert shares.most >= sequences + shares.certain, "a cut leaves up to one more for each sequence"
+        if sequences * groups + groups <= resident:
+            assert resident - groups < shares.most * groups <= resident, case
+        else:
+            assert shares.wanted == max(resident // groups, 1), case
+
+
+def test_as_many_shares_as_there_is_room_for() -> None:
+    """As the kernel counts them."""
+    for sequences, resident in product((1, 3, 8, 40, 200), (5, 33, 49)):
+        shares = Shares.of(sequences, 1, resident)
+        for longest in (0, 1, 100, 5000):
+            lens = [longest * (row % 7) // 3 for row in range(sequences)]
+            for cut in (shares.wanted, shares.certain):
+                most = max(-(-sum(lens) // cut), 16)
+                counts = [max(-(-length // most), 1) for length in lens]
+                if sum(counts) <= shares.most:
+                    break
+            assert sum(counts) <= shares.most, (sequences, resident, longest)
+            assert sum(count for count in counts if count > 1) <= shares.most_cut
 
 
 def test_it_is_for_bfloat16_and_heads_that_it_was_built_for() -> None:
@@ -141,7 +159,9 @@ def test_it_rotates_whole_heads_and_of_256_a_part(monkeypatch: pytest.MonkeyPatc
         qkv, keys = torch.empty(5, 8, head_dim, dtype=BF16), torch.empty(2, 64, 2, head_dim, dtype=BF16)
         for num_pairs in (4, 8, 32, 36, 64, 128):
             rope: Any = SimpleNamespace(frequencies=torch.ones(num_pairs), scale=1.0)
-            kernel, layer = HopperDecode(layout=layout, rope=rope), LayerAttention(index=0, scale=1.0)
+            arrivals = torch.zeros(1, dtype=torch.int32)
+            kernel = HopperDecode(layout=layout, rope=rope, arrivals=arrivals)
+            layer = LayerAttention(index=0, scale=1.0)
             assert kernel.fits(layer, qkv, keys) == (num_pairs in pairs), (head_dim, num_pairs)
 
 
@@ -152,8 +172,8 @@ def test_python_and_the_kernel_agree_on_what_is_passed() -> None:
     kinds = [each.split()[:-1] for each in declared[declared.index("(") + 1 : declared.index(")")].split(",")]
     wide = [" ".join(each) for each in kinds]
     pointers = [each for each in wide if each.endswith("*")]
-    assert len(pointers) == 10, "nine tensors and a stream"
-    assert wide[9:13] == ["int64_t"] * 4
-    assert wide[13:25] == ["int"] * 12
-    assert wide[25:27] == ["float"] * 2
-    assert len(wide) == 28
+    assert len(pointers) == 12, "eleven tensors and a stream"
+    assert wide[11:15] == ["int64_t"] * 4
+    assert wide[15:31] == ["int"] * 16
+    assert wide[31:33] == ["float"] * 2
+    assert len(wide) == 34

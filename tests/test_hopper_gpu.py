@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specgen.attention import LayerAttention, hopper
-from specgen.attention.hopper import HopperDecode, cluster_heads
+from specgen.attention.hopper import HopperDecode, block_heads, new_arrivals
 from specgen.kv.layout import Layout
 from specgen.ops import bind_ops
 from specgen.ops.hopper_linear import FEWEST_ROWS, MOST_ROWS, hopper_linear, hopper_linear_parts
@@ -128,6 +128,7 @@ class World:
     values: Tensor
     layout: Layout
     rope: object
+    arrivals: Tensor
 
     @classmethod
     def of(
@@ -168,6 +169,7 @@ class World:
             values=pool[:, 1],
             layout=Layout.uniform(tables, torch.tensor(lens, device=CUDA), query_len, page_size),
             rope=TritonRope(frequencies, 1.2),
+            arrivals=new_arrivals(CUDA),
         )
 
     def expected(self, layer: LayerAttention) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,9 +197,12 @@ class World:
             out.append(torch.einsum("hql,lhd->qhd", logits.softmax(-1)[..., :length], v))
         return torch.cat(out).flatten(1), keys[1:], values[1:]
 
+    def kernel(self, layout: Layout) -> HopperDecode:
+        return HopperDecode(layout=layout, rope=self.rope, arrivals=self.arrivals)  # type: ignore[arg-type]
+
     def attend(self, layer: LayerAttention) -> tuple[Tensor, Tensor, Tensor]:
         keys, values = self.keys.clone(), self.values.clone()
-        kernel = HopperDecode(layout=self.layout, rope=self.rope)  # type: ignore[arg-type]
+        kernel = self.kernel(self.layout)
         assert kernel.fits(layer, self.qkv, keys)
         return kernel(layer, self.qkv, keys, values), keys[1:], values[1:]
 
@@ -221,11 +226,12 @@ def check(world: World, layer: LayerAttention) -> None:
     assert torch.equal(new_keys.view(torch.int16), keys.view(torch.int16))
     assert torch.equal(new_values.view(torch.int16), values.view(torch.int16))
     assert torch.equal(world.attend(layer)[0], out), "the same from run to run"
+    assert not world.arrivals.any()
 
 
 def cases() -> Iterator[tuple[tuple[int, int, int], int]]:
     for shape, query_len in product(SHAPES, (1, 2, 4, 5, 8, 16)):
-        if cluster_heads(query_len, shape[0] // shape[1], shape[2]):
+        if block_heads(query_len, shape[0] // shape[1], shape[2]):
             yield shape, query_len
 
 
@@ -256,8 +262,7 @@ def test_sequences_with_fewer_rows(shape: tuple[int, int, int], query_len: int) 
         )
         rows = layout.padded
         keys, values = world.keys.clone(), world.values.clone()
-        kernel = HopperDecode(layout=layout, rope=world.rope)  # type: ignore[arg-type]
-        out = kernel(layer, world.qkv[rows], keys, values)
+        out = world.kernel(layout)(layer, world.qkv[rows], keys, values)
         torch.testing.assert_close(out.float(), exact[rows], rtol=0.02, atol=0.02)
         written, values_too = world.keys.clone(), world.values.clone()
         world.rope(layout)(world.qkv[rows], written, values_too)  # type: ignore[operator]
@@ -272,10 +277,16 @@ def test_any_part_of_wide_heads_is_rotated(rotary_dim: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], WIDE])
-@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
-def test_any_cluster(size: int, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "cluster_size", lambda *_: size)
-    for lens, query_len in product(LENS, (1, 5, 8)):
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("shares", [1, 2, 9, 60, 1000])
+def test_any_shares_and_clusters(
+    shares: int, size: int, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper, "_resident", lambda *_: shares)
+    monkeypatch.setattr(hopper, "num_sms", lambda _: shape[1] * size)
+    monkeypatch.setattr(hopper, "cluster_size", lambda _: size)
+    monkeypatch.setattr(hopper, "_LEAST_SHARE", 16)
+    for lens, query_len in product([*LENS, [31, *range(0, 1300, 5)]], (1, 5, 8)):
         check(World.of(lens, query_len, shape, 64), layer_of(shape))
 
 
@@ -289,7 +300,7 @@ def test_a_graph_is_right_for_other_lengths(shape: tuple[int, int, int]) -> None
     pages = max(len(each.keys) for each in (first, second))
     keys, values = (torch.zeros(pages, *first.keys.shape[1:], dtype=BF16, device=CUDA) for _ in "kv")
     starts, qkv = torch.zeros_like(first.layout.starts), torch.zeros_like(first.qkv)
-    kernel = HopperDecode(layout=Layout.uniform(tables, starts, 5, 64), rope=first.rope)  # type: ignore[arg-type]
+    kernel = first.kernel(Layout.uniform(tables, starts, 5, 64))
     kernel(layer, qkv, keys, values)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -312,7 +323,7 @@ def test_rows_past_a_table_go_to_page_0() -> None:
     tables = world.layout.block_tables[:, :1]
     short = Layout.uniform(tables, world.layout.starts, 5, 64)
     keys, values = world.keys.clone(), world.values.clone()
-    HopperDecode(layout=short, rope=world.rope)(layer_of(SHAPES[0]), world.qkv, keys, values)  # type: ignore[arg-type]
+    world.kernel(short)(layer_of(SHAPES[0]), world.qkv, keys, values)
     page = int(tables[0, 0])
     assert not keys[page, 60:64].isnan().any()
     others = [each for each in range(1, len(keys)) if each not in tables.flatten().tolist()]

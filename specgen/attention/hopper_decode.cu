@@ -1,12 +1,15 @@
 // Attention of decode passes, with the rotation of queries and keys and the write of the new KV.
 //
-// A cluster of blocks attends for one sequence and some heads of one KV head. As many of its blocks as the length is
-// worth have a share of the positions of earlier passes, of every kBlock of which each warp has 16 with a softmax of its
-// own; the positions of this pass are the last block's. What is there before this pass (lengths, pages, KV) is loaded before
-// the kernel in front, which computes q, k and v, is done. Warps' results meet in shared memory and blocks' in that of
-// the block that adds a share of the columns, always in the same order.
+// A cluster of blocks, mostly of one, attends for one sequence and some heads of one KV head: to all positions of earlier
+// passes, or, of a long sequence, to a share of them, so that all have about as much to read. As many of its blocks as the
+// share is worth have a part of it, of every kBlock of whose positions each warp has 16 with a softmax of its own; the
+// positions of this pass are the last block's. What is there before this pass (lengths, pages, KV) is loaded before the
+// kernel in front, which computes q, k and v, is done. Results meet where they are near: warps' in shared memory, blocks'
+// in that of the block that adds a part of the columns, shares' in global memory, where the one that is done last adds
+// them; always in the same order.
 //
-// Compiled for the size of a head, DIM, and MROWS rows (rows of the sequence times heads), a multiple of 16. Each 16 rows
+// Compiled for the size of a head, DIM, for MROWS rows (rows of the sequence times heads), a multiple of 16, and for
+// RESIDENT blocks at a time on a multiprocessor. Each 16 rows
 // have four warps of their own, which share the positions of a block with those of the other rows. Heads of 256 have two
 // warps for the same rows and positions, one for each half of the columns, as sums of all would take too many registers:
 // each multiplies queries and keys of its own columns, and the two add up these logits.
@@ -40,21 +43,22 @@ constexpr int kMostQuery = 16;                           // rows of a sequence
 constexpr int kSumPitch = DIM + 4;                       // floats: neighbouring rows lie in other banks
 constexpr float kLog2e = 1.4426950408889634f;
 
-// Shared memory: queries; keys and values of this pass; a barrier; logits of sides; stages and later the warps' results;
-// cos and sin; what a cluster's blocks send to one another.
-constexpr int kFresh = MROWS * kRowBytes;
-constexpr int kBarrier = kFresh + kStageBytes;
-constexpr int kSideLogits = kBarrier + 16;
+// Shared memory: queries; a barrier; logits of sides; stages and later the warps' results; keys and values of this pass; cos
+// and sin; what a cluster's blocks send to one another.
+constexpr int kBarrier = MROWS * kRowBytes;
+constexpr int kSideLogits = kBarrier + 128;
 constexpr int kSideBytes = kSides > 1 ? 1024 : 0;  // of a warp: 16 rows, 16 positions
 constexpr int kSized = kSideLogits + kThreads / 32 * kSideBytes;
 
 struct Room {
-  int turns, softmax, received, end;
+  int fresh, fresh_rows, turns, softmax, received, end;
 
   constexpr __host__ __device__ __forceinline__ Room(int num_rows, int query_len, int cluster)
-      : turns(), softmax(), received(), end() {
+      : fresh(), fresh_rows(), turns(), softmax(), received(), end() {
     const int loads = kParts * kStages * kStageBytes, merge = kParts * num_rows * (kSumPitch + 2) * 4;
-    turns = kSized + (loads > merge ? loads : merge);
+    fresh = kSized + (loads > merge ? loads : merge + 127 & ~127);
+    fresh_rows = query_len > 8 ? 16 : 8;
+    turns = fresh + 2 * fresh_rows * kRowBytes;
     softmax = turns + query_len * DIM * 2;
     received = softmax + (cluster > 1 ? cluster * num_rows * 8 + 15 & ~15 : 0);
     end = received + (cluster > 1 ? num_rows * DIM * 4 : 0);
@@ -73,8 +77,14 @@ struct Problem {
   const int* tables;         // [batch, table_stride]
   const float* sinks;        // [num_heads] or null
   bf16* out;                 // [rows, num_heads, DIM]
+  float* shares;  // [.., num_heads / group, size_of_sums]: sums [rows, DIM], largest logits and totals [cluster, rows, 2]
+  int* arrivals;  // [batch, num_heads / group, cluster]: shares that are done; 0 before and behind the kernel
   int64_t page_stride, slot_stride, head_stride, table_stride;
-  int batch, num_sms, table_width, page_shift, query_len, num_heads, num_kv_heads, group, window;  // group: heads of a cluster
+  int batch, num_shares;         // of all sequences, at most
+  int wanted, certain;           // shares to cut all positions in, where that makes no more, and where it does
+  int least;                     // positions of a share
+  int table_width, page_shift, query_len, num_heads, num_kv_heads, group, window;  // group: heads of a block
+  int size_of_sums;
   bool causal;               // else a row sees those behind it, too, of a window as many as before it
   float scale, rope_scale;   // of logits, times log2(e); of cos and sin
   int turned;                // pieces of a head that are rotated with as many behind them: half of it, or of 256 fewer
@@ -103,6 +113,13 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
           barrier),
       "r"(parity)
       : "memory");
+}
+
+// The address of ``address`` in the shared memory of another block of the cluster.
+__device__ __forceinline__ uint32_t at_rank(uint32_t address, int rank) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
 }
 
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool there) {  // else zeros
@@ -219,6 +236,18 @@ struct State {
   float most[2] = {-INFINITY, -INFINITY}, total[2] = {};
 };
 
+// Four columns of a row over some positions, relative to the largest logit of all that is added, which is known before.
+struct Sum {
+  float4 value = {0, 0, 0, 0};
+  float largest = -INFINITY, whole = 0;
+
+  __device__ __forceinline__ void add(float4 more, float its_largest, float its_whole) {
+    const float weight = largest == -INFINITY ? 0.0f : exp2f(its_largest - largest);
+    whole += its_whole * weight;
+    value.x += more.x * weight, value.y += more.y * weight, value.z += more.z * weight, value.w += more.w * weight;
+  }
+};
+
 // Both warps of the same rows and positions get the same sums. They meet elsewhere before the next ones.
 __device__ __forceinline__ void add_other_side(float (&logits)[2][4]) {
   extern __shared__ __align__(128) uint8_t shared[];
@@ -235,17 +264,17 @@ __device__ __forceinline__ void add_other_side(float (&logits)[2][4]) {
   }
 }
 
-// The rows from ``first_row`` attend to the 16 positions from ``first`` before ``end``; keys and values are at ``stage``.
-// All of them are seen by all rows unless MASKED.
+// The rows from ``first_row`` attend to the 16 positions from ``first`` before ``end``, whose keys and values are those of
+// ``count`` rows; where that is 8, ``end`` is no further. All of them are seen by all rows unless MASKED.
 template <bool MASKED>
-__device__ __forceinline__ void attend(const Problem& p, State& state, uint32_t q, int first_row, uint32_t stage,
-                                       int first, int start, int end) {
+__device__ __forceinline__ void attend(const Problem& p, State& state, uint32_t q, int first_row, uint32_t keys_at,
+                                       uint32_t values_at, int count, int first, int start, int end) {
   const int lane = threadIdx.x % 32;
   float logits[2][4] = {};
 #pragma unroll
   for (int k = 0; k < kKTiles; k++) {
     uint32_t keys[4], rows[4];  // keys of positions 0-7 and 8-15, each two halves of 16 inputs
-    load_four(keys, stage + swizzled(lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+    load_four(keys, keys_at + swizzled(lane % 8 + lane / 16 * 8 & count - 1, 2 * k + lane / 8 % 2));
     load_four(rows, q + swizzled(first_row + lane % 16, 2 * k + lane / 16));
     multiply(logits[0], rows, keys[0], keys[1]);
     multiply(logits[1], rows, keys[2], keys[3]);
@@ -298,7 +327,7 @@ __device__ __forceinline__ void attend(const Problem& p, State& state, uint32_t 
 #pragma unroll
   for (int n = 0; n < kNTiles; n += 2) {
     uint32_t values[4];  // positions 0-7 and 8-15 of 8 columns, then of the next 8
-    load_four_turned(values, stage + kTileBytes + swizzled(lane % 16, n + lane / 16));
+    load_four_turned(values, values_at + swizzled(lane & count - 1, n + lane / 16));
     multiply(state.sums[n], weights, values[0], values[1]);
     multiply(state.sums[n + 1], weights, values[2], values[3]);
   }
@@ -327,34 +356,87 @@ struct Rows {
   }
 };
 
-// Positions of earlier passes that a sequence's rows attend to, in whole blocks: the first of them, and behind the last.
-struct Range {
-  int oldest, end;
+// The first of the positions of earlier passes, in whole blocks, to which the rows of a sequence attend that has ``end``.
+__device__ __forceinline__ int oldest_of(const Problem& p, int end) {
+  return p.window > 0 ? max(end + 1 - p.window, 0) / kBlock * kBlock : 0;
+}
 
-  __device__ __forceinline__ Range(const Problem& p, int sequence) {
-    end = static_cast<int>(__ldcg(p.starts + sequence));
-    oldest = p.window > 0 ? max(end + 1 - p.window, 0) / kBlock * kBlock : 0;
+// What a cluster is for: share ``split`` of the ``splits`` of ``sequence``, which has ``end`` positions of earlier passes.
+// Of the shares of sequences that have several, its sequence's are those from ``place`` on.
+struct Share {
+  int sequence = -1, end, split, splits, place;
+
+  // Each warp finds it by itself: from the number of positions of all sequences how many a share may have, and from
+  // those of the sequences before it the sequence. A lane counts for four of every 128.
+  __device__ __forceinline__ Share(const Problem& p, int cluster) : end(), split(), splits(), place() {
+    const int lane = threadIdx.x % 32;
+    int ends[4], counts[4], most = 0;
+    const auto read = [&](int first) {
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        ends[i] = first + 4 * lane + i < p.batch ? static_cast<int>(__ldcg(p.starts + first + 4 * lane + i)) : -1;
+    };
+    const auto positions = [&](int i) { return max(ends[i], 0) - oldest_of(p, max(ends[i], 0)); };
+    // Of this lane's sequences: shares, and from bit 16 on those of sequences with several
+    const auto count = [&] {
+      int sum = 0;
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int shares = (positions(i) + most - 1) / most;
+        counts[i] = ends[i] < 0 ? 0 : shares > 1 ? shares * 0x10001 : 1;
+        sum += counts[i];
+      }
+      return sum;
+    };
+    const auto total = [&](auto&& of_lane) {
+      int sum = 0;
+      for (int first = 0; first < p.batch; first += 128) {
+        if (most == 0 || p.batch > 128) read(first);
+        sum += of_lane();
+      }
+      return __reduce_add_sync(~0u, sum);
+    };
+    const int all = total([&] { return positions(0) + positions(1) + positions(2) + positions(3); });
+    most = max((all + p.wanted - 1) / p.wanted, p.least);
+    if (p.wanted > p.certain && (total(count) & 0xffff) > p.num_shares)
+      most = max((all + p.certain - 1) / p.certain, p.least);
+    int before = 0;
+    for (int first = 0; first < p.batch; first += 128) {
+      if (p.batch > 128) read(first);
+      const int sum = count();
+      int upto = sum;  // this lane's and those of the lanes before
+#pragma unroll
+      for (int i = 1; i < 32; i *= 2) {
+        const int add = __shfl_up_sync(~0u, upto, i);
+        if (lane >= i) upto += add;
+      }
+      const unsigned behind = __ballot_sync(~0u, (before + upto & 0xffff) > cluster);
+      if (behind == 0) {
+        before += __shfl_sync(~0u, upto, 31);
+        continue;
+      }
+      const int owner = __ffs(behind) - 1;
+      int at = before + upto - sum;
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int next = at + counts[i];
+        if ((at & 0xffff) <= cluster && cluster < (next & 0xffff)) {
+          sequence = first + 4 * lane + i, end = ends[i], place = at >> 16;
+          split = cluster - (at & 0xffff), splits = counts[i] & 0xffff;
+        }
+        at = next;
+      }
+      sequence = __shfl_sync(~0u, sequence, owner), end = __shfl_sync(~0u, end, owner);
+      split = __shfl_sync(~0u, split, owner), splits = __shfl_sync(~0u, splits, owner);
+      place = __shfl_sync(~0u, place, owner);
+      return;
+    }
   }
 };
 
-// Blocks, a power of two, that share ``range``: with those of the other sequences about one for each multiprocessor.
-__device__ __forceinline__ int num_splits(const Problem& p, const Range& range, int cluster) {
-  if (cluster == 1) return 1;
-  int64_t all = 0;
-  for (int i = threadIdx.x % 32; i < p.batch; i += 32) {
-    const Range other(p, i);
-    all += other.end - other.oldest;
-  }
-#pragma unroll
-  for (int i = 16; i > 0; i /= 2) all += __shfl_xor_sync(~0u, all, i);
-  const int share = max(static_cast<int>(all * gridDim.y / p.num_sms), kBlock);
-  const int splits = (range.end - range.oldest) * 5 / (4 * share);  // rather few blocks too many than half of them
-  return splits < 2 ? 1 : min(1 << (31 - __clz(splits)), cluster);
-}
-
-__global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(const Problem p) {
+__global__ void __launch_bounds__(kThreads, RESIDENT) hopper_decode(const Problem p) {
   extern __shared__ __align__(128) uint8_t shared[];
-  const int split = blockIdx.x, sequence = blockIdx.z, first_head = blockIdx.y * p.group;
+  const int rank = blockIdx.x, first_head = blockIdx.y * p.group;
   const int heads_per_kv = p.num_heads / p.num_kv_heads, kv_head = first_head / heads_per_kv;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % kParts;
   const int row_tile = warp / (kParts * kSides), side = warp / kParts % kSides, side_at = side * kColumns * 2;
@@ -362,24 +444,31 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(co
   const uint32_t stages = q + kSized + part * kStages * kStageBytes;
   asm volatile("griddepcontrol.launch_dependents;");
   // The kernel in front lets this one start when it has itself waited for those before: see ops/launch.py.
-  const Range range(p, sequence);
+  const Share its_share(p, blockIdx.z);
+  const int sequence = its_share.sequence, split = its_share.split, splits = its_share.splits, start = its_share.end;
+  if (sequence < 0) return;
   const Rows its(p, sequence);
   const int num_rows = its.count * p.group;
   const bool idle = row_tile * 16 >= num_rows;  // warps that only load, where a sequence has few rows
   const Room room(num_rows, its.count, gridDim.x);
-  const int start = range.end, splits = num_splits(p, range, gridDim.x), columns = DIM / splits;
-  if (split >= splits) return;
-  if (splits > 1) {
+  const int oldest = oldest_of(p, start);
+  const int share = (start - oldest + splits * kBlock - 1) / (splits * kBlock) * kBlock;
+  // Blocks that have a part of it, a power of two: rather few too many than half of them
+  const int worth = share * 5 / (4 * kBlock), ranks = worth < 2 ? 1 : min(1 << (31 - __clz(worth)), gridDim.x);
+  const int columns = DIM / ranks;  // that a block adds up
+  if (rank >= ranks) return;
+  if (ranks > 1) {
     if (threadIdx.x == 0) {
       barrier_init(barrier);
       asm volatile("fence.mbarrier_init.release.cluster;");
-      barrier_expect(barrier, splits * num_rows * (columns * 4 + 8));
+      barrier_expect(barrier, ranks * num_rows * (columns * 4 + 8));
     }
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   }
-  const int share = (start - range.oldest + splits * kBlock - 1) / (splits * kBlock) * kBlock;
-  const int first_of_split = range.oldest + split * share;
-  const int from = first_of_split + part * kTokens, until = min(first_of_split + share, start);
+  const int its_part = (share + ranks * kBlock - 1) / (ranks * kBlock) * kBlock;
+  const int first_of_part = oldest + split * share + rank * its_part;
+  const int end_of_part = min(first_of_part + its_part, oldest + (split + 1) * share);
+  const int from = first_of_part + part * kTokens, until = min(end_of_part, start);
   constexpr int kLoaders = 32 * kSides * kRowTiles;         // threads of a part
   const int loader = (row_tile * kSides + side) * 32 + lane, its_row = loader / kPieces, its_piece = loader % kPieces;
   const int64_t its_offset = its_row * p.slot_stride + its_piece * 8;
@@ -411,11 +500,12 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(co
   for (int i = threadIdx.x; i < its.count * pairs; i += kThreads) turns[i] = turn(p, start + i / pairs, i % pairs);
   static_assert(MROWS * kTurners <= kThreads && kMostQuery * kTurners <= kThreads, "one each for a thread");
   const int row = threadIdx.x / kTurners;
-  const bool fresh = split == splits - 1, has_key = fresh && row < its.count, has_query = row < num_rows;
+  const bool fresh = split == splits - 1 && rank == ranks - 1;
+  const bool has_key = fresh && row < its.count, has_query = row < num_rows;
   int64_t key_at = 0;
   if (has_key) key_at = slot_of(p, page_of(p, sequence, start + row), start + row, kv_head);
   __syncthreads();
-  if (splits > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  if (ranks > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 
   asm volatile("griddepcontrol.wait;" ::: "memory");
   const int row_stride = (p.num_heads + 2 * p.num_kv_heads) * DIM;
@@ -429,10 +519,11 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(co
   }
   if (has_query) query.turn(turns + row / p.group * pairs + 8 * places.piece, places);
   if (row < MROWS) query.share(shared, row, places);
-  if (fresh && row < kTokens) {  // those that are not there as zeros
+  const int fresh_values = room.fresh + room.fresh_rows * kRowBytes;
+  if (fresh && row < room.fresh_rows) {  // those that are not there as zeros
     if (has_key) key.turn(turns + row * pairs + 8 * places.piece, places);
-    key.share(shared + kFresh, row, places);
-    value.share(shared + kFresh + kTileBytes, row, places);
+    key.share(shared + room.fresh, row, places);
+    value.share(shared + fresh_values, row, places);
     if (has_key && first_head % heads_per_kv == 0) {
       key.store(p.keys + key_at + 8 * places.piece, places);
       value.store(p.values + key_at + 8 * places.piece, places);
@@ -450,16 +541,17 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(co
     meet();
     const uint32_t at = stages + done % kStages * kStageBytes + side_at;
     if (!idle && first + kTokens <= until && p.window <= 0) {
-      attend<false>(p, state, q + side_at, 16 * row_tile, at, first, start, until);
+      attend<false>(p, state, q + side_at, 16 * row_tile, at, at + kTileBytes, kTokens, first, start, until);
     } else if (!idle) {
-      attend<true>(p, state, q + side_at, 16 * row_tile, at, first, start, until);
+      attend<true>(p, state, q + side_at, 16 * row_tile, at, at + kTileBytes, kTokens, first, start, until);
     }
     meet();
     load_next();
   }
   asm volatile("cp.async.wait_group 0;" ::: "memory");
   if (fresh && part == kParts - 1 && !idle)
-    attend<true>(p, state, q + side_at, 16 * row_tile, q + kFresh + side_at, start, start, start + its.count);
+    attend<true>(p, state, q + side_at, 16 * row_tile, q + room.fresh + side_at, q + fresh_values + side_at, room.fresh_rows,
+                 start, start, start + its.count);
   __syncthreads();  // the stages are free
 
   // Of the warps: largest logits and totals [kParts, num_rows], then sums [kParts, num_rows, kSumPitch].
@@ -480,71 +572,102 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(co
           make_float2(state.sums[n][2 * half], state.sums[n][2 * half + 1]);
   }
   __syncthreads();
-  const auto store = [&](int row, int column, float largest, float whole, float4 result) {
+  const auto shared_sums = [&](int split) {
+    return p.shares + ((its_share.place + split) * static_cast<int64_t>(gridDim.y) + blockIdx.y) * p.size_of_sums;
+  };
+  const int softmax_at = num_rows * (DIM + 2 * rank);  // in these
+  const auto store = [&](int row, int column, Sum sum) {
     const int head = first_head + row % p.group;
     if (p.sinks != nullptr) {
-      const float sink = p.sinks[head] * kLog2e, new_largest = fmaxf(largest, sink);
-      const float kept = exp2f(largest - new_largest);
-      whole = whole * kept + exp2f(sink - new_largest);
-      result.x *= kept, result.y *= kept, result.z *= kept, result.w *= kept;
+      const float sink = p.sinks[head] * kLog2e;
+      Sum both;
+      both.largest = fmaxf(sum.largest, sink);
+      both.add(sum.value, sum.largest, sum.whole);
+      both.add({0, 0, 0, 0}, sink, 1);
+      sum = both;
     }
-    const float inverse = 1.0f / whole;
+    const float inverse = 1.0f / sum.whole;
     bf16* out = p.out + ((its.first + row / p.group) * p.num_heads + head) * DIM;
+    const float4 all = sum.value;
     *reinterpret_cast<uint2*>(out + column) =
-        make_uint2(packed(result.x * inverse, result.y * inverse), packed(result.z * inverse, result.w * inverse));
+        make_uint2(packed(all.x * inverse, all.y * inverse), packed(all.z * inverse, all.w * inverse));
+  };
+  const auto finish = [&](int row, int column, const Sum& sum) {  // of a share
+    if (splits == 1) return store(row, column, sum);
+    float* to = shared_sums(split);
+    __stcg(reinterpret_cast<float4*>(to + row * DIM + column), sum.value);
+    if (column % columns == 0)
+      __stcg(reinterpret_cast<float2*>(to + softmax_at) + row, make_float2(sum.largest, sum.whole));
   };
   for (int i = threadIdx.x; i < num_rows * DIM / 4; i += kThreads) {
     const int row = i / (DIM / 4), column = i % (DIM / 4) * 4;
-    float largest = -INFINITY, whole = 0;
-    float4 result = {0, 0, 0, 0};
+    Sum sum;
 #pragma unroll
-    for (int w = 0; w < kParts; w++) largest = fmaxf(largest, most[w * num_rows + row]);
+    for (int w = 0; w < kParts; w++) sum.largest = fmaxf(sum.largest, most[w * num_rows + row]);
 #pragma unroll
-    for (int w = 0; w < kParts; w++) {
-      const float weight = largest == -INFINITY ? 0.0f : exp2f(most[w * num_rows + row] - largest);
-      const float4 add = *reinterpret_cast<const float4*>(sums + (w * num_rows + row) * kSumPitch + column);
-      whole += total[w * num_rows + row] * weight;
-      result.x += add.x * weight, result.y += add.y * weight, result.z += add.z * weight, result.w += add.w * weight;
-    }
-    if (splits == 1) {
-      store(row, column, largest, whole, result);
+    for (int w = 0; w < kParts; w++)
+      sum.add(*reinterpret_cast<const float4*>(sums + (w * num_rows + row) * kSumPitch + column), most[w * num_rows + row],
+              total[w * num_rows + row]);
+    if (ranks == 1) {
+      finish(row, column, sum);
       continue;
     }
     const int other = column / columns;  // the block that adds up this column
-    uint32_t to, there;
-    const uint32_t at = q + room.received + ((split * num_rows + row) * columns + column % columns) * 4;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(at), "r"(other));
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(barrier), "r"(other));
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
-                 "f"(result.x), "f"(result.y), "f"(result.z), "f"(result.w), "r"(there)
+    const uint32_t there = at_rank(barrier, other);
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                     at_rank(q + room.received + ((rank * num_rows + row) * columns + column % columns) * 4, other)),
+                 "f"(sum.value.x), "f"(sum.value.y), "f"(sum.value.z), "f"(sum.value.w), "r"(there)
                  : "memory");
-    if (column % columns == 0) {
-      const uint32_t softmax = q + room.softmax + (split * num_rows + row) * 8;
-      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(softmax), "r"(other));
-      asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
-                   "f"(largest), "f"(whole), "r"(there)
+    if (column % columns == 0)
+      asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+                       at_rank(q + room.softmax + (rank * num_rows + row) * 8, other)),
+                   "f"(sum.largest), "f"(sum.whole), "r"(there)
                    : "memory");
+  }
+  const int items = num_rows * columns / 4;
+  const auto row_of = [&](int item) { return item / (columns / 4); };
+  const auto column_of = [&](int item) { return rank * columns + item % (columns / 4) * 4; };
+  if (ranks > 1) {
+    barrier_wait(barrier, 0);
+    const float2* softmax = reinterpret_cast<const float2*>(shared + room.softmax);
+    const float4* received = reinterpret_cast<const float4*>(shared + room.received);
+    for (int i = threadIdx.x; i < items; i += kThreads) {
+      Sum sum;
+#pragma unroll 4
+      for (int other = 0; other < ranks; other++) sum.largest = fmaxf(sum.largest, softmax[other * num_rows + row_of(i)].x);
+#pragma unroll 4
+      for (int other = 0; other < ranks; other++) {
+        const float2 its = softmax[other * num_rows + row_of(i)];
+        sum.add(received[other * items + i], its.x, its.y);
+      }
+      finish(row_of(i), column_of(i), sum);
     }
   }
   if (splits == 1) return;
-  barrier_wait(barrier, 0);
-  const float2* softmax = reinterpret_cast<const float2*>(shared + room.softmax);
-  const float* received = reinterpret_cast<const float*>(shared + room.received);
-  for (int i = threadIdx.x; i < num_rows * columns / 4; i += kThreads) {
-    const int row = i / (columns / 4), column = i % (columns / 4) * 4;
-    float largest = -INFINITY, whole = 0;
-    float4 result = {0, 0, 0, 0};
-#pragma unroll 4
-    for (int other = 0; other < splits; other++) largest = fmaxf(largest, softmax[other * num_rows + row].x);
-#pragma unroll 4
+  __syncthreads();
+  bool is_last = false;
+  if (threadIdx.x == 0) {
+    int* arrivals = p.arrivals + (sequence * gridDim.y + blockIdx.y) * gridDim.x + rank;
+    __threadfence();  // the sums of all threads are there for who sees this block arrive
+    is_last = atomicAdd(arrivals, 1) == splits - 1;
+    if (is_last) *arrivals = 0;
+    __threadfence();
+  }
+  if (!__syncthreads_or(is_last)) return;
+  const auto softmax_of = [&](int other, int row) {
+    return __ldcg(reinterpret_cast<const float2*>(shared_sums(other) + softmax_at) + row);
+  };
+  for (int i = threadIdx.x; i < items; i += kThreads) {
+    const int row = row_of(i), column = column_of(i);
+    Sum sum;
+#pragma unroll 8
+    for (int other = 0; other < splits; other++) sum.largest = fmaxf(sum.largest, softmax_of(other, row).x);
+#pragma unroll 8
     for (int other = 0; other < splits; other++) {
-      const float2 its = softmax[other * num_rows + row];
-      const float weight = exp2f(its.x - largest);  // the last block has at least the row's own position
-      const float4 add = *reinterpret_cast<const float4*>(received + (other * num_rows + row) * columns + column);
-      whole += its.y * weight;
-      result.x += add.x * weight, result.y += add.y * weight, result.z += add.z * weight, result.w += add.w * weight;
+      const float2 its = softmax_of(other, row);
+      sum.add(__ldcg(reinterpret_cast<const float4*>(shared_sums(other) + row * DIM + column)), its.x, its.y);
     }
-    store(row, split * columns + column, largest, whole, result);
+    store(row, column, sum);
   }
 }
 
@@ -552,19 +675,18 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(co
 
 extern "C" int hopper_decode_run(const void* heads, const float* frequencies, void* keys, void* values,
                                  const int64_t* starts, const int64_t* ends, const int* tables, const float* sinks, void* out,
-                                 int64_t page_stride, int64_t slot_stride, int64_t head_stride, int64_t table_stride,
-                                 int table_width, int page_shift, int batch, int query_len, int num_heads,
-                                 int num_kv_heads, int group, int window, int causal, int cluster, int num_sms, int num_pairs,
-                                 float scale, float rope_scale, void* stream) {
+                                 float* shares, int* arrivals, int64_t page_stride, int64_t slot_stride, int64_t head_stride,
+                                 int64_t table_stride, int table_width, int page_shift, int batch, int query_len, int num_heads,
+                                 int num_kv_heads, int group, int window, int causal, int cluster, int num_shares, int wanted,
+                                 int certain, int least, int size_of_sums, int num_pairs, float scale, float rope_scale,
+                                 void* stream) {
   const Problem p = {static_cast<const bf16*>(heads), frequencies, static_cast<bf16*>(keys), static_cast<bf16*>(values),
-                     starts, ends, tables, sinks, static_cast<bf16*>(out), page_stride, slot_stride, head_stride, table_stride,
-                     batch, num_sms, table_width, page_shift, query_len, num_heads, num_kv_heads, group, window,
+                     starts, ends, tables, sinks, static_cast<bf16*>(out), shares, arrivals, page_stride, slot_stride,
+                     head_stride, table_stride, batch, num_shares, wanted, certain, least, table_width, page_shift,
+                     query_len, num_heads, num_kv_heads, group, window, size_of_sums,
                      causal != 0, scale * kLog2e, rope_scale, num_pairs / 8};
-  static const cudaError_t prepared = [] {
-    const cudaError_t error =
-        cudaFuncSetAttribute(hopper_decode, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostShared);
-    return error ? error : cudaFuncSetAttribute(hopper_decode, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  }();
+  static const cudaError_t prepared =
+      cudaFuncSetAttribute(hopper_decode, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostShared);
   if (prepared) return prepared;
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -572,7 +694,7 @@ extern "C" int hopper_decode_run(const void* heads, const float* frequencies, vo
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
   cudaLaunchConfig_t launch = {};
-  launch.gridDim = dim3(cluster, num_heads / group, batch);
+  launch.gridDim = dim3(cluster, num_heads / group, num_shares);  // clusters without one end at once
   launch.blockDim = dim3(kThreads);
   launch.dynamicSmemBytes = Room(group * query_len, query_len, cluster).end;
   launch.stream = static_cast<cudaStream_t>(stream);
