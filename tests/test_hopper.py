@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from specgen.attention import LayerAttention, hopper
-from specgen.attention.hopper import HopperDecode, Shares, block_heads, hopper_decode_module, serves
+from specgen.attention.hopper import (
+    HopperDecode,
+    Shares,
+    block_heads,
+    clusters_at_once,
+    hopper_decode_module,
+    serves,
+)
 from specgen.kv.layout import Layout
 from specgen.ops import jit_modules
 from specgen.ops.hopper_linear import FEWEST_ROWS, _tile, _wgmma_header, fits, modules
@@ -122,6 +129,13 @@ def test_shares_fill_a_gpu_or_end_together() -> None:
             assert resident - groups < shares.most * groups <= resident, case
         else:
             assert shares.wanted == max(resident // groups, 1), case
+
+
+def test_a_gpu_has_room_for_the_clusters_at_once() -> None:
+    for size, rows, head_dim in product((1, 2, 4, 8), (16, 32, 64), (64, 128, 256)):
+        places = 132 * (1 if rows > 32 else 2 if rows > 16 or head_dim > 128 else 3)
+        at_once = clusters_at_once(size, rows, head_dim, 132)
+        assert (places if size == 1 else 0.6 * min(places, 132)) <= at_once * size <= places
 
 
 def test_as_many_shares_as_there_is_room_for() -> None:

@@ -207,6 +207,7 @@ _SOURCE = Path(__file__).with_name("hopper_decode.cu")
 _MOST_ROWS = {64: 64, 128: 64, 256: 48}
 _MOST_QUERY = 16  # rows of a sequence
 _LEAST_SHARE = 128  # positions of a block: those of fewer would wait for one another longer than they read
+_LEAST_OF_CLUSTERS = 512  # positions of a cluster of several blocks
 _CLUSTER_SIZES = ((16, 8), (32, 4), (96, 2))  # by most clusters
 _MOST_BLOCKS = 1 << 16  # sequences times the blocks that share their heads
 _PARTLY_ROTATED = 256  # the size of heads of which only a part may be: any number of 8 pairs
@@ -228,6 +229,18 @@ def cluster_size(num_clusters: int) -> int:
     with 1, 4 of 8,000 positions 64 with 4 and 53 with 1.
     """
     return next((size for most, size in _CLUSTER_SIZES if num_clusters <= most), 1)
+
+
+def clusters_at_once(size: int, rows: int, head_dim: int, num_multiprocessors: int) -> int:
+    """Clusters that a GPU is to hold at a time.
+
+    Of larger ones fewer than it could: the kernel behind starts to load its weights when all have begun, also those
+    that short sequences leave without a share, and not everywhere is there room for a whole one.
+    """
+    resident = _resident(rows, head_dim) * num_multiprocessors
+    if size == 1:
+        return resident
+    return min((1 if size > 4 else 2) * num_multiprocessors, resident * 7 // 8) // size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,10 +333,10 @@ class HopperDecode:
         rows, groups = _row_tile(query_len, num_heads // num_kv_heads, head_dim), num_heads // group
         assert layout.num_sequences * groups <= len(self.arrivals), (layout.num_sequences, groups)
         cluster = cluster_size(layout.num_sequences * groups)
-        resident = _resident(rows, head_dim) * num_sms(qkv.device) // cluster
-        if cluster > 1:
-            resident = resident * 7 // 8  # not everywhere is there room for a whole one
-        shares = Shares.of(layout.num_sequences, groups, resident)
+        least = _LEAST_SHARE if cluster == 1 else max(_LEAST_OF_CLUSTERS, cluster * _LEAST_SHARE)
+        shares = Shares.of(
+            layout.num_sequences, groups, clusters_at_once(cluster, rows, head_dim, num_sms(qkv.device))
+        )
         # The sums of each begin at a multiple of 16 bytes
         size = -(-query_len * group * (head_dim + 2 * cluster) // 4) * 4
         sums = qkv.new_empty(shares.most_cut, groups, size, dtype=torch.float32)
@@ -331,7 +344,7 @@ class HopperDecode:
         numbers = (
             *(tables.shape[1], page_size.bit_length() - 1, layout.num_sequences, query_len),
             *(num_heads, num_kv_heads, group, layer.window or 0, int(layer.causal)),
-            *(cluster, shares.most, shares.wanted, shares.certain, _LEAST_SHARE * cluster),
+            *(cluster, shares.most, shares.wanted, shares.certain, least),
             *(size, len(self.rope.frequencies)),
         )
         error = compiled(_spec, "hopper_decode_run", head_dim, rows)(

@@ -43,8 +43,8 @@ constexpr int kMostQuery = 16;                           // rows of a sequence
 constexpr int kSumPitch = DIM + 4;                       // floats: neighbouring rows lie in other banks
 constexpr float kLog2e = 1.4426950408889634f;
 
-// Shared memory: queries; a barrier; logits of sides; stages and later the warps' results; keys and values of this pass; cos
-// and sin; what a cluster's blocks send to one another.
+// Shared memory: queries; a barrier and the share; logits of sides; stages and later the warps' results; keys and values of
+// this pass; cos and sin; what a cluster's blocks send to one another.
 constexpr int kBarrier = MROWS * kRowBytes;
 constexpr int kSideLogits = kBarrier + 128;
 constexpr int kSideBytes = kSides > 1 ? 1024 : 0;  // of a warp: 16 rows, 16 positions
@@ -366,22 +366,26 @@ __device__ __forceinline__ int oldest_of(const Problem& p, int end) {
 struct Share {
   int sequence = -1, end, split, splits, place;
 
-  // Each warp finds it by itself: from the number of positions of all sequences how many a share may have, and from
-  // those of the sequences before it the sequence. A lane counts for four of every 128.
-  __device__ __forceinline__ Share(const Problem& p, int cluster) : end(), split(), splits(), place() {
+  // By a whole warp: from the number of positions of all sequences how many a share may have, and from those of the
+  // sequences before it the sequence. A lane counts for EACH of 32 * EACH sequences, fewer where there are few.
+  template <int EACH>
+  __device__ __forceinline__ void find(const Problem& p, int cluster) {
+    constexpr int kAll = 32 * EACH;
     const int lane = threadIdx.x % 32;
-    int ends[4], counts[4], most = 0;
+    int ends[EACH], counts[EACH], most = 0;
     const auto read = [&](int first) {
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        ends[i] = first + 4 * lane + i < p.batch ? static_cast<int>(__ldcg(p.starts + first + 4 * lane + i)) : -1;
+      for (int i = 0; i < EACH; i++) {
+        const int at = first + EACH * lane + i;
+        ends[i] = at < p.batch ? static_cast<int>(__ldcg(p.starts + at)) : -1;
+      }
     };
     const auto positions = [&](int i) { return max(ends[i], 0) - oldest_of(p, max(ends[i], 0)); };
     // Of this lane's sequences: shares, and from bit 16 on those of sequences with several
     const auto count = [&] {
       int sum = 0;
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
+      for (int i = 0; i < EACH; i++) {
         const int shares = (positions(i) + most - 1) / most;
         counts[i] = ends[i] < 0 ? 0 : shares > 1 ? shares * 0x10001 : 1;
         sum += counts[i];
@@ -390,19 +394,24 @@ struct Share {
     };
     const auto total = [&](auto&& of_lane) {
       int sum = 0;
-      for (int first = 0; first < p.batch; first += 128) {
-        if (most == 0 || p.batch > 128) read(first);
+      for (int first = 0; first < p.batch; first += kAll) {
+        if (most == 0 || p.batch > kAll) read(first);
         sum += of_lane();
       }
       return __reduce_add_sync(~0u, sum);
     };
-    const int all = total([&] { return positions(0) + positions(1) + positions(2) + positions(3); });
+    const int all = total([&] {
+      int sum = 0;
+#pragma unroll
+      for (int i = 0; i < EACH; i++) sum += positions(i);
+      return sum;
+    });
     most = max((all + p.wanted - 1) / p.wanted, p.least);
     if (p.wanted > p.certain && (total(count) & 0xffff) > p.num_shares)
       most = max((all + p.certain - 1) / p.certain, p.least);
     int before = 0;
-    for (int first = 0; first < p.batch; first += 128) {
-      if (p.batch > 128) read(first);
+    for (int first = 0; first < p.batch; first += kAll) {
+      if (p.batch > kAll) read(first);
       const int sum = count();
       int upto = sum;  // this lane's and those of the lanes before
 #pragma unroll
@@ -410,27 +419,32 @@ struct Share {
         const int add = __shfl_up_sync(~0u, upto, i);
         if (lane >= i) upto += add;
       }
-      const unsigned behind = __ballot_sync(~0u, (before + upto & 0xffff) > cluster);
-      if (behind == 0) {
-        before += __shfl_sync(~0u, upto, 31);
-        continue;
-      }
-      const int owner = __ffs(behind) - 1;
       int at = before + upto - sum;
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
+      for (int i = 0; i < EACH; i++) {
         const int next = at + counts[i];
         if ((at & 0xffff) <= cluster && cluster < (next & 0xffff)) {
-          sequence = first + 4 * lane + i, end = ends[i], place = at >> 16;
+          sequence = first + EACH * lane + i, end = ends[i], place = at >> 16;
           split = cluster - (at & 0xffff), splits = counts[i] & 0xffff;
         }
         at = next;
       }
-      sequence = __shfl_sync(~0u, sequence, owner), end = __shfl_sync(~0u, end, owner);
-      split = __shfl_sync(~0u, split, owner), splits = __shfl_sync(~0u, splits, owner);
-      place = __shfl_sync(~0u, place, owner);
-      return;
+      if (__any_sync(~0u, sequence >= 0)) return;
+      before += __shfl_sync(~0u, upto, 31);
     }
+  }
+
+  // The first warp finds it, for which there is room at ``room``.
+  __device__ __forceinline__ Share(const Problem& p, int cluster, uint8_t* room) : end(), split(), splits(), place() {
+    Share* all = reinterpret_cast<Share*>(room);
+    if (threadIdx.x == 0) all->sequence = -1;
+    if (threadIdx.x < 32) {
+      p.batch > 32 ? find<4>(p, cluster) : find<1>(p, cluster);
+      __syncwarp();
+      if (sequence >= 0) *all = *this;  // one lane's
+    }
+    __syncthreads();
+    *this = *all;
   }
 };
 
@@ -444,7 +458,7 @@ __global__ void __launch_bounds__(kThreads, RESIDENT) hopper_decode(const Proble
   const uint32_t stages = q + kSized + part * kStages * kStageBytes;
   asm volatile("griddepcontrol.launch_dependents;");
   // The kernel in front lets this one start when it has itself waited for those before: see ops/launch.py.
-  const Share its_share(p, blockIdx.z);
+  const Share its_share(p, blockIdx.z, shared + kBarrier + 16);
   const int sequence = its_share.sequence, split = its_share.split, splits = its_share.splits, start = its_share.end;
   if (sequence < 0) return;
   const Rows its(p, sequence);
