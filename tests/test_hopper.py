@@ -14,6 +14,7 @@ from specgen.attention.hopper import (
     HopperDecode,
     Shares,
     block_heads,
+    cluster_size,
     clusters_at_once,
     hopper_decode_module,
     serves,
@@ -129,6 +130,13 @@ def test_shares_fill_a_gpu_or_end_together() -> None:
             assert resident - groups < shares.most * groups <= resident, case
         else:
             assert shares.wanted == max(resident // groups, 1), case
+
+
+def test_clusters_are_large_while_they_are_few() -> None:
+    sizes = [cluster_size(clusters) for clusters in range(1, 2000)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert set(sizes) == {1, 2, 4, 8}
+    assert all(size * clusters <= 2 * 132 for clusters, size in enumerate(sizes, 1) if size > 1)
 
 
 def test_a_gpu_has_room_for_the_clusters_at_once() -> None:
