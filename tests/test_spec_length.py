@@ -340,3 +340,20 @@ def test_costs_of_a_part_are_those_of_its_drafts_and_rows():
     costs = StepCosts(seconds=seconds, partial=partial)
     for k, part in ((4, 8), (3, 8), (2, 4), (1, 1)):
         assert costs.at_part(4, k, part) == pytest.approx(2.0 * k + 4 + part + 3)
+
+
+def test_costs_of_a_part_know_the_steps_in_the_cost_of_rows():
+    """Rows are paid for 32 at a time; parts are timed with 4 and 16 sequences, and with 8 only whole steps are."""
+
+    def true(size: int, k: int, num_rows: int) -> float:
+        return 10.0 * -(-num_rows // 32) + k * (0.5 + 0.1 * size)
+
+    seconds = {(size, k): true(size, k, size * (k + 1)) for size in (4, 8, 16) for k in range(5)}
+    partial = {
+        (size, k, part): true(size, k, size + size * part // 4) + 2
+        for size in (4, 16)
+        for k, part in ((1, 1), (4, 1), (4, 4), (4, 8), (4, 16))
+    }
+    costs = StepCosts(seconds=seconds, partial=partial)
+    for part in (4, 8, 16):
+        assert costs.at_part(8, 4, part) == pytest.approx(true(8, 4, 8 + 2 * part) + 2)

@@ -75,17 +75,21 @@ class StepCosts:
 
     def at_part(self, num_sequences: int, k: int, quarters: int) -> float:
         """Seconds of a step with ``k`` drafts of which so many are verified."""
-        most = self.lengths[-1]
-        parts = sorted(part for each, part in self._parts if each == most)
-        seconds = [self._part_at(num_sequences, most, part) for part in parts]
-        per_draft = 0.0
-        if most > 1:
-            made = self._part_at(num_sequences, most, 1) - self._part_at(num_sequences, 1, 1)
-            per_draft = max(made, 0.0) / (most - 1)
-        return _between(parts, seconds, quarters) - per_draft * (most - k)
+        return float(self.at_parts(num_sequences, (k,), (quarters,))[0, 0])
 
-    def _part_at(self, num_sequences: int, k: int, quarters: int) -> float:
-        return _between(*self._parts[k, quarters], num_sequences)
+    def at_parts(self, num_sequences: int, lengths: Sequence[int], quarters: Sequence[int]) -> np.ndarray:
+        """The same for each K of ``lengths`` with each of ``quarters``: ``[len(lengths), len(quarters)]``."""
+        most = self.lengths[-1]
+        parts = sorted(part for k, part in self._beyond if k == most)
+        beyond = [_between(*self._beyond[most, part], num_sequences) for part in parts]
+        made = beyond[0] - _between(*self._beyond[1, 1], num_sequences)  # for all but one draft
+        seconds = self._whole(num_sequences, np.array(quarters) / 4) + np.interp(quarters, parts, beyond)
+        not_made = (most - np.array(lengths)) / max(most - 1, 1)
+        return seconds - max(made, 0.0) * not_made[:, None]  # type: ignore[no-any-return]
+
+    def _whole(self, num_sequences: int, num_verified: np.ndarray) -> np.ndarray:
+        """Seconds of steps that verify so many drafts of a sequence and make no others, also between measured K."""
+        return np.interp(num_verified, self.lengths, [self.at(num_sequences, k) for k in self.lengths])
 
     @cached_property
     def _curves(self) -> dict[int, tuple[list[int], list[float]]]:
@@ -93,9 +97,16 @@ class StepCosts:
         return _curves_of((size, k, seconds) for (size, k), seconds in self.seconds.items())
 
     @cached_property
-    def _parts(self) -> dict[tuple[int, int], tuple[list[int], list[float]]]:
-        """The same of each K and number of quarters."""
-        return _curves_of((size, (k, part), seconds) for (size, k, part), seconds in self.partial.items())
+    def _beyond(self) -> dict[tuple[int, int], tuple[list[int], list[float]]]:
+        """What steps of each K and number of quarters take beyond whole ones of as many rows.
+
+        This is what changes steadily with the batch size. The cost of rows has steps of its own, and whole steps were
+        measured at every size.
+        """
+        return _curves_of(
+            (size, (k, part), seconds - float(self._whole(size, np.array(part / 4))))
+            for (size, k, part), seconds in self.partial.items()
+        )
 
 
 def _curves_of(points: Iterable[tuple[int, _Kind, float]]) -> dict[_Kind, tuple[list[int], list[float]]]:
@@ -296,14 +307,15 @@ class BestPlan:
         }
         if num_sequences < costs.fewest:
             return rates
+        lengths, quarters = costs.lengths[1:], np.array(_QUARTERS)
         size = min(num_sequences, len(survival))
         batches = survival[-(len(survival) // size * size) :].reshape(-1, size, self.most)
-        for k in costs.lengths[1:]:
+        counts = np.maximum(size * quarters // 4, 1)
+        for k, seconds in zip(lengths, costs.at_parts(num_sequences, lengths, _QUARTERS), strict=True):
             drafts = np.sort(batches[:, :, :k].reshape(len(batches), -1), 1)[:, ::-1].mean(0).cumsum()
-            for quarters in (each for each in _QUARTERS if each < 4 * k):
-                count = max(1, size * quarters // 4)
-                seconds = costs.at_part(num_sequences, k, quarters)
-                rates[k, quarters] = (1 + drafts[count - 1] / size) / seconds
+            fewer = quarters < 4 * k
+            found = (1 + drafts[counts[fewer] - 1] / size) / seconds[fewer]
+            rates |= {(k, int(part)): float(each) for part, each in zip(quarters[fewer], found, strict=True)}
         return rates
 
     def _probe(self, num_sequences: int, present: StepPlan) -> StepPlan:
