@@ -92,9 +92,10 @@ def test_gemms(out: int, width: int, kind: str, rows: int, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_gated_gemms(kind: str, rows: int) -> None:
+@pytest.mark.parametrize("half", [768, 9216])  # with fewer tiles and with more than multiprocessors
+def test_gated_gemms(half: int, kind: str, rows: int) -> None:
     dtype = torch.bfloat16
-    weight, x = a_weight(kind, 2 * 768, 1024), torch.randn(rows, 1024, device=CUDA).to(dtype)
+    weight, x = a_weight(kind, 2 * half, 1024), torch.randn(rows, 1024, device=CUDA).to(dtype)
     exact = silu_and_mul(expected(x, weight))
     gated = bind_ops(CUDA, dtype).gated_linear(weight)
     got = gated(x)

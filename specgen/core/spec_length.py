@@ -85,11 +85,12 @@ class StepCosts:
         made = beyond[0] - _between(*self._beyond[1, 1], num_sequences)  # for all but one draft
         seconds = self._whole(num_sequences, np.array(quarters) / 4) + np.interp(quarters, parts, beyond)
         not_made = (most - np.array(lengths)) / max(most - 1, 1)
-        return seconds - max(made, 0.0) * not_made[:, None]  # type: ignore[no-any-return]
+        return np.asarray(seconds - max(made, 0.0) * not_made[:, None])
 
     def _whole(self, num_sequences: int, num_verified: np.ndarray) -> np.ndarray:
         """Seconds of steps that verify so many drafts of a sequence and make no others, also between measured K."""
-        return np.interp(num_verified, self.lengths, [self.at(num_sequences, k) for k in self.lengths])
+        seconds = [self.at(num_sequences, k) for k in self.lengths]
+        return np.asarray(np.interp(num_verified, self.lengths, seconds))
 
     @cached_property
     def _curves(self) -> dict[int, tuple[list[int], list[float]]]:

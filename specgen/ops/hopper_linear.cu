@@ -4,7 +4,9 @@
 // that wgmma's n is the number of rows. One warp loads with TMA, eight multiply; the first loads of weights do not wait
 // for the kernel in front. A matrix with few outputs is split along K between the two blocks of a cluster, which
 // exchange their sums through shared memory: each adds those of half the rows, always in the same order. Or it is split
-// between any blocks, which leave their sums to the kernel behind.
+// between any blocks, which leave their sums to the kernel behind. With more tiles than blocks, each takes an equal share
+// of all tiles' steps along K: a tile in which one share ends and the next begins has its sums added by the block that
+// comes to it last, to those that the other began with.
 //
 // Compiled for one number of rows a tile, ROWS, a multiple of 16 up to 192, and for weights in e4m3 if E4M3, else bf16.
 // See hopper_linear.py.
@@ -43,6 +45,7 @@ struct Problem {
   const float* x_scale;    // [rows], or [1] if x_static
   const float* y_scale;    // [1] or null: y is e4m3
   void* y;                 // [rows, out]
+  float4* begun;           // [blocks, sums of a tile]: of the tiles that another block finishes; null where none are
   int rows, out, steps;    // steps: along K
   int tiles, row_tiles;    // tiles: of outputs
   int parts;               // of K whose sums are y: [parts, rows, out] in float32
@@ -149,6 +152,10 @@ struct Pipeline {
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
 };
+
+// Whether a block has left its sums; 0 before and behind the kernel. For one stream, and for as many blocks as no GPU has
+// multiprocessors.
+__device__ int have_begun[1024];
 
 __device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory"); }
 
@@ -257,6 +264,33 @@ __device__ __forceinline__ void finish(const Problem& p, const float (&sums)[COU
   }
 }
 
+// A block's first piece is the end of a tile, to which the block before it comes last.
+__device__ __forceinline__ void leave(const Problem& p, const float (&sums)[kSums]) {
+  float4* to = p.begun + static_cast<int64_t>(blockIdx.x) * (kSums / 4) * kConsumers + threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < kSums / 4; i++)
+    __stcg(to + i * kConsumers, make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]));
+  __threadfence();
+  sync_consumers();
+  if (threadIdx.x == 0) atomicExch(have_begun + blockIdx.x, 1);
+}
+
+// All blocks run at the same time, so it is there or will be.
+__device__ __forceinline__ void add_begun(const Problem& p, float (&sums)[kSums]) {
+  const int other = blockIdx.x + 1;
+  if (threadIdx.x == 0) {
+    while (atomicExch(have_begun + other, 0) == 0) __nanosleep(100);
+    __threadfence();
+  }
+  sync_consumers();
+  const float4* from = p.begun + static_cast<int64_t>(other) * (kSums / 4) * kConsumers + threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < kSums / 4; i++) {
+    const float4 more = __ldcg(from + i * kConsumers);
+    sums[4 * i] += more.x, sums[4 * i + 1] += more.y, sums[4 * i + 2] += more.z, sums[4 * i + 3] += more.w;
+  }
+}
+
 // The blocks of a cluster have a part of K each; every one adds the sums of its share of the rows.
 template <int PARTS>
 __device__ __forceinline__ void exchange(const float (&sums)[kSums], float (&total)[kSums / PARTS], uint8_t* stages,
@@ -292,27 +326,50 @@ __device__ __forceinline__ void exchange(const float (&sums)[kSums], float (&tot
   }
 }
 
+// Steps of a block along K, those of all tiles numbered one behind the other.
+struct Steps {
+  int next, end;
+
+  __device__ __forceinline__ explicit Steps(const Problem& p) {
+    const int64_t all = static_cast<int64_t>(p.tiles) * p.row_tiles * p.steps;
+    next = static_cast<int>(all * blockIdx.x / gridDim.x), end = static_cast<int>(all * (blockIdx.x + 1) / gridDim.x);
+  }
+};
+
+// Those of one tile.
+struct Piece {
+  int out_tile, first_row, first, count;
+
+  __device__ __forceinline__ Piece(const Problem& p, const Steps& left) {
+    const int tile = left.next / p.steps;
+    out_tile = tile / p.row_tiles, first_row = tile % p.row_tiles * ROWS;
+    first = left.next % p.steps, count = min(p.steps - first, left.end - left.next);
+  }
+};
+
 template <bool GATED>
 __device__ __forceinline__ void produce(const Problem& p, const CUtensorMap* x_map, const CUtensorMap* w_map,
-                                        Pipeline pipe, int first_tile, int tile_stride, int first_step, int steps) {
+                                        Pipeline pipe) {
   constexpr int kWidth = kBytes / kSize;
   const uint64_t policy = read_once();
-  const int total = p.tiles * p.row_tiles;
   const Pipeline start = pipe;
   bool waited = false;
+  int loaded = 0;
   // The weights of the first stages are loaded at once, their inputs when the kernel in front is done.
-  for (int tile = first_tile, loaded = 0; tile < total; tile += tile_stride) {
-    for (int step = 0; step < steps; step++, pipe.next(), loaded++) {
+  for (Steps left(p); left.next < left.end;) {
+    const Piece piece(p, left);
+    left.next += piece.count;
+    for (int step = 0; step < piece.count; step++, pipe.next(), loaded++) {
       const auto load_x = [&](const Pipeline& to, int at) {
-        load_inputs(x_map, to.full + to.stage, to.inputs(), (first_step + at) * kWidth, tile % p.row_tiles * ROWS);
+        load_inputs(x_map, to.full + to.stage, to.inputs(), (piece.first + at) * kWidth, piece.first_row);
       };
       if (loaded >= kStages) barrier_wait(pipe.empty + pipe.stage, pipe.parity ^ 1);
       barrier_expect(pipe.full + pipe.stage, kStageBytes);
-      load_weight<GATED>(w_map, pipe.full + pipe.stage, pipe.weight(), (first_step + step) * kWidth,
-                         tile / p.row_tiles, policy);
+      load_weight<GATED>(w_map, pipe.full + pipe.stage, pipe.weight(), (piece.first + step) * kWidth, piece.out_tile,
+                         policy);
       if (waited) {
         load_x(pipe, step);
-      } else if (loaded + 1 == kStages || step + 1 == steps) {
+      } else if (loaded + 1 == kStages || step + 1 == piece.count) {
         asm volatile("griddepcontrol.wait;" ::: "memory");
         waited = true;
         Pipeline behind = start;
@@ -397,32 +454,35 @@ __global__ void __launch_bounds__(kBound, 1)
     if (PARTS > 1) barrier_expect(received, kSums * kConsumers * 4);
   }
   __syncthreads();
-  const int parts = PARTS > 0 ? PARTS : p.parts, cluster = blockIdx.x / parts, clusters = gridDim.x / parts;
-  const int steps = p.steps / parts, part = PARTS > 1 ? cluster_rank() : blockIdx.x % parts, first_step = part * steps;
   if (threadIdx.x >= kConsumers) {  // leaves early: the blocks of a cluster then wait for the other warps alone
     if constexpr (kGives) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (threadIdx.x == kConsumers)
-      produce<GATED>(p, &x_map, &w_map, pipe, cluster, clusters, first_step, steps);
+    if (threadIdx.x == kConsumers) produce<GATED>(p, &x_map, &w_map, pipe);
     return;
   }
   if constexpr (kGives) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
   asm volatile("griddepcontrol.wait;" ::: "memory");  // for scales of rows, and before anything is written
-  for (int tile = cluster; tile < p.tiles * p.row_tiles; tile += clusters) {
-    const int out_tile = tile / p.row_tiles, first_row = tile % p.row_tiles * ROWS;
+  for (Steps left(p); left.next < left.end;) {
+    const Piece piece(p, left);
+    left.next += piece.count;
     float sums[kSums];
     if constexpr (E4M3) {
-      consume_e4m3(sums, pipe, steps);
+      consume_e4m3(sums, pipe, piece.count);
     } else {
-      consume(sums, pipe, steps);
+      consume(sums, pipe, piece.count);
     }
     if constexpr (PARTS == 0) {
-      write_sums(p, sums, out_tile, first_row, part);
+      write_sums(p, sums, piece.out_tile, piece.first_row, blockIdx.x % p.parts);
     } else if constexpr (PARTS == 1) {
-      finish<GATED, ROWS>(p, sums, results, out_tile, first_row);
+      if (piece.first > 0) {
+        leave(p, sums);
+        continue;
+      }
+      if (piece.count < p.steps) add_begun(p, sums);
+      finish<GATED, ROWS>(p, sums, results, piece.out_tile, piece.first_row);
     } else {  // one tile a cluster
       float total[kSums / PARTS];
       exchange<PARTS>(sums, total, pipe.stages, received);
-      finish<GATED, ROWS / PARTS>(p, total, results, out_tile, first_row + cluster_rank() * (ROWS / PARTS));
+      finish<GATED, ROWS / PARTS>(p, total, results, piece.out_tile, piece.first_row + cluster_rank() * (ROWS / PARTS));
     }
   }
 }
@@ -456,7 +516,7 @@ bool encode(CUtensorMap* map, const void* data, int dims, const cuuint64_t* size
 struct Call {
   const void *x, *weight;
   int64_t width;
-  int blocks;  // of one part; more tiles are taken in turns
+  int blocks;  // of one part; more tiles are shared
   cudaStream_t stream;
 };
 
@@ -499,13 +559,15 @@ int run(const Call& call, const Problem& p) {
 }  // namespace
 
 // ``parts`` of K, of which each tile has a block: with ``sums`` y is their sums in float32, which only bf16 has; else they
-// are 1, where ``blocks`` take the tiles in turns, or 2 in e4m3, where each tile has a cluster. In bf16 only the gated
-// kernel was compiled without ``sums``. 0, -1 if a tensor has no map, -2 for what was not compiled; else a cudaError.
+// are 1, where ``blocks`` share the tiles, or 2 in e4m3, where each tile has a cluster. Blocks that share tiles, of which
+// there are more, leave sums in ``begun`` [blocks, ROWS * 128]. In bf16 only the gated kernel was compiled without
+// ``sums``. 0, -1 if a tensor has no map, -2 for what was not compiled; else a cudaError.
 extern "C" int hopper_linear(const void* x, const void* weight, const void* bias, const float* out_scale,
-                             const float* x_scale, const float* y_scale, void* y, int64_t rows, int64_t out,
+                             const float* x_scale, const float* y_scale, void* y, float* begun, int64_t rows, int64_t out,
                              int64_t width, int blocks, int parts, int x_static, int is_gated, int sums, void* stream) {
   Problem p = {};
   p.bias = bias, p.out_scale = out_scale, p.x_scale = x_scale, p.y_scale = y_scale, p.y = y;
+  p.begun = reinterpret_cast<float4*>(begun);
   p.rows = rows, p.out = out, p.steps = width * kSize / kBytes;
   p.tiles = out * (is_gated ? 2 : 1) / kOut, p.row_tiles = (rows + ROWS - 1) / ROWS, p.x_static = x_static;
   p.parts = parts;

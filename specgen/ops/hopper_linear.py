@@ -65,12 +65,21 @@ def hopper_linear(
     dtype = torch.bfloat16 if y_scale is None else torch.float8_e4m3fn
     y = torch.empty(num_rows, num_out, dtype=dtype, device=x.device)
     blocks, num_steps = num_sms(x.device), width * x.element_size() // 128
-    tiles = weight.shape[0] // _OUT * -(-num_rows // _tile(max(num_rows, 1)))
+    rows = _tile(max(num_rows, 1))
+    tiles = weight.shape[0] // _OUT * -(-num_rows // rows)
     # In e4m3, two blocks a tile keep more of a GPU busy where there are few
     parts = 2 if not gated and 2 * tiles <= blocks and num_steps % 2 == 0 else 1
     static = x_scale is not None and x_scale.numel() == 1
     assert (x.dtype == torch.bfloat16) == (out_scale is None) == (x_scale is None), x.dtype
-    _call((x, weight, bias, out_scale, x_scale, y_scale, y), parts, static=static, gated=gated, sums=False)
+    # Sums of the tiles that two blocks share
+    begun = x.new_empty(blocks, rows * _OUT, dtype=torch.float32) if tiles > blocks else None
+    _call(
+        (x, weight, bias, out_scale, x_scale, y_scale, y, begun),
+        parts,
+        static=static,
+        gated=gated,
+        sums=False,
+    )
     return y
 
 
@@ -86,12 +95,12 @@ def hopper_linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -
     while 2 * parts * tiles <= num_sms(x.device) and num_steps % (2 * parts) == 0 and parts < _MOST_PARTS:
         parts *= 2
     y = torch.empty(parts, num_rows, num_out, dtype=torch.float32, device=x.device)
-    _call((x, weight, bias, None, None, None, y), parts, static=False, gated=False, sums=True)
+    _call((x, weight, bias, None, None, None, y, None), parts, static=False, gated=False, sums=True)
     return y
 
 
 def _call(tensors: tuple[Tensor | None, ...], parts: int, *, static: bool, gated: bool, sums: bool) -> None:
-    x, weight, y = tensors[0], tensors[1], tensors[-1]
+    x, weight, y = tensors[0], tensors[1], tensors[6]
     assert x is not None
     assert weight is not None
     assert y is not None
