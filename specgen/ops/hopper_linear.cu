@@ -4,9 +4,9 @@
 // that wgmma's n is the number of rows. One warp loads with TMA, eight multiply; the first loads of weights do not wait
 // for the kernel in front. A matrix with few outputs is split along K between the two blocks of a cluster, which
 // exchange their sums through shared memory: each adds those of half the rows, always in the same order. Or it is split
-// between any blocks, which leave their sums to the kernel behind. With more tiles than blocks, each takes an equal share
-// of all tiles' steps along K: a tile in which one share ends and the next begins has its sums added by the block that
-// comes to it last, to those that the other began with.
+// between any blocks, which leave their sums to the kernel behind. With more tiles than blocks, each takes an equal share of
+// all tiles' steps along K. Where one share ends inside a tile and the next begins, the block of the next one starts with
+// that tile and leaves its sums to the other, which ends with it and adds both.
 //
 // Compiled for one number of rows a tile, ROWS, a multiple of 16 up to 192, and for weights in e4m3 if E4M3, else bf16.
 // See hopper_linear.py.
@@ -275,7 +275,7 @@ __device__ __forceinline__ void leave(const Problem& p, const float (&sums)[kSum
   if (threadIdx.x == 0) atomicExch(have_begun + blockIdx.x, 1);
 }
 
-// All blocks run at the same time, so it is there or will be.
+// Blocks start in their order, and none waits before it has left its own sums: those of the next one are there, or will be.
 __device__ __forceinline__ void add_begun(const Problem& p, float (&sums)[kSums]) {
   const int other = blockIdx.x + 1;
   if (threadIdx.x == 0) {
