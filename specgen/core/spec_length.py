@@ -267,7 +267,10 @@ class BestPlan:
         self._age = 0  # of the plan, in steps
         self._num_steps = 0
         self._missed = 0.0  # steps' worth of time that another plan would have saved, in steps running
-        self._saved = 0.0  # seconds, for the next probe
+        self._longer: StepPlan | None = None  # the next probe, if there is any
+        self._saved = self._allowance = self._price = (
+            0.0  # seconds: for it, of each step, and what it takes more
+        )
 
     def choose(self, num_sequences: int) -> StepPlan:
         self._acceptance.step()
@@ -278,7 +281,8 @@ class BestPlan:
         if self._present is None or not settled or self._age >= _EVERY:
             self._present = self._plan(num_sequences, self._present)
             self._planned_for, self._age = num_sequences, 0
-        return self._probe(num_sequences, self._present)
+            self._price_probe(num_sequences, self._present)
+        return self._probe(self._present)
 
     def see(self, levels: Sequence[int], verified: int, accepted: int) -> None:
         self._acceptance.see(levels, verified, accepted)
@@ -319,19 +323,24 @@ class BestPlan:
             rates |= {(k, int(part)): float(each) for part, each in zip(quarters[fewer], found, strict=True)}
         return rates
 
-    def _probe(self, num_sequences: int, present: StepPlan) -> StepPlan:
-        """All drafts of the next longer K where enough was saved for a step of it, else ``present``."""
-        k = present.num_drafts
-        if present.quarters is None:
-            if k == self.most:
-                return present
-            now = self._costs.at(num_sequences, k)
-        else:
-            now = self._costs.at_part(num_sequences, k, present.quarters)
+    def _price_probe(self, num_sequences: int, present: StepPlan) -> None:
+        """Set what ``present`` takes, and what a step with all drafts of the next longer K takes more."""
+        k, quarters = present.num_drafts, present.quarters
+        of_present = self._costs.at(num_sequences, k)
+        if quarters is not None:
+            of_present = self._costs.at_part(num_sequences, k, quarters)
         longer = next((each for each in self._costs.lengths if each > k), k)
-        price = self._costs.at(num_sequences, longer) - now
-        self._saved += _PROBE_SHARE * now
-        if self._saved < price:
+        # with a part of the most drafts, all of them; without, nothing is longer
+        self._longer = None if longer == k and quarters is None else StepPlan(num_drafts=longer)
+        self._allowance = _PROBE_SHARE * of_present
+        self._price = self._costs.at(num_sequences, longer) - of_present
+
+    def _probe(self, present: StepPlan) -> StepPlan:
+        """All drafts of the next longer K where enough was saved for a step of it, else ``present``."""
+        if self._longer is None:
+            return present
+        self._saved += self._allowance
+        if self._saved < self._price:
             return present
         self._saved = 0.0
-        return StepPlan(num_drafts=longer)
+        return self._longer
