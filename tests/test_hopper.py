@@ -132,11 +132,13 @@ def test_shares_fill_a_gpu_or_end_together() -> None:
             assert shares.wanted == max(resident // groups, 1), case
 
 
-def test_clusters_are_large_while_they_are_few() -> None:
-    sizes = [cluster_size(clusters) for clusters in range(1, 2000)]
+@pytest.mark.parametrize("rows", [16, 32, 48])
+def test_clusters_are_large_while_they_are_few_and_can_start_at_once(rows: int) -> None:
+    sizes = [cluster_size(clusters, rows, 128, 132) for clusters in range(1, 2000)]
     assert sizes == sorted(sizes, reverse=True)
     assert set(sizes) == {1, 2, 4, 8}
-    assert all(size * clusters <= 2 * 132 for clusters, size in enumerate(sizes, 1) if size > 1)
+    for clusters, size in enumerate(sizes, 1):
+        assert size == 1 or clusters <= clusters_at_once(size, rows, 128, 132), (clusters, size)
 
 
 def test_a_gpu_has_room_for_the_clusters_at_once() -> None:

@@ -287,7 +287,7 @@ def test_any_shares_and_clusters(
     shares: int, size: int, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hopper, "clusters_at_once", lambda *_: shape[1] * shares)
-    monkeypatch.setattr(hopper, "cluster_size", lambda _: size)
+    monkeypatch.setattr(hopper, "cluster_size", lambda *_: size)
     monkeypatch.setattr(hopper, "_LEAST_OF_CLUSTERS", 16)
     monkeypatch.setattr(hopper, "_LEAST_SHARE", 16)
     for lens, query_len in product([*LENS, [31, *range(0, 1300, 5)]], (1, 5, 8)):
