@@ -243,6 +243,9 @@ def test_cpu_kernels_equal_the_reference(rows: int) -> None:
     by_head = torch.randn(4, 16)
     heads = x.view(rows, 4, 16)
     torch.testing.assert_close(fast.rms_norm(by_head, 1e-6)(heads), plain.rms_norm(by_head, 1e-6)(heads))
+    some, whole = (fast.rms_norm(weight, 1e-6)(heads) for weight in (by_head[:3], by_head))
+    assert torch.equal(some[:, :3], whole[:, :3])
+    assert torch.equal(some[:, 3:], heads[:, 3:])
 
 
 def test_joined_weights_are_concatenated_and_a_single_one_is_not_copied() -> None:

@@ -60,12 +60,18 @@ def test_rms_norm(rows: int, size: int, casts_last: bool, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rms_norm_of_strided_rows(dtype: torch.dtype) -> None:
-    weight, qkv = random(40, 128, dtype=dtype), random(7, 48, 128, dtype=dtype)
-    heads = qkv[:, :40]
-    assert_close_to_one_rounding(
-        fast(dtype).rms_norm(weight, 1e-6)(heads), torch_ops().rms_norm(weight, 1e-6)(heads)
-    )
+@pytest.mark.parametrize(("rows", "heads", "normed", "size"), [
+    (7, 40, 40, 128), (1, 40, 36, 128), (160, 40, 36, 128), (5, 20, 18, 256), (3, 5, 3, 64), (9, 3, 3, 4096),
+])  # fmt: skip
+def test_rms_norm_of_the_first_heads(
+    rows: int, heads: int, normed: int, size: int, dtype: torch.dtype
+) -> None:
+    weight, wide = random(normed, size, dtype=dtype), random(rows, heads + 8, size, dtype=dtype)
+    for x in (wide[:, :heads], wide[:, :heads].contiguous()):
+        got, expected = (ops.rms_norm(weight, 1e-6)(x) for ops in (fast(dtype), torch_ops()))
+        assert got.is_contiguous()
+        assert_close_to_one_rounding(got, expected)
+        assert torch.equal(got[:, normed:], x[:, normed:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -80,7 +80,7 @@ class Projection:
 
     linear: Map  # [rows, width] -> [rows, num_heads * D]
     input_scale: Tensor | None  # of its inputs in FP8; see Weight.static_scale
-    norm: Norm | None  # of q and k, as one over [rows, num_normed, D]
+    norm: Norm | None  # of the first heads, q and k
     num_normed: int
     num_heads: int
     head_dim: int
@@ -125,7 +125,7 @@ class Projection:
         rows = self.linear(x).view(x.shape[0], -1, self.head_dim)
         heads, gates = rows[:, : self.num_heads], rows[:, self.num_heads :].flatten(1)
         if self.norm is not None:
-            heads = torch.cat((self.norm(heads[:, : self.num_normed]), heads[:, self.num_normed :]), 1)
+            heads = self.norm(heads)
         return heads, gates
 
 

@@ -47,7 +47,10 @@ class Norm(Protocol):
     """RMSNorm over the last dimension, statistics in float32."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[rows, ..., N] -> the same shape."""
+        """[rows, ..., N] -> the same shape.
+
+        A weight [n, N] is that of the first n heads of [rows, heads, N], one for each; the others stay as they are.
+        """
         ...
 
     def add(self, stream: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,7 +64,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 class MakeNorm(Protocol):
-    """Prepares a ``Norm`` from its weight [..., N] and eps."""
+    """Prepares a ``Norm`` from its weight [N] or [n, N] and eps."""
 
     def __call__(
         self, weight: Tensor, eps: float, casts_last: bool = False, out_scale: Tensor | None = None

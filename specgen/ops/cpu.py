@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specgen.ops import Map, Ops, joined
 from specgen.ops.fp8 import fp8_linear
-from specgen.ops.reference import gated, one_part, silu_and_mul, torch_ops, whole
+from specgen.ops.reference import gated, heads_normed, one_part, silu_and_mul, torch_ops, whole
 from specgen.ops.weight import Weight
 
 
@@ -66,6 +66,9 @@ class _FusedNorm:
         return cls(weight=weight * size**0.5, floor=torch.tensor((size * eps) ** 0.5))
 
     def __call__(self, x: Tensor) -> Tensor:
+        return heads_normed(self._normed, self.weight, x)
+
+    def _normed(self, x: Tensor) -> Tensor:
         # sqrt(|x|^2 + N eps) is the hypotenuse of |x| and sqrt(N eps): one kernel for add and root.
         length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self.floor)
         return (x / length).mul_(self.weight)

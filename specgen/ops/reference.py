@@ -91,13 +91,24 @@ class RmsNorm:
     out_scale: Tensor | None = None  # whoever reads the result rounds it
 
     def __call__(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (scaled * self.weight).to(x.dtype) if self.casts_last else scaled.to(x.dtype) * self.weight
+        return heads_normed(self._normed, self.weight, x)
 
     def add(self, stream: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
         total = stream + whole(joined(parts))
         return total, self(total)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (scaled * self.weight).to(x.dtype) if self.casts_last else scaled.to(x.dtype) * self.weight
+
+
+def heads_normed(norm: Map, weight: Tensor, x: Tensor) -> Tensor:
+    """``norm`` of ``x``, or of as many of its heads as there are weights; see ``Norm``."""
+    count = len(weight)
+    if weight.dim() == 1 or count == x.shape[1]:
+        return norm(x)
+    return torch.cat((norm(x[:, :count]), x[:, count:]), 1)
 
 
 def embed_norm_concat(

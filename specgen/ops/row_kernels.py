@@ -18,9 +18,9 @@ from specgen.ops.launch import PDL
 
 @triton.jit
 def rms_normed(x: tl.tensor, weight: tl.tensor, size: int, eps: float, CASTS_LAST: tl.constexpr) -> tl.tensor:  # noqa: N803
-    """``x`` in its own dtype, zero beyond ``size``; rounded before the weight is applied or, CASTS_LAST, behind it."""
+    """Rows ``x``, zero beyond ``size``, in their dtype; rounded before the weight is applied or, CASTS_LAST, behind it."""
     wide = x.to(tl.float32)
-    scaled = wide * tl.rsqrt(tl.sum(wide * wide) / size + eps)
+    scaled = wide * tl.rsqrt(tl.sum(wide * wide, len(x.shape) - 1, keep_dims=True) / size + eps)
     # one return, as Triton compares the types of several: with a float32 weight they differ
     return (scaled * weight.to(tl.float32)).to(x.dtype) if CASTS_LAST else scaled.to(x.dtype) * weight
 
@@ -45,23 +45,47 @@ def _norm_kernel(
     out: tl.tensor,
     size: int,
     eps: float,
-    num_weights: int,
     stride: int,
     CASTS_LAST: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:
     gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    part = row % num_weights
     columns = tl.arange(0, BLOCK)
     inside = columns < size
-    w = tl.load(weight + part * size + columns, inside, 0)
+    w = tl.load(weight + columns, inside, 0)
     gdc_wait()
-    values = tl.load(x + row // num_weights * stride + part * size + columns, inside, 0)
+    values = tl.load(x + row * stride + columns, inside, 0)
     normed = rms_normed(values, w, size, eps, CASTS_LAST)
     if out_scale is not None:
         normed = to_e4m3(normed, 1.0 / tl.load(out_scale))
     tl.store(out + row * size + columns, normed, inside)
+
+
+@triton.jit
+def _norm_heads_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    num_heads: int,
+    num_normed: int,
+    size: int,
+    eps: float,
+    stride: int,
+    CASTS_LAST: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+) -> None:
+    gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside, is_normed = (head < num_heads) & (column < size), head < num_normed
+    w = tl.load(weight + head * size + column, inside & is_normed, 0)
+    gdc_wait()
+    values = tl.load(x + row * stride + head * size + column, inside, 0)
+    normed = rms_normed(values, w, size, eps, CASTS_LAST).to(values.dtype)
+    tl.store(out + (row * num_heads + head) * size + column, tl.where(is_normed, normed, values), inside)
 
 
 @triton.jit
@@ -244,18 +268,37 @@ class TritonNorm:
     With an ``out_scale`` float32 [1] the normed rows are e4m3; see ``MakeNorm``.
     """
 
-    weight: Tensor  # [..., N]
+    weight: Tensor  # [N] or [n, N]
     eps: float
     casts_last: bool = False
     out_scale: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        size = self.weight.shape[-1]
+        if self.weight.dim() > 1:
+            return self._heads(x)
+        rows, size = len(x), len(self.weight)
+        assert x.numel() == rows * size, (x.shape, self.weight.shape)
         out = torch.empty(x.shape, dtype=self.out_dtype(x), device=x.device)
-        if x.numel():
-            num_weights = self.weight.numel() // size
-            args = (x, self.weight, self.out_scale, out, size, self.eps, num_weights, x.stride(0))
-            _norm_kernel[(x.numel() // size,)](*args, CASTS_LAST=self.casts_last, **row_block(size), **PDL)
+        if rows:
+            args = (x, self.weight, self.out_scale, out, size, self.eps, x.stride(0))
+            _norm_kernel[(rows,)](*args, CASTS_LAST=self.casts_last, **row_block(size), **PDL)
+        return out
+
+    def _heads(self, x: Tensor) -> Tensor:
+        rows, num_heads, size = x.shape
+        assert self.out_scale is None
+        assert x.stride()[1:] == (size, 1), "the heads of a row must be contiguous"
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if rows:
+            block = row_block(size)
+            heads = max(1024 // block["BLOCK"], 1)
+            _norm_heads_kernel[(rows, triton.cdiv(num_heads, heads))](
+                *(x, self.weight, out, num_heads, len(self.weight), size, self.eps, x.stride(0)),
+                CASTS_LAST=self.casts_last,
+                HEADS=heads,
+                **(block | {"num_warps": max(block["num_warps"], 4)}),
+                **PDL,
+            )
         return out
 
     def add(self, stream: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
