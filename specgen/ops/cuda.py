@@ -97,7 +97,8 @@ def _linear_parts(dtype: torch.dtype, weight: Weight) -> Map:
     tiles = measured_choices.LINEAR_PARTS if many else measured_choices.LINEAR_FEW_OUTPUTS
     few = _by_rows(tiles, weight, skinny_linear, whole)
     if (
-        dtype != torch.bfloat16
+        not many
+        or dtype != torch.bfloat16
         or not runs_on(matrix.device)
         or not fits(matrix.shape[0], matrix.shape[1], dtype, gated=False)
     ):
