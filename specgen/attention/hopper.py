@@ -208,7 +208,7 @@ _MOST_ROWS = {64: 64, 128: 64, 256: 48}
 _MOST_QUERY = 16  # rows of a sequence
 _LEAST_SHARE = 128  # positions of a block: those of fewer would wait for one another longer than they read
 _LEAST_OF_CLUSTERS = 512  # positions of a cluster of several blocks
-_CLUSTER_SIZES = ((16, 8), (32, 4), (96, 2))  # by most clusters
+_CLUSTER_SIZES = ((16, 64, 8), (32, 16, 4), (96, 64, 2))  # by most clusters and most rows of a block
 _MOST_BLOCKS = 1 << 16  # sequences times the blocks that share their heads
 _PARTLY_ROTATED = 256  # the size of heads of which only a part may be: any number of 8 pairs
 
@@ -226,10 +226,11 @@ def cluster_size(num_clusters: int, rows: int, head_dim: int, num_multiprocessor
 
     They add up their sums sooner than those that meet in global memory, but can only start together. Measured on an
     H100: one sequence of 330 positions and 5 rows takes 6.2 us with 8 and 11.3 with 1, 8 of them 10.0 with 2 and 13.1
-    with 1, 4 of 8,000 positions 64 with 4 and 53 with 1.
+    with 1; 4 of them 8.1 with 4 and 8.9 with 2, of 8,128 positions 64 and 57, of 32,000 240 and 195.
     """
-    for most, size in _CLUSTER_SIZES:
-        if num_clusters <= min(most, clusters_at_once(size, rows, head_dim, num_multiprocessors)):
+    for most, most_rows, size in _CLUSTER_SIZES:
+        at_once = clusters_at_once(size, rows, head_dim, num_multiprocessors)
+        if num_clusters <= min(most, at_once) and rows <= most_rows:
             return size
     return 1
 
