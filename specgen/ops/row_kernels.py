@@ -18,7 +18,7 @@ from specgen.ops.launch import PDL
 
 @triton.jit
 def rms_normed(x: tl.tensor, weight: tl.tensor, size: int, eps: float, CASTS_LAST: tl.constexpr) -> tl.tensor:  # noqa: N803
-    """Rows ``x``, zero beyond ``size``, in their dtype; rounded before the weight or, CASTS_LAST, behind its product."""
+    """Rows ``x``, zero beyond ``size``, in their dtype; rounded in front of the weight or, CASTS_LAST, behind it."""
     wide = x.to(tl.float32)
     scaled = wide * tl.rsqrt(tl.sum(wide * wide, len(x.shape) - 1, keep_dims=True) / size + eps)
     # one return, as Triton compares the types of several: with a float32 weight they differ
