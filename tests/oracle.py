@@ -1,14 +1,20 @@
-"""A drafter that knows texts, so that steps accept any number of drafts."""
+"""A drafter that knows texts, so that steps accept any number of drafts, and engines that it drafts for."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from specgen.config import CONFIDENCE_LEVELS
 from specgen.core.sequence import Request
+from specgen.core.spec_length import FixedPlan, StepPlan
 from specgen.decoding.drafting import NoDrafter
 from specgen.decoding.outcome import Drafts, DraftState
 from specgen.decoding.sampling import SamplingBatch
+from tests.engines import Outputs, Pair, engine_of, generate
 
 
 class Oracle(NoDrafter):
@@ -36,3 +42,52 @@ class Oracle(NoDrafter):
             )
         tokens = torch.tensor(rows, dtype=torch.int64).view(len(rows), num_drafts)
         return Drafts(tokens=tokens, probs=None, confidence=torch.full(tokens.shape, 0.7))
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """A pair, requests, and their texts by a reference."""
+
+    pair: Pair
+    requests: list[Request]
+    texts: dict[str, tuple[int, ...]]
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        assert len(set(self.texts.values())) == len(self.texts)
+
+    def oracle(self) -> Oracle:
+        return Oracle(self.requests, self.texts, self.vocab_size)
+
+    def generated(self, **settings: Any) -> Outputs:
+        return generate(self.pair, self.requests, **{"num_spec_tokens": 4} | settings)
+
+    def check_steps(self, settings: Mapping[str, Any]) -> None:
+        """The oracle's steps accept every number of drafts, and no text changes."""
+        outputs = self.generated(**settings)
+        most = min(settings.get("num_spec_tokens", 4), 4)
+        assert outputs.texts == self.texts
+        assert set(outputs.accepted) >= set(range(most + 1)), Counter(outputs.accepted)
+
+    def check_a_part(self) -> None:
+        """Of the oracle's drafts may be verified."""
+        engine = engine_of(self.pair, num_spec_tokens=4, max_batch_size=5)
+        rising = tuple((level + 0.5) / len(CONFIDENCE_LEVELS) for level in range(len(CONFIDENCE_LEVELS)))
+        engine.spec_length = FixedPlan(StepPlan(num_drafts=4, quarters=6, chances=(rising,) * 4))
+        found = {each.request.id: each for each in engine.generate(self.requests)}
+        assert {name: each.token_ids for name, each in found.items()} == self.texts
+        lengths = {len(step.drafts) for each in found.values() for step in each.record.steps or ()}
+        assert len(lengths) > 1, "every sequence had as many drafts"
+
+    def check_preemption(self, **memory: int) -> None:
+        outputs = self.generated(**memory)
+        assert outputs.num_preempted >= 3
+        assert outputs.texts == self.texts
+
+    def cached_tokens(self) -> list[int]:
+        """Of the prompts of a second run with a prefix cache, which finds what the first one left."""
+        engine = engine_of(self.pair, num_spec_tokens=4, prefix_cache=True)
+        for _ in range(2):
+            found = list(engine.generate(self.requests))
+            assert {each.request.id: each.token_ids for each in found} == self.texts
+        return [each.record.num_cached_tokens for each in found]

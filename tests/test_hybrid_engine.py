@@ -3,9 +3,8 @@
 A drafter that knows most of the texts drafts here, so that steps accept any number of drafts.
 """
 
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -14,23 +13,13 @@ import torch
 from torch import Tensor
 
 from specgen.attention import gated_delta
-from specgen.config import CONFIDENCE_LEVELS, SamplingParams
+from specgen.config import SamplingParams
 from specgen.core.sequence import Request, ScoreRequest
-from specgen.core.spec_length import FixedPlan, StepPlan
 from specgen.engine import build
 from specgen.kv.pages import PageAllocator, StateSlots
-from tests.engines import (
-    Outputs,
-    Pair,
-    config_of,
-    engine_of,
-    generate,
-    load_pair,
-    page_bytes,
-    random_requests,
-)
+from tests.engines import config_of, engine_of, generate, load_pair, page_bytes, random_requests
 from tests.marks import mostly_slow
-from tests.oracle import Oracle
+from tests.oracle import World
 from tests.tiny_checkpoints import write_dflash_head, write_head
 from tests.tiny_hybrids import write_hybrid
 
@@ -38,7 +27,6 @@ pytestmark = pytest.mark.xdist_group("hybrid")  # the texts of transformers are 
 NUM_TOKENS, VOCAB = 24, 128
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS)
 PREFIX = tuple(range(3, 20))  # that all prompts begin with: two pages that a prefix cache would share
-Texts = dict[str, tuple[int, ...]]
 
 
 def prompts() -> list[Request]:
@@ -48,16 +36,9 @@ def prompts() -> list[Request]:
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class World:
-    """A hybrid with an MTP layer, and its texts by ``transformers``."""
-
-    pair: Pair
-    texts: Texts
-
-
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """A hybrid with an MTP layer, and its texts by ``transformers``."""
     import transformers
 
     path = tmp_path_factory.mktemp("hybrid")
@@ -70,17 +51,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         ids = torch.tensor([each.prompt_token_ids])
         out = model.generate(ids, max_new_tokens=NUM_TOKENS, do_sample=False)
         texts[each.id] = tuple(out[0, ids.shape[1] :].tolist())
-    assert len(set(texts.values())) == len(texts)
-    return World(pair=load_pair(path, drafter="mtp"), texts=texts)
+    return World(pair=load_pair(path, drafter="mtp"), requests=prompts(), texts=texts, vocab_size=VOCAB)
 
 
 @pytest.fixture
 def oracle(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_drafter", lambda *_: Oracle(prompts(), world.texts, VOCAB))
-
-
-def generated(world: World, **settings: Any) -> Outputs:
-    return generate(world.pair, prompts(), **{"num_spec_tokens": 4} | settings)
+    monkeypatch.setattr(build, "_drafter", lambda *_: world.oracle())
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -100,10 +76,7 @@ def test_text_is_that_of_transformers_whatever_is_accepted(
     world: World, device_like: Callable[..., None], name: str
 ) -> None:
     device_like()  # a step is launched before the one in front of it is read
-    outputs = generated(world, **SETTINGS[name])
-    k = SETTINGS[name].get("num_spec_tokens", 4)
-    assert outputs.texts == world.texts
-    assert set(outputs.accepted) >= set(range(min(k, 4) + 1)), Counter(outputs.accepted)
+    world.check_steps(SETTINGS[name])
 
 
 @pytest.mark.parametrize(
@@ -124,23 +97,17 @@ def test_text_is_that_of_transformers_with_every_drafter(
 
 
 def test_drafts_of_the_mtp_layer_do_not_depend_on_the_drafter_batch(world: World) -> None:
-    padded, packed = (generated(world, drafter_batch=batch) for batch in ("padded", "non-padded"))
+    padded, packed = (world.generated(drafter_batch=batch) for batch in ("padded", "non-padded"))
     assert padded.verified == packed.verified
     assert sum(padded.accepted) > 0
 
 
 @pytest.mark.usefixtures("oracle")
 def test_a_part_of_the_drafts_may_be_verified(world: World) -> None:
-    engine = engine_of(world.pair, num_spec_tokens=4, max_batch_size=5)
-    rising = tuple((level + 0.5) / len(CONFIDENCE_LEVELS) for level in range(len(CONFIDENCE_LEVELS)))
-    engine.spec_length = FixedPlan(StepPlan(num_drafts=4, quarters=6, chances=(rising,) * 4))
-    found = {each.request.id: each for each in engine.generate(prompts())}
-    assert {name: each.token_ids for name, each in found.items()} == world.texts
-    lengths = {len(step.drafts) for each in found.values() for step in each.record.steps or ()}
-    assert len(lengths) > 1, "every sequence had as many drafts"
+    world.check_a_part()
 
 
-def tight(world: World) -> dict[str, Any]:
+def tight(world: World) -> dict[str, int]:
     """Memory for the states of a batch, and few pages."""
     config = config_of(world.pair, num_spec_tokens=4)
     states = build.state_bytes(config, world.pair.models.target.config, config.max_batch_size)
@@ -151,18 +118,12 @@ def tight(world: World) -> dict[str, Any]:
 @pytest.mark.parametrize("ahead", [False, True])
 def test_preemption_changes_no_text(world: World, device_like: Callable[..., None], ahead: bool) -> None:
     device_like(ahead)
-    outputs = generated(world, **tight(world))
-    assert outputs.num_preempted >= 3
-    assert outputs.texts == world.texts
+    world.check_preemption(**tight(world))
 
 
 @pytest.mark.usefixtures("oracle")
 def test_prompts_that_begin_alike_share_no_page(world: World) -> None:
-    engine = engine_of(world.pair, num_spec_tokens=4, prefix_cache=True)
-    for _ in range(2):  # the second run finds what the first one left
-        found = list(engine.generate(prompts()))
-        assert {each.request.id: each.token_ids for each in found} == world.texts
-        assert not any(each.record.num_cached_tokens for each in found)
+    assert not any(world.cached_tokens())
 
 
 @pytest.mark.usefixtures("oracle")
@@ -242,4 +203,4 @@ def test_a_wrong_state_is_seen(
     world: World, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     plant(monkeypatch)
-    assert generated(world).texts != world.texts
+    assert world.generated().texts != world.texts
