@@ -7,7 +7,8 @@ writes anything else. The predecessor has waited for its own predecessor, so the
 
 Attention loads more before it waits: lengths, block tables and the KV of earlier passes. So a GEMM, which it comes
 behind, allows the launch of its successor only when it has itself waited: all that ran before the GEMM is done then.
-So does the convolution of Gated DeltaNet, behind which the recurrence loads its states.
+So does the convolution of Gated DeltaNet, behind which the recurrence loads its states. What comes between GEMM and
+attention, such as the norm of queries and keys, was launched by the GEMM and need not wait before it allows the next.
 """
 
 import triton
