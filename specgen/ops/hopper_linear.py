@@ -1,7 +1,7 @@
 """GEMMs of some to some hundred rows on Hopper: ``hopper_linear.cu``, compiled by FlashInfer's means when needed.
 
 Measured on an H100 at the shapes of Llama-3.1-8B, in microseconds at 160 rows, beside reading the weight and beside
-cuBLAS: gate and up in bfloat16 87 (78, 100), in FP8 47 (39, 53); q, k and v in FP8 with three scales 15 (8, 20). The
+cuBLAS: gate and up in bfloat16 91 (78, 100), in FP8 50 (39, 53); q, k and v in FP8 with three scales 15 (8, 20). The
 other GEMMs of bfloat16, of few outputs, are no faster than cuBLAS's.
 """
 
