@@ -584,7 +584,6 @@ def _context(config: LayerConfig, prefixes: list[str], load: Loader, ops: Ops) -
         linear=ops.linear(weight),
         input_scale=weight.static_scale,
         norm=norm,
-        num_normed=num_keys,
         num_heads=2 * num_keys,
         head_dim=config.head_dim,
     )

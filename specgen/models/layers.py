@@ -81,7 +81,6 @@ class Projection:
     linear: Map  # [rows, width] -> [rows, num_heads * D]
     input_scale: Tensor | None  # of its inputs in FP8; see Weight.static_scale
     norm: Norm | None  # of the first heads, q and k
-    num_normed: int
     num_heads: int
     head_dim: int
 
@@ -111,7 +110,6 @@ class Projection:
             linear=ops.linear(weight),
             input_scale=weight.static_scale,
             norm=norm,
-            num_normed=sum(normed.values()),
             num_heads=sum(heads.values()),
             head_dim=size,
         )

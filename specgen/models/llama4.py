@@ -240,7 +240,8 @@ def _unit_norm(config: LayerConfig, projection: Projection, like: Tensor, ops: O
 
     The model has it behind the rotation, which changes the length of no pair: so it may as well be in front.
     """
-    weight = torch.ones(projection.num_normed, config.head_dim, dtype=like.dtype, device=like.device)
+    num_normed = projection.num_heads - config.num_kv_heads  # all but the values
+    weight = torch.ones(num_normed, config.head_dim, dtype=like.dtype, device=like.device)
     return replace(projection, norm=ops.rms_norm(weight, config.rms_norm_eps))
 
 
