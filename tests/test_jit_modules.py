@@ -1,5 +1,6 @@
 """FlashInfer's modules are compiled side by side before a run: which, and what becomes of failures."""
 
+import importlib.util
 import os
 import stat
 import sys
@@ -28,7 +29,7 @@ from specgen.engine.loading import open_checkpoints
 from specgen.experiments import plans
 from specgen.experiments.matrices import Workload
 from specgen.models.model_config import LatentConfig
-from specgen.ops import jit_modules
+from specgen.ops import jit_modules, lean_headers
 from specgen.ops.block_fp8 import FEWEST_ROWS
 from specgen.ops.jit_modules import Module, compile_missing, compiled_meanwhile
 from specgen.ops.weight import Weight
@@ -94,10 +95,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", f"{ninja.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("MAX_JOBS", "4")
 
-    def module(name: str, script: str = "", **fields: Any) -> Module:
-        return Module(
-            what=f"the {name}", spec=lambda: Spec(name, tmp_path, script or f"touch {name}.so", **fields)
-        )
+    def module(name: str, script: str = "", *, lean: bool = False, **fields: Any) -> Module:
+        made = Spec(name, tmp_path, script or f"touch {name}.so", **fields)
+        return Module(what=f"the {name}", spec=lambda: made, lean=lean)
 
     return module
 
@@ -198,6 +198,45 @@ def test_without_ninja_the_error_says_so(make, monkeypatch: pytest.MonkeyPatch) 
 def test_ctrl_c_is_no_failure_of_a_compiler(make) -> None:
     with pytest.raises(KeyboardInterrupt):
         compile_missing([make("a", "echo 'ninja: build stopped: interrupted by user.'; exit 2")])
+
+
+LEAN = "cp $(echo \"$NVCC_PREPEND_FLAGS\" | cut -d' ' -f2)/cutlass/util/host_tensor.h ."
+
+
+def test_a_lean_module_is_compiled_without_headers_that_it_does_not_use(
+    make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVCC_PREPEND_FLAGS", "-Xptxas=-v")
+    script = 'echo "$NVCC_PREPEND_FLAGS/$NVCC_APPEND_FLAGS" > flags; touch $(basename $PWD).so; '
+    compile_missing([make("lean", script + LEAN, lean=True), make("plain", script)])
+    folder = next(tmp_path.glob("specgen_headers_*"))
+    lean, plain = ((tmp_path / name / "flags").read_text().strip() for name in ("lean", "plain"))
+    assert lean == f"-isystem {folder} -Xptxas=-v/-UCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED"
+    assert plain == "-Xptxas=-v/"
+    assert (tmp_path / "lean" / "host_tensor.h").read_text() == "#pragma once\n"
+    written = {path: path.stat().st_mtime_ns for path in folder.rglob("*.h*")}
+    compile_missing([make("another", lean=True)])
+    assert written == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}, (
+        "modules are compiled again where it is newer"
+    )
+
+
+def test_a_lean_module_that_needs_its_headers_is_compiled_with_them(make, tmp_path: Path) -> None:
+    script = '[ -n "$NVCC_APPEND_FLAGS" ] && touch lean && exit 1; touch a.so'
+    assert compile_missing([make("a", script, lean=True)]) == ["the a"]
+    assert (tmp_path / "a" / "lean").exists()
+    with pytest.raises(UserError, match=r"module bad .* cannot be compiled"):
+        compile_missing([make("bad", "exit 1", lean=True)])
+
+
+def test_what_lean_modules_do_without_is_what_flashinfer_includes() -> None:
+    package = importlib.util.find_spec("flashinfer")
+    if package is None or package.origin is None:
+        pytest.skip("flashinfer is not installed")
+    data = Path(package.origin).parent / "data"
+    text = (data / "include" / "flashinfer" / "cutlass_utils.cuh").read_text()
+    for name in lean_headers._HEADERS:
+        assert f'#include "cutlass/{name}"' in text, name
 
 
 def test_what_another_process_compiles_is_waited_for(make, tmp_path: Path) -> None:

@@ -230,6 +230,7 @@ def prefill_modules(kernels: FlashAttention, use: Use) -> list[Module]:
             + (", sinks" if heads.sinks else "")
             + (", windows" if windowed else ""),
             spec=partial(_spec, fitting, heads, windowed),
+            lean=fitting == "fa3",
         )
         for windowed in use.windowed
     ]

@@ -188,6 +188,7 @@ def prefill_module(latent: LatentDims, dtype: torch.dtype) -> Module:
     return Module(
         what=f"FA3, keys of {latent.key_dim} and values of {latent.value_dim}",
         spec=partial(_prefill_spec, latent.key_dim, latent.value_dim, dtype),
+        lean=True,
     )
 
 

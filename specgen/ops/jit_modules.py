@@ -27,6 +27,7 @@ from typing import IO, Any
 import torch
 
 from specgen.config import UserError
+from specgen.ops.lean_headers import environment
 from specgen.record.startup import compiling, phase
 
 _POLL = 0.1  # seconds
@@ -42,6 +43,7 @@ class Module:
 
     what: str  # as a bar names it
     spec: Callable[[], Any] = field(compare=False)
+    lean: bool = False  # see ``lean_headers``
 
 
 def compile_missing(modules: Iterable[Module]) -> list[str]:
@@ -103,11 +105,12 @@ def _compile_missing(modules: Sequence[Module]) -> list[str]:
 class _Missing:
     what: str
     spec: Any  # flashinfer.jit.core.JitSpecNvcc
+    lean: bool
 
 
 def _specs(modules: Sequence[Module]) -> list[_Missing]:
     """Each module once: several uses of kernels may come down to one."""
-    found = [_Missing(what=each.what, spec=each.spec()) for each in modules]
+    found = [_Missing(what=each.what, spec=each.spec(), lean=each.lean) for each in modules]
     return list({each.spec.name: each for each in reversed(found)}.values())[::-1]
 
 
@@ -115,14 +118,23 @@ class _Build:
     """A ninja at work. One for each module and in its own folder, so that FlashInfer's later finds nothing to do."""
 
     def __init__(self, module: _Missing, num_jobs: int) -> None:
-        self.module = module
+        self.module, self._num_jobs = module, num_jobs
         module.spec.write_ninja()
-        folder = str(module.spec.build_dir)
-        command = ["ninja", "-v", "-C", folder, "-f", str(module.spec.ninja_path), "-j", str(num_jobs)]
+        self._start(lean=module.lean)
+
+    def _start(self, *, lean: bool) -> None:
+        self._lean = lean
+        folder: Path = self.module.spec.build_dir
+        ninja = ["-f", str(self.module.spec.ninja_path), "-j", str(self._num_jobs)]
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed by stop
         try:
             self._process = subprocess.Popen(
-                command, cwd=folder, stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT
+                ["ninja", "-v", "-C", str(folder), *ninja],
+                cwd=folder,
+                env=environment(folder.parent) if lean else None,
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
             )
         except OSError as error:
             raise self._failed(f"ninja cannot be run ({error.strerror})") from error
@@ -138,6 +150,10 @@ class _Build:
             lines = self._output.read().decode(errors="replace").splitlines()
             if lines and "interrupted by user" in lines[-1]:  # Ctrl-C is for all processes of a terminal
                 raise KeyboardInterrupt
+            if self._lean:  # another version may need what this one does not
+                self.stop()
+                self._start(lean=False)
+                return False
             raise self._failed("the compiler's last lines:\n" + "\n".join(_last_lines(lines)))
         return True
 
