@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from shutil import which
 from tempfile import mkdtemp
+from typing import Any
 
 import pytest
 
@@ -52,12 +53,26 @@ static void launch(const std::function<void()>& kernel, int num_threads) {
 @cache
 def on_cpu(source: Path) -> ctypes.CDLL:
     """The functions of ``source``; a test is skipped where they cannot be compiled."""
-    compiler = which("g++") or which("c++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
     text = source.read_text().replace("#include <cuda_runtime.h>", _HEADER)
     text, launches = re.subn(r"(\w+)<<<1, (\w+),.*?>>>\(p\);", r"launch([&] { \1(p); }, \2);", text)
     assert launches == 1, source
+    return _compiled(text)
+
+
+@cache
+def plain_function(source: Path, name: str, value_dim: int) -> Any:
+    """The function ``name`` of ``source``, with its standard headers and constants, where ``VALUE_DIM`` is that."""
+    text = source.read_text()
+    function = re.search(rf'^extern "C" int {name}\(.*?^}}$', text, re.MULTILINE | re.DOTALL)
+    assert function is not None, name
+    needed = re.findall(r"^#include <\w+>$|^constexpr .*?;", text, re.MULTILINE)
+    return getattr(_compiled("\n".join([f"#define VALUE_DIM {value_dim}", *needed, function[0]])), name)
+
+
+def _compiled(text: str) -> ctypes.CDLL:
+    compiler = which("g++") or which("c++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
     folder = Path(mkdtemp())
     (folder / "kernel.cpp").write_text(text)
     command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-o", "kernel.so", "kernel.cpp"]

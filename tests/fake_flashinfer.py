@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgen.attention import latent_decode
-from tests.cuda_on_cpu import on_cpu
+from specgen.attention import fa3, latent_decode
+from specgen.ops.jit_modules import pointers
+from tests.cuda_on_cpu import on_cpu, plain_function
 from tests.latent_lists import of_flashinfer
 
 Pages = tuple[Tensor, Tensor]
@@ -218,40 +219,71 @@ class BatchPrefillWithPagedKVCacheWrapper:
         return out.mul_(v_scale)
 
 
-class BatchPrefillWithRaggedKVCacheWrapper:
-    def __init__(self, workspace: Tensor, kv_layout: str, backend: str) -> None:
-        assert (kv_layout, backend) == ("NHD", "fa3")
+class Fa3:
+    """What ``fa3_prefill.cu`` is compiled to for one shape; of tensors, where the real functions have pointers."""
 
-    def plan(
+    def __init__(self, shape: fa3._Shape) -> None:
+        self._shape = shape
+
+    def fa3_prefill_plan(self, *given: Any) -> int:
+        """The source's own, which is plain C++."""
+        return plain_function(fa3._SOURCE, "fa3_prefill_plan", self._shape.value_dim)(
+            *pointers(given[:4]), *given[4:]
+        )
+
+    def fa3_prefill(
         self,
-        qo_indptr: Tensor,
-        kv_indptr: Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        head_dim_vo: int,
-        *,
-        causal: bool,
-        sm_scale: float,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
-    ) -> None:
-        assert causal
-        assert q_data_type == kv_data_type
-        assert num_qo_heads == num_kv_heads
-        self.shape, self.scale = (num_qo_heads, head_dim_qk, head_dim_vo), sm_scale
-        self.first_rows, self.first_keys = qo_indptr.tolist(), kv_indptr.tolist()
-
-    def run(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor) -> Tensor:
-        assert (q.shape[1], k.shape[2], v.shape[2]) == self.shape
-        assert q.is_contiguous()
-        assert len(k) == len(v) == self.first_keys[-1]
-        for b in range(len(self.first_rows) - 1):
-            rows, keys = (slice(*each[b : b + 2]) for each in (self.first_rows, self.first_keys))
-            scores = torch.einsum("qhd,khd->hqk", q[rows], k[keys]) * self.scale
-            scores = scores.masked_fill(~causal(len(q[rows]), len(k[keys]), -1), float("-inf"))
-            out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[keys])
-        return out
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+        pages: Tensor | None,
+        listed: Tensor,
+        sinks: Tensor | None,
+        sizes: Any,
+        scale: Any,
+        stream: None,
+    ) -> int:
+        """Tile by tile, each as its sequence's rows among all of its positions."""
+        (
+            shape,
+            (num_blocks, num_tiles, num_rows, num_heads, num_kv_heads, num_keys, page_size, window_left),
+        ) = (
+            self._shape,
+            sizes[:8],
+        )
+        assert (shape.key_dim, shape.value_dim) == (q.shape[2], values.shape[-1])
+        assert shape.windowed == (window_left >= 0)
+        assert shape.sinks == (sinks is not None)
+        assert (num_heads, num_kv_heads, num_keys) == (q.shape[1], keys.shape[-2], len(keys))
+        page_stride = keys.stride(0) if shape.paged else 0
+        strides = [*q.stride()[:2], *out.stride()[:2]]
+        for each in (keys, values):
+            strides += [*each.stride()[-3:-1], page_stride]
+        assert [*sizes[8:]] == strides
+        ends, tiles = (
+            listed[: num_blocks + 1].tolist(),
+            listed[num_blocks + 1 :].view(7, num_tiles).T.tolist(),
+        )
+        assert (ends[0], ends[-1]) == (0, num_tiles)
+        per_tile, seen_rows = 192 if shape.value_dim == 64 else 128, torch.zeros(num_rows, num_heads)
+        for number, first_row, first_key, query_len, kv_len, head, _ in tiles:
+            rows = slice(first_row + number * per_tile, first_row + min((number + 1) * per_tile, query_len))
+            seen_rows[rows, head] += 1
+            if pages is not None:
+                held = pages[first_key : first_key + -(-kv_len // page_size)].long()
+                mine = [each[held].flatten(0, 1)[:kv_len] for each in (keys, values)]
+            else:
+                mine = [each[first_key : first_key + kv_len] for each in (keys, values)]
+            k, v = (each[:, head // (num_heads // num_kv_heads)] for each in mine)
+            scores = q[first_row : first_row + query_len, head] @ k.T * scale.value
+            scores = scores.masked_fill(~causal(query_len, kv_len, window_left), float("-inf"))
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head].expand(query_len, 1)), -1)
+            result = scores.softmax(-1)[:, :kv_len].to(v.dtype) @ v
+            out[rows, head] = result[rows.start - first_row : rows.stop - first_row]
+        assert (seen_rows == 1).all(), "each row of each head is in one tile"
+        return 0
 
 
 class BatchMLAPagedAttentionWrapper:
@@ -307,15 +339,17 @@ def install(monkeypatch: pytest.MonkeyPatch, *, major: int, num_sms: int) -> Non
     module.trtllm_batch_decode_with_kv_cache = trtllm_batch_decode_with_kv_cache  # type: ignore[attr-defined]
     module.xqa_batch_decode_with_kv_cache = xqa_batch_decode_with_kv_cache  # type: ignore[attr-defined]
     module.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper  # type: ignore[attr-defined]
-    module.BatchPrefillWithRaggedKVCacheWrapper = BatchPrefillWithRaggedKVCacheWrapper  # type: ignore[attr-defined]
     module.BatchMLAPagedAttentionWrapper = BatchMLAPagedAttentionWrapper  # type: ignore[attr-defined]
     module.attention_sink_decl = {"fa2": "fa2", "fa3": "fa3"}  # type: ignore[attr-defined]
     monkeypatch.setattr(latent_decode, "_attention", lambda dtype: of_flashinfer)
     monkeypatch.setattr(
         latent_decode, "compiled", lambda _, symbol: getattr(on_cpu(latent_decode._SOURCE), symbol)
     )
-    monkeypatch.setattr(latent_decode, "current_stream", lambda device: None)
-    for user in ("hopper", "flashinfer_paged", "latent_decode", "planning"):
+    monkeypatch.setattr(fa3, "compiled", lambda _, symbol, shape: getattr(Fa3(shape), symbol))
+    monkeypatch.setattr(fa3, "pointers", list)
+    for user in (fa3, latent_decode):
+        monkeypatch.setattr(user, "current_stream", lambda device: None)
+    for user in ("fa3", "hopper", "flashinfer_paged", "latent_decode", "planning"):
         monkeypatch.setattr(f"specgen.attention.{user}.num_sms", lambda device: num_sms)
     monkeypatch.setattr("specgen.attention.hopper.HopperBackend.rotating", lambda *given: None)  # of Triton
     waits = SimpleNamespace(synchronize=lambda: None, record=lambda: None)

@@ -4,18 +4,20 @@ import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
-from specgen.attention import Backend, LayerAttention
+from specgen.attention import Backend, LayerAttention, fa3
 from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.hopper import HopperBackend
 from specgen.attention.sdpa import SdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.kv.layout import HostLens, Layout
+from specgen.ops.jit_modules import Module, compile_missing
 from tests.marks import on_gpu
 
 pytestmark = on_gpu()
@@ -263,15 +265,31 @@ def _compiled() -> None:
             specs.append(gen_xqa_module(*shape, max(longest, 2) if ragged_call else longest, ragged_call))
     wrapped = [(case.dtype, case.kv_dtype or case.dtype, case.head_dim, False) for case in FLASHINFER]
     wrapped += [(BF16, BF16, head_dim, True) for head_dim in (64, 128)] + [(BF16, FP8, 128, True)]
-    fa3 = [(BF16, BF16, head_dim, window) for head_dim in (64, 128) for window in (False, True)]
-    for kernels, models in (("fa2", wrapped), ("fa3", fa3)):
-        if kernels == "fa2" or torch.cuda.get_device_capability()[0] == 9:
-            for dtype, kv, head_dim, window in models:
-                types = (dtype, kv, dtype, torch.int32)
-                sizes = (head_dim, head_dim, 0, window, False, False)
-                specs.append(gen_batch_prefill_module(kernels, *types, *sizes))
+    for dtype, kv, head_dim, window in wrapped:
+        sizes = (head_dim, head_dim, 0, window, False, False)
+        specs.append(gen_batch_prefill_module("fa2", dtype, kv, dtype, torch.int32, *sizes))
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda spec: spec.build_and_load(), {spec.name: spec for spec in specs}.values()))
+        built = pool.map(lambda spec: spec.build_and_load(), {spec.name: spec for spec in specs}.values())
+        compile_fa3((64, 128), BF16)
+        list(built)
+
+
+def compile_fa3(head_dims: Sequence[int], *dtypes: torch.dtype, sinks: bool = False) -> None:
+    """FA3's kernels for these, with windows and without."""
+    if torch.cuda.get_device_capability()[0] == 9:
+        shapes = product(head_dims, dtypes, (False, True))
+        compile_missing(
+            Module(
+                what="",
+                spec=partial(
+                    fa3._spec,
+                    fa3._Shape(
+                        paged=True, key_dim=dim, value_dim=dim, dtype=dtype, windowed=windowed, sinks=sinks
+                    ),
+                ),
+            )
+            for dim, dtype, windowed in shapes
+        )
 
 
 @pytest.fixture(scope="module", params=[TrtllmBackend, HopperBackend], ids=lambda backend: backend.name)

@@ -15,9 +15,10 @@ import pytest
 import torch
 from filelock import FileLock
 
-from specgen.attention import Gpu, Heads, Use
+from specgen.attention import Gpu, Heads, Use, fa3
 from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.hopper import HopperBackend
+from specgen.attention.lean_headers import HEADERS
 from specgen.attention.sdpa import SdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.checkpoints.checkpoint import load_target
@@ -29,7 +30,7 @@ from specgen.engine.loading import open_checkpoints
 from specgen.experiments import plans
 from specgen.experiments.matrices import Workload
 from specgen.models.model_config import LatentConfig
-from specgen.ops import jit_modules, lean_headers
+from specgen.ops import jit_modules
 from specgen.ops.block_fp8 import FEWEST_ROWS
 from specgen.ops.jit_modules import Module, compile_missing, compiled_meanwhile
 from specgen.ops.weight import Weight
@@ -95,9 +96,10 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", f"{ninja.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("MAX_JOBS", "4")
 
-    def module(name: str, script: str = "", *, lean: bool = False, **fields: Any) -> Module:
-        made = Spec(name, tmp_path, script or f"touch {name}.so", **fields)
-        return Module(what=f"the {name}", spec=lambda: made, lean=lean)
+    def module(name: str, script: str = "", **fields: Any) -> Module:
+        return Module(
+            what=f"the {name}", spec=lambda: Spec(name, tmp_path, script or f"touch {name}.so", **fields)
+        )
 
     return module
 
@@ -198,45 +200,6 @@ def test_without_ninja_the_error_says_so(make, monkeypatch: pytest.MonkeyPatch) 
 def test_ctrl_c_is_no_failure_of_a_compiler(make) -> None:
     with pytest.raises(KeyboardInterrupt):
         compile_missing([make("a", "echo 'ninja: build stopped: interrupted by user.'; exit 2")])
-
-
-LEAN = "cp $(echo \"$NVCC_PREPEND_FLAGS\" | cut -d' ' -f2)/cutlass/util/host_tensor.h ."
-
-
-def test_a_lean_module_is_compiled_without_headers_that_it_does_not_use(
-    make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NVCC_PREPEND_FLAGS", "-Xptxas=-v")
-    script = 'echo "$NVCC_PREPEND_FLAGS/$NVCC_APPEND_FLAGS" > flags; touch $(basename $PWD).so; '
-    compile_missing([make("lean", script + LEAN, lean=True), make("plain", script)])
-    folder = next(tmp_path.glob("specgen_headers_*"))
-    lean, plain = ((tmp_path / name / "flags").read_text().strip() for name in ("lean", "plain"))
-    assert lean == f"-isystem {folder} -Xptxas=-v/-UCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED"
-    assert plain == "-Xptxas=-v/"
-    assert (tmp_path / "lean" / "host_tensor.h").read_text() == "#pragma once\n"
-    written = {path: path.stat().st_mtime_ns for path in folder.rglob("*.h*")}
-    compile_missing([make("another", lean=True)])
-    assert written == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}, (
-        "modules are compiled again where it is newer"
-    )
-
-
-def test_a_lean_module_that_needs_its_headers_is_compiled_with_them(make, tmp_path: Path) -> None:
-    script = '[ -n "$NVCC_APPEND_FLAGS" ] && touch lean && exit 1; touch a.so'
-    assert compile_missing([make("a", script, lean=True)]) == ["the a"]
-    assert (tmp_path / "a" / "lean").exists()
-    with pytest.raises(UserError, match=r"module bad .* cannot be compiled"):
-        compile_missing([make("bad", "exit 1", lean=True)])
-
-
-def test_what_lean_modules_do_without_is_what_flashinfer_includes() -> None:
-    package = importlib.util.find_spec("flashinfer")
-    if package is None or package.origin is None:
-        pytest.skip("flashinfer is not installed")
-    data = Path(package.origin).parent / "data"
-    text = (data / "include" / "flashinfer" / "cutlass_utils.cuh").read_text()
-    for name in lean_headers._HEADERS:
-        assert f'#include "cutlass/{name}"' in text, name
 
 
 def test_what_another_process_compiles_is_waited_for(make, tmp_path: Path) -> None:
@@ -415,7 +378,7 @@ def generators(monkeypatch: pytest.MonkeyPatch) -> None:
     for parent, child in (("flashinfer.jit", "attention"), ("flashinfer.jit.attention", "modules")):
         setattr(sys.modules[parent], child, sys.modules[f"{parent}.{child}"])
     sys.modules["flashinfer.jit.attention.variants"].attention_sink_decl = {  # type: ignore[attr-defined]
-        "fa3": "declaration"
+        "fa2": "declaration"
     }
 
 
@@ -423,24 +386,25 @@ def test_flashinfer_is_asked_for_what_it_would_compile_at_the_first_use(
     generators: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half, fp8, none = torch.float16, torch.float8_e4m3fn, (False, False)
+    monkeypatch.setattr(fa3, "_spec", lambda shape: shape)
     first, step, unsplit = [
         each.spec() for each in HopperBackend.modules(H100, use(HALF, num_sequences=32, windowed=(True,)))
     ]
-    assert first == ("fa3", half, half, half, torch.int32, 128, 128, 0, True, *none)
-    assert unsplit == ("fa2", *first[1:])
+    assert first == fa3._Shape(paged=True, key_dim=128, value_dim=128, dtype=half, windowed=True)
+    assert unsplit == ("fa2", half, half, half, torch.int32, 128, 128, 0, True, *none)
     assert step == (half, half, 64, 128, 4, True, half, 5, False)
     prefill, *steps = [each.spec() for each in HopperBackend.modules(H100, use(FP8, query_lens=(1, 5)))]
     assert prefill[:4] == ("fa2", torch.bfloat16, fp8, torch.bfloat16), "FA3 wants one dtype"
     assert [each[-2:] for each in steps] == [(2, True), (5, True)], (
         "FP8 pages take the kernel for ragged queries"
     )
-    sinks = HopperBackend.modules(H100, use(SINKS, windowed=(True,)))[0].spec()
-    assert sinks[:2] == ("fa3", "specgen_prefill_sink_bfloat16_bfloat16_64_window_fa3")
+    sinks = FlashInferBackend.modules(H100, use(SINKS, windowed=(True,)))[0].spec()
+    assert sinks[:2] == ("fa2", "specgen_prefill_sink_bfloat16_bfloat16_64_window_fa2")
     assert sinks[-2:] == ("declaration", ("use_sliding_window", True))
     absorbed, expanded = FlashInferBackend.modules(H100, use(GLM))
     bf16 = [torch.bfloat16] * 3
     assert absorbed.spec() == ("fa3", *bf16, torch.int32, 512, 64, False)
-    assert expanded.spec() == ("fa3", *bf16, torch.int32, 256, 256, 0, *none, False)
+    assert expanded.spec() == fa3._Shape(paged=False, key_dim=256, value_dim=256, dtype=torch.bfloat16)
     monkeypatch.setattr(
         sys.modules["flashinfer.jit.attention.modules"],
         "_gen_batch_prefill_primary_module",
@@ -449,6 +413,16 @@ def test_flashinfer_is_asked_for_what_it_would_compile_at_the_first_use(
     )
     newer = HopperBackend.modules(H100, use(HALF, num_sequences=32, windowed=(True,)))
     assert [each.spec() for each in newer] == [first, step, ("FlashInfer 0.7's", *unsplit)]
+
+
+def test_what_fa3_is_compiled_without_is_what_flashinfer_includes() -> None:
+    package = importlib.util.find_spec("flashinfer")
+    if package is None or package.origin is None:
+        pytest.skip("flashinfer is not installed")
+    data = Path(package.origin).parent / "data"
+    text = (data / "include" / "flashinfer" / "cutlass_utils.cuh").read_text()
+    for name in HEADERS:
+        assert f'#include "{name}"' in text, name
 
 
 def of_pair(path: Path, expected: SamplingParams = SamplingParams(), **settings: Any) -> list[str]:  # noqa: B008

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from specgen.attention import LatentLayer, LayerAttention, SdpaExpanded
-from specgen.attention.latent_decode import RANK, ROPE_DIM, LatentDecode, LatentPrefill, Shape
+from specgen.attention.fa3 import attend_expanded
+from specgen.attention.latent_decode import RANK, ROPE_DIM, LatentDecode, Shape
 from specgen.attention.sdpa import SdpaBackend
 from specgen.kv.layout import HostLens, Layout
 from specgen.ops import bind_ops
@@ -144,7 +145,6 @@ def test_rows_past_a_table_are_zeros(decode: LatentDecode) -> None:
 @pytest.mark.parametrize(("key_dim", "value_dim", "num_heads"), [(256, 256, 20), (192, 128, 16)])
 def test_expanded_prefills(key_dim: int, value_dim: int, num_heads: int) -> None:
     """Values lie behind keys without positions, as a GEMM leaves them."""
-    prefill = LatentPrefill(CUDA)
     for starts, lens in (
         ((0,), (1,)),
         ((0, 0, 0), (17, 300, 64)),
@@ -157,7 +157,7 @@ def test_expanded_prefills(key_dim: int, value_dim: int, num_heads: int) -> None
         values = numbers(count, num_heads, 128 + value_dim)[..., 128:]
         layer = LayerAttention(index=0, scale=key_dim**-0.5)
         kernel, expected = (
-            prefill.plan(host),
+            attend_expanded(host),
             SdpaExpanded(host)(layer, q.float(), keys.float(), values.float()),
         )
         for _ in range(2):  # layers share a plan

@@ -18,7 +18,8 @@ from specgen.attention import (
     Use,
     latent_decode,
 )
-from specgen.attention.latent_decode import BLOCK_ROWS, RANK, ROPE_DIM, LatentPrefill, Shape
+from specgen.attention.fa3 import attend_expanded, attend_paged, expanded_module, paged_module
+from specgen.attention.latent_decode import BLOCK_ROWS, RANK, ROPE_DIM, Shape
 from specgen.attention.planning import MIB, HostPlan, PassLens, offsets, prefill_bytes, spread
 from specgen.device import on_device
 from specgen.kv.layout import HostLens, Layout
@@ -75,7 +76,7 @@ class FlashInferBackend(Backend):
         self._num_sms = num_sms(device)
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
         self._wrappers: dict[tuple[object, ...], _Wrapper] = {}
-        self._latents, self._expanded = PlannedLatents(device), LatentPrefill(device)
+        self._latents = PlannedLatents(device)
 
     @staticmethod
     def modules(gpu: Gpu, use: Use) -> list[Module]:
@@ -89,13 +90,16 @@ class FlashInferBackend(Backend):
         return self._latents.plan(layout)
 
     def expanded(self, host: HostLens) -> Kernel:
-        return self._expanded.plan(host)
+        return attend_expanded(host)
 
     def plan(self, layout: Layout) -> Kernel:
         """Without ``layout.host`` this waits for the device."""
         lengths = PassLens(layout)
+        fa3 = attend_paged(lengths)
 
         def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            if self._kernels == "fa3" and keys.dtype == q.dtype:
+                return fa3(layer, q, keys, values)
             heads = _PlanKey(
                 num_heads=q.shape[1],
                 num_kv_heads=keys.shape[2],
@@ -117,7 +121,6 @@ class FlashInferBackend(Backend):
 
     def _wrapper_for(self, heads: _PlanKey) -> "_Wrapper":
         """The wrapper for the window of ``heads``, and for their sinks, made if there is none."""
-        kernels = _fitting(self._kernels, heads)
         group = heads.num_heads // heads.num_kv_heads
         num_bytes = prefill_bytes(self._num_sms, group=group, head_dim=heads.head_dim)
         if self._workspace.numel() < num_bytes:
@@ -125,10 +128,10 @@ class FlashInferBackend(Backend):
                 wrapper.wait()
             self._wrappers.clear()
             self._workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        sinks = _sink_variant(kernels, heads, windowed=heads.window_left >= 0) if heads.sinks else ()
-        key = (kernels, heads.window_left, *sinks[:1])
+        sinks = _sink_variant(heads, windowed=heads.window_left >= 0) if heads.sinks else ()
+        key = (heads.window_left, *sinks[:1])
         if key not in self._wrappers:
-            self._wrappers[key] = _Wrapper(self._workspace, kernels, sinks)
+            self._wrappers[key] = _Wrapper(self._workspace, sinks)
         return self._wrappers[key]
 
 
@@ -196,7 +199,7 @@ class PlannedLatents:
         )
 
 
-def _fitting(kernels: FlashAttention, heads: "_PlanKey | Heads") -> FlashAttention:
+def _fitting(kernels: FlashAttention, heads: Heads) -> FlashAttention:
     """Those that run ``heads``: FA3 wants one dtype."""
     return kernels if heads.kv_dtype == heads.dtype else "fa2"
 
@@ -215,47 +218,40 @@ def latent_modules(use: Use) -> list[Module]:
     """The modules that ``absorbed`` and ``expanded`` get from FlashInfer."""
     latent, dtype = use.heads.latent, use.heads.dtype
     assert latent is not None
-    expanded = [latent_decode.prefill_module(latent, dtype)] if use.prefills else []
+    expanded = [expanded_module(latent, dtype)] if use.prefills else []
     return [latent_decode.decode_module(dtype), *expanded]
 
 
 def prefill_modules(kernels: FlashAttention, use: Use) -> list[Module]:
-    """The modules that ``_Wrapper`` gets from FlashInfer for ``use``."""
-    heads = use.heads
-    fitting = _fitting(kernels, heads)
-    return [
-        Module(
-            what=f"{fitting.upper()}, heads of {heads.head_dim}"
-            + (", FP8 KV" if heads.fp8_pages else "")
-            + (", sinks" if heads.sinks else "")
-            + (", windows" if windowed else ""),
-            spec=partial(_spec, fitting, heads, windowed),
-            lean=fitting == "fa3",
-        )
-        for windowed in use.windowed
-    ]
+    """The modules that a pass of prefills needs for ``use``."""
+    make = paged_module if _fitting(kernels, use.heads) == "fa3" else _fa2_module
+    return [make(use.heads, windowed=windowed) for windowed in use.windowed]
 
 
-def _spec(kernels: FlashAttention, heads: Heads, windowed: bool) -> Any:  # noqa: ANN401
+def _fa2_module(heads: Heads, *, windowed: bool) -> Module:
+    """What ``_Wrapper`` gets from FlashInfer."""
+    what = f"FA2, heads of {heads.head_dim}" + (", FP8 KV" if heads.fp8_pages else "")
+    what += (", sinks" if heads.sinks else "") + (", windows" if windowed else "")
+    return Module(what=what, spec=partial(_spec, heads, windowed))
+
+
+def _spec(heads: Heads, windowed: bool) -> Any:  # noqa: ANN401
     from flashinfer.jit import attention
     from flashinfer.jit.attention import modules
 
     if heads.sinks:
-        _, arguments, keywords = _sink_variant(kernels, heads, windowed=windowed)
-        return attention.gen_customize_batch_prefill_module(kernels, *arguments, **keywords)
+        _, arguments, keywords = _sink_variant(heads, windowed=windowed)
+        return attention.gen_customize_batch_prefill_module("fa2", *arguments, **keywords)
     types = (heads.dtype, heads.kv_dtype, heads.dtype, torch.int32)
     dims, no_rotation = (heads.head_dim, heads.head_dim), 0
-    make = attention.gen_batch_prefill_module
-    if kernels == "fa2":  # FlashInfer 0.7's wrapper takes a narrower module than that of the public function
-        make = getattr(modules, "_gen_batch_prefill_primary_module", make)
+    # FlashInfer 0.7's wrapper takes a narrower module than that of the public function
+    make = getattr(modules, "_gen_batch_prefill_primary_module", attention.gen_batch_prefill_module)
     # of the flags, that for windows; the others are a cap on logits and GEMMs in half precision
-    return make(kernels, *types, *dims, no_rotation, windowed, False, False)
+    return make("fa2", *types, *dims, no_rotation, windowed, False, False)
 
 
-def _sink_variant(
-    kernels: FlashAttention, heads: "_PlanKey | Heads", *, windowed: bool
-) -> tuple[str, list[Any], dict[str, Any]]:
-    """The name and the arguments of FlashInfer's kernel with sinks: the ordinary one takes them and ignores them.
+def _sink_variant(heads: "_PlanKey | Heads", *, windowed: bool) -> tuple[str, list[Any], dict[str, Any]]:
+    """The name and the arguments of FlashInfer's FA2 kernel with sinks: the ordinary one takes them and ignores them.
 
     The name says all that the kernel is compiled for. That of FlashInfer's own wrapper lacks the size of a head, so
     two models of one process could get each other's kernel.
@@ -263,7 +259,7 @@ def _sink_variant(
     from flashinfer.jit.attention.variants import attention_sink_decl
 
     kinds = "_".join(str(dtype).removeprefix("torch.") for dtype in (heads.dtype, heads.kv_dtype))
-    name = f"specgen_prefill_sink_{kinds}_{heads.head_dim}_{'window' if windowed else 'full'}_{kernels}"
+    name = f"specgen_prefill_sink_{kinds}_{heads.head_dim}_{'window' if windowed else 'full'}_fa2"
     types = [heads.dtype, heads.kv_dtype, heads.dtype, torch.int32, heads.head_dim, heads.head_dim]
     parameters = [
         ["sink"],
@@ -271,13 +267,13 @@ def _sink_variant(
         ["sm_scale"],
         ["double"],
         "AttentionSink",
-        attention_sink_decl[kernels],
+        attention_sink_decl["fa2"],
     ]
     return name, [name, *types, *parameters], {"use_sliding_window": windowed}
 
 
 class _Wrapper:
-    """FlashInfer's wrapper for one window, with its own plan: layers of one pass take turns without new plans.
+    """FlashInfer's wrapper of FA2 for one window, with its own plan: layers of one pass take turns without new plans.
 
     Wrappers share the ``workspace`` of partial results, which no kernel needs after it has run.
     """
@@ -285,13 +281,12 @@ class _Wrapper:
     def __init__(
         self,
         workspace: Tensor,
-        kernels: FlashAttention,
         sinks: tuple[str, list[Any], dict[str, Any]] | tuple[()],
     ) -> None:
         from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
         variant = {"jit_args": sinks[1], "jit_kwargs": sinks[2]} if sinks else {}
-        self._inner: Any = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernels, **variant)
+        self._inner: Any = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2", **variant)
         self._planned: HostPlan[tuple[PassLens, _PlanKey]] = HostPlan()
 
     def wait(self) -> None:

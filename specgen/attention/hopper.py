@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from specgen.attention import Backend, Gpu, Kernel, LayerAttention, RotatingKernel, Rows, Use
+from specgen.attention.fa3 import attend_expanded
 from specgen.attention.flashinfer_paged import latent_kernel, latent_modules, prefill_modules
-from specgen.attention.latent_decode import LatentDecode, LatentPrefill, list_module, refuse_latents
+from specgen.attention.latent_decode import LatentDecode, list_module, refuse_latents
 from specgen.attention.trtllm import TrtllmBackend, xqa_module, xqa_partial_modules
 from specgen.kv.layout import HostLens, Layout
 from specgen.ops import Rope
@@ -45,7 +46,7 @@ class HopperBackend(Backend):
         self._trtllm = TrtllmBackend(device)
         self._num_sms = num_sms(device)
         self._unsplit = UnsplitDecode(device)
-        self._latents, self._expanded = LatentDecode(device), LatentPrefill(device)
+        self._latents = LatentDecode(device)
         self._arrivals = new_arrivals(device)
 
     @staticmethod
@@ -102,7 +103,7 @@ class HopperBackend(Backend):
         return self._latents.plan(layout)
 
     def expanded(self, host: HostLens) -> Kernel:
-        return self._expanded.plan(host)
+        return attend_expanded(host)
 
     def rotating(self, layout: Layout, rope: Rope) -> RotatingKernel | None:
         if layout.host is not None or layout.chained or not (layout.uniform_q or layout.full):

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from specgen.attention import Heads, Kernel, LatentDims, LayerAttention, refused
-from specgen.attention.planning import MIB, HostPlan
-from specgen.kv.layout import HostLens, Layout
+from specgen.kv.layout import Layout
 from specgen.ops.jit_modules import Module, compiled, current_stream, num_sms, pointers, source_spec
 
 RANK, ROPE_DIM = 512, 64  # the kernel's; those of DeepSeek-V2 and its relatives
@@ -181,72 +180,3 @@ def _attention_spec(dtype: torch.dtype) -> Any:  # noqa: ANN401
 
 def _plan_spec() -> Any:  # noqa: ANN401
     return source_spec("latent_plan", _SOURCE, {}, {})
-
-
-def prefill_module(latent: LatentDims, dtype: torch.dtype) -> Module:
-    """What the prefills of such a model need compiled."""
-    return Module(
-        what=f"FA3, keys of {latent.key_dim} and values of {latent.value_dim}",
-        spec=partial(_prefill_spec, latent.key_dim, latent.value_dim, dtype),
-        lean=True,
-    )
-
-
-class LatentPrefill:
-    """FlashInfer's wrapper, with a plan a pass: layers take it in turn. Calls of one object must be on one stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._inner: Any = None
-        self._planned: HostPlan[tuple[object, ...]] = HostPlan()
-
-    def plan(self, host: HostLens) -> Kernel:
-        """For sequences of these lengths."""
-        this = object()
-        first_rows, first_keys = (
-            torch.tensor([*accumulate(lens, initial=0)], dtype=torch.int32)
-            for lens in (host.query_lens, host.kv_lens)
-        )
-
-        def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            num_heads, dims = q.shape[1], (keys.shape[2], values.shape[2])
-            of = (num_heads, dims, q.dtype, layer.scale)
-            self._planned.renew((this, *of), lambda: self._plan((first_rows, first_keys), *of))
-            out = q.new_empty(len(q), num_heads, values.shape[2])
-            self._inner.run(q, keys, values, out=out)
-            return out.view(len(q), -1)
-
-        return kernel
-
-    def _plan(
-        self,
-        firsts: tuple[Tensor, Tensor],
-        num_heads: int,
-        dims: tuple[int, int],
-        dtype: torch.dtype,
-        scale: float,
-    ) -> None:
-        """For the ``firsts`` rows and keys of each sequence, and the ``dims`` of a key and a value."""
-        if self._inner is None:
-            from flashinfer.prefill import BatchPrefillWithRaggedKVCacheWrapper
-
-            scratch = torch.empty(MIB, dtype=torch.uint8, device=self._device)  # FA3 splits no sequence
-            self._inner = BatchPrefillWithRaggedKVCacheWrapper(scratch, "NHD", backend="fa3")
-        self._inner.plan(
-            *firsts,
-            num_heads,
-            num_heads,
-            *dims,
-            causal=True,
-            sm_scale=scale,
-            q_data_type=dtype,
-            kv_data_type=dtype,
-        )
-
-
-def _prefill_spec(key_dim: int, value_dim: int, dtype: torch.dtype) -> Any:  # noqa: ANN401
-    from flashinfer.jit.attention import gen_batch_prefill_module
-
-    types, no_rotation = (dtype, dtype, dtype, torch.int32), 0
-    # of the flags: no windows, no cap on logits, no GEMMs in half precision
-    return gen_batch_prefill_module("fa3", *types, key_dim, value_dim, no_rotation, False, False, False)

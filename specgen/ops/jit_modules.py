@@ -27,7 +27,6 @@ from typing import IO, Any
 import torch
 
 from specgen.config import UserError
-from specgen.ops.lean_headers import environment
 from specgen.record.startup import compiling, phase
 
 _POLL = 0.1  # seconds
@@ -43,7 +42,6 @@ class Module:
 
     what: str  # as a bar names it
     spec: Callable[[], Any] = field(compare=False)
-    lean: bool = False  # see ``lean_headers``
 
 
 def compile_missing(modules: Iterable[Module]) -> list[str]:
@@ -105,12 +103,11 @@ def _compile_missing(modules: Sequence[Module]) -> list[str]:
 class _Missing:
     what: str
     spec: Any  # flashinfer.jit.core.JitSpecNvcc
-    lean: bool
 
 
 def _specs(modules: Sequence[Module]) -> list[_Missing]:
     """Each module once: several uses of kernels may come down to one."""
-    found = [_Missing(what=each.what, spec=each.spec(), lean=each.lean) for each in modules]
+    found = [_Missing(what=each.what, spec=each.spec()) for each in modules]
     return list({each.spec.name: each for each in reversed(found)}.values())[::-1]
 
 
@@ -118,23 +115,14 @@ class _Build:
     """A ninja at work. One for each module and in its own folder, so that FlashInfer's later finds nothing to do."""
 
     def __init__(self, module: _Missing, num_jobs: int) -> None:
-        self.module, self._num_jobs = module, num_jobs
+        self.module = module
         module.spec.write_ninja()
-        self._start(lean=module.lean)
-
-    def _start(self, *, lean: bool) -> None:
-        self._lean = lean
-        folder: Path = self.module.spec.build_dir
-        ninja = ["-f", str(self.module.spec.ninja_path), "-j", str(self._num_jobs)]
+        folder = str(module.spec.build_dir)
+        command = ["ninja", "-v", "-C", folder, "-f", str(module.spec.ninja_path), "-j", str(num_jobs)]
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed by stop
         try:
             self._process = subprocess.Popen(
-                ["ninja", "-v", "-C", str(folder), *ninja],
-                cwd=folder,
-                env=environment(folder.parent) if lean else None,
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=subprocess.STDOUT,
+                command, cwd=folder, stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT
             )
         except OSError as error:
             raise self._failed(f"ninja cannot be run ({error.strerror})") from error
@@ -150,10 +138,6 @@ class _Build:
             lines = self._output.read().decode(errors="replace").splitlines()
             if lines and "interrupted by user" in lines[-1]:  # Ctrl-C is for all processes of a terminal
                 raise KeyboardInterrupt
-            if self._lean:  # another version may need what this one does not
-                self.stop()
-                self._start(lean=False)
-                return False
             raise self._failed("the compiler's last lines:\n" + "\n".join(_last_lines(lines)))
         return True
 
@@ -268,8 +252,8 @@ def source_spec(
 ) -> Any:  # noqa: ANN401
     """The ``JitSpec`` of ``source`` with macros and generated ``headers``, texts by file name.
 
-    It is named after all that is compiled, so that no other version's is taken for it. ``folders`` hold headers of
-    FlashInfer's, whose version is part of the path that a module is compiled in.
+    It is named after all that is compiled, so that no other version's is taken for it; its ``headers`` come before a
+    library's. ``folders`` hold headers of FlashInfer's, whose version is part of the path that a module is compiled in.
     """
     from flashinfer.jit import env
     from flashinfer.jit.core import gen_jit_spec
@@ -281,6 +265,7 @@ def source_spec(
     folder.mkdir(parents=True, exist_ok=True)
     for header, text in headers.items():
         if not (folder / header).exists():  # as a whole: another rank may read it
+            (folder / header).parent.mkdir(parents=True, exist_ok=True)
             mine = folder / f"{header}.{os.getpid()}"
             mine.write_text(text)
             mine.replace(folder / header)
