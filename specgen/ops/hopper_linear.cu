@@ -326,13 +326,15 @@ __device__ __forceinline__ void exchange(const float (&sums)[kSums], float (&tot
   }
 }
 
-// Steps of a block along K, those of all tiles numbered one behind the other.
+// Steps of a block along K, those of all tiles numbered one behind the other: a share of all, or, in turns, those of a
+// tile or of a part of one.
 struct Steps {
-  int next, end;
+  int next, end, of_turn;  // 0 of a share
 
-  __device__ __forceinline__ explicit Steps(const Problem& p) {
+  __device__ __forceinline__ explicit Steps(const Problem& p) : of_turn(p.begun == nullptr ? p.steps / p.parts : 0) {
     const int64_t all = static_cast<int64_t>(p.tiles) * p.row_tiles * p.steps;
-    next = static_cast<int>(all * blockIdx.x / gridDim.x), end = static_cast<int>(all * (blockIdx.x + 1) / gridDim.x);
+    next = of_turn > 0 ? blockIdx.x * of_turn : static_cast<int>(all * blockIdx.x / gridDim.x);
+    end = of_turn > 0 ? static_cast<int>(all) : static_cast<int>(all * (blockIdx.x + 1) / gridDim.x);
   }
 };
 
@@ -340,10 +342,11 @@ struct Steps {
 struct Piece {
   int out_tile, first_row, first, count;
 
-  __device__ __forceinline__ Piece(const Problem& p, const Steps& left) {
+  __device__ __forceinline__ Piece(const Problem& p, Steps& left) {  // takes it from these
     const int tile = left.next / p.steps;
     out_tile = tile / p.row_tiles, first_row = tile % p.row_tiles * ROWS;
-    first = left.next % p.steps, count = min(p.steps - first, left.end - left.next);
+    first = left.next % p.steps, count = left.of_turn > 0 ? left.of_turn : min(p.steps - first, left.end - left.next);
+    left.next += left.of_turn > 0 ? gridDim.x * left.of_turn : count;
   }
 };
 
@@ -358,7 +361,6 @@ __device__ __forceinline__ void produce(const Problem& p, const CUtensorMap* x_m
   // The weights of the first stages are loaded at once, their inputs when the kernel in front is done.
   for (Steps left(p); left.next < left.end;) {
     const Piece piece(p, left);
-    left.next += piece.count;
     for (int step = 0; step < piece.count; step++, pipe.next(), loaded++) {
       const auto load_x = [&](const Pipeline& to, int at) {
         load_inputs(x_map, to.full + to.stage, to.inputs(), (piece.first + at) * kWidth, piece.first_row);
@@ -463,7 +465,6 @@ __global__ void __launch_bounds__(kBound, 1)
   asm volatile("griddepcontrol.wait;" ::: "memory");  // for scales of rows, and before anything is written
   for (Steps left(p); left.next < left.end;) {
     const Piece piece(p, left);
-    left.next += piece.count;
     float sums[kSums];
     if constexpr (E4M3) {
       consume_e4m3(sums, pipe, piece.count);

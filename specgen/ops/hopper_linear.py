@@ -71,8 +71,9 @@ def hopper_linear(
     parts = 2 if not gated and 2 * tiles <= blocks and num_steps % 2 == 0 else 1
     static = x_scale is not None and x_scale.numel() == 1
     assert (x.dtype == torch.bfloat16) == (out_scale is None) == (x_scale is None), x.dtype
-    # Sums of the tiles that two blocks share
-    begun = x.new_empty(blocks, rows * _OUT, dtype=torch.float32) if tiles > blocks else None
+    # Sums of the tiles that two blocks share; those of several row tiles would read the weight at different times
+    shares = tiles > blocks and num_rows <= rows
+    begun = x.new_empty(blocks, rows * _OUT, dtype=torch.float32) if shares else None
     _call(
         (x, weight, bias, out_scale, x_scale, y_scale, y, begun),
         parts,
