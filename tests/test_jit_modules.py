@@ -96,10 +96,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", f"{ninja.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("MAX_JOBS", "4")
 
-    def module(name: str, script: str = "", **fields: Any) -> Module:
-        return Module(
-            what=f"the {name}", spec=lambda: Spec(name, tmp_path, script or f"touch {name}.so", **fields)
-        )
+    def module(name: str, script: str = "", *, longest: bool = False, **fields: Any) -> Module:
+        made = Spec(name, tmp_path, script or f"touch {name}.so", **fields)
+        return Module(what=f"the {name}", spec=lambda: made, longest=longest)
 
     return module
 
@@ -113,14 +112,15 @@ def meets(*others: str) -> str:
 def test_missing_modules_are_compiled_side_by_side(make, tmp_path: Path) -> None:
     names = ("a", "b", "c")
     modules = [
-        make(name, meets(*names), sources=["x.cu"] * n) for name, n in zip(names, (1, 1, 2), strict=True)
+        make(name, meets(*names), sources=["x.cu"] * n, longest=name == "b")
+        for name, n in zip(names, (1, 1, 2), strict=True)
     ]
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "there.so").touch()
     reported: list[tuple[int, int, tuple[str, ...]]] = []
     with watched(lambda *now: reported.append((now[0], now[1], tuple(now[2])))) as startup:
         assert compile_missing([make("there", "exit 1"), *modules]) == ["the a", "the b", "the c"]
-    assert reported[0] == (0, 3, ("the c", "the a", "the b")), "the largest first"
+    assert reported[0] == (0, 3, ("the b", "the c", "the a")), "the longest first"
     assert reported[-1] == (3, 3, ())
     assert [done for done, _, _ in reported] == sorted(done for done, _, _ in reported)
     assert startup.take()["kernels"] > 0
@@ -146,7 +146,7 @@ def test_no_more_compilers_are_at_work_than_there_is_room_for(
 def test_compilers_at_once_are_as_many_as_cores_and_memory_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MAX_JOBS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
-    for gib, room in ((100, 32), (33, 16), (1, 1)):
+    for gib, room in ((100, 16), (17, 8), (1, 1)):
         monkeypatch.setattr(jit_modules, "_free_memory", lambda gib=gib: gib << 30)
         assert jit_modules._room() == room
     monkeypatch.undo()

@@ -39,14 +39,14 @@ def paged_module(heads: Heads, *, windowed: bool) -> Module:
         sinks=heads.sinks,
     )
     what = f"FA3, heads of {heads.head_dim}" + (", sinks" if heads.sinks else "")
-    return Module(what=what + (", windows" if windowed else ""), spec=partial(_spec, shape))
+    return Module(what=what + (", windows" if windowed else ""), spec=partial(_spec, shape), longest=True)
 
 
 def expanded_module(latent: LatentDims, dtype: torch.dtype) -> Module:
     """What prefills of latents need compiled."""
     shape = _Shape(paged=False, key_dim=latent.key_dim, value_dim=latent.value_dim, dtype=dtype)
     what = f"FA3, keys of {latent.key_dim} and values of {latent.value_dim}"
-    return Module(what=what, spec=partial(_spec, shape))
+    return Module(what=what, spec=partial(_spec, shape), longest=True)
 
 
 def attend_paged(lengths: PassLens) -> Kernel:

@@ -42,6 +42,7 @@ class Module:
 
     what: str  # as a bar names it
     spec: Callable[[], Any] = field(compare=False)
+    longest: bool = False  # takes longer to compile than any that is not, however many files those have
 
 
 def compile_missing(modules: Iterable[Module]) -> list[str]:
@@ -103,11 +104,12 @@ def _compile_missing(modules: Sequence[Module]) -> list[str]:
 class _Missing:
     what: str
     spec: Any  # flashinfer.jit.core.JitSpecNvcc
+    longest: bool
 
 
 def _specs(modules: Sequence[Module]) -> list[_Missing]:
     """Each module once: several uses of kernels may come down to one."""
-    found = [_Missing(what=each.what, spec=each.spec()) for each in modules]
+    found = [_Missing(what=each.what, spec=each.spec(), longest=each.longest) for each in modules]
     return list({each.spec.name: each for each in reversed(found)}.values())[::-1]
 
 
@@ -165,9 +167,9 @@ def _last_lines(output: Sequence[str]) -> list[str]:
 
 
 def _compile(missing: Sequence[_Missing]) -> None:
-    """Side by side: the largest first with all their files at once, and others beside them as there is room."""
-    room = _room()
-    left, running = sorted(missing, key=lambda each: -len(each.spec.sources)), list[_Build]()
+    """Side by side: the longest first with all their files at once, and others beside them as there is room."""
+    room, running = _room(), list[_Build]()
+    left = sorted(missing, key=lambda each: (not each.longest, -len(each.spec.sources)))
     try:
         while left or running:
             while left and (not running or _fits(left[0], running, room)):
@@ -193,15 +195,14 @@ def _tell(missing: Sequence[_Missing], running: Sequence[_Build], left: Sequence
 
 
 def _room() -> int:
-    """Compilers at once: ``MAX_JOBS``, which FlashInfer heeds as well, or two for each core, as far as memory goes.
+    """Compilers at once: ``MAX_JOBS``, which FlashInfer heeds as well, or one for each core, as far as memory goes.
 
-    Two, as most files are done long before the few that take longest.
+    With more the file that takes longest, which the run waits for, would share a core.
     """
     asked = os.environ.get("MAX_JOBS", "")
     if asked.isdigit():
         return max(int(asked), 1)
-    most = 2 * len(os.sched_getaffinity(0))
-    return max(min(most, _free_memory() // _MEMORY), 1)
+    return max(min(len(os.sched_getaffinity(0)), _free_memory() // _MEMORY), 1)
 
 
 def _free_memory() -> int:
