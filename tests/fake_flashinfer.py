@@ -354,6 +354,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, major: int, num_sms: int) -> Non
     monkeypatch.setattr("specgen.attention.hopper.HopperBackend.rotating", lambda *given: None)  # of Triton
     waits = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
     monkeypatch.setattr("specgen.attention.trtllm._claim", lambda device: None)
+    monkeypatch.setattr("specgen.attention.trtllm.compiles", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: waits)

@@ -54,11 +54,11 @@ def test_where_they_cannot_be_compiled_a_line_says_so(
     monkeypatch.setattr(jit_modules, "which", lambda name: None if lacks == name else f"/bin/{name}")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1" if lacks == "jit" else "")
-    jit_modules._compiles.cache_clear()
+    jit_modules.compiles.cache_clear()
     try:
         assert runs_on(torch.device("cuda")) == runs_on(torch.device("cuda:0")) == (lacks is None)
     finally:
-        jit_modules._compiles.cache_clear()
+        jit_modules.compiles.cache_clear()
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == (lacks is not None), "said once"
     assert all("take other kernels, which are slower: " in line for line in lines)

@@ -56,6 +56,12 @@ LLAMA = Heads(
 NINJA = '#!/bin/sh\ncd "$3" && echo "$7" > jobs && exec sh "$5"\n'
 
 
+@pytest.fixture(autouse=True)
+def _can_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether or not this machine can."""
+    monkeypatch.setattr("specgen.attention.trtllm.compiles", lambda: True)
+
+
 @dataclass
 class Spec:
     """As FlashInfer's ``JitSpec``; ``script`` is what its ninja does."""
@@ -348,11 +354,15 @@ NEEDED = {
 }
 
 
-def test_a_backend_knows_what_it_needs_compiled() -> None:
+def test_a_backend_knows_what_it_needs_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     for (backend, gpu), cases in NEEDED.items():
         for asked, names in cases:
             found = "; ".join(module.what for module in backend.modules(gpu, asked))
             assert found == names, (backend.name, gpu, asked)
+    monkeypatch.setattr("specgen.attention.trtllm.compiles", lambda: False)
+    prefill = TrtllmBackend.modules(H100, use())[0]
+    assert prefill.what == "FA2, heads of 128", "which FlashInfer's package may have compiled"
+    assert TrtllmBackend.kernel(H100, use(), "prefill", 1) == "FlashInfer FA2"
 
 
 @pytest.fixture

@@ -95,10 +95,10 @@ class FlashInferBackend(Backend):
     def plan(self, layout: Layout) -> Kernel:
         """Without ``layout.host`` this waits for the device."""
         lengths = PassLens(layout)
-        fa3 = attend_paged(lengths)
+        fa3 = attend_paged(lengths) if self._kernels == "fa3" else None
 
         def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            if self._kernels == "fa3" and keys.dtype == q.dtype:
+            if fa3 is not None and keys.dtype == q.dtype:
                 return fa3(layer, q, keys, values)
             heads = _PlanKey(
                 num_heads=q.shape[1],

@@ -17,7 +17,7 @@ from specgen.attention.flashinfer_paged import (
 from specgen.attention.planning import decode_workspace, offsets
 from specgen.config import require
 from specgen.kv.layout import Layout
-from specgen.ops.jit_modules import Module
+from specgen.ops.jit_modules import Module, compiles
 
 _MAX_GROUP = 16  # heads per KV head
 _MAX_QUERY = 32  # rows per sequence: their mask is one word
@@ -220,7 +220,7 @@ class TrtllmBackend(Backend):
 
 
 def _prefill_kernels(major: int) -> FlashAttention:
-    return "fa3" if major == 9 else "fa2"
+    return "fa3" if major == 9 and compiles() else "fa2"
 
 
 def xqa_partial_modules(use: Use) -> list[Module]:

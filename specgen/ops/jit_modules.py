@@ -219,14 +219,15 @@ def runs_on(device: torch.device) -> bool:
 
     Where they cannot a line says why.
     """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and _compiles()
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and compiles()
 
 
 @cache
-def _compiles() -> bool:
+def compiles() -> bool:
+    """Whether this package's CUDA sources can be compiled here."""
     reason = _not_compiled()
     if reason is not None:
-        text = "some GEMMs and decode attention take other kernels, which are slower: %s"
+        text = "some GEMMs and attention take other kernels, which are slower: %s"
         logging.getLogger("specgen").warning(text, reason)
     return reason is None
 
