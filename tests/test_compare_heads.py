@@ -487,8 +487,8 @@ def test_equal_heads_and_single_requests_have_no_interval(tmp_path: Path) -> Non
 
 
 def test_short_names_differ() -> None:
-    paths = ["runs/one/head", "runs/two/head", "org/EAGLE3-1.1", "data/mine.jsonl"]
-    assert list(short_names(paths).values()) == ["head", "two/head", "EAGLE3-1.1", "mine"]
+    paths = ["runs/one/head", "runs/two/head", "org/EAGLE3-1.1", "data/mine.jsonl", "data/table.tsv"]
+    assert list(short_names(paths).values()) == ["head", "two/head", "EAGLE3-1.1", "mine", "table"]
 
 
 # --- refusals -------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, count
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Self
 
 from specgen.config import require
@@ -29,7 +29,7 @@ from specgen.report.paired_requests import (
     read_answers,
     with_steps,
 )
-from specgen.report.references import Reference, RunComparison, compare_run
+from specgen.report.references import Reference, RunComparison, compare_run, without_suffix
 from specgen.report.report import Report, load_so_far
 
 PLAN = COMPARISON  # its runs, and when and how it was made
@@ -227,9 +227,6 @@ def refuse_unlike(directories: Sequence[Path], unlike: Mapping[str, Sequence[Any
     )
 
 
-_FILES = (".json", ".jsonl", ".csv", ".txt", ".parquet")  # a head's name may have another dot
-
-
 def short_names(paths: Iterable[str], taken: str | None = None) -> dict[str, str]:
     """The name of each path: its last part, with as many before it as it takes to differ from earlier names.
 
@@ -245,8 +242,7 @@ def short_names(paths: Iterable[str], taken: str | None = None) -> dict[str, str
 
 
 def _names(path: str) -> Iterator[str]:
-    bare = path.removesuffix(".gz")
-    parts = (PurePath(bare).with_suffix("") if bare.endswith(_FILES) else PurePath(bare)).parts
+    parts = without_suffix(path).parts
     for length in range(1, len(parts) + 1):
         yield "/".join(parts[-length:])
     yield path

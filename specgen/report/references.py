@@ -227,9 +227,15 @@ def conditions_of(manifest: Mapping[str, Any], *, has_reasoning: bool = False) -
     )
 
 
+def without_suffix(path: str) -> PurePath:
+    """``path`` without that of a file of rows; a head's name may have another dot."""
+    bare = path.removesuffix(".gz")
+    return PurePath(bare).with_suffix("") if bare.endswith(_FILES) else PurePath(path)
+
+
 def _data_name(dataset: str) -> str:
-    bare = dataset.removesuffix(".gz")
-    return PurePath(bare).stem if bare.endswith(_FILES) else dataset
+    name = without_suffix(dataset)
+    return dataset if name == PurePath(dataset) else name.name
 
 
 @dataclass(frozen=True, kw_only=True)
