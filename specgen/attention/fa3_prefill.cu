@@ -115,14 +115,11 @@ extern "C" int fa3_prefill(const void* q, const void* keys, const void* values, 
   int32_t** const fields[] = {&p.qo_tile_indices, &p.qo_indptr,    &p.kv_indptr,    &p.qo_lens,
                               &p.kv_lens,         &p.head_indices, &p.batch_indices};
   for (int i = 0; i < 7; i++) *fields[i] = p.work_indptr + blocks + 1 + i * tiles;
-  const auto run = [&] {
-    if constexpr (PAGED) {
-      return BatchPrefillWithPagedKVCacheDispatched<KEY_DIM, VALUE_DIM, MaskMode::kCausal, WINDOWED, false, Variant>(
-          p, false, static_cast<cudaStream_t>(stream));
-    } else {
-      return BatchPrefillWithRaggedKVCacheDispatched<KEY_DIM, VALUE_DIM, MaskMode::kCausal, WINDOWED, false, Variant>(
-          p, false, static_cast<cudaStream_t>(stream));
-    }
-  };
-  return run();
+  if constexpr (PAGED) {
+    return BatchPrefillWithPagedKVCacheDispatched<KEY_DIM, VALUE_DIM, MaskMode::kCausal, WINDOWED, false, Variant>(
+        p, false, static_cast<cudaStream_t>(stream));
+  } else {
+    return BatchPrefillWithRaggedKVCacheDispatched<KEY_DIM, VALUE_DIM, MaskMode::kCausal, WINDOWED, false, Variant>(
+        p, false, static_cast<cudaStream_t>(stream));
+  }
 }
