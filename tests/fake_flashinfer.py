@@ -245,13 +245,8 @@ class Fa3:
         stream: None,
     ) -> int:
         """Tile by tile, each as its sequence's rows among all of its positions."""
-        (
-            shape,
-            (num_blocks, num_tiles, num_rows, num_heads, num_kv_heads, num_keys, page_size, window_left),
-        ) = (
-            self._shape,
-            sizes[:8],
-        )
+        num_blocks, num_tiles, num_rows, num_heads, num_kv_heads, num_keys, page_size, window_left = sizes[:8]
+        shape = self._shape
         assert (shape.key_dim, shape.value_dim) == (q.shape[2], values.shape[-1])
         assert shape.windowed == (window_left >= 0)
         assert shape.sinks == (sinks is not None)
@@ -261,10 +256,8 @@ class Fa3:
         for each in (keys, values):
             strides += [*each.stride()[-3:-1], page_stride]
         assert [*sizes[8:]] == strides
-        ends, tiles = (
-            listed[: num_blocks + 1].tolist(),
-            listed[num_blocks + 1 :].view(7, num_tiles).T.tolist(),
-        )
+        ends = listed[: num_blocks + 1].tolist()
+        tiles = listed[num_blocks + 1 :].view(7, num_tiles).T.tolist()
         assert (ends[0], ends[-1]) == (0, num_tiles)
         per_tile, seen_rows = 192 if shape.value_dim == 64 else 128, torch.zeros(num_rows, num_heads)
         for number, first_row, first_key, query_len, kv_len, head, _ in tiles:
