@@ -51,11 +51,11 @@ def test_what_has_private_names_is_bounded(wheel):
 
 
 def test_flashinfer_is_required_only_on_linux_and_below_the_next_minor_version(wheel):
-    """Its own requirements have nothing for a Mac; see attention/hopper.py for the bound."""
+    """Its own requirements have nothing for a Mac; see pyproject.toml for the bound."""
     (flashinfer,) = (each for each in requirements(wheel) if each.name == "flashinfer-python")
     platforms = {name: flashinfer.marker.evaluate({"sys_platform": name}) for name in ("linux", "darwin")}
     assert platforms == {"linux": True, "darwin": False}
-    versions = ("0.6.17", "0.6.18.post1", "0.6.30", "0.7.0")
+    versions = ("0.6.17", "0.6.18.post1", "0.7.2.post1", "0.8.0")
     assert [flashinfer.specifier.contains(each) for each in versions] == [False, True, True, False]
 
 
