@@ -252,7 +252,7 @@ def test_a_device_lost_at_start_up_fails_no_request(
         raise RuntimeError("no answer")
 
     def fails(calls: int, columns: Any) -> bool:
-        monkeypatch.setattr(engine, "_device", torch.device("cuda"))
+        monkeypatch.setattr(engine, "device", torch.device("cuda"))
         return True
 
     engine = engine_of(random_pair)
@@ -279,7 +279,7 @@ def test_a_lost_device_ends_the_run_and_names_the_requests_in_flight(
     monkeypatch.setattr(HostCopy, "read", lost)
     Broken(monkeypatch, "decode", lambda calls, first: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    engine._device = torch.device("cuda")
+    engine.device = torch.device("cuda")
     with pytest.raises(DeviceLost) as raised:
         engine.step()
     error = pickle.loads(pickle.dumps(raised.value))  # as between processes

@@ -1,6 +1,7 @@
 """The choice of K: near the best fixed K at every batch size and acceptance, and stable between equals."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise, product
 
 import numpy as np
@@ -29,21 +30,24 @@ def cost_of(num_sequences: int, k: int, num_verified: float) -> float:
 COSTS = StepCosts(seconds={(size, k): cost(size, k) for size in SIZES for k in range(MOST + 1)})
 
 
+OF_POSITION = 3.3e-8  # seconds, as an 8B model reads 128 KiB
+
+
 def flat(rate: float) -> Curve:
     return (rate,) * MOST
 
 
-def speed(num_sequences: int, k: int, curve: Curve) -> float:
-    """Tokens per second with ``k`` drafts in the long run."""
-    return num_sequences * tokens(k, curve) / cost(num_sequences, k)
+def speed(num_sequences: int, k: int, curve: Curve, num_positions: int = 0) -> float:
+    """Tokens per second with ``k`` drafts in the long run, with so many positions in the cache."""
+    return num_sequences * tokens(k, curve) / (cost(num_sequences, k) + num_positions * OF_POSITION)
 
 
 def tokens(k: int, curve: Curve) -> float:
     return 1 + float(np.cumprod(curve[:k]).sum())
 
 
-def best(num_sequences: int, curve: Curve) -> float:
-    return max(speed(num_sequences, k, curve) for k in range(MOST + 1))
+def best(num_sequences: int, curve: Curve, num_positions: int = 0) -> float:
+    return max(speed(num_sequences, k, curve, num_positions) for k in range(MOST + 1))
 
 
 class Decoding:
@@ -55,17 +59,17 @@ class Decoding:
         self._random = np.random.default_rng(seed)
         self._unread: list[tuple[int, int]] = []
 
-    def run(self, num_steps: int, num_sequences: int, curve: Curve) -> float:
+    def run(self, num_steps: int, num_sequences: int, curve: Curve, num_positions: int = 0) -> float:
         """Tokens per second over ``num_steps``, from the expected tokens of the chosen lengths."""
         seconds = emitted = 0.0
         for _ in range(num_steps):
-            k = self.policy.choose(num_sequences).num_drafts
+            k = self.policy.choose(num_sequences, num_positions).num_drafts
             for drafted, accepted in self._unread:
                 self.policy.see((3,) * drafted, drafted, accepted)
             right = self._random.random((num_sequences, k)) < np.array(curve[:k])
             self._unread = [(k, int(many)) for many in np.cumprod(right, 1).sum(1)]
             self.lengths.append(k)
-            seconds += cost(num_sequences, k)
+            seconds += cost(num_sequences, k) + num_positions * OF_POSITION
             emitted += num_sequences * tokens(k, curve)
         return emitted / seconds
 
@@ -86,6 +90,18 @@ def test_costs_are_interpolated_between_measured_batch_sizes():
     assert costs.at(10, 0) == 3.75  # extrapolated
     assert costs.at(10, 3) == 4.0  # but never decreasing
     assert StepCosts(seconds={(2, 1): 1.0}).at(7, 1) == 1.0
+
+
+def test_what_positions_cost_is_between_that_of_no_and_of_most_drafts():
+    costs = StepCosts(
+        seconds={(4, k): 2.0 * k + 4 * (k + 1) for k in range(5)},
+        partial={(4, k, part): 2.0 * k + 4 + part for k, part in ((1, 1), (4, 1), (4, 4), (4, 16))},
+        of_position=(0.01, 0.03),
+    )
+    for k, each in ((0, 0.01), (2, 0.02), (4, 0.03)):
+        assert costs.at(4, k, 700) == pytest.approx(costs.at(4, k) + 700 * each)
+    assert costs.at_part(4, 2, 4, 700) == pytest.approx(costs.at_part(4, 2, 4) + 14)
+    assert StepCosts(seconds={(1, 0): 1.0}, of_position=(0.01, 0.01)).at(1, 0, 100) == 2.0
 
 
 # --- acceptance -----------------------------------------------------------------------------------
@@ -231,7 +247,7 @@ def test_a_change_resets_what_other_lengths_would_have_saved():
     """K 1 is 70 % faster for one sequence, K 0 5 % faster for two."""
     seconds = {(1, 0): 1.0, (1, 1): 1.0, (2, 0): 1.0, (2, 1): 1.7 * 1.05}
     length = BestPlan(StepCosts(seconds=seconds))
-    assert [length.choose(size).num_drafts for size in (2, 1, 2, 2)] == [0, 1, 1, 1]
+    assert [length.choose(size, 0).num_drafts for size in (2, 1, 2, 2)] == [0, 1, 1, 1]
 
 
 def test_a_gain_of_half_a_percent_does_not_change_k():
@@ -264,8 +280,31 @@ def test_the_choice_is_deterministic():
 def test_a_fixed_k_never_changes():
     fixed = FixedPlan(StepPlan(num_drafts=4))
     fixed.see((3,) * 4, 4, 0)
-    assert [fixed.choose(size) for size in (1, 256)] == [StepPlan(num_drafts=4)] * 2
+    assert [fixed.choose(size, 0) for size in (1, 256)] == [StepPlan(num_drafts=4)] * 2
     assert fixed.most == 4
+
+
+@pytest.mark.parametrize(("num_sequences", "context"), [(64, 8000), (128, 4000), (16, 32000), (1, 32000)])
+def test_drafts_pay_in_large_batches_of_long_contexts(num_sequences, context):
+    """The step takes long for the sake of its contexts, whatever is drafted."""
+    curve, num_positions = flat(0.75), num_sequences * context
+    knows, assumes_short = (
+        Decoding(BestPlan(replace(COSTS, of_position=each)))
+        for each in ((OF_POSITION, OF_POSITION), (0.0, 0.0))
+    )
+    found = knows.run(STEPS, num_sequences, curve, num_positions)
+    assert found > 0.98 * best(num_sequences, curve, num_positions)
+    usual = assumes_short.run(STEPS, num_sequences, curve, num_positions)
+    assert found > usual * (1.1 if num_sequences >= 64 else 0.99)
+
+
+def test_what_is_verified_of_the_drafts_depends_on_the_contexts_too():
+    policy = BestPlan(replace(WITH_PARTS, of_position=(OF_POSITION, OF_POSITION)))
+    speed_of(policy, 128, tells=True, num_steps=150)
+    short = policy.choose(128, 0)
+    for _ in range(20):
+        long = policy.choose(128, 128 * 8000)
+    assert long.num_verified(128) is None or long.num_verified(128) > 1.5 * short.num_verified(128)
 
 
 # --- a part of the drafts -------------------------------------------------------------------------
@@ -288,7 +327,7 @@ def speed_of(policy: SpecLength, num_sequences: int, *, tells: bool, num_steps: 
     unread: list[tuple[tuple[int, ...], int, int]] = []
     seconds = emitted = 0.0
     for step in range(num_steps):
-        plan = policy.choose(num_sequences)
+        plan = policy.choose(num_sequences, 0)
         for each in unread:
             policy.see(*each)
         k, count = plan.num_drafts, plan.num_verified(num_sequences)
@@ -329,8 +368,8 @@ def test_a_batch_that_drains_to_one_sequence_verifies_all_again(lengths):
     seconds = {(size, k): cost(size, k) for size in SIZES for k in lengths}
     policy = BestPlan(StepCosts(seconds=seconds, partial=WITH_PARTS.partial))
     speed_of(policy, 128, tells=True, num_steps=150)
-    assert policy.choose(128).quarters is not None
-    assert policy.choose(1).quarters is None
+    assert policy.choose(128, 0).quarters is not None
+    assert policy.choose(1, 0).quarters is None
 
 
 def test_costs_of_a_part_are_those_of_its_drafts_and_rows():

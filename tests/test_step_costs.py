@@ -60,10 +60,12 @@ class AnyPlan:
 
     def __init__(self, most: int, *, partial: bool = True) -> None:
         self.most, self._draw, self._partial = most, random.Random(3), partial
+        self.asked: list[tuple[int, int]] = []
         self.chosen: list[StepPlan] = []
         self.seen: list[int] = []
 
-    def choose(self, num_sequences: int) -> StepPlan:
+    def choose(self, num_sequences: int, num_positions: int) -> StepPlan:
+        self.asked.append((num_sequences, num_positions))
         k = self._draw.randrange(self.most + 1)
         quarters = (
             self._draw.randrange(1, 4 * k) if k and self._partial and self._draw.random() < 0.7 else None
@@ -179,6 +181,52 @@ def test_timing_steps_leaves_no_state(random_pair: Pair) -> None:
     assert run(engine, requests) == fresh.texts
 
 
+def test_the_choice_is_told_how_long_the_contexts_are(demo_pair: Pair) -> None:
+    engine = engine_of(demo_pair, num_spec_tokens=5, max_batch_size=2)
+    engine.spec_length = length = AnyPlan(5)
+    requests = bundled_requests(2, SamplingParams(max_tokens=20, ignore_eos=True))
+    run(engine, requests)
+    prompts = sum(len(request.prompt_token_ids) for request in requests)
+    both = [positions for sequences, positions in length.asked if sequences == 2]
+    assert both[0] == prompts + 2, "with the first token of each"
+    assert both == sorted(set(both))
+    assert prompts + 20 < both[-1] <= prompts + 40
+
+
+@pytest.mark.parametrize(
+    ("max_batch_size", "kv_memory", "lens"), [(12, None, {16, 256}), (1, None, {16, 2048 - 30}), (2, 1, {16})]
+)
+def test_what_a_position_costs_is_told_by_as_long_contexts_as_fit(
+    demo_pair: Pair, monkeypatch: pytest.MonkeyPatch, max_batch_size: int, kv_memory: int, lens: set[int]
+) -> None:
+    """A step takes 1 s, and 1 ms more for each position with no draft, 2 ms with one."""
+    room = {} if kv_memory is None else {"kv_memory": 600_000}
+    engine = engine_of(demo_pair, num_spec_tokens=1, max_batch_size=max_batch_size, **room)
+    asked = []
+
+    def times(engine: EngineCore, size: int, plan: StepPlan, enough: int, prompt: int = 16) -> list[float]:
+        asked.append((size, prompt))
+        return [9.0] * 3 + [1 + 1e-3 * size * (prompt - 16) * (1 + plan.num_drafts)] * (enough - 3)
+
+    monkeypatch.setattr(step_costs, "_step_times", times)
+    costs = measure(engine, max_batch_size, DraftLength(most=1, kind="uniform"))
+    found = {prompt for _, prompt in asked}
+    assert max(found) == pytest.approx(max(lens), abs=20)
+    assert len(found) <= 3
+    expected = (1e-3, 2e-3) if len(lens) > 1 else (0.0, 0.0)
+    assert costs.of_position == pytest.approx(expected)
+    assert all(size <= 8 for size, prompt in asked if prompt > 16)
+
+
+def test_long_contexts_that_are_timed_leave_no_state(demo_pair: Pair) -> None:
+    requests = bundled_requests(4, GREEDY)
+    engine = engine_of(demo_pair, num_spec_tokens=2, max_batch_size=4)
+    costs = measure(engine, 4, DraftLength(most=2, kind="uniform"))
+    none, most = costs.of_position
+    assert 0 <= none <= most < 1e-2
+    assert run(engine, requests) == generate(demo_pair, requests, num_spec_tokens=2).texts
+
+
 @pytest.mark.slow
 def test_all_graphs_are_captured_before_a_run_that_is_timed(
     random_pair: Pair, device_like: Callable[..., None], monkeypatch: pytest.MonkeyPatch
@@ -292,7 +340,8 @@ class Machine:
     def measure(self) -> StepCosts:
         self.measured += 1
         return StepCosts(
-            seconds={(n, k): 0.01 * n + 0.001 * k + self.measured / 7 for n in self.sizes for k in (0, 1, 2)}
+            seconds={(n, k): 0.01 * n + 0.001 * k + self.measured / 7 for n in self.sizes for k in (0, 1, 2)},
+            of_position=(1e-8, self.measured * 1e-7),
         )
 
 
@@ -327,7 +376,7 @@ def test_a_later_run_uses_what_an_earlier_one_measured(
     machine: Machine, pair: EngineConfig, checkpoints: Checkpoints
 ) -> None:
     first = costs_for(pair, checkpoints, machine.measure)
-    assert costs_for(pair, checkpoints, machine.measure).seconds == first.seconds
+    assert costs_for(pair, checkpoints, machine.measure) == first
     machine.state = {**STATE, "load": 0.1, "clock_mhz": 1980.0, "gpu_use_percent": 5.0}
     dated = replace(pair, chat_template_kwargs=TemplateKwargs.of({"strftime_now": "2026-01-31"}))
     assert costs_for(dated, checkpoints, machine.measure).seconds == first.seconds
@@ -398,6 +447,8 @@ SPOILT = {
     "zero": lambda text: json.dumps({**json.loads(text), "seconds": with_first(text, 0)}),
     "nan": lambda text: json.dumps({**json.loads(text), "seconds": with_first(text, float("nan"))}),
     "text": lambda text: json.dumps({**json.loads(text), "seconds": with_first(text, "fast")}),
+    "no position": lambda text: json.dumps({**json.loads(text), "of_position": [1e-8]}),
+    "cheap position": lambda text: json.dumps({**json.loads(text), "of_position": [-1e-8, 1e-8]}),
 }
 
 

@@ -82,7 +82,7 @@ class EngineCore:
         self._scheduler = scheduler
         self._spec_length = spec_length
         self._lookahead = lookahead
-        self._device = device
+        self.device = device
         self._tokenizer = tokenizer
         self._record = record
         self._began = time.perf_counter()
@@ -190,7 +190,7 @@ class EngineCore:
             yield
         except RuntimeError as error:  # of no request
             self._peers.require(error)
-            require_device(self._device)
+            require_device(self.device)
             raise
         finally:
             self._record, self.spec_length = kept
@@ -207,6 +207,10 @@ class EngineCore:
 
     def sizes(self, max_sequences: int) -> list[int]:
         return self._runner.sizes(max_sequences)
+
+    def room(self, num_sequences: int) -> int:
+        """Tokens that each of so many sequences may have, by the cache and the model's context."""
+        return min(self._scheduler.room(num_sequences), self._max_positions)
 
     @property
     def max_prefill_tokens(self) -> int:
@@ -334,7 +338,7 @@ class EngineCore:
 
     @torch.inference_mode()
     def _advance(self) -> None:
-        use(self._device)  # another engine of this process may be on another
+        use(self.device)  # another engine of this process may be on another
         with self._peers.working("step"):
             ahead = bool(self._in_flight)
             prefilled = self._prefill()
@@ -371,7 +375,8 @@ class EngineCore:
         self._reserve()
         if not self._scheduler.running:
             return False
-        plan = self._spec_length.choose(len(self._scheduler.running))
+        running = self._scheduler.running
+        plan = self._spec_length.choose(len(running), sum(len(sequence.tokens) for sequence in running))
         launched = _attempt(lambda: self._passes.decode(plan, self._waits.launch()))
         if launched is None:
             self._recover("decode")
@@ -526,7 +531,7 @@ class EngineCore:
         hit, in_flight = self._scheduler.in_hand, bool(self._in_flight)
         self._forget_passes()
         self._batch.reset()
-        require_device(self._device, _ids(hit))
+        require_device(self.device, _ids(hit))
         if not hit and not in_flight:
             raise RuntimeError(reason)  # there is no request to answer with it
         for sequence in hit:

@@ -133,12 +133,15 @@ class Scheduler:
         """Whether to pull a request: until there is one more than the batch holds, to know whether more follow."""
         return len(self.waiting) + self.num_admitted <= self.limits.max_batch_size
 
+    def room(self, num_sequences: int) -> int:
+        """Tokens that each of so many sequences may have when it ends."""
+        return self._allocator.num_pages // num_sequences * self.page_size - self._step_rows
+
     def refusal(self, sequence: Sequence) -> str | None:
         """Why ``sequence`` could never finish, or None."""
-        capacity = self._allocator.num_pages * self._allocator.page_size
-        needed = sequence.max_length + self._step_rows
-        if self._allocator.pages_for(needed) <= self._allocator.num_pages:
+        if sequence.max_length <= self.room(1):
             return None
+        needed, capacity = sequence.max_length + self._step_rows, self._allocator.num_pages * self.page_size
         return (
             f"prompt and new tokens need {needed} positions of KV cache and all of it has {capacity}: "
             "raise --kv-memory or lower --max-new-tokens"

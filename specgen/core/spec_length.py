@@ -54,30 +54,40 @@ class StepCosts:
     ``partial`` are those of steps that verify a part of the drafts, by ``(num_sequences, K, quarters)``, as of
     ``StepPlan``: several with the largest K, and one quarter with K = 1, which tells what it costs to make a draft.
     Empty where there are no such steps.
+
+    Both are of short contexts. ``of_position`` is what one position more in the cache, of whichever sequence, adds to
+    a step without drafts and to one with the largest K. It is much the same, so the longer the contexts are, the less
+    a draft costs beside the rest of its step.
     """
 
     seconds: Mapping[tuple[int, int], float]
     partial: Mapping[tuple[int, int, int], float] = field(default_factory=dict)
+    of_position: tuple[float, float] = (0.0, 0.0)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Every K that was measured, the smallest first."""
         return tuple(sorted(self._curves))
 
-    def at(self, num_sequences: int, k: int) -> float:
-        """Seconds of a step with ``k`` drafts: linear between measured batch sizes and beyond the largest one."""
-        return _between(*self._curves[k], num_sequences)
+    def at(self, num_sequences: int, k: int, num_positions: int = 0) -> float:
+        """Seconds of a step with ``k`` drafts: linear between measured batch sizes and beyond the largest one.
+
+        ``num_positions`` of all sequences together are in the cache.
+        """
+        return _between(*self._curves[k], num_sequences) + float(self._of_context(num_positions, [k])[0])
 
     @cached_property
     def fewest(self) -> float:
         """Sequences of which steps that verify a part have a known cost."""
         return min((size for size, _, _ in self.partial), default=inf)
 
-    def at_part(self, num_sequences: int, k: int, quarters: int) -> float:
+    def at_part(self, num_sequences: int, k: int, quarters: int, num_positions: int = 0) -> float:
         """Seconds of a step with ``k`` drafts of which so many are verified."""
-        return float(self.at_parts(num_sequences, (k,), (quarters,))[0, 0])
+        return float(self.at_parts(num_sequences, (k,), (quarters,), num_positions)[0, 0])
 
-    def at_parts(self, num_sequences: int, lengths: Sequence[int], quarters: Sequence[int]) -> np.ndarray:
+    def at_parts(
+        self, num_sequences: int, lengths: Sequence[int], quarters: Sequence[int], num_positions: int = 0
+    ) -> np.ndarray:
         """The same for each K of ``lengths`` with each of ``quarters``: ``[len(lengths), len(quarters)]``."""
         most = self.lengths[-1]
         parts = sorted(part for k, part in self._beyond if k == most)
@@ -85,7 +95,13 @@ class StepCosts:
         made = beyond[0] - _between(*self._beyond[1, 1], num_sequences)  # for all but one draft
         seconds = self._whole(num_sequences, np.array(quarters) / 4) + np.interp(quarters, parts, beyond)
         not_made = (most - np.array(lengths)) / max(most - 1, 1)
-        return np.asarray(seconds - max(made, 0.0) * not_made[:, None])
+        of_lengths = self._of_context(num_positions, lengths) - max(made, 0.0) * not_made
+        return np.asarray(seconds + of_lengths[:, None])
+
+    def _of_context(self, num_positions: int, lengths: Sequence[int]) -> np.ndarray:
+        """What so many positions add to a step with each K of ``lengths``."""
+        none, most = self.of_position
+        return num_positions * (none + (most - none) * np.array(lengths) / max(self.lengths[-1], 1))
 
     def _whole(self, num_sequences: int, num_verified: np.ndarray) -> np.ndarray:
         """Seconds of steps that verify so many drafts of a sequence and make no others, also between measured K."""
@@ -141,8 +157,11 @@ class SpecLength(Protocol):
         """The largest K that ``choose`` gives."""
         ...
 
-    def choose(self, num_sequences: int) -> StepPlan:
-        """Of the next decode step, which is one of ``num_sequences``; asked once per step."""
+    def choose(self, num_sequences: int, num_positions: int) -> StepPlan:
+        """Of the next decode step, which is one of ``num_sequences``; asked once per step.
+
+        ``num_positions``: how long they are together, as far as is known.
+        """
         ...
 
     def see(self, levels: Sequence[int], verified: int, accepted: int) -> None:
@@ -163,7 +182,7 @@ class FixedPlan:
     def most(self) -> int:
         return self.plan.num_drafts
 
-    def choose(self, num_sequences: int) -> StepPlan:
+    def choose(self, num_sequences: int, num_positions: int) -> StepPlan:
         return self.plan
 
     def see(self, levels: Sequence[int], verified: int, accepted: int) -> None:
@@ -272,25 +291,25 @@ class BestPlan:
             0.0  # seconds: for it, of each step, and what it takes more
         )
 
-    def choose(self, num_sequences: int) -> StepPlan:
+    def choose(self, num_sequences: int, num_positions: int) -> StepPlan:
         self._acceptance.step()
         self._age += 1
         self._num_steps += 1
         changed = abs(num_sequences - self._planned_for) > self._planned_for // 8
         settled = self._num_steps > _EVERY and not self._missed and not changed
         if self._present is None or not settled or self._age >= _EVERY:
-            self._present = self._plan(num_sequences, self._present)
+            self._present = self._plan(num_sequences, num_positions, self._present)
             self._planned_for, self._age = num_sequences, 0
-            self._price_probe(num_sequences, self._present)
+            self._price_probe(num_sequences, num_positions, self._present)
         return self._probe(self._present)
 
     def see(self, levels: Sequence[int], verified: int, accepted: int) -> None:
         self._acceptance.see(levels, verified, accepted)
 
-    def _plan(self, num_sequences: int, present: StepPlan | None) -> StepPlan:
+    def _plan(self, num_sequences: int, num_positions: int, present: StepPlan | None) -> StepPlan:
         """The best plan where it is far better than ``present``, or was better for long."""
         chances = self._acceptance.chances()
-        rates = self._rates(num_sequences, self._acceptance.survival(chances))
+        rates = self._rates(num_sequences, num_positions, self._acceptance.survival(chances))
         best = max(rates, key=rates.__getitem__)
         now = best if present is None else (present.num_drafts, present.quarters)
         gain = rates[best] / rates[now] - 1 if now in rates else _PATIENCE  # few sequences have no part
@@ -304,11 +323,14 @@ class BestPlan:
             chances=() if quarters is None else tuple(tuple(map(float, row)) for row in chances),
         )
 
-    def _rates(self, num_sequences: int, survival: np.ndarray) -> dict[tuple[int, int | None], float]:
+    def _rates(
+        self, num_sequences: int, num_positions: int, survival: np.ndarray
+    ) -> dict[tuple[int, int | None], float]:
         """Tokens per second of a sequence by K and quarters verified."""
         costs, tokens = self._costs, 1 + np.cumsum(survival.mean(0))
         rates: dict[tuple[int, int | None], float] = {
-            (k, None): (tokens[k - 1] if k else 1.0) / costs.at(num_sequences, k) for k in costs.lengths
+            (k, None): (tokens[k - 1] if k else 1.0) / costs.at(num_sequences, k, num_positions)
+            for k in costs.lengths
         }
         if num_sequences < costs.fewest:
             return rates
@@ -316,24 +338,25 @@ class BestPlan:
         size = min(num_sequences, len(survival))
         batches = survival[-(len(survival) // size * size) :].reshape(-1, size, self.most)
         counts = np.maximum(size * quarters // 4, 1)
-        for k, seconds in zip(lengths, costs.at_parts(num_sequences, lengths, _QUARTERS), strict=True):
+        parts = costs.at_parts(num_sequences, lengths, _QUARTERS, num_positions)
+        for k, seconds in zip(lengths, parts, strict=True):
             drafts = np.sort(batches[:, :, :k].reshape(len(batches), -1), 1)[:, ::-1].mean(0).cumsum()
             fewer = quarters < 4 * k
             found = (1 + drafts[counts[fewer] - 1] / size) / seconds[fewer]
             rates |= {(k, int(part)): float(each) for part, each in zip(quarters[fewer], found, strict=True)}
         return rates
 
-    def _price_probe(self, num_sequences: int, present: StepPlan) -> None:
+    def _price_probe(self, num_sequences: int, num_positions: int, present: StepPlan) -> None:
         """Set what ``present`` takes, and what a step with all drafts of the next longer K takes more."""
         k, quarters = present.num_drafts, present.quarters
-        of_present = self._costs.at(num_sequences, k)
+        of_present = self._costs.at(num_sequences, k, num_positions)
         if quarters is not None:
-            of_present = self._costs.at_part(num_sequences, k, quarters)
+            of_present = self._costs.at_part(num_sequences, k, quarters, num_positions)
         longer = next((each for each in self._costs.lengths if each > k), k)
         # with a part of the most drafts, all of them; without, nothing is longer
         self._longer = None if longer == k and quarters is None else StepPlan(num_drafts=longer)
         self._allowance = _PROBE_SHARE * of_present
-        self._price = self._costs.at(num_sequences, longer) - of_present
+        self._price = self._costs.at(num_sequences, longer, num_positions) - of_present
 
     def _probe(self, present: StepPlan) -> StepPlan:
         """All drafts of the next longer K where enough was saved for a step of it, else ``present``."""

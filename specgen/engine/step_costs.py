@@ -32,7 +32,9 @@ from specgen.record.record_rows import EngineRow, PassRow
 _UNTIMED = 3  # steps: the first compiles and captures, and the host is a step ahead
 _TIMED = 6
 _FEWEST = 4  # sequences of which some are worth more drafts than others
-_PROMPT = 16  # tokens: what a longer context adds is much the same for any number of drafts
+_PROMPT = 16  # tokens
+# What longer contexts cost is told by a few sequences of so many tokens together: each some seconds of prefill
+_LONG, _LONG_BATCH = {"cuda": 32768, "cpu": 2048}, 8
 KEPT = CacheFiles(kind="step-costs", what="costs of steps")
 # variables that may change kernels
 _SET = ("CUDA_", "NCCL_", "TORCH", "PYTORCH", "TRITON_", "FLASHINFER_", "TRTLLM_", "TLLM_")
@@ -60,7 +62,7 @@ def timed_plans(max_batch_size: int, length: DraftLength) -> dict[int, list[Step
 
 
 def measure(engine: EngineCore, max_batch_size: int, length: DraftLength) -> StepCosts:
-    """The costs of the steps of ``timed_plans``.
+    """The costs of the steps of ``timed_plans``, and what longer contexts add to them.
 
     Leaves the engine idle. Sizes for which the cache has no room are left out; ``UserError`` where not even one
     sequence has.
@@ -81,7 +83,24 @@ def measure(engine: EngineCore, max_batch_size: int, length: DraftLength) -> Ste
         f"num-spec-tokens is {length.kind}, and the model's context or its cache is too short to time {length.most} "
         "drafts: name a number",
     )
-    return StepCosts(seconds=seconds, partial=partial)
+    none, most = (_of_position(engine, seconds, k) for k in (0, length.most))
+    # drafts make no position cheaper, whatever two measurements say
+    return StepCosts(seconds=seconds, partial=partial, of_position=(none, max(none, most)))
+
+
+def _of_position(engine: EngineCore, short: Mapping[tuple[int, int], float], k: int) -> float:
+    """What a position more of a few sequences adds to their step with ``k`` drafts; 0 without room for long ones.
+
+    ``short``: seconds of steps of short contexts.
+    """
+    size, num_tokens = max(size for size, _ in short if size <= _LONG_BATCH), _LONG[engine.device.type]
+    num_steps = _UNTIMED + _TIMED + _steps_before(num_tokens, engine.max_prefill_tokens)
+    prompt = min(num_tokens // size, engine.room(size) - _new_tokens(k, num_steps))
+    if prompt < 8 * _PROMPT:  # what it adds would be lost in the noise
+        return 0.0
+    times = _step_times(engine, size, StepPlan(num_drafts=k), _UNTIMED + _TIMED, prompt)
+    more = median(times[_UNTIMED:]) - short[size, k] if times else 0.0
+    return max(more, 0.0) / (size * (prompt - _PROMPT))
 
 
 def timed_sizes(max_batch_size: int) -> list[int]:
@@ -98,13 +117,13 @@ def capture_all(engine: EngineCore, max_batch_size: int, lengths: Sequence[int])
 
 def positions(config: EngineConfig) -> int:
     """How long a sequence may become while steps are timed."""
-    num_steps = _UNTIMED + _TIMED + _steps_before(config.max_batch_size, config.max_prefill_tokens)
+    num_steps = _UNTIMED + _TIMED + _steps_before(config.max_batch_size * _PROMPT, config.max_prefill_tokens)
     return _PROMPT + _new_tokens(config.draft_length.most, num_steps)
 
 
-def _steps_before(size: int, max_prefill_tokens: int) -> int:
-    """Of the first of ``size`` sequences, while the prompts of others take more prefill passes."""
-    return -(-size * _PROMPT // max_prefill_tokens) - 1
+def _steps_before(num_tokens: int, max_prefill_tokens: int) -> int:
+    """Of the first sequence, while the prompts of all, of ``num_tokens``, take more prefill passes."""
+    return -(-num_tokens // max_prefill_tokens) - 1
 
 
 def _new_tokens(num_drafts: int, num_steps: int) -> int:
@@ -112,7 +131,9 @@ def _new_tokens(num_drafts: int, num_steps: int) -> int:
     return (num_steps + 2) * (num_drafts + 1)
 
 
-def _step_times(engine: EngineCore, size: int, plan: StepPlan, enough: int) -> list[float]:
+def _step_times(
+    engine: EngineCore, size: int, plan: StepPlan, enough: int, prompt: int = _PROMPT
+) -> list[float]:
     """Seconds of ``enough`` steps of ``size`` new sequences, so that contexts are alike; none without room for them."""
     times: list[float] = []
 
@@ -121,13 +142,13 @@ def _step_times(engine: EngineCore, size: int, plan: StepPlan, enough: int) -> l
             # with what the device waits for the host, where that is slower
             times.append(row.seconds + row.idle)
 
-    num_steps = enough + _steps_before(size, engine.max_prefill_tokens)
+    num_steps = enough + _steps_before(size * prompt, engine.max_prefill_tokens)
     sampling = SamplingParams(max_tokens=_new_tokens(plan.num_drafts, num_steps), ignore_eos=True)
     draw = random.Random(0)  # distinct tokens: equal sequences would share the experts that each touches
     prompts = [
         Request(
             id=f"timed {i}",
-            prompt_token_ids=tuple(draw.randrange(engine.vocab_size) for _ in range(_PROMPT)),
+            prompt_token_ids=tuple(draw.randrange(engine.vocab_size) for _ in range(prompt)),
             sampling=sampling,
         )
         for i in range(size)
@@ -162,7 +183,7 @@ def costs_for(config: EngineConfig, checkpoints: Checkpoints, measure: Callable[
         found = {
             name: [[*point, each] for point, each in sorted(vars(costs)[name].items())] for name in _TABLES
         }
-        KEPT.write(_text(key).encode(), {"key": key, **found})
+        KEPT.write(_text(key).encode(), {"key": key, **found, "of_position": costs.of_position})
     return costs
 
 
@@ -223,10 +244,12 @@ def _checked(
     tables: dict[str, Any] = {
         name: {tuple(map(int, point)): float(each) for *point, each in found[name]} for name in _TABLES
     }
+    none, most = map(float, found["of_position"])
     sound = all(math.isfinite(each) and each > 0 for table in tables.values() for each in table.values())
+    sound = sound and all(math.isfinite(each) and each >= 0 for each in (none, most))
     if not sound or _text(found["key"]) != _text(key):
         return None
-    costs = StepCosts(**tables)
+    costs = StepCosts(**tables, of_position=(none, most))
     return costs if _points(costs) == points else None
 
 
