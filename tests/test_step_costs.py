@@ -218,6 +218,19 @@ def test_what_a_position_costs_is_told_by_as_long_contexts_as_fit(
     assert all(size <= 8 for size, prompt in asked if prompt > 16)
 
 
+def test_drafts_make_no_position_cheaper_whatever_was_timed(
+    demo_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def times(engine: EngineCore, size: int, plan: StepPlan, enough: int, prompt: int = 16) -> list[float]:
+        return [1 + (prompt - 16) * (1e-3 if plan.num_drafts == 0 else -1e-3)] * enough
+
+    monkeypatch.setattr(step_costs, "_step_times", times)
+    costs = measure(
+        engine_of(demo_pair, num_spec_tokens=1, max_batch_size=1), 1, DraftLength(most=1, kind="uniform")
+    )
+    assert costs.of_position == pytest.approx((1e-3, 1e-3))
+
+
 def test_long_contexts_that_are_timed_leave_no_state(demo_pair: Pair) -> None:
     requests = bundled_requests(4, GREEDY)
     engine = engine_of(demo_pair, num_spec_tokens=2, max_batch_size=4)
