@@ -193,42 +193,72 @@ def test_the_choice_is_told_how_long_the_contexts_are(demo_pair: Pair) -> None:
     assert prompts + 20 < both[-1] <= prompts + 40
 
 
-@pytest.mark.parametrize(
-    ("max_batch_size", "kv_memory", "lens"), [(12, None, {16, 256}), (1, None, {16, 2048 - 30}), (2, 1, {16})]
-)
-def test_what_a_position_costs_is_told_by_as_long_contexts_as_fit(
-    demo_pair: Pair, monkeypatch: pytest.MonkeyPatch, max_batch_size: int, kv_memory: int, lens: set[int]
-) -> None:
-    """A step takes 1 s, and 1 ms more for each position with no draft, 2 ms with one."""
-    room = {} if kv_memory is None else {"kv_memory": 600_000}
-    engine = engine_of(demo_pair, num_spec_tokens=1, max_batch_size=max_batch_size, **room)
+def timed(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, per_position: Sequence[float], **settings: Any
+) -> tuple[StepCosts, list[tuple[int, int]]]:
+    """Costs where a step takes 1 s and so much more for a position, with no draft and with one; and what was timed."""
     asked = []
 
     def times(engine: EngineCore, size: int, plan: StepPlan, enough: int, prompt: int = 16) -> list[float]:
         asked.append((size, prompt))
-        return [9.0] * 3 + [1 + 1e-3 * size * (prompt - 16) * (1 + plan.num_drafts)] * (enough - 3)
+        return [9.0] * 3 + [1 + per_position[plan.num_drafts] * size * prompt] * (enough - 3)
 
     monkeypatch.setattr(step_costs, "_step_times", times)
-    costs = measure(engine, max_batch_size, DraftLength(most=1, kind="uniform"))
-    found = {prompt for _, prompt in asked}
-    assert max(found) == pytest.approx(max(lens), abs=20)
-    assert len(found) <= 3
-    expected = (1e-3, 2e-3) if len(lens) > 1 else (0.0, 0.0)
+    engine = engine_of(pair, num_spec_tokens=1, **settings)
+    return measure(engine, settings["max_batch_size"], DraftLength(most=1, kind="uniform")), asked
+
+
+@pytest.mark.parametrize(
+    ("settings", "longest"),
+    [
+        ({"max_batch_size": 12}, (8, 256)),
+        ({"max_batch_size": 1}, (1, 2048 - 22)),
+        ({"max_batch_size": 4, "max_prefill_tokens": 10}, (4, 160)),
+        ({"max_batch_size": 2, "kv_memory": 600_000}, (2, 16)),
+    ],
+    ids=str,
+)
+def test_what_a_position_costs_is_told_by_as_long_contexts_as_fit(
+    demo_pair: Pair, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], longest: tuple[int, int]
+) -> None:
+    costs, asked = timed(demo_pair, monkeypatch, (1e-3, 2e-3), **settings)
+    long = [each for each in asked if each[1] > 16]
+    assert set(long or asked[-1:]) == {longest}
+    assert costs.of_position == pytest.approx((1e-3, 2e-3) if long else (0.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("per_position", "expected"),
+    [
+        ((2e-3, 1e-3), (2e-3, 2e-3)),  # drafts make no position cheaper ...
+        ((1e-4, 1e-3), (1e-4, 2e-4)),  # ... and a step with one has twice the rows
+        ((-1e-3, 1e-3), (0.0, 0.0)),  # noise: with 0 for plain steps alone drafts would look dear
+        ((1e-3, -1e-3), (0.0, 0.0)),
+    ],
+)
+def test_what_cannot_be_true_of_positions_is_not_believed(
+    demo_pair: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+    per_position: tuple[float, float],
+    expected: tuple[float, float],
+) -> None:
+    costs, _ = timed(demo_pair, monkeypatch, per_position, max_batch_size=1)
     assert costs.of_position == pytest.approx(expected)
-    assert all(size <= 8 for size, prompt in asked if prompt > 16)
 
 
-def test_drafts_make_no_position_cheaper_whatever_was_timed(
+def test_where_long_contexts_find_no_memory_they_are_not_counted(
     demo_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def times(engine: EngineCore, size: int, plan: StepPlan, enough: int, prompt: int = 16) -> list[float]:
-        return [1 + (prompt - 16) * (1e-3 if plan.num_drafts == 0 else -1e-3)] * enough
-
-    monkeypatch.setattr(step_costs, "_step_times", times)
-    costs = measure(
-        engine_of(demo_pair, num_spec_tokens=1, max_batch_size=1), 1, DraftLength(most=1, kind="uniform")
+    times = step_costs._step_times
+    monkeypatch.setattr(
+        step_costs,
+        "_step_times",
+        lambda engine, size, plan, enough, prompt=16: (
+            [] if prompt > 16 and plan.num_drafts == 0 else times(engine, size, plan, enough, prompt)
+        ),
     )
-    assert costs.of_position == pytest.approx((1e-3, 1e-3))
+    engine = engine_of(demo_pair, num_spec_tokens=1, max_batch_size=1)
+    assert measure(engine, 1, DraftLength(most=1, kind="uniform")).of_position == (0.0, 0.0)
 
 
 def test_long_contexts_that_are_timed_leave_no_state(demo_pair: Pair) -> None:
@@ -349,12 +379,13 @@ class Machine:
         self.compiles = True
         self.measured = 0
         self.sizes = [1, 2, 3]
+        self.has_room = True  # for long contexts
 
     def measure(self) -> StepCosts:
         self.measured += 1
         return StepCosts(
             seconds={(n, k): 0.01 * n + 0.001 * k + self.measured / 7 for n in self.sizes for k in (0, 1, 2)},
-            of_position=(1e-8, self.measured * 1e-7),
+            of_position=(1e-8, self.measured * 1e-7) if self.has_room else (0.0, 0.0),
         )
 
 
@@ -461,7 +492,7 @@ SPOILT = {
     "nan": lambda text: json.dumps({**json.loads(text), "seconds": with_first(text, float("nan"))}),
     "text": lambda text: json.dumps({**json.loads(text), "seconds": with_first(text, "fast")}),
     "no position": lambda text: json.dumps({**json.loads(text), "of_position": [1e-8]}),
-    "cheap position": lambda text: json.dumps({**json.loads(text), "of_position": [-1e-8, 1e-8]}),
+    "free position": lambda text: json.dumps({**json.loads(text), "of_position": [0.0, 1e-8]}),
 }
 
 
@@ -531,10 +562,16 @@ def test_a_user_without_a_home_goes_on_too(
     ]
 
 
+@pytest.mark.parametrize("short_of", [{"sizes": [1, 2]}, {"has_room": False}], ids=str)
 def test_what_is_not_whole_is_not_kept(
-    machine: Machine, pair: EngineConfig, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
+    machine: Machine,
+    pair: EngineConfig,
+    checkpoints: Checkpoints,
+    caplog: pytest.LogCaptureFixture,
+    short_of: dict[str, Any],
 ) -> None:
-    machine.sizes = [1, 2]  # the cache has no room for three
+    """The cache has no room for three sequences, or for long ones."""
+    vars(machine).update(short_of)
     costs_for(pair, checkpoints, machine.measure)
     costs_for(pair, checkpoints, machine.measure)
     assert machine.measured == 2
@@ -568,11 +605,12 @@ def test_an_engine_takes_what_is_kept(
 ) -> None:
     config = config_of(random_pair, num_spec_tokens=DraftLength(most=2, kind="auto"), max_batch_size=3)
     monkeypatch.setattr(step_costs, "key_of", lambda config, checkpoints: {"all": "the same"})
+    monkeypatch.setattr(build.step_costs, "measure", lambda *asked: machine.measure())
     first = build_engine(config, random_pair.models, lambda event: None).spec_length
     monkeypatch.setattr(build.step_costs, "measure", lambda *asked: pytest.fail("measured again"))
     second = build_engine(config, random_pair.models, lambda event: None).spec_length
     assert isinstance(first, BestPlan)
     assert isinstance(second, BestPlan)
-    assert first._costs.seconds == second._costs.seconds
+    assert first._costs == second._costs
     with pytest.raises(pytest.fail.Exception):  # steps with marks take longer than others, and are not kept
         build_engine(config, random_pair.models, lambda event: None, lambda: None)

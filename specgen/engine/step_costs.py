@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,8 +34,9 @@ _UNTIMED = 3  # steps: the first compiles and captures, and the host is a step a
 _TIMED = 6
 _FEWEST = 4  # sequences of which some are worth more drafts than others
 _PROMPT = 16  # tokens
-# What longer contexts cost is told by a few sequences of so many tokens together: each some seconds of prefill
-_LONG, _LONG_BATCH = {"cuda": 32768, "cpu": 2048}, 8
+# What longer contexts cost is told by a few of so many tokens, together and each, which seconds of prefill make
+_LONG_BATCH, _LONG_TOGETHER, _LONG_EACH = 8, {"cuda": 32768, "cpu": 2048}, 4096
+_LONG_PASSES = 64  # of prefill at most: meanwhile the first sequences grow
 KEPT = CacheFiles(kind="step-costs", what="costs of steps")
 # variables that may change kernels
 _SET = ("CUDA_", "NCCL_", "TORCH", "PYTORCH", "TRITON_", "FLASHINFER_", "TRTLLM_", "TLLM_")
@@ -83,24 +85,31 @@ def measure(engine: EngineCore, max_batch_size: int, length: DraftLength) -> Ste
         f"num-spec-tokens is {length.kind}, and the model's context or its cache is too short to time {length.most} "
         "drafts: name a number",
     )
-    none, most = (_of_position(engine, seconds, k) for k in (0, length.most))
-    # drafts make no position cheaper, whatever two measurements say
-    return StepCosts(seconds=seconds, partial=partial, of_position=(none, max(none, most)))
+    of_position = _of_position(engine, max(size for size, _ in seconds), length.most)
+    return StepCosts(seconds=seconds, partial=partial, of_position=of_position)
 
 
-def _of_position(engine: EngineCore, short: Mapping[tuple[int, int], float], k: int) -> float:
-    """What a position more of a few sequences adds to their step with ``k`` drafts; 0 without room for long ones.
-
-    ``short``: seconds of steps of short contexts.
-    """
-    size, num_tokens = max(size for size, _ in short if size <= _LONG_BATCH), _LONG[engine.device.type]
+def _of_position(engine: EngineCore, max_batch_size: int, most: int) -> tuple[float, float]:
+    """See ``StepCosts``; short and long contexts are timed in turn. Zeros where there is no room, or noise hides it."""
+    size, device = min(max_batch_size, _LONG_BATCH), engine.device.type
+    num_tokens = min(_LONG_TOGETHER[device], _LONG_PASSES * engine.max_prefill_tokens)
     num_steps = _UNTIMED + _TIMED + _steps_before(num_tokens, engine.max_prefill_tokens)
-    prompt = min(num_tokens // size, engine.room(size) - _new_tokens(k, num_steps))
-    if prompt < 8 * _PROMPT:  # what it adds would be lost in the noise
-        return 0.0
-    times = _step_times(engine, size, StepPlan(num_drafts=k), _UNTIMED + _TIMED, prompt)
-    more = median(times[_UNTIMED:]) - short[size, k] if times else 0.0
-    return max(more, 0.0) / (size * (prompt - _PROMPT))
+    long = min(num_tokens // size, _LONG_EACH, engine.room(size) - _new_tokens(most, num_steps))
+    if long < 8 * _PROMPT:
+        return 0.0, 0.0
+    found = []
+    for k in (0, most):
+        plan = StepPlan(num_drafts=k)
+        short, taken = (
+            _step_times(engine, size, plan, _UNTIMED + _TIMED, prompt)[_UNTIMED:]
+            for prompt in (_PROMPT, long)
+        )
+        more = median(taken) - median(short) if short and taken else 0.0
+        found.append(more / (size * (long - _PROMPT)))
+    if min(found) <= 0:
+        return 0.0, 0.0
+    # drafts make no position cheaper, and a row of them costs no more than a plain one, whatever measurements say
+    return found[0], min(max(found), (most + 1) * found[0])
 
 
 def timed_sizes(max_batch_size: int) -> list[int]:
@@ -165,7 +174,8 @@ def costs_for(config: EngineConfig, checkpoints: Checkpoints, measure: Callable[
     """Those kept for a resolved ``config``, or measured now and kept.
 
     Nothing is kept of a CPU, whose other programs come and go, nor where the driver of a GPU cannot be read, nor where
-    the cache had no room for all sizes. A file that cannot be read, or written, costs a line in the log.
+    the cache had no room for all sizes, or for long contexts. A file that cannot be read, or written, costs a line in
+    the log.
     """
     key = key_of(config, checkpoints)
     if key is None:
@@ -179,7 +189,7 @@ def costs_for(config: EngineConfig, checkpoints: Checkpoints, measure: Callable[
     if kept is not None:
         return kept
     costs = measure()
-    if _points(costs) == points:
+    if _points(costs) == points and costs.of_position[0]:
         found = {
             name: [[*point, each] for point, each in sorted(vars(costs)[name].items())] for name in _TABLES
         }
@@ -245,8 +255,8 @@ def _checked(
         name: {tuple(map(int, point)): float(each) for *point, each in found[name]} for name in _TABLES
     }
     none, most = map(float, found["of_position"])
-    sound = all(math.isfinite(each) and each > 0 for table in tables.values() for each in table.values())
-    sound = sound and all(math.isfinite(each) and each >= 0 for each in (none, most))
+    every = chain([none, most], *(table.values() for table in tables.values()))
+    sound = all(math.isfinite(each) and each > 0 for each in every)
     if not sound or _text(found["key"]) != _text(key):
         return None
     costs = StepCosts(**tables, of_position=(none, most))
