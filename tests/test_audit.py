@@ -194,6 +194,17 @@ def test_bad_input_is_refused_in_one_line(arguments: tuple[object, ...], message
     assert "\n" not in str(result.exception)
 
 
+def test_rows_that_ask_for_sampled_texts_are_decoded_greedily(tmp_path: Path) -> None:
+    own = tmp_path / "own.jsonl"
+    write_rows(
+        own, [{"id": "a", "prompt": "Tom has 5", "temperature": 1.0, "seed": 3}, {"id": "b", "prompt": "Ann"}]
+    )
+    result = verify(*SHORT, "--dataset", own)
+    assert result.exit_code == 0, result.output
+    assert "1 row sets a temperature, which is left out: everything is decoded greedily" in result.stderr
+    assert "Nothing changed" in result.output
+
+
 @pytest.mark.slow
 def test_prompts_that_cannot_be_run_are_named_and_not_compared(tmp_path: Path) -> None:
     own = tmp_path / "own.jsonl"

@@ -125,6 +125,62 @@ def test_each_data_set_in_each_kind_of_file(tmp_path, name, kind):
     assert load(name, tmp_path) == ([EXPECTED[name]], [])
 
 
+def test_files_of_a_directory_are_known_by_their_names_in_any_case_and_gzipped(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress(b"prompt\nb\n"))
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"c\n"))
+    (tmp_path / "d.CSV").write_text("prompt\nd\n")
+    (tmp_path / "e.JSON.GZ").write_bytes(gzip.compress(b'[{"prompt": "e"}]'))
+    (tmp_path / "f.log").write_text("f\n")
+    assert [prompt.text for prompt in load(tmp_path)[0]] == ["a", "b", "c", "d", "e"]
+    assert [prompt.text for prompt in load(tmp_path / "d.CSV")[0]] == ["d"]
+
+
+@pytest.mark.parametrize("text", ['id,prompt\n1,"Tom\n2,second\n', 'id,prompt\n1,"say "no" now"\n'])
+def test_a_quote_that_is_not_closed_takes_no_row_with_it(tmp_path, text):
+    path = tmp_path / "rows.csv"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"rows.csv: line \d: .*: close every quote"):
+        load(path)
+
+
+@pytest.mark.parametrize("rest", ['\n[{"prompt": "b"}]', "}} {", "\n" * 2**20 + "x"])
+def test_what_stands_behind_an_array_is_not_left_out_silently(tmp_path, rest):
+    path = tmp_path / "rows.json"
+    path.write_text('[{"prompt": "a"}]' + rest)
+    prompts, (rejected,) = load(path)
+    assert [prompt.text for prompt in prompts] == ["a"]
+    assert rejected.reason == "row 2: not valid JSON (text behind the array); no row after it is read"
+    path.write_text('[{"prompt": "a"}]\n \n')
+    assert load(path)[1] == []
+
+
+@pytest.mark.parametrize("before", ["", " ", "  ", "\t"])
+@pytest.mark.parametrize("kind", ["rows.jsonl", "rows.json"])
+def test_a_key_that_is_there_twice_is_found_however_it_is_spaced(tmp_path, kind, before):
+    path, row = tmp_path / kind, f'{{"id":"a","prompt":"x","prompt"{before}:"y"}}'
+    path.write_text(f"[{row}]" if kind.endswith(".json") else row + "\n" * 3)
+    (rejected,) = load(path)[1]
+    assert "'prompt' is there twice" in rejected.reason
+
+
+def test_what_a_row_lacks_is_named_as_the_row_has_it(tmp_path):
+    batch = {"custom_id": "d", "url": "/v1/completions", "body": {"prompt": ["a", "b"]}}
+    _, (null, texts) = load(write_lines(tmp_path / "rows.jsonl", {"id": "c", "prompt": None}, batch))
+    assert "did you mean" not in null.reason
+    assert texts.reason == "line 2: the items of prompt must be integers of 0 or more"
+
+
+def test_another_content_than_in_the_first_pass_is_no_answer_to_it(tmp_path):
+    path = write_lines(tmp_path / "rows.jsonl", {"prompt": "a"}, {"prompt": "b"}, {"prompt": "b"})
+    prompts = DataSource(dataset=str(path)).open()
+    ids = [each.turn_ids for each in prompts]
+    assert [each.text for each in prompts.select(ids)] == ["a", "b", "b"]
+    write_lines(path, {"prompt": "a"}, {"prompt": "c"}, {"prompt": "b"})
+    with pytest.raises(UserError, match="line 2: it has another content than when this run has read it"):
+        list(prompts.select(ids))
+
+
 def test_rows_of_a_table_are_counted_over_its_batches(tmp_path):
     path = tmp_path / "own.parquet"
     rows = [{"id": str(number), "prompt": "Hi"} for number in range(1, 2501)]

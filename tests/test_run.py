@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from typer.testing import Result
 
 from specgen.cli import main as cli
 from specgen.config import UserError
+from specgen.jobs import run as job
 from tests.commands import printed, rows, specgen, write_rows
 from tests.jobs import untimed
 from tests.marks import mostly_slow
@@ -174,6 +176,81 @@ def test_a_batch_comes_back_as_a_batch(pair: Path, tmp_path: Path) -> None:
 
     assert parquet.read_table(out / "completions.parquet").column("id").to_pylist() == ["a"]
     assert "no file is kept" in str(run(pair, "--dataset", own, "--format", "openai").exception)
+
+
+def test_exports_have_what_a_later_command_has_answered(
+    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [{"id": each, "prompt": f"Tom has {each}"} for each in "ab"]
+    own, out = write_rows(tmp_path / "own.jsonl", asked), tmp_path / "run"
+    keep = job._Work._keep
+
+    def fails(self: Any, output: Any, files: Any) -> None:
+        keep(self, replace(output, error="no luck") if output.id == "b" else output, files)
+
+    named = ("--dataset", own, "--output", out)
+    with monkeypatch.context() as patch:
+        patch.setattr(job._Work, "_keep", fails)
+        assert run(pair, *named, "--format", "openai").exit_code == 3
+        assert run(pair, *named, "--format", "parquet").exit_code == 3
+    assert len(rows(out / "batch_errors.jsonl")) == 1
+    assert run(pair, *named).exit_code == 0
+    from pyarrow import parquet
+
+    assert parquet.read_table(out / "completions.parquet").column("id").to_pylist() == ["a", "b"]
+    assert [row["custom_id"] for row in rows(out / "batch_output.jsonl")] == ["a", "b"]
+    assert rows(out / "batch_errors.jsonl") == []
+
+
+def test_an_input_that_changes_under_a_run_ends_it(
+    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, out = write_rows(tmp_path / "own.jsonl", [{"prompt": "Tom has"}]), tmp_path / "run"
+    engine = job._Work._engine
+
+    def changed(self: Any, *arguments: Any) -> Any:
+        write_rows(own, [{"prompt": "Ann has"}])
+        return engine(self, *arguments)
+
+    monkeypatch.setattr(job._Work, "_engine", changed)
+    error = run(pair, "--dataset", own, "--output", out, "--baseline").exception
+    assert isinstance(error, UserError)
+    assert f"{own} has changed since this run has read it" in str(error)
+    assert not (out / "completions.jsonl").exists() or rows(out / "completions.jsonl") == []
+
+
+def test_a_baseline_that_failed_is_said_and_tried_again(
+    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [{"id": each, "prompt": f"Tom has {each}"} for each in "ab"]
+    own, out = write_rows(tmp_path / "own.jsonl", asked), tmp_path / "run"
+    keep = job._Work._keep
+
+    def fails(self: Any, output: Any, files: Any) -> None:
+        plain = files.path.name == "baseline" and output.id == "b"
+        keep(self, replace(output, error="no luck") if plain else output, files)
+
+    named = ("--dataset", own, "--output", out, "--baseline")
+    with monkeypatch.context() as patch:
+        patch.setattr(job._Work, "_keep", fails)
+        first = run(pair, *named)
+    assert first.exit_code == 3
+    assert "1 request failed in plain decoding" in " ".join(first.stdout.split())
+    assert (
+        f"requests that failed in plain decoding: 1 (see {out / 'baseline' / 'errors.jsonl'})" in first.stderr
+    )
+    second = run(pair, *named)
+    assert second.exit_code == 0
+    assert "2 of 2 texts identical" in " ".join(second.stdout.split())
+
+
+def test_what_rows_set_themselves_is_said(pair: Path, tmp_path: Path) -> None:
+    asked = [{"prompt": "Tom", "temperature": 1.0}, {"prompt": "Ann", "max_tokens": 3}, {"prompt": "Bob"}]
+    out = tmp_path / "run"
+    result = run(pair, "--dataset", write_rows(tmp_path / "own.jsonl", asked), "--output", out)
+    assert "seed 0; rows set their own max_tokens, temperature" in " ".join(result.stdout.split())
+    refused = specgen("report", out, "--against", "dspark-qwen3-4b-eagle3").exception
+    assert "rows of this run set their own temperature" in str(refused)
 
 
 def test_log_probabilities_come_back_in_the_form_of_their_endpoint(pair: Path, tmp_path: Path) -> None:

@@ -62,11 +62,12 @@ def print_samples(result: "RunResult", file: TextIO) -> None:
 
 
 def print_notes_and_exit(result: "RunResult", output: Path | Url | None, quiet: bool = False) -> None:
-    """Failed requests and the location of the files, on stderr; exit code 3 if a request failed.
+    """Failed requests and the location of the files, on stderr; exit code 3 if a request failed, in a baseline too.
 
     Without files this is the only place of the reasons, so more of them are shown.
     """
-    num_errors = result.report.num_errors
+    num_errors, plain = result.report.num_errors, result.report.baseline
+    num_plain_errors = 0 if plain is None else result.report.num_requests - plain.num_compared
     if output is None or output == Path("-"):
         print_failures(result.failures, num_errors, "run with --output DIR to keep all reasons")
     else:
@@ -74,7 +75,12 @@ def print_notes_and_exit(result: "RunResult", output: Path | Url | None, quiet: 
         print_failures(result.failures[:_FAILURES_SHOWN], num_errors, where)
         if not quiet:
             print_files(output, "report.html")
-    if num_errors:
+    if num_plain_errors:
+        kept = (
+            "" if output is None or output == Path("-") else f" (see {output / 'baseline' / 'errors.jsonl'})"
+        )
+        print(f"specgen: requests that failed in plain decoding: {num_plain_errors}{kept}", file=sys.stderr)
+    if num_errors or num_plain_errors:
         raise typer.Exit(3)
 
 

@@ -215,6 +215,16 @@ def first_turns(
     return requests, [failure(output.id, str(output.error)) for output in refused]
 
 
+def greedy(requests: Iterable[Request]) -> tuple[list[Request], tuple[str, ...]]:
+    """``requests`` at temperature 0, for those who compare texts, and a sentence if rows have asked for another."""
+    asked = list(requests)
+    sampled = sum(request.sampling.temperature > 0 for request in asked)
+    rows = "1 row sets a temperature" if sampled == 1 else f"{sampled:,} rows set a temperature"
+    note = f"{rows}, which is left out: everything is decoded greedily"
+    found = [replace(each, sampling=replace(each.sampling, temperature=0.0)) for each in asked]
+    return found, (note,) if sampled else ()
+
+
 def _placed(prompt: Prompt, reason: str) -> str:
     """``reason`` after the prompt's line in its file, where it comes from one."""
     return f"{prompt.where}: {reason}" if prompt.where else reason

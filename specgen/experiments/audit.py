@@ -20,7 +20,7 @@ from specgen.decoding.sampling import decisive_logits
 from specgen.engine.arms import DECODING, Arm
 from specgen.engine.build import prefill_logits
 from specgen.engine.choices import resolve
-from specgen.engine.conversations import first_turns
+from specgen.engine.conversations import first_turns, greedy
 from specgen.engine.generation_config import FILE, generation_config
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.warm_engine import Run, WarmEngine
@@ -190,7 +190,10 @@ def audit(job: AuditJob, progress: Progress) -> dict[str, Any]:
     if said:
         progress.note(f"{FILE}: {said}")
     models = load_models(config, checkpoints)
-    requests, failures = first_turns(prompts, models.tokenizer, sampling)
+    asked, failures = first_turns(prompts, models.tokenizer, sampling)
+    requests, notes = greedy(asked)
+    for sentence in notes:
+        progress.warn(sentence)
     first, *others = _arms(distinct(job.batch_sizes, len(requests)))
     decode = partial(_decode, config=config, models=models, requests=requests, progress=progress)
     reference, target = decode(first).completions, Judge.of(config, models)

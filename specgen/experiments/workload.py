@@ -12,7 +12,7 @@ from specgen.config.json_fields import load_json
 from specgen.core.sequence import Completion, Request
 from specgen.engine import step_costs
 from specgen.engine.build import kv_page_bytes, rows_behind, state_bytes
-from specgen.engine.conversations import first_turns
+from specgen.engine.conversations import first_turns, greedy
 from specgen.engine.generation_config import GenerationConfig
 from specgen.engine.loading import Models
 from specgen.experiments.matrices import RANDOM, Workload
@@ -73,8 +73,9 @@ def make_prompts(
         sampling = said.over(SamplingParams(max_tokens=workload.max_new_tokens))
         asked, failures = first_turns(prompts, models.tokenizer, sampling)
         turns = "first turns"
+    asked, sampled = greedy(asked)
     requests, notes = _fitting(asked, models, workload)
-    notes += _in_short(failures)
+    notes += sampled + _in_short(failures)
     require(bool(requests), f"no prompt of {workload.dataset} can run: {'; '.join(notes[:_SHOWN])}")
     description = f"{count} of {min(len(requests), count)} {turns} of {workload.dataset}"
     requests = _filled(requests, count)

@@ -68,6 +68,11 @@ class PromptIndex:
         """How many requests of the shard can run at once, at least 1: the turns of a prompt follow each other."""
         return max(sum(map(bool, self.rows)), 1)
 
+    @property
+    def own_parameters(self) -> tuple[str, ...]:
+        """The sampling parameters that rows set themselves."""
+        return tuple(sorted({name for row in self.sampling for name in row}))
+
     def pending(self, done: Container[str]) -> Iterator[Sequence[str]]:
         """Per row of the input its ids if it belongs to the shard and has a turn that is not ``done``, else none."""
         return (turns if any(turn not in done for turn in turns) else () for turns in self.rows)
@@ -134,5 +139,7 @@ def index_prompts(
 
 
 def _kind(sampling: Mapping[str, Any]) -> Hashable:
-    """The part of a row's parameters that decides how much is computed for it; a data set has few kinds."""
-    return frozenset((name, kind(sampling[name])) for name, kind in _KINDS.items() if name in sampling)
+    """Which parameters a row has, and what of them decides how much is computed for it; a data set has few kinds."""
+    return frozenset(
+        (name, _KINDS[name](value) if name in _KINDS else None) for name, value in sampling.items()
+    )

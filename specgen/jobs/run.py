@@ -123,16 +123,17 @@ def _run(
                     write_json_lines(path / REQUESTS, filter(None, work.index.rows))
                 with _kept_while_lost(path):
                     run, baseline = work.answer(path)
+                    for name, file in MAIN_FILES.items():  # what an earlier command left lacks rows
+                        if name == job.format or (path / file).exists():
+                            run.export(name)
                     status.finish(run.write_report(baseline).status())
-                run.export(job.format)
         return run.result(work.first)
 
 
 def _index(
-    job: Job, path: Path, prompts: PromptSet, seen: Callable[[int], None]
+    job: Job, path: Path, prompts: PromptSet, content: str | None, seen: Callable[[int], None]
 ) -> tuple[PromptIndex, str | None]:
     """The index of ``prompts``, and if it is new the key under which ``path`` is to keep it, if it can."""
-    content = prompts.key()
     key = None if content is None else f"{VERSION}, {content}, {job.data.dataset}, {job.shard}"
     index = kept_index(path / PROMPTS, key)
     if index is not None:
@@ -177,7 +178,8 @@ class _Work:
             require_memory(replace(config, max_batch_size=1))
         with phase("rows"):
             self.prompts = job.data.open()
-            self.index, self.unkept = _index(job, path, self.prompts, self._read)
+            self.content = self.prompts.key()
+            self.index, self.unkept = _index(job, path, self.prompts, self.content, self._read)
             selected = self.prompts.select(self.index.rows)
             self.first = list(islice((row for row in selected if isinstance(row, Prompt)), _NUM_SHOWN))
         if job.engine.template_kwargs != TemplateKwargs():
@@ -209,10 +211,12 @@ class _Work:
     def manifest(self, *, with_fingerprints: bool) -> dict[str, Any]:
         """The content of ``manifest.json``. Fingerprints read all weights."""
         job, found = self.job, self.checkpoints if with_fingerprints else {}
+        # absent unless there are some, so that a run of an earlier version goes on
+        own = {"own_parameters": list(self.index.own_parameters)} if self.index.own_parameters else {}
         return manifest(
             engine=self.config,
             sampling=job.sampling,
-            data={**job.data.to_json(), "sha256": self.index.digest, "shard": str(job.shard)},
+            data={**job.data.to_json(), "sha256": self.index.digest, "shard": str(job.shard)} | own,
             fingerprints={name: fingerprint(checkpoint) for name, checkpoint in found.items()},
             files={name: files_of(checkpoint) for name, checkpoint in found.items()}
             | {"prompts": {str(file): state_of(file) for file in self.prompts.files}},
@@ -228,7 +232,7 @@ class _Work:
         job, config, checkpoints = self.job, self.config, self.checkpoints
         _, why = choose_attention(replace(config, attention=job.engine.attention), checkpoints)
         drafts, is_cpu = config.draft_length.most > 0, config.device == "cpu"
-        template = config.template_kwargs
+        template, own = config.template_kwargs, ", ".join(self.index.own_parameters)
         settings = {
             "model": job.served_model_name or described(config.model, checkpoints["model"]),
             "drafter": from_here(str(config.drafter)) if drafts else "none (plain decoding)",
@@ -238,7 +242,7 @@ class _Work:
             "data": f"{job.data.dataset}, {several(self.index.num_prompts, 'prompt')}",
             "shard": None if job.shard == WHOLE else str(job.shard),
             "template": None if template == TemplateKwargs() else str(template),
-            "sampling": job.sampling.in_words(),
+            "sampling": job.sampling.in_words() + (f"; rows set their own {own}" if own else ""),
             "generation config": self.generation.sentence(job.given) or None,
             "runs on": f"{devices(config.device, config.tensor_parallel)}, {config.dtype}",
             **kv_note(config, job.engine),
@@ -278,6 +282,11 @@ class _Work:
         if config.device != "cpu":
             self.progress.prepare(name)
         engine = self._engine(config, record)
+        require(
+            self.prompts.key() == self.content,
+            f"{self.prompts.name} has changed since this run has read it: put back what it was, or start over "
+            "with --restart",
+        )
         if self.index.has_chats:
             engine.tokenizer.require_chat_template()
         seconds = self.startup.take()

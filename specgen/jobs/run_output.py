@@ -49,11 +49,13 @@ class RunResult:
 
 
 def is_complete(path: Path, job: Job, state: str | None) -> bool:
-    """Whether an earlier run, left in ``state``, has answered every request, with no failure."""
+    """Whether an earlier run, left in ``state``, has answered every request, with no failure; its baseline too."""
     if not (path / "report.json").exists() or state != "finished":
         return False
     report, _ = load(path)
-    return report.num_errors == 0 and (report.baseline is not None or not job.baseline)
+    plain = report.baseline
+    with_plain = plain is not None and plain.num_compared == report.num_requests
+    return report.num_errors == 0 and (with_plain or not job.baseline)
 
 
 def _shown(row: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ _CHUNK = 2**20
 _TOGETHER = 2**17  # bytes of lines
 _BOM = b"\xef\xbb\xbf"
 _BETWEEN_ROWS = re.compile(r"[ \t\r\n,]*")
+_KEY_END = re.compile(rb'"[ \t\r\n]*:')
 Source = BufferedReader | GzipFile
 _DECODER = json.JSONDecoder()
 _decode = msgspec.json.Decoder().decode  # five times as fast as ``json``
@@ -104,7 +105,7 @@ def repeats_key(text: bytes, keys: int) -> bool:
 
     So does such a mark in a string: only then is it worth a look.
     """
-    return text.count(b'":') + text.count(b'" :') > keys
+    return len(_KEY_END.findall(text)) > keys
 
 
 def _value_or_why(text: bytes | str) -> object:
@@ -158,7 +159,7 @@ def _read_array(file: Source) -> Iterator[Row]:
 def _checked(element: tuple[object, str]) -> object:
     """The value of an element of the array and its text, in which no key may be there twice."""
     value, text = element
-    return value if text.count('":') + text.count('" :') <= num_keys(value) else _value_or_why(text)
+    return _value_or_why(text) if repeats_key(text.encode(errors="replace"), num_keys(value)) else value
 
 
 def _elements(file: Source) -> Iterator[tuple[object, str]]:
@@ -172,6 +173,7 @@ def _elements(file: Source) -> Iterator[tuple[object, str]]:
     while True:
         start = _BETWEEN_ROWS.match(window, start).end()  # type: ignore[union-attr]
         if window.startswith("]", start):
+            require(not (window[start + 1 :] + text.read(_CHUNK)).strip(), "text behind the array")
             return
         value, end, problem = _decoded(window, start)
         if end >= len(window):  # an element that ends with the window might continue after it

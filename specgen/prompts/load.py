@@ -176,7 +176,7 @@ class PromptSet:
             if not ids.claim(prompt.turn_ids):
                 raise UserError(f"an earlier row has the same id {shown(row_id)}: give every row its own")
             return prompt.at(row.where)
-        except UnpreparedError as error:
+        except (UnpreparedError, _ChangedError) as error:
             raise UserError(f"{self.name}, {row.where}: {error}") from error
         except (UserError, RecursionError) as error:
             reason = f"{row.where}: {error}"[:_LONGEST_REASON]
@@ -292,6 +292,10 @@ def _open_split(dataset: str, split: str) -> Source:
     return read_hub(dataset, HubSource(path=path, name=name or None, split=split), _CHECK)
 
 
+class _ChangedError(Exception):
+    """A row is not what it was in an earlier pass; the text is for the user."""
+
+
 class _Ids:
     """The ids of the rows so far, for a pass over all of them."""
 
@@ -333,6 +337,8 @@ class _KnownIds:
         return tuple(ids) == tuple(self.ids)
 
     def of_content(self, digest: str) -> str:
+        if not self.ids[0].startswith(digest):
+            raise _ChangedError("it has another content than when this run has read it: put that back")
         return self.ids[0]
 
     def of_rejected(self, row_id: str | None, where: str, num_turns: int) -> str:

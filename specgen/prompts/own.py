@@ -64,7 +64,8 @@ def parse_own(row_id: str, row: Mapping[str, Any], *, endpoint: str | None = Non
 
 @lru_cache(maxsize=1024)
 def _misspelt(name: str) -> str:
-    meant = nearest(name, CONTENT_FIELDS, likeness=0.8) if len(name) <= 64 else None
+    looks = name not in CONTENT_FIELDS and len(name) <= 64
+    meant = nearest(name, CONTENT_FIELDS, likeness=0.8) if looks else None
     return f" ({shown(name)}: did you mean {meant}?)" if meant else ""
 
 
@@ -111,7 +112,7 @@ def _completion(body: dict[str, Any]) -> dict[str, Any]:
     """The body of a completion request as an own row; its ``prompt`` may be text or token ids."""
     row = _own_row(body, "prompt")
     if isinstance(row.get("prompt"), list):
-        row["prompt_token_ids"] = row.pop("prompt")
+        row["prompt_token_ids"] = token_ids(row.pop("prompt"), "the items of prompt")
     return row
 
 

@@ -27,7 +27,8 @@ _LONGEST_CELL = 64 * 2**20  # characters
 _JSON_COLUMNS = frozenset(SAMPLING_FIELDS) - {"stop"}  # of a CSV file: their cells are JSON values
 _MARKS = {",": "comma", ";": "semicolon", "\t": "tab"}
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
-_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", *_SEPARATORS, ".txt")
+_OF_TEXT = (".jsonl", ".json", *_SEPARATORS, ".txt")
+_SUFFIXES = (*_OF_TEXT, *(f"{kind}.gz" for kind in _OF_TEXT), ".parquet")
 _DOWNLOAD = "download it elsewhere and name the file or the directory with --data-path"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _GZIP = b"\x1f\x8b"  # the start of a gzipped file, whatever its name
@@ -131,7 +132,7 @@ def _of_files(path: Path | Url, files: Sequence[File], preferred: Sequence[str])
     """The rows of ``files``, which are ``path`` itself or all below it."""
     if [str(file) for file in files] == [str(path)]:
         return Source(read=partial(_read_file, files[0]), files=tuple(files))
-    data = [file for file in files if _pure(file).name.endswith(_SUFFIXES)]
+    data = [file for file in files if _pure(file).name.lower().endswith(_SUFFIXES)]
     require(bool(data), f"{path} has no data file in it: use {', '.join(_SUFFIXES)}")
     choices = ([file for file in data if _pure(file).match(pattern)] for pattern in preferred)
     chosen = next((choice for choice in choices if choice), data)
@@ -173,7 +174,7 @@ def _read_file(path: File) -> Iterator[Row | Lines]:
         remedy += " and can be reached, then run the same command again"
     try:
         with _open(path) as file:
-            if _pure(path).suffix == ".parquet":
+            if _pure(path).suffix.lower() == ".parquet":
                 yield from _read_parquet(file)
                 return
             start = file.peek(2)[:2]
@@ -188,7 +189,7 @@ def _read_file(path: File) -> Iterator[Row | Lines]:
 
 
 def _read_open(file: JsonSource, name: str) -> Iterator[Row | Lines]:
-    kind = PurePath(name.removesuffix(".gz")).suffix
+    kind = PurePath(name.lower().removesuffix(".gz")).suffix
     if kind == ".txt" or kind in _SEPARATORS:
         # an invalid byte becomes a lone surrogate, which invalidates only the row it is in
         text = TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
@@ -213,7 +214,8 @@ def _read_parquet(file: BufferedReader) -> Iterator[Row]:
 def _read_csv(lines: IO[str], separator: str) -> Iterator[Row]:
     """The rows below the header; an empty cell is no value."""
     csv.field_size_limit(_LONGEST_CELL)
-    table = csv.reader(lines, delimiter=separator)
+    # strict: a quote that is not closed would take the rows behind it into its cell
+    table = csv.reader(lines, delimiter=separator, strict=True)
     try:
         names = next(table, [])
         require(len(set(names)) == len(names), "two columns have the same name: rename one")
@@ -221,7 +223,9 @@ def _read_csv(lines: IO[str], separator: str) -> Iterator[Row]:
         for number, cells in enumerate(filter(None, table), start=1):
             yield Row("row", number, cells, partial(_of_cells, names))
     except csv.Error as error:
-        raise UserError(f"line {table.line_num}: {error}") from error
+        raise OtherFormatError(
+            f"line {table.line_num}: {error}: close every quote, and double those within a quoted cell"
+        ) from error
 
 
 def _require_separator(names: list[str], separator: str) -> None:

@@ -33,6 +33,7 @@ FREE_IN_A_RUN = (  # no effect on texts; checkpoints are compared by fingerprint
     "device.threads",
     "device.memory_bytes",
     "data.data_path",
+    "data.own_parameters",  # as the digest has it
     "versions.python",
     "versions.datasets",
     "versions.lm-eval",

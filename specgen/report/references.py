@@ -212,6 +212,10 @@ def conditions_of(manifest: Mapping[str, Any], *, has_reasoning: bool = False) -
         engine.get("spec_length", "fixed") == "fixed",
         "this run chose K at every step (num-spec-tokens auto), as no reference did: generate with a fixed K",
     )
+    require(
+        "temperature" not in data.get("own_parameters", ()),
+        "rows of this run set their own temperature, as those of no reference do: generate without it",
+    )
     asked = engine.get("chat_template_kwargs", {})
     thinking = next(
         (asked[name] for name in _THINKING if isinstance(asked.get(name), bool)), has_reasoning or None
