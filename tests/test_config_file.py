@@ -111,6 +111,10 @@ def test_nothing_asked_for_is_an_empty_file(tmp_path):
         ("num-spec-token: 3", r"line 1: unknown option 'num-spec-token' \(did you mean num-spec-tokens\?\)"),
         ("seed: 1\nconfig: a", "line 2: config is for the command line alone"),
         ("restart: true", "restart is for the command line alone"),
+        (
+            "no-prefix-cache: true",
+            "line 1: no-prefix-cache is set by its opposite: write prefix-cache: false",
+        ),
         ("seed: 1\nseed: 2", "line 2: seed is set twice"),
         ("top_k: 1\ntop-k: 1", "line 2: top-k is set twice"),
         ("seed:", "seed has no value"),

@@ -253,6 +253,12 @@ def test_what_rows_set_themselves_is_said(pair: Path, tmp_path: Path) -> None:
     assert "rows of this run set their own temperature" in str(refused)
 
 
+def test_a_run_is_not_compared_with_itself(pair: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run(pair, "--dataset", "mt-bench", "--data-path", data, "--output", out)
+    assert f"{out} is given twice: leave one out" in str(specgen("report", out, out).exception)
+
+
 def test_log_probabilities_come_back_in_the_form_of_their_endpoint(pair: Path, tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 2}
     asked = {"/v1/chat/completions": chat, "/v1/completions": {"prompt": "Tom has", "logprobs": 2}}

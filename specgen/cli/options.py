@@ -206,11 +206,17 @@ def settings_of(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
     require(
         isinstance(root, yaml.MappingNode), f"config {str(path)!r} holds no settings: write NAME: VALUE lines"
     )
+    off = {
+        other.lstrip("-"): name
+        for name, each in known.items()
+        for other in getattr(each, "secondary_opts", ())
+    }
     found: dict[str, Any] = {}
     for key, node in root.value:
         where = f"config {str(path)!r}, line {key.start_mark.line + 1}"
         name = str(key.value).replace("_", "-")
         require(name not in _NOT_SETTINGS, f"{where}: {name} is for the command line alone: remove it")
+        require(name not in off, f"{where}: {name} is set by its opposite: write {off.get(name)}: false")
         require(
             name in known,
             f"{where}: unknown option {key.value!r}{did_you_mean(name, known)}: "
