@@ -253,6 +253,16 @@ def test_what_rows_set_themselves_is_said(pair: Path, tmp_path: Path) -> None:
     assert "rows of this run set their own temperature" in str(refused)
 
 
+def test_a_damaged_report_is_made_anew(pair: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    named = ("--dataset", "mt-bench", "--data-path", data, "--output", out)
+    assert run(pair, *named).exit_code == 0
+    whole = json.loads((out / "report.json").read_text())
+    (out / "report.json").write_text("")
+    assert run(pair, *named).exit_code == 0
+    assert json.loads((out / "report.json").read_text()) == whole
+
+
 def test_a_run_is_not_compared_with_itself(pair: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     run(pair, "--dataset", "mt-bench", "--data-path", data, "--output", out)

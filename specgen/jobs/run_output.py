@@ -9,7 +9,7 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from specgen.config import FormatName
+from specgen.config import FormatName, UserError
 from specgen.config.json_fields import load_json
 from specgen.jobs.job import Job
 from specgen.prompts import Prompt, failure
@@ -52,7 +52,10 @@ def is_complete(path: Path, job: Job, state: str | None) -> bool:
     """Whether an earlier run, left in ``state``, has answered every request, with no failure; its baseline too."""
     if not (path / "report.json").exists() or state != "finished":
         return False
-    report, _ = load(path)
+    try:
+        report, _ = load(path)
+    except UserError:  # damaged: it is made anew
+        return False
     plain = report.baseline
     with_plain = plain is not None and plain.num_compared == report.num_requests
     return report.num_errors == 0 and (with_plain or not job.baseline)
