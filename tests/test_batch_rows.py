@@ -86,7 +86,7 @@ BAD = [
     (batch([]), "body is []: use an object"),
     (batch({"prompt": "x"}), "no messages"),
     (batch({"messages": HI}, TEXT), "no prompt"),
-    (text(prompt=["a", "b"]), "prompt_token_ids must be integers of 0 or more"),
+    (text(prompt=["a", "b"]), "the items of prompt must be integers of 0 or more"),
     (chat(n=2), "n is 2, which is not supported: use 1, or remove it"),
     (chat(stream=True), "stream is True"),
     (chat(presence_penalty=2.5), "presence-penalty is 2.5: use -2.0 to 2.0"),

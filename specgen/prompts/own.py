@@ -112,7 +112,7 @@ def _completion(body: dict[str, Any]) -> dict[str, Any]:
     """The body of a completion request as an own row; its ``prompt`` may be text or token ids."""
     row = _own_row(body, "prompt")
     if isinstance(row.get("prompt"), list):
-        row["prompt_token_ids"] = token_ids(row.pop("prompt"), "the items of prompt")
+        row["prompt_token_ids"] = [*token_ids(row.pop("prompt"), "the items of prompt")]
     return row
 
 
