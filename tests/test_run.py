@@ -178,11 +178,14 @@ def test_a_batch_comes_back_as_a_batch(pair: Path, tmp_path: Path) -> None:
     assert "no file is kept" in str(run(pair, "--dataset", own, "--format", "openai").exception)
 
 
+def two_rows(path: Path) -> Path:
+    return write_rows(path / "own.jsonl", [{"id": each, "prompt": f"Tom has {each}"} for each in "ab"])
+
+
 def test_exports_have_what_a_later_command_has_answered(
     pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = [{"id": each, "prompt": f"Tom has {each}"} for each in "ab"]
-    own, out = write_rows(tmp_path / "own.jsonl", asked), tmp_path / "run"
+    own, out = two_rows(tmp_path), tmp_path / "run"
     keep = job._Work._keep
 
     def fails(self: Any, output: Any, files: Any) -> None:
@@ -222,8 +225,7 @@ def test_an_input_that_changes_under_a_run_ends_it(
 def test_a_baseline_that_failed_is_said_and_tried_again(
     pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = [{"id": each, "prompt": f"Tom has {each}"} for each in "ab"]
-    own, out = write_rows(tmp_path / "own.jsonl", asked), tmp_path / "run"
+    own, out = two_rows(tmp_path), tmp_path / "run"
     keep = job._Work._keep
 
     def fails(self: Any, output: Any, files: Any) -> None:
