@@ -265,12 +265,6 @@ def test_a_damaged_report_is_made_anew(pair: Path, data: Path, tmp_path: Path) -
     assert json.loads((out / "report.json").read_text()) == whole
 
 
-def test_a_run_is_not_compared_with_itself(pair: Path, data: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    run(pair, "--dataset", "mt-bench", "--data-path", data, "--output", out)
-    assert f"{out} is given twice: leave one out" in str(specgen("report", out, out).exception)
-
-
 def test_log_probabilities_come_back_in_the_form_of_their_endpoint(pair: Path, tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 2}
     asked = {"/v1/chat/completions": chat, "/v1/completions": {"prompt": "Tom has", "logprobs": 2}}
