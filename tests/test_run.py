@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -182,18 +183,24 @@ def two_rows(path: Path) -> Path:
     return write_rows(path / "own.jsonl", [{"id": each, "prompt": f"Tom has {each}"} for each in "ab"])
 
 
+def fail_b(patch: pytest.MonkeyPatch, runs: set[str]) -> None:
+    """The request ``b`` fails in these directories."""
+    keep = job._Work._keep
+
+    def fails(self: Any, output: Any, files: Any) -> None:
+        is_meant = output.id == "b" and files.path.name in runs
+        keep(self, replace(output, error="no luck") if is_meant else output, files)
+
+    patch.setattr(job._Work, "_keep", fails)
+
+
 def test_exports_have_what_a_later_command_has_answered(
     pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, out = two_rows(tmp_path), tmp_path / "run"
-    keep = job._Work._keep
-
-    def fails(self: Any, output: Any, files: Any) -> None:
-        keep(self, replace(output, error="no luck") if output.id == "b" else output, files)
-
     named = ("--dataset", own, "--output", out)
     with monkeypatch.context() as patch:
-        patch.setattr(job._Work, "_keep", fails)
+        fail_b(patch, {"run"})
         assert run(pair, *named, "--format", "openai").exit_code == 3
         assert run(pair, *named, "--format", "parquet").exit_code == 3
     assert len(rows(out / "batch_errors.jsonl")) == 1
@@ -222,19 +229,31 @@ def test_an_input_that_changes_under_a_run_ends_it(
     assert not (out / "completions.jsonl").exists() or rows(out / "completions.jsonl") == []
 
 
+@pytest.mark.parametrize(
+    "change", [lambda own: own.write_text(own.read_text().replace("Tom", "Ann")), Path.unlink]
+)
+def test_a_change_while_texts_are_generated_is_said(
+    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object]
+) -> None:
+    own, out, keep = two_rows(tmp_path), tmp_path / "run", job._Work._keep
+
+    def changed(self: Any, output: Any, files: Any) -> None:
+        if own.exists():
+            change(own)
+        keep(self, output, files)
+
+    monkeypatch.setattr(job._Work, "_keep", changed)
+    said = run(pair, "--dataset", own, "--output", out).stderr
+    assert f"{own} has changed under this run: answers may be of other rows" in said
+
+
 def test_a_baseline_that_failed_is_said_and_tried_again(
     pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, out = two_rows(tmp_path), tmp_path / "run"
-    keep = job._Work._keep
-
-    def fails(self: Any, output: Any, files: Any) -> None:
-        plain = files.path.name == "baseline" and output.id == "b"
-        keep(self, replace(output, error="no luck") if plain else output, files)
-
     named = ("--dataset", own, "--output", out, "--baseline")
     with monkeypatch.context() as patch:
-        patch.setattr(job._Work, "_keep", fails)
+        fail_b(patch, {"baseline"})
         first = run(pair, *named)
     assert first.exit_code == 3
     assert "1 request failed in plain decoding" in " ".join(first.stdout.split())

@@ -66,8 +66,7 @@ def print_notes_and_exit(result: "RunResult", output: Path | Url | None, quiet: 
 
     Without files this is the only place of the reasons, so more of them are shown.
     """
-    num_errors, plain = result.report.num_errors, result.report.baseline
-    num_plain_errors = 0 if plain is None else max(result.report.num_requests - plain.num_compared, 0)
+    num_errors, num_plain_errors = result.report.num_errors, result.report.num_plain_errors
     if output is None or output == Path("-"):
         print_failures(result.failures, num_errors, "run with --output DIR to keep all reasons")
     else:

@@ -283,7 +283,7 @@ class _Work:
             self.progress.prepare(name)
         engine = self._engine(config, record)
         require(
-            self.prompts.key() == self.content,
+            not self._has_changed(),
             f"{self.prompts.name} has changed since this run has read it: put back what it was, or start over "
             "with --restart",
         )
@@ -313,7 +313,19 @@ class _Work:
                 raise
         finally:
             self.progress.finish()
+        if self._has_changed():  # rows with ids of their own may have passed for the first ones
+            name = self.prompts.name
+            self.progress.warn(
+                f"{name} has changed under this run: answers may be of other rows than it has counted"
+            )
         self._require_all(files, first)
+
+    def _has_changed(self) -> bool:
+        """Whether the files of prompts are not what was counted."""
+        try:
+            return self.prompts.key() != self.content
+        except OSError:  # gone
+            return True
 
     def _first_ids(self, files: RunDirectory) -> list[str]:
         """The first requests of the input that are not done: if all fail, so will others; none with ``max_failures``.

@@ -56,8 +56,7 @@ def is_complete(path: Path, job: Job, state: str | None) -> bool:
         report, _ = load(path)
     except UserError:  # damaged: it is made anew
         return False
-    plain = report.baseline
-    with_plain = plain is not None and plain.num_compared == report.num_requests
+    with_plain = report.baseline is not None and report.num_plain_errors == 0
     return report.num_errors == 0 and (with_plain or not job.baseline)
 
 

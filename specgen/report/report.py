@@ -97,6 +97,11 @@ class Report(Speculation):
         return self.total_num_output_tokens / self.wall_seconds if self.wall_seconds > 0 else None
 
     @property
+    def num_plain_errors(self) -> int:
+        """Requests that the baseline has failed, which makes its speed one of other work."""
+        return 0 if self.baseline is None else max(self.num_requests - self.baseline.num_compared, 0)
+
+    @property
     def draft_lengths(self) -> Mapping[str, int]:
         """Decode steps by K, the most frequent first; empty if all had the same K."""
         lengths = self.steps["decode"].by_num_spec_tokens if "decode" in self.steps else {}

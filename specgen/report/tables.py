@@ -284,7 +284,7 @@ def _speed(report: Report) -> Iterator[_Item]:
     if baseline := report.baseline:
         same = same_texts(baseline.identical, baseline.num_compared)
         speed = rate(baseline.output_tokens_per_second)
-        if (failed := report.num_requests - baseline.num_compared) > 0:
+        if failed := report.num_plain_errors:
             same += f"; {several(failed, 'request')} failed in plain decoding, which makes the ratio one of unlike work"
         yield "against plain decoding", ratio(baseline.ratio), f"plain decoding ({speed} tokens/s), {same}"
 
