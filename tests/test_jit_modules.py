@@ -52,8 +52,12 @@ LLAMA = Heads(
     page_size=64,
     max_query_len=5,
 )
-# ninja -v -C FOLDER -f FILE -j JOBS, where the file is a shell script
-NINJA = '#!/bin/sh\ncd "$3" && echo "$7" > jobs && exec sh "$5"\n'
+# ninja -v -C FOLDER -f FILE -j JOBS, where the file is a shell script; with -n nothing runs
+NINJA = """#!/bin/sh
+cd "$3" || exit 1
+if [ "$1" = -n ]; then [ -e stale ] || echo 'ninja: no work to do.'; exit; fi
+echo "$7" > jobs && exec sh "$5"
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +74,7 @@ class Spec:
     root: Path
     script: str
     sources: list[str] = field(default_factory=lambda: ["a.cu"])
+    is_aot: bool = False
 
     @property
     def build_dir(self) -> Path:
@@ -136,6 +141,21 @@ def test_what_is_compiled_is_not_compiled_again_and_one_module_is_compiled_once(
     once = "[ -e here ] && exit 1; touch here a.so"
     modules = [make("a", once), make("a", once)]
     assert compile_missing(modules) == ["the a"]
+    assert compile_missing(modules) == []
+
+
+def test_what_was_compiled_of_other_files_is_compiled_again_ahead(
+    make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each module would be, one after the other, where it is first used."""
+    modules = [make(name, f"rm -f stale; touch {name}.so") for name in "ab"]
+    assert compile_missing(modules) == ["the a", "the b"]
+    (tmp_path / "b" / "stale").touch()
+    with monkeypatch.context() as without:
+        without.setenv("PATH", "/nowhere")
+        assert compile_missing(modules) == [], "they are used as they are"
+    assert compile_missing([make("b", "exit 1", is_aot=True)]) == []
+    assert compile_missing(modules) == ["the b"]
     assert compile_missing(modules) == []
 
 

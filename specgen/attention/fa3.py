@@ -130,7 +130,8 @@ def _run(
     assert error == 0, f"fa3_prefill: error {error} at {shape}, {sizes}"
 
 
-def _spec(shape: _Shape) -> Any:  # noqa: ANN401
+def _spec(shape: _Shape, **more: int) -> Any:  # noqa: ANN401
+    """The ``JitSpec`` for ``shape``; ``more`` macros are a test's."""
     defines = {
         "PAGED": shape.paged,
         "KEY_DIM": shape.key_dim,
@@ -143,5 +144,5 @@ def _spec(shape: _Shape) -> Any:  # noqa: ANN401
         from flashinfer.jit.attention.variants import attention_sink_decl
 
         variant = attention_sink_decl["fa3"] + "using Variant = AttentionSink;\n"
-    values = {macro: int(value) for macro, value in defines.items()}
+    values = {macro: int(value) for macro, value in defines.items()} | more
     return source_spec("fa3_prefill", _SOURCE, values, {"variant.h": variant, **HEADERS})

@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
@@ -46,7 +47,7 @@ class Module:
 
 
 def compile_missing(modules: Iterable[Module]) -> list[str]:
-    """Compile those of ``modules`` that this machine has not compiled, and say which those were.
+    """Compile those of ``modules`` that this machine has not compiled, or of other files; say which those were.
 
     ``UserError`` with the compiler's last lines where one cannot be. Another process that compiles the same ones is
     waited for. A module that was left half compiled is finished by FlashInfer when it is loaded.
@@ -88,16 +89,40 @@ def _compile_missing(modules: Sequence[Module]) -> list[str]:
     if os.environ.get("FLASHINFER_DISABLE_JIT"):
         return []
     with ExitStack() as locks:
-        missing = [each for each in _specs(modules) if not each.spec.is_compiled]
+        missing = _to_compile(_specs(modules))
         if not missing:
             return []
         from filelock import FileLock  # which FlashInfer depends on
 
         for each in sorted(missing, key=lambda each: str(each.spec.lock_path)):  # everybody in one order
             locks.enter_context(FileLock(each.spec.lock_path, thread_local=False))
-        missing = [each for each in missing if not each.spec.is_compiled]  # nor has another process meanwhile
+        missing = _to_compile(missing)  # nor has another process meanwhile
         _compile(missing)
         return [each.what for each in missing]
+
+
+def _to_compile(modules: "Sequence[_Missing]") -> "list[_Missing]":
+    """Those without a library that is up to date."""
+    with ThreadPoolExecutor() as pool:
+        current = list(pool.map(lambda each: _is_current(each.spec), modules))
+    return [each for each, is_current in zip(modules, current, strict=True) if not is_current]
+
+
+def _is_current(spec: Any) -> bool:  # noqa: ANN401
+    """Whether its library is there and ninja, asked as FlashInfer asks it at first use, would leave it as it is.
+
+    It would not where a file has changed since, or lies elsewhere: another version of CUDA or torch, another
+    environment that shares the cache.
+    """
+    if spec.is_aot or not spec.is_compiled:
+        return bool(spec.is_aot)
+    try:
+        spec.write_ninja()
+        command = ["ninja", "-n", "-C", str(spec.build_dir), "-f", str(spec.ninja_path)]
+        said = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False).stdout
+    except OSError:  # no ninja, or a cache that is not to be written to: it is used as it is, if it can be
+        return True
+    return b"no work to do" in said
 
 
 @dataclass(frozen=True, kw_only=True)
