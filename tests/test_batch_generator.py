@@ -80,6 +80,21 @@ def test_a_row_may_ask_otherwise(generator: BatchGenerator) -> None:
     assert found["error"] == [None] * 3
 
 
+def test_columns_are_read_by_order_whatever_their_labels(
+    generator: BatchGenerator, answers: dict[str, str]
+) -> None:
+    column = pandas.Series(QUESTIONS[:3], index=[7, 0, 1])
+    found = generator({"prompt": column})
+    assert found["generated_text"] == [answers[text] for text in QUESTIONS[:3]]
+
+
+def test_sampling_parameters_may_be_as_those_of_python(generator: BatchGenerator) -> None:
+    own = [{"logit_bias": each} for each in ({"50": 1.5}, {50: 1.5}, ((50, 1.5),))] + [{"stop": []}]
+    assert generator({"prompt": QUESTIONS[:1] * 4, "sampling_params": own})["error"] == [None] * 4
+    wrong = generator({"prompt": QUESTIONS[:1], "sampling_params": [{"logit_bias": [50]}]})
+    assert "logit_bias is [50]: use an object from token id to bias" in wrong["error"][0]
+
+
 def test_nan_is_no_value(generator: BatchGenerator) -> None:
     """As numpy and pandas write None into a column."""
     own = pandas.Series([{"max_tokens": 2, "seed": np.nan, "ignore_eos": True}, np.nan])
@@ -115,6 +130,7 @@ def test_a_bad_row_fails_alone(generator: BatchGenerator, answers: dict[str, str
         ),
         ({"prompt": ["a"], "label": [1, 2]}, "columns have different lengths: {'prompt': 1, 'label': 2}"),
         ({"prompt": ["a"], "error": [""]}, "the batch has a column error already: rename it"),
+        ({"prompt": ["a"], "x": 5}, "the batch has no value for each row in x: use a list of them"),
     ],
 )
 def test_what_is_no_batch_is_refused(generator: BatchGenerator, batch: Any, message: str) -> None:

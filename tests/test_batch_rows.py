@@ -133,6 +133,10 @@ BAD = [
         batch({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}, *HI]}),
         "a message has tool_calls",
     ),
+    (
+        batch({"messages": [{"role": "assistant", "content": "", "function_call": {"name": "f"}}, *HI]}),
+        "a message has function_call, which is not supported",
+    ),
     (chat(logprobs=True, top_logprobs=200), "logprobs is 200"),
     (text(logprobs=True), "logprobs is True: use a whole number"),
     (chat(logit_bias=[1]), "logit_bias is [1]: use an object"),

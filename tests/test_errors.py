@@ -26,6 +26,7 @@ from specgen.prompts.load import PromptSet
 from specgen.record.files import naming, open_output, sync, writable, write_text
 from specgen.record.results import RunDirectory, directory
 from specgen.text.tokenizer import Tokenizer
+from tests.commands import write_rows
 from tests.forked import Ended, generate_with_pair, run_cli, write_pair
 from tests.marks import mostly_slow
 from tests.streams import fold
@@ -290,9 +291,9 @@ def test_an_empty_prompt_fails_alone(pair: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def specgen(*arguments: object, into: str) -> subprocess.CompletedProcess[str]:
-    """``specgen`` in a process of its own, with its stdout in a pipe into the command ``into``; its own exit code."""
+    """``specgen`` in a process of its own, with its stdout into what a shell calls ``into``; its own exit code."""
     command = [sys.executable, "-c", "from specgen.cli.main import main; main()", *map(str, arguments)]
-    script = f'set -o pipefail; "$@" | {into}'
+    script = f'set -o pipefail; "$@" {into}'
     return subprocess.run(["bash", "-c", script, "bash", *command], capture_output=True, text=True)
 
 
@@ -303,5 +304,27 @@ def test_a_closed_pipe_is_not_an_error(tmp_path: Path, number: int) -> None:
     report["finish_reasons"] = {f"{'x' * 99} {at}": 1 for at in range(number)}
     (tmp_path / "report.json").write_text(json.dumps(report))
     (tmp_path / "manifest.json").write_text("{}")
-    done = specgen("report", tmp_path, "--json", into="true")
+    done = specgen("report", tmp_path, "--json", into="| true")
     assert (done.returncode, done.stderr) == (141, "")
+    done = specgen("report", tmp_path, "--json", into="> /dev/full")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "specgen: standard output cannot be written (No space left on device): free space there, or name a directory "
+        "with --output\n",
+    )
+
+
+def test_rows_that_stdout_does_not_take_are_no_bug(pair: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "own.jsonl", [{"prompt": "Tom"}])
+    models = ["--model", pair / "target", "--drafter", pair / "head", "--max-new-tokens", 2]
+    done = specgen("generate", *models, "--dataset", rows, "--output", "-", "--quiet", into="> /dev/full")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(
+        "specgen: standard output cannot be written (No space left"
+    )
+
+
+def test_a_word_that_is_not_utf_8_is_refused() -> None:
+    done = specgen("report", "b\udcff", into="")
+    message = "specgen: 'b\\udcff' is not UTF-8: rename it, or write it so\n"
+    assert (done.returncode, done.stderr) == (2, message)

@@ -234,6 +234,20 @@ def test_a_run_goes_on_if_any_of_its_first_requests_may_succeed(
     assert run.run(many, tmp_path / "first", Follower()).report.num_errors == 79
 
 
+def test_a_row_that_asks_for_too_much_beside_the_run_fails_alone(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specgen.config.MAX_LOGIT_BIASES", 20)
+    bias = {str(token): 1.0 for token in range(19)}
+    rows = [{"id": "a", "prompt": "Tom"}, {"id": "b", "prompt": "Tom", "logit_bias": bias}]
+    data = {"dataset": str(write_rows(tmp_path / "rows.jsonl", rows))}
+    asked = with_changes(job, {"sampling": {"suppress_tokens": (5, 6)}, "data": data})
+    assert run.run(asked, tmp_path / "run", Follower()).report.num_errors == 1
+    assert ids(tmp_path / "run" / "completions.jsonl") == ["a"]
+    (error,) = (tmp_path / "run" / "errors.jsonl").read_text().splitlines()
+    assert "suppress-tokens and logit-bias name 21 tokens" in error
+
+
 @pytest.mark.parametrize("number", mostly_slow([3, 11], 11))
 def test_a_baseline_is_resumed_too(job: Job, tmp_path: Path, number: int) -> None:
     job = replace(job, baseline=True)
@@ -263,6 +277,7 @@ def test_another_run_is_refused(job: Job, tmp_path: Path) -> None:
         "--num-spec-tokens 4 -> 2": {"engine": {"num_spec_tokens": 2}},
         "--drafter-batch padded -> non-padded": {"engine": {"drafter_batch": "non-padded"}},
         "--num-prompts not given -> 7:": {"data": {"num_prompts": 7}},
+        "--no-steps False -> True": {"no_steps": True},
     }
     for words, changed in others.items():
         with pytest.raises(UserError, match=f"holds a run that differs in {words}.* --restart"):

@@ -5,7 +5,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow.parquet import write_table
 
 from specgen.config import UserError
 from specgen.prompts import DataSource, Message, Prompt, Rejected
@@ -43,6 +45,7 @@ KINDS = [  # of public files: a row, its id, what the user says, and the warning
     (ASKED | {"instances": [{"input": "", "output": "b"}]}, "t", ("a",), "read as instruct"),
     (ASKED | {"instances": [{"input": "b"}]}, "t", ("a\n\nb",), "read as instructions: "),
     (ASKED | {"input": "b", "output": "c"}, "t", ("a\n\nb",), "read as instructions: "),
+    (ASKED | {"history": []}, "t", ("a",), "read as instructions: "),
     (TALK, "1", ("a", "b"), "read as mt-b"),
     (TREE, "m", ("a",), "read as trees of messages: "),
 ]
@@ -108,8 +111,49 @@ def test_a_table_has_a_row_per_line_below_its_header(tmp_path: Path, name: str, 
 
 def test_a_table_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own.csv").write_text("prompt,prompt\na,b\n")
-    with pytest.raises(UserError, match=r"own.csv cannot be read \(two columns have the same name"):
-        load(tmp_path / "own.csv")
+    columns = [pyarrow.array([text]) for text in "ab"]
+    write_table(pyarrow.Table.from_arrays(columns, ["prompt", "prompt"]), tmp_path / "own.parquet")
+    for name in ("own.csv", "own.parquet"):
+        with pytest.raises(UserError, match=rf"{name} cannot be read \(two columns have the same name"):
+            load(tmp_path / name)
+
+
+def test_a_cell_of_a_table_may_have_several_stop_strings(tmp_path: Path) -> None:
+    (tmp_path / "own.csv").write_text('prompt,stop\na,"[""x"", "" y""]"\nb,"""x"""\nc,[]\n')
+    prompts, _ = load(tmp_path / "own.csv")
+    assert [dict(each.sampling) for each in prompts] == [
+        {"stop": ("x", " y")},
+        {"stop": ('"x"',)},
+        {"stop": ()},
+    ]
+
+
+def test_lines_keep_their_white_space(tmp_path: Path) -> None:
+    (tmp_path / "own.txt").write_bytes(b"  if x: \r\n \t\nb\n\nlast ")
+    prompts, _ = load(tmp_path / "own.txt")
+    assert [each.text for each in prompts] == ["  if x: ", "b", "last "]
+
+
+def test_hidden_files_and_runs_in_a_directory_are_no_prompts(tmp_path: Path) -> None:
+    run, hidden = tmp_path / "out" / "run", tmp_path / ".ipynb_checkpoints"
+    for folder in (run, hidden, tmp_path / "more"):
+        folder.mkdir(parents=True)
+        written(folder / "completions.jsonl", {"prompt": folder.name})
+    for name in (".lock", "status.json"):
+        (run / name).write_text("{}")
+    written(tmp_path / "._a.jsonl", {"prompt": "hidden"})
+    written(tmp_path / "a.jsonl", {"prompt": "a"})
+    source = DataSource(dataset=str(tmp_path)).open()
+    assert [each.text for each in source] == ["a", "more"]
+
+
+def test_fields_that_other_engines_heed_are_named(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "system": "x", "min_tokens": 3}, {"prompt": "b", "system": "y"}]
+    _, sentences = load(written(tmp_path / "own.jsonl", *rows))
+    assert sentences == [
+        "2 rows have a field 'system', which is ignored, so no answer follows it",
+        "1 row has a field 'min_tokens', which is ignored, so no answer follows it",
+    ]
 
 
 @pytest.mark.parametrize(

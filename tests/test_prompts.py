@@ -779,6 +779,12 @@ def test_a_token_id_outside_the_vocabulary(tokenizer):
         Prompt(id="a", token_ids=(1, -1))
 
 
+def test_a_prompt_ends_with_the_user():
+    said = Message(role="user", content="x"), Message(role="assistant", content="Sure, ")
+    with refused(r"^prompt 'a': the last message is from assistant: end with the user$"):
+        Prompt(id="a", messages=said)
+
+
 def test_every_pass_counts_the_misspelt_fields_anew(tmp_path: Path) -> None:
     (tmp_path / "own.jsonl").write_text('{"prompt": "a", "max_new_tokens": 3}\n')
     prompts = DataSource(dataset=str(tmp_path / "own.jsonl")).open()

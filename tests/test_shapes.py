@@ -169,6 +169,10 @@ def test_a_key_that_is_there_twice_is_found_whatever_the_setting(tmp_path: Path)
         {"stop": "\ue000"},  # what stands for an id or a text while a shape is learnt
         {"tags": [{"a": 1}]},  # a key may be there twice in another row's
         {"entry_point": "f", "task_id": "t"},
+        {"system": "Be brief."},  # counted too
+        {'a"b': 1},  # names that JSON escapes
+        {"meta": {"C:\\data": 1}},
+        {"\ud800": 1},
     ],
 )
 def test_rows_that_are_parsed_one_by_one(tmp_path: Path, field: dict[str, Any]) -> None:

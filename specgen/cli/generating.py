@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from specgen.cli.options import AS_JSON, Only, given_fields, repeating, with_options
-from specgen.cli.printing import kept_in, print_found, print_notes_and_exit, print_samples, stoppable
+from specgen.cli.printing import (
+    kept_in,
+    print_found,
+    print_notes_and_exit,
+    print_samples,
+    printing,
+    stoppable,
+)
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import Cluster, EngineConfig, ExecutorName, SamplingParams, option, require
 from specgen.config.urls import Url, location
@@ -128,7 +135,7 @@ def _run_into_stdout(job: Job, as_json: bool, quiet: bool) -> "RunResult":
 
     with tempfile.TemporaryDirectory(prefix="specgen-") as path:
         result = _run(job, Path(path), "nothing is kept with --output -", quiet)
-        with (Path(path) / MAIN_FILES[job.format]).open("rb") as rows:
+        with (Path(path) / MAIN_FILES[job.format]).open("rb") as rows, printing():
             shutil.copyfileobj(rows, sys.stdout.buffer)
     print_found(result.report.to_json(), of_run(result.report, result.settings), as_json, sys.stderr)
     return result

@@ -15,8 +15,9 @@ from specgen.cli.evaluating import evaluate, verify
 from specgen.cli.generating import generate, prepare
 from specgen.cli.help import Command, Commands
 from specgen.cli.measuring import tune
+from specgen.cli.printing import printing
 from specgen.cli.reading import inspect, merge, report
-from specgen.config import VERSION, UserError
+from specgen.config import VERSION, UserError, is_text, require, shown
 from specgen.config.errors import DeviceLost
 from specgen.record.interrupt import STOPPED, breakable
 
@@ -43,7 +44,8 @@ class _Commands(Commands):
                 print(_INTERRUPTED, file=sys.stderr)
                 raise typer.Exit(interrupt.exit_code) from None
             finally:
-                sys.stdout.flush()
+                with printing():
+                    sys.stdout.flush()
 
 
 def _is_unread(file: TextIO) -> bool:
@@ -96,6 +98,8 @@ _BUG = (
 def main() -> None:
     """Run the command line; a ``UserError`` is one line with exit code 2, any other a bug with its traceback."""
     try:
+        for argument in sys.argv[1:]:
+            require(is_text(argument), f"{shown(argument)} is not UTF-8: rename it, or write it so")
         app()
     except SystemExit as ended:
         # Libraries would wait for their threads, and Ray crash where it was just starting

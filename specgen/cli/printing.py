@@ -1,6 +1,7 @@
 """Printing of tables and sentences on stdout, notes and failures on stderr."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import typer
 
+from specgen.config import UserError
 from specgen.config.urls import Url
 from specgen.record.interrupt import Interrupt, StoppedError
 
@@ -40,18 +42,36 @@ def stoppable(
             raise typer.Exit(interrupt.exit_code) from None
 
 
+@contextmanager
+def printing() -> Iterator[None]:
+    """``UserError`` for what stdout does not take meanwhile, but for a reader that is gone."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        raise UserError(
+            f"standard output cannot be written ({error.strerror}): free space there, or name a directory with "
+            "--output"
+        ) from error
+
+
 def print_parts(parts: "Iterable[Part]", file: TextIO) -> None:
     """Tables and sentences, no wider than the terminal; what is alarming is red there."""
     from specgen.report.terminal import has_colours, render, width_of  # imports rich
 
-    print(render(parts, width_of(file), has_colours(file)), end="", file=file)
+    text = render(parts, width_of(file), has_colours(file))
+    with printing():
+        print(text, end="", file=file)
 
 
 def print_found(document: object, parts: "Iterable[Part]", as_json: bool, file: TextIO | None = None) -> None:
     """What was found, as one JSON document or as ``parts``, on stdout unless there is a ``file``."""
     out = sys.stdout if file is None else file
     if as_json:
-        print(json.dumps(document), file=out)
+        with printing():
+            print(json.dumps(document), file=out)
     else:
         print_parts(parts, out)
 

@@ -92,6 +92,8 @@ def _num_rows(batch: object) -> int:
     """The length of each column; ``UserError`` where ``batch`` has none that can be answered."""
     if not isinstance(batch, Mapping):
         raise UserError(f"the batch is {shown(batch)}: use a dict of columns")
+    single = [str(name) for name, column in batch.items() if not hasattr(column, "__len__")]
+    require(not single, f"the batch has no value for each row in {', '.join(single)}: use a list of them")
     lengths = {str(name): len(column) for name, column in batch.items()}
     require(
         any(name in batch for name in CONTENT_FIELDS),
@@ -105,7 +107,8 @@ def _num_rows(batch: object) -> int:
 
 def _rows(batch: Mapping[str, Sequence[Any]], num_rows: int) -> list[dict[str, Any]]:
     """What each row says of its prompt."""
-    columns = {name: batch[name] for name in _READ if name in batch}
+    # by order: a column of pandas would look up labels
+    columns = {name: list(batch[name]) for name in _READ if name in batch}
     return [{name: _plain(column[index]) for name, column in columns.items()} for index in range(num_rows)]
 
 

@@ -3,14 +3,14 @@
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from specgen.checkpoints.fingerprint import files_of, fingerprint, state_of
-from specgen.config import VERSION, EngineConfig, TemplateKwargs, require, shown
+from specgen.config import VERSION, EngineConfig, TemplateKwargs, UserError, require, shown
 from specgen.config.errors import DeviceLost
 from specgen.config.urls import Url
 from specgen.core.engine_core import never_stop
@@ -340,7 +340,11 @@ class _Work:
 
     def _engine(self, config: EngineConfig, record: Callable[[EngineRow], None]) -> Engine | RayEngine:
         sampling, config = self.job.sampling, _with_rows_for(self.index, config)
-        expected = most_demanding([sampling, *(replace(sampling, **row) for row in self.index.sampling)])
+        asked = [sampling]
+        for row in self.index.sampling:
+            with suppress(UserError):  # that of the row, once it is asked
+                asked.append(replace(sampling, **row))
+        expected = most_demanding(asked)
         if self.job.cluster is not None:
             return RayEngine(config=config, cluster=self.job.cluster, record=record, expected=expected)
         if self.models is None:

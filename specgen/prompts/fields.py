@@ -115,8 +115,9 @@ def _message(value: object) -> Message:
     known = _ROLES.get(role) if isinstance(role, str) else None
     if known is None:
         raise UserError(f"unknown role {shown(role)}: use system, user, assistant")
-    if value.get("tool_calls"):
-        raise UserError("a message has tool_calls, which are not supported: give only its text")
+    for name in ("tool_calls", "function_call"):
+        if value.get(name):
+            raise UserError(f"a message has {name}, which is not supported: give only its text")
     if isinstance(content, list):
         content = "\n".join(_part(item) for item in content)
     return Message(role=known, content=checked_text(content, _CONTENT_OF[str(role)]))
@@ -165,18 +166,26 @@ def _top_k(value: object, what: str) -> int:
 
 
 def _stop(value: object, what: str) -> tuple[str, ...]:
+    if value == []:
+        return ()  # none of those of the run
     strings = [value] if isinstance(value, str) else checked_list(value, what)
     return tuple(character_string(item, what) for item in strings)
 
 
 def _logit_bias(value: object, what: str) -> tuple[tuple[int, float], ...]:
-    if not isinstance(value, dict):
+    pairs = list(value.items()) if isinstance(value, dict) else value
+    if not isinstance(pairs, list) or not all(
+        isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs
+    ):
         raise UserError(f"{what} is {shown(value)}: use an object from token id to bias")
-    given = {key: bias for key, bias in value.items() if bias is not None}
-    return tuple(sorted((_token_id(key, what), number(bias, what)) for key, bias in given.items()))
+    return tuple(
+        sorted((_token_id(key, what), number(bias, what)) for key, bias in pairs if bias is not None)
+    )
 
 
 def _token_id(key: object, what: str) -> int:
+    if type(key) is int and 0 <= key < _LIMIT:  # of Python
+        return key
     valid = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 19
     require(valid and str(int(str(key))) == key, f"{what} has the key {shown(key)}: use a token id")
     return int(str(key))

@@ -181,7 +181,8 @@ def kind_of(row: Row) -> Kind:
         return _HUMANEVAL
     if any(row.get(name) is not None for name in CONTENT_FIELDS):
         return _OWN
-    return next((kind for field, kind in _OTHERS.items() if row.get(field) is not None), _OWN)
+    # an empty list tells nothing: LLaMA-Factory's instructions have a history too
+    return next((kind for field, kind in _OTHERS.items() if row.get(field) not in (None, [])), _OWN)
 
 
 def num_turns(row: object, name: str | None) -> int:

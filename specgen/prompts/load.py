@@ -38,6 +38,13 @@ _NAMES = ("bundled", *DATASETS)
 _LONGEST_REASON = 300  # characters, however long the row is
 _MEANT = (*CONTENT_FIELDS, *SAMPLING_FIELDS)  # what changes a text
 _KNOWN = frozenset((*_MEANT, "id", "custom_id", "category"))
+# what other engines or data sets heed
+_UNSUPPORTED = frozenset(
+    (
+        *("system", "system_prompt", "tools", "functions", "response_format", "n", "best_of"),
+        *("min_tokens", "stop_token_ids", "bad_words", "allowed_token_ids"),
+    )
+)
 _LIKENESS = 0.82  # finds temprature and max_new_tokens, not the fields of data sets such as prompt_id
 _LONGEST_NAME = 64  # characters of a name that is compared
 _MOST = 16  # names
@@ -46,7 +53,7 @@ TEXT = "a text without fields: taken as it is, without the chat template"
 
 
 class Notes:
-    """How many rows have each field whose name is near a known one, and how many were read in a recognised way.
+    """How many rows have each field whose name is near a known one, or known elsewhere; and how rows were recognised.
 
     Other fields are a data set's own.
     """
@@ -67,7 +74,7 @@ class Notes:
         for name in row:
             if (
                 name not in _KNOWN
-                and _meant(name) is not None
+                and (name in _UNSUPPORTED or _meant(name) is not None)
                 and (name in self._misspelt or len(self._misspelt) < _MOST)
             ):
                 self._misspelt[name] += 1
@@ -80,7 +87,10 @@ class Notes:
         """One for each such name and each way of reading."""
         for name, number in self._misspelt.items():
             rows = "1 row has" if number == 1 else f"{number:,} rows have"
-            yield f"{rows} a field {shown(name)}, which is ignored: did you mean {_meant(name)}?"
+            if name in _UNSUPPORTED:
+                yield f"{rows} a field {shown(name)}, which is ignored, so no answer follows it"
+            else:
+                yield f"{rows} a field {shown(name)}, which is ignored: did you mean {_meant(name)}?"
         for note, number in self._read_as.items():
             if number:
                 rows = "1 row is" if number == 1 else f"{number:,} rows are"

@@ -70,6 +70,10 @@ class Prompt:
             if not isinstance(message, Message):
                 raise UserError(f"messages has {shown(message)}: use Message(role=..., content=...)")
         object.__setattr__(self, "messages", tuple(self.messages))
+        if self.messages[-1].role != "user":
+            raise UserError(
+                f"prompt {shown(self.id)}: the last message is from {self.messages[-1].role}: end with the user"
+            )
 
     def _check_sampling(self) -> None:
         if not isinstance(self.sampling, Mapping):

@@ -4,6 +4,7 @@ import csv
 import gzip
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 import zlib
@@ -24,13 +25,17 @@ from specgen.storage import Store, StoredObject
 
 _PARQUET_BATCH = 1024  # rows per read
 _LONGEST_CELL = 64 * 2**20  # characters
-_JSON_COLUMNS = frozenset(SAMPLING_FIELDS) - {"stop"}  # of a CSV file: their cells are JSON values
+_JSON_COLUMNS = frozenset(
+    SAMPLING_FIELDS
+)  # of a CSV file: their cells are JSON values, but for one string of stop
+_SAME_NAME = "two columns have the same name: rename one"
 _MARKS = {",": "comma", ";": "semicolon", "\t": "tab"}
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _OF_TEXT = (".jsonl", ".json", *_SEPARATORS, ".txt")
 _SUFFIXES = (*_OF_TEXT, *(f"{kind}.gz" for kind in _OF_TEXT), ".parquet")
 _DOWNLOAD = "download it elsewhere and name the file or the directory with --data-path"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+_OF_A_RUN = {".lock", "status.json"}  # from its start
 _GZIP = b"\x1f\x8b"  # the start of a gzipped file, whatever its name
 File = Path | StoredObject
 
@@ -107,7 +112,8 @@ def read_path(path: Path | Url, *, preferred: Sequence[str] = ()) -> Source:
     """The rows of a file, or of the data files of a directory in the order of their names; at a URL too.
 
     Files are JSON lines, a JSON array, CSV or lines of text (all also gzipped), Parquet, or a pipe of JSON lines.
-    In a directory the first pattern of ``preferred`` that matches selects the files; where none does, all are read.
+    Of a directory hidden files and runs of specgen are left out, and of the others the first pattern of ``preferred``
+    that matches selects; where none does, all are read.
     ``UserError`` for a path without data, and for a file that cannot be read.
     """
     if isinstance(path, Url):
@@ -118,7 +124,18 @@ def read_path(path: Path | Url, *, preferred: Sequence[str] = ()) -> Source:
     if not path.is_dir():  # a pipe can be read only once
         with path.open("rb") as stream:
             return read_stream(stream)
-    return _of_files(path, [file for file in sorted(path.rglob("*")) if file.is_file()], preferred)
+    return _of_files(path, sorted(_below(path)), preferred)
+
+
+def _below(path: Path) -> Iterator[Path]:
+    """The files below ``path``, but for hidden ones and those of runs, whose output may be in a folder of prompts."""
+    for place, folders, names in os.walk(path):
+        if _OF_A_RUN.issubset(names):
+            folders.clear()
+            continue
+        folders[:] = (name for name in folders if not name.startswith("."))
+        files = (Path(place, name) for name in names if not name.startswith("."))
+        yield from (file for file in files if file.is_file())
 
 
 def _objects(url: Url) -> list[StoredObject]:
@@ -203,6 +220,8 @@ def _read_parquet(file: BufferedReader) -> Iterator[Row]:
 
     try:
         with ParquetFile(file) as table:
+            names = table.schema_arrow.names
+            require(len({*names}) == len(names), _SAME_NAME)
             batches = table.iter_batches(batch_size=_PARQUET_BATCH)
             values = chain.from_iterable(batch.to_pylist() for batch in batches)
             for number, value in enumerate(values, start=1):
@@ -218,7 +237,7 @@ def _read_csv(lines: IO[str], separator: str) -> Iterator[Row]:
     table = csv.reader(lines, delimiter=separator, strict=True)
     try:
         names = next(table, [])
-        require(len(set(names)) == len(names), "two columns have the same name: rename one")
+        require(len({*names}) == len(names), _SAME_NAME)
         _require_separator(names, separator)
         for number, cells in enumerate(filter(None, table), start=1):
             yield Row("row", number, cells, partial(_of_cells, names))
@@ -242,18 +261,19 @@ def _of_cells(names: list[str], cells: list[str]) -> dict[str, Any]:
     if len(cells) != len(names):
         raise UserError(f"{len(cells)} cells and {len(names)} columns: quote cells that hold a separator")
     pairs = zip(names, cells, strict=True)
-    return {name: _cell(cell) if name in _JSON_COLUMNS else cell for name, cell in pairs if cell}
+    return {name: _cell(name, cell) if name in _JSON_COLUMNS else cell for name, cell in pairs if cell}
 
 
-def _cell(cell: str) -> object:
+def _cell(name: str, cell: str) -> object:
     try:
-        return json.loads(cell)
+        value = json.loads(cell)
     except (ValueError, RecursionError):
         return cell  # for the error to name the column
+    return cell if name == "stop" and not isinstance(value, list) else value
 
 
 def _read_text(lines: IO[str]) -> Iterator[Row]:
     """Every line that is not blank is a prompt."""
     for number, line in enumerate(lines, start=1):
-        if text := line.strip():
-            yield parsed("line", number, text)
+        if line.strip():
+            yield parsed("line", number, line.rstrip("\r\n"))

@@ -186,14 +186,17 @@ class Shape:
             self._type(kind_of(key, each), each, path + name)
             for name, (key, each) in zip(names, given.items(), strict=True)
         ]
-        return msgspec.defstruct(
-            "Fields",
-            list(zip(names, types, strict=True)),
-            rename=dict(zip(names, map(str, given), strict=True)),
-            array_like=isinstance(value, list),
-            forbid_unknown_fields=True,
-            gc=False,
-        )
+        try:
+            return msgspec.defstruct(
+                "Fields",
+                list(zip(names, types, strict=True)),
+                rename=dict(zip(names, map(str, given), strict=True)),
+                array_like=isinstance(value, list),
+                forbid_unknown_fields=True,
+                gc=False,
+            )
+        except ValueError as error:  # a name that would be escaped in JSON
+            raise _UnlikeError from error
 
     def _type(self, kind: "_Kind", value: object, path: str) -> Any:  # noqa: ANN401
         if callable(kind):

@@ -198,6 +198,8 @@ def _follows(name: str, unlike: list[str], left: Mapping[str, Any], right: Mappi
 
 def _of_values(name: str, left: Mapping[str, Any], right: Mapping[str, Any]) -> str:
     before, after = (each.get(name, _DEFAULTS.get(name)) for each in (left, right))
+    if name == "steps":  # kept unless --no-steps
+        before, after = not before, not after
     return f"{_OPTIONS.get(name, name)} {_shown(before)} -> {_shown(after)}"
 
 
