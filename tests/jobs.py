@@ -26,6 +26,7 @@ HOW_IT_WENT = (
     "steps",
     "rows",
     "num_cached_tokens",
+    "num_lost_tokens",
 )
 _TIMED = {
     "report.json": HOW_IT_WENT,

@@ -186,6 +186,24 @@ def test_several_tasks_run_one_after_the_other_with_figures_each(tmp_path: Path)
 
 
 @pytest.mark.slow
+def test_prompts_that_lost_their_start_are_counted(tmp_path: Path) -> None:
+    rows = [
+        {"question": f"{'Tom has 3 apples. ' * number}How many?", "answer": "#### 3"}
+        for number in (400, 4, 400)
+    ]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ("--data-path", tmp_path, "--num-fewshot", 0, "--arms", "padded,baseline")
+    out = tmp_path / "out"
+    printed = call("gsm8k", *arguments, "--output", out)
+    sentence = (
+        "Prompts too long for the context lost their start: 2 of gsm8k to 1,792 tokens; lower --num-fewshot."
+    )
+    assert sentence in " ".join(printed.split())
+    assert json.loads((out / "comparison.json").read_text())["sentence"].endswith(sentence)
+
+
+@pytest.mark.slow
 def test_an_arm_may_sample_and_a_study_file_names_it(tmp_path: Path) -> None:
     arms = [{"name": "hot", "temperature": 2.0}, {"name": "cold"}]
     file = tmp_path / "own.json"
@@ -272,6 +290,7 @@ def test_a_killed_evaluation_resumes(study: tuple[Path, str], tmp_path: Path) ->
             "steps",
             "rows",
             "output_tokens_per_second",
+            "num_lost_tokens",
         ):
             del ours[timed], theirs[timed]
         assert ours == theirs

@@ -308,6 +308,14 @@ def test_the_throughput_bench_says_what_steps_touched_and_what_that_costs() -> N
     assert "experts" not in shown([]).rows[0]
 
 
+def test_tokens_behind_the_end_of_a_text_are_none_of_a_step() -> None:
+    (ended,) = request("a", [(4, 4), (4, 4)], dropped=3)
+    completion: Any = SimpleNamespace(record=ended, token_ids=range(8), request=SimpleNamespace(id="a"))
+    passes = [pass_row(number=number) for number in range(2)]
+    run = Run(completions={"a": completion}, passes=passes, seconds=1.0, num_spec_tokens=4)
+    assert repeat_of(run).tokens_per_step == (5 + 2) / 2
+
+
 def test_the_mean_is_of_steps_of_the_whole_batch() -> None:
     events = [*mixture_steps(4, 1, (6.0, 3.0), (8.0, 5.0)), *mixture_steps(3, 1, (1.0, 1.0))]
     found = mean_touched(events, 4)

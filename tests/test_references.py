@@ -271,6 +271,12 @@ def test_a_mean_over_requests_is_compared_with_one(tmp_path):
     assert length.inside is True
     pooled, *_ = against(tmp_path, run, read(tmp_path)).figures
     assert pooled.ours == pytest.approx(1 + 22 / 18)
+    rows = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    for row in rows:  # as n-grams, which find nothing in most steps
+        row["metrics"]["num_steps_without_drafts"] = 7
+    write_rows(tmp_path / "completions.jsonl", rows)
+    at_times, *_ = against(tmp_path, run, read(tmp_path, mean="requests")).figures
+    assert at_times == length
 
 
 def test_an_interval_of_a_mean_over_requests_stays_within_what_a_step_can_yield(tmp_path):

@@ -6,6 +6,7 @@ import random
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -259,9 +260,36 @@ def test_a_report_with_a_baseline():
         "ratio": pytest.approx((9 / 3) / 1.0),
         "identical": 0.75,
         "num_compared": 4,
+        "num_requests": 1,
     }
     assert run.to_json()["baseline"] is None
     assert run.with_baseline(fold([], num_spec_tokens=0), []).to_json()["baseline"]["ratio"] is None
+
+
+def test_what_one_of_the_run_and_its_baseline_has_failed_is_said():
+    def of(names: str, k: int) -> Report:
+        return fold(chain.from_iterable(request(name, [(k, k)]) for name in names), num_spec_tokens=k)
+
+    ours, more, plain = of("a", 3), of("abc", 3), of("abc", 0)
+    assert ours.with_baseline(plain, [True]).unlike_work.startswith(
+        "2 requests failed in the run alone, which"
+    )
+    assert more.with_baseline(plain, [True, True]).unlike_work.startswith(
+        "1 request failed in plain decoding and 1 request failed in the run alone, which"
+    )
+    alike = more.with_baseline(plain, [True] * 3)
+    assert alike.unlike_work == ""
+    older = replace(alike, baseline=replace(alike.baseline, num_requests=None))
+    assert older.unlike_work == ""
+
+
+def test_tokens_that_were_computed_in_vain_are_counted():
+    """As of a run that was killed and asked again."""
+    rows = [*request("a", [(3, 3)] * 2), *(pass_row(num_tokens=number) for number in (1, 4, 4, 7))]
+    report = fold(rows, num_spec_tokens=3)
+    assert report.num_lost_tokens == 7
+    assert next(remarks(report)).startswith("7 tokens more than the texts have were computed")
+    assert fold(rows[:-1], num_spec_tokens=3).num_lost_tokens == 0
 
 
 @pytest.mark.parametrize(

@@ -269,7 +269,7 @@ def test_what_rows_set_themselves_is_said(pair: Path, tmp_path: Path) -> None:
     asked = [{"prompt": "Tom", "temperature": 1.0}, {"prompt": "Ann", "max_tokens": 3}, {"prompt": "Bob"}]
     out = tmp_path / "run"
     result = run(pair, "--dataset", write_rows(tmp_path / "own.jsonl", asked), "--output", out)
-    assert "seed 0; rows set their own max_tokens, temperature" in " ".join(result.stdout.split())
+    assert "seed 0 · rows set their own max_tokens, temperature" in " ".join(result.stdout.split())
     refused = specgen("report", out, "--against", "dspark-qwen3-4b-eagle3").exception
     assert "rows of this run set their own temperature" in str(refused)
 

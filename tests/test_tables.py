@@ -189,9 +189,27 @@ def test_long_names_stand_above_the_table():
 
 
 def test_a_dead_drafter_is_called_so_beside_others():
-    text = compare([("good", a_run()), ("bad", as_json(request("a", [(3, 0)] * 30)))])
+    alive = as_json(request("a", [(3, 1)] * 30))
+    text = compare([("good", alive), ("bad", as_json(request("a", [(3, 0)] * 30)))])
     assert "bad: The drafter is dead" in text
     assert "good:" not in text
+
+
+def test_failures_are_named_beside_others():
+    plain = {
+        "output_tokens_per_second": 1.0,
+        "ratio": 2.0,
+        "identical": 1.0,
+        "num_compared": 1,
+        "num_requests": 3,
+    }
+    text = compare([("one", a_run() | {"baseline": plain}), ("two", a_run())], width=200)
+    assert "one: 1 of 3 requests failed, which are in no number." in text
+    assert (
+        "one: Against plain decoding 1 request failed in plain decoding and 2 requests failed in the run"
+        in text
+    )
+    assert "two: 1 of 3 requests failed, which are in no number." in text
 
 
 def test_one_run_compares_with_none():

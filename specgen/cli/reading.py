@@ -94,7 +94,12 @@ def _report(
     from specgen.report.report import load_so_far
     from specgen.report.tables import of_run
 
-    if against is None and len(directories) == 1 and (documents := benches(directories[0])):
+    if (
+        against is None
+        and golden is None
+        and len(directories) == 1
+        and (documents := benches(directories[0]))
+    ):
         for bench in documents:
             print_found(bench, of_bench(bench), as_json)
         return

@@ -198,12 +198,12 @@ class HeadsRun:
         return all_together(plans, room_for_turns(plans[0].config, models))
 
     def _requests(self, runs: HeadRuns, data: str, source: DataSource) -> Iterator[Request]:
-        """Every turn that the first head's run answered, with its answers as the context of the turns behind.
+        """Every turn that all heads' runs answered, with the first one's answers as the context of the turns behind.
 
         So every arm is asked the same, all at once, and nothing is left to tokenize where it is timed.
         """
-        first = runs.on(data)[0]
-        answers = Rows(first.directory / "completions.jsonl")
+        first, *others = runs.on(data)
+        answers, *theirs = (Rows(run.directory / "completions.jsonl") for run in (first, *others))
         config = self._one(data, first.head).engine
         tokenizer = load_chat_tokenizer(config, open_checkpoints(config))
         for prompt in source.open():
@@ -211,7 +211,7 @@ class HeadsRun:
                 continue
             earlier: list[str] = []
             for turn, name in enumerate(prompt.turn_ids, start=1):
-                if name not in answers:
+                if not all(name in each for each in (answers, *theirs)):
                     break
                 yield Request(
                     id=name,

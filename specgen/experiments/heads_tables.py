@@ -71,6 +71,10 @@ def notes(found: Comparison) -> Iterator[str]:
     for name, values in found.unlike.items():
         each = dict.fromkeys(map(str, values))
         yield f"The runs also differ in {name}: {', '.join(each)}."
+    own = {run.data: run.manifest.get("settings", {}).get("rows set their own") for run in found.runs}
+    for data, names in own.items():
+        if names and len(set(own.values())) > 1:
+            yield f"Rows of {data} set their own {names}."
     for run in found.runs:
         if without := run.report.num_steps_without_drafts:
             steps = f"{count(without)} of {count(without + run.report.num_drafts)} steps"

@@ -76,6 +76,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         self._name = name
         self._tally = Tally()
         self._may_cut = may_cut
+        self.cut: dict[str, tuple[int, int]] = {}  # by task: prompts that were cut, to so many tokens
         self._answers = dict(files.completions)
         self.generated: dict[tuple[str, int], Generated] = {}
         self._prompts: dict[str, tuple[str, str]] = {}  # title and text of what was asked, by id
@@ -254,6 +255,9 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
             f"max-new-tokens is {sampling.max_tokens} and a prompt of {instance.task_name} has {len(prompt)} tokens, "
             f"in a context of {self.max_length}: lower it, or --num-fewshot",
         )
+        if len(prompt) > room:
+            number, _ = self.cut.get(instance.task_name, (0, 0))
+            self.cut[instance.task_name] = number + 1, room
         return Request(
             id=name,
             prompt_token_ids=tuple(prompt[-room:]),

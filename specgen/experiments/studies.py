@@ -8,6 +8,7 @@ from typing import Any, Self
 from specgen.config import EngineConfig, UserError, choices, require, shown
 from specgen.config.bundled import evaluation_directory
 from specgen.config.errors import did_you_mean
+from specgen.config.field_types import number, whole
 from specgen.config.json_fields import check_fields, check_keys, load_json
 from specgen.engine.arms import DECODING, Arm
 
@@ -40,7 +41,10 @@ def arm_of(value: object) -> Arm:
         raise UserError(f"of the arm {shown(value)} {error}") from error
     name = known.pop("name")
     arm = Arm(name=name, changes={key: setting for key, setting in known.items() if setting is not None})
-    require(bool(name), "an arm has an empty name: give it one")
+    require(
+        isinstance(name, str) and name not in ("", "..") and Path(name).name == name,
+        f"an arm is named {shown(name)}: use the name of a directory, which it gets",
+    )
     for field, names in choices(EngineConfig).items():
         setting = arm.changes.get(field)
         require(
@@ -48,7 +52,7 @@ def arm_of(value: object) -> Arm:
             f"{field} of arm {name!r} is {setting!r}: use one of {', '.join(names)}",
         )
     arm.configure(EngineConfig(model="", drafter=""))  # the ranges are checked there
-    temperature = arm.changes.get("temperature", 0)
+    temperature = number(arm.changes.get("temperature", 0), f"temperature of arm {name!r}")
     require(temperature >= 0, f"temperature of arm {name!r} is {temperature}: use 0 (greedy) or more")
     return arm
 
@@ -71,15 +75,19 @@ class Study:
         require(bool(names), "arms is empty: name at least one")
         require(len(set(names)) == len(names), f"arms are named {', '.join(names)}: give each its own name")
         for field, least in (("limit", 1), ("num_fewshot", 0), ("max_batch_size", 1)):
-            value = getattr(self, field)
-            require(
-                value is None or value >= least, f"{field.replace('_', '-')} is {value}: use at least {least}"
-            )
+            value, name = getattr(self, field), field.replace("_", "-")
+            require(value is None or whole(value, name) >= least, f"{name} is {value}: use at least {least}")
 
     @classmethod
     def from_json(cls, name: str, value: Mapping[str, Any]) -> Self:
         """The study in a file named ``name``; ``UserError`` if it is invalid."""
         known = check_fields({**value, "name": name}, cls)
+        for field, of in (("tasks", str), ("arms", dict)):
+            given = known[field]
+            require(
+                isinstance(given, list) and all(isinstance(each, of) for each in given),
+                f"{field} is {shown(given)}: use a list of {'names' if of is str else 'objects'}",
+            )
         arms = tuple(map(arm_of, known["arms"]))
         return cls(**{**known, "tasks": tuple(known["tasks"]), "arms": arms})
 

@@ -358,6 +358,7 @@ class StudyRun:
             answers=answers(results["samples"], lm.generated),
             results=results,
             tasks=report_categories(files.requests(), num_spec_tokens=config.draft_length.most),
+            cut=lm.cut,
         )
         said = {"config": _said(config, job.study.limit, arguments), "date": began}
         summary = {key: value for key, value in results.items() if key != "samples"}

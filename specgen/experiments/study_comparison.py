@@ -48,6 +48,8 @@ class ArmRun:
     answers: Mapping[Document, Answer]
     tasks: Mapping[str, Report] = field(default_factory=dict)  # of those that generate texts
     results: Mapping[str, Any] = field(default_factory=dict)  # lm-eval's document, samples included
+    # by task: prompts that were cut at their start, and the tokens that are left of them
+    cut: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def answers(
@@ -284,6 +286,7 @@ def compare(arms: Sequence[ArmRun], target: "Judge", *, template_unused: bool = 
         num_unexplained=wrong,
         alarming=wrong > 0 or bool(_significant(_tests(against))),
         sentence=conclusion(reference.name, against)
+        + _cut(arms)
         + _unanswered(arms)
         + _empty(arms, template_unused)
         + _alarm(wrong, reference.dtype),
@@ -432,6 +435,17 @@ def conclusion(reference: str, against: Sequence[ArmComparison]) -> str:
 
 def _tests(against: Sequence[ArmComparison]) -> list[tuple[str, Change]]:
     return [(arm.name, change) for arm in against for change in arm.changes]
+
+
+def _cut(arms: Sequence[ArmRun]) -> str:
+    """How many prompts lost their start; the same of all arms."""
+    cut = next((arm.cut for arm in arms if arm.cut), {})
+    found = [
+        f"{count(number)} of {task} to {count(left)} tokens" for task, (number, left) in sorted(cut.items())
+    ]
+    if not found:
+        return ""
+    return f" Prompts too long for the context lost their start: {', '.join(found)}; lower --num-fewshot."
 
 
 def _unanswered(arms: Sequence[ArmRun]) -> str:

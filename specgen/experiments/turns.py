@@ -202,7 +202,7 @@ def repeat_of(run: Run, yardstick: Yardstick | None = None) -> Repeat:
     completions, requests, report = run.completions.values(), run.requests, run.report
     steps, prefill = report.steps.get("decode"), report.steps.get("prefill")
     known = yardstick.known if yardstick else None
-    emitted = [1 + step.accepted for request in requests for step in request.steps or ()]
+    emitted = [step.emitted for request in requests for step in request.steps or ()]
     return Repeat(
         seconds=run.seconds,
         num_tokens=sum(len(completion.token_ids) for completion in completions),

@@ -195,6 +195,8 @@ def _run(path: Path) -> Row:
     if is_finished(path, status):
         report, manifest = load(path)
         failed, plain = report.num_errors, report.baseline
+        of_requests = [f"{count(failed)} failed"] if failed else []
+        of_plain = [report.unlike_work] if report.unlike_work else []
         return {
             **_settings(manifest),
             "requests": report.num_requests,
@@ -203,8 +205,8 @@ def _run(path: Path) -> Row:
             "speed": report.output_tokens_per_second,
             "x_plain": plain and plain.ratio,
             "same_texts": plain and (round(plain.identical * plain.num_compared), plain.num_compared),
-            "state": f"finished, {count(failed)} failed" if failed else "finished",
-            **({ALARMING: True} if failed else {}),
+            "state": ", ".join(["finished", *of_requests, *of_plain]),
+            **({ALARMING: True} if of_requests or of_plain else {}),
         }
     begun = (path / "manifest.json").exists()  # it comes once the rows are read
     return {

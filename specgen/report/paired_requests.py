@@ -81,6 +81,7 @@ class Answer:
     prompt: int
     tokens: int
     num_steps: int  # with and without drafts; none in plain decoding
+    num_drafts: int  # steps with drafts
     accepted: tuple[int, ...]  # [K]: steps that accepted more than i drafts
     whole: bool  # every step drafted K tokens
     category: str | None
@@ -187,11 +188,14 @@ def _by_conversation(requests: Iterable[tuple[Answer, ...]], positions: slice) -
 
 
 def mean_over_requests(answers: Iterable[Answer], num_spec_tokens: int) -> Interval | None:
-    """The 95 % interval of the mean of the requests' lengths, over conversations; None without a spread."""
+    """The 95 % interval of the mean of the requests' lengths, over conversations; None without a spread.
+
+    As the mean in a report, of steps with drafts.
+    """
     units: dict[str, list[float]] = {}
     for answer in answers:
-        if answer.num_steps:
-            units.setdefault(answer.conversation, []).append(answer.length)
+        if answer.num_drafts:
+            units.setdefault(answer.conversation, []).append(1 + sum(answer.accepted) / answer.num_drafts)
     interval = clustered_mean_interval(list(units.values()))
     if interval is None:
         return None
@@ -234,6 +238,7 @@ def _read(line: bytes, where: str) -> Answer:
             prompt=hash(row.get("prompt")),
             tokens=hash(tuple(row.get("token_ids", ()))),
             num_steps=at_least[-1] + without if len(steps) > 1 else 0,
+            num_drafts=at_least[-1] if len(steps) > 1 else 0,
             accepted=at_least[-2::-1],
             whole=not without and metrics["num_draft_tokens"] == at_least[-1] * (len(steps) - 1),
             category=None if category is None else intern(str(category)),

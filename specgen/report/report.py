@@ -26,7 +26,7 @@ from specgen.record.record_rows import (
     require_present_version,
 )
 from specgen.report.acceptance import RequestSum, Speculation
-from specgen.report.display import count
+from specgen.report.display import count, several
 from specgen.report.timings import (
     ExpertStats,
     ExpertSum,
@@ -56,6 +56,7 @@ class Baseline:
     ratio: float | None
     identical: float  # share of the compared requests with equal texts
     num_compared: int
+    num_requests: int | None = None  # that plain decoding answered; None of an older file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,7 @@ class Report(Speculation):
     num_errors: int  # failed requests; they are in no other number
     num_unfinished: int  # of a run that is not finished: requests that have not ended
     num_preemptions: int
+    num_lost_tokens: int = 0  # computed in vain, as the run stopped or the request failed
     wall_seconds: float  # from first to last; the sum if resumed, the slowest shard's if merged
     ttft_seconds: LatencyStats | None
     tpot_seconds: LatencyStats | None
@@ -100,6 +102,20 @@ class Report(Speculation):
     def num_plain_errors(self) -> int:
         """Requests that the baseline has failed, which makes its speed one of other work."""
         return 0 if self.baseline is None else max(self.num_requests - self.baseline.num_compared, 0)
+
+    @property
+    def unlike_work(self) -> str:
+        """What one of the run and its baseline alone has failed, so that their ratio is one of unlike work."""
+        plain = self.baseline
+        ours_alone = (
+            0 if plain is None or plain.num_requests is None else plain.num_requests - plain.num_compared
+        )
+        failed = [
+            f"{several(number, 'request')} failed in {where}"
+            for number, where in ((self.num_plain_errors, "plain decoding"), (ours_alone, "the run alone"))
+            if number > 0
+        ]
+        return f"{' and '.join(failed)}, which makes the ratio one of unlike work" if failed else ""
 
     @property
     def draft_lengths(self) -> Mapping[str, int]:
@@ -144,6 +160,7 @@ class Report(Speculation):
             ratio=ours / theirs if ours is not None and theirs else None,
             identical=sum(same) / len(same) if same else 0.0,
             num_compared=len(same),
+            num_requests=baseline.num_requests,
         )
         return replace(self, baseline=comparison)
 
@@ -173,6 +190,7 @@ class _Sums:
         self.ended_in_reasoning: Counter[str] = Counter()
         self.num_prompt_tokens = self.num_cached_tokens = self.num_preemptions = self.num_empty = 0
         self.reasons: Counter[str] = Counter()
+        self.num_made = 0  # tokens, of all passes
         self.clock = WallClock()
         self.ttft: list[float] = []
         self.tpot: list[float] = []
@@ -191,6 +209,7 @@ class _Sums:
                 case PassRow():
                     self.clock.see(session, row.time)
                     self.num_preemptions += row.num_preempted
+                    self.num_made += row.num_tokens
                     self.steps.setdefault(row.kind, StepSum()).add(row)
                     self.experts.add(row)
                     self.wall.add(row)
@@ -231,8 +250,9 @@ class _Sums:
                 self.requests["part", part].add(steps, tokens, conversation, left)
 
     def report(self, num_errors: int) -> Report:
+        found = self.requests["all", ""].result()
         return Report(
-            **vars(self.requests["all", ""].result()),
+            **vars(found),
             num_spec_tokens=self.num_spec_tokens,
             categories=self._breakdown("category"),
             turns=self._breakdown("turn"),
@@ -246,6 +266,7 @@ class _Sums:
             num_errors=num_errors,
             num_unfinished=0,
             num_preemptions=self.num_preemptions,
+            num_lost_tokens=max(self.num_made - found.total_num_output_tokens, 0),
             wall_seconds=self.clock.seconds,
             ttft_seconds=latency_stats(self.ttft),
             tpot_seconds=latency_stats(self.tpot),

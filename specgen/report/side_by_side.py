@@ -74,10 +74,18 @@ def of_runs(
     for name, report in runs:
         if report.draft_lengths:
             yield f"{name}: K by step: {_lengths(report)}"
-        for sentence in filter(None, (report.unfinished, *remarks(report))):
+        for sentence in filter(None, (report.unfinished, *_failures(report), *remarks(report))):
             yield f"{name}: {sentence}"
     paired = any(each.figures and not each.same_acceptance for each in shared)
     yield definitions((*DEFINITIONS, *((_ALL_STEPS, _PAIRED) if paired else ())))
+
+
+def _failures(report: Report) -> Iterator[str]:
+    if failed := report.num_errors:
+        of = count(failed + report.num_requests)
+        yield f"{count(failed)} of {of} requests failed, which are in no number."
+    if unlike := report.unlike_work:
+        yield f"Against plain decoding {unlike}."
 
 
 def _settings(names: Sequence[str], settings: Mapping[str, Sequence[Any]]) -> Table:

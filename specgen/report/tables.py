@@ -284,8 +284,8 @@ def _speed(report: Report) -> Iterator[_Item]:
     if baseline := report.baseline:
         same = same_texts(baseline.identical, baseline.num_compared)
         speed = rate(baseline.output_tokens_per_second)
-        if failed := report.num_plain_errors:
-            same += f"; {several(failed, 'request')} failed in plain decoding, which makes the ratio one of unlike work"
+        if unlike := report.unlike_work:
+            same += f"; {unlike}"
         yield "against plain decoding", ratio(baseline.ratio), f"plain decoding ({speed} tokens/s), {same}"
 
 
@@ -372,6 +372,11 @@ def remarks(report: Report) -> Iterator[str]:
         yield (
             f"The drafter is dead: the mean acceptance length is under {DEAD_LENGTH}. `specgen inspect` says whether a "
             "head fits the target and how it was read; n-grams need text that repeats itself."
+        )
+    if number := report.num_lost_tokens:
+        yield (
+            f"{count(number)} tokens more than the texts have were computed, of requests that were stopped or failed: "
+            "their time is in the speeds."
         )
     if number := ended.get("context", 0):
         yield (
