@@ -528,6 +528,21 @@ def test_other_settings_are_named(tmp_path: Path) -> None:
     assert "The runs also differ in versions.torch: None, 3.0." in call(*paths)
 
 
+def test_parameters_that_rows_of_one_data_set_set_are_named_and_hide_no_other(tmp_path: Path) -> None:
+    paths = [
+        a_run(tmp_path / f"{head}-{data}", head, [[1, 2], [3]], data)
+        for data in ("mix", "plain")
+        for head in "ab"
+    ]
+    for path in paths[:2]:
+        manifest = json.loads((path / "manifest.json").read_text())
+        manifest["settings"]["rows set their own"] = "temperature"
+        (path / "manifest.json").write_text(json.dumps(manifest))
+    text = call(*paths)
+    assert "sampling greedy" in text
+    assert "Rows of mix set their own temperature." in text
+
+
 def test_a_comparison_that_has_not_finished_or_is_of_an_earlier_version_is_refused(
     compared: tuple[Path, list[str], str], tmp_path: Path
 ) -> None:
