@@ -27,7 +27,7 @@ _PARQUET_BATCH = 1024  # rows per read
 _LONGEST_CELL = 64 * 2**20  # characters
 _JSON_COLUMNS = frozenset(
     SAMPLING_FIELDS
-)  # of a CSV file: their cells are JSON values, but for one string of stop
+)  # of CSV: their cells are JSON values, but for a single stop string
 _SAME_NAME = "two columns have the same name: rename one"
 _MARKS = {",": "comma", ";": "semicolon", "\t": "tab"}
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}

@@ -373,7 +373,7 @@ def remarks(report: Report) -> Iterator[str]:
             f"The drafter is dead: the mean acceptance length is under {DEAD_LENGTH}. `specgen inspect` says whether a "
             "head fits the target and how it was read; n-grams need text that repeats itself."
         )
-    if number := report.num_lost_tokens:
+    if (number := report.num_lost_tokens) and not report.unfinished:  # else they may become texts
         yield (
             f"{count(number)} tokens more than the texts have were computed, of requests that were stopped or failed: "
             "their time is in the speeds."
