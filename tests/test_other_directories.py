@@ -6,6 +6,7 @@ import re
 import pytest
 
 from specgen.experiments.output import BenchTable
+from specgen.report.display import percent, thousandths
 from specgen.report.table import Column
 from tests.commands import specgen
 from tests.test_paired_requests import row
@@ -48,8 +49,13 @@ def test_benches_are_printed_again(tmp_path):
             title=f"Bench {name}",
             name=name,
             conditions={"device": "a CPU"},
-            columns=(Column(name="batch"), Column(name="time", unit="us")),
-            rows=({"batch": 8, "time": number},),
+            columns=(
+                Column(name="batch"),
+                Column(name="time", unit="us"),
+                Column(name="share", show=percent),
+                Column(name="bound", show=thousandths),
+            ),
+            rows=({"batch": 8, "time": number, "share": 0.338, "bound": 0.004},),
             notes=("Two were not run.",),
         ).write(tmp_path)
     wide = tmp_path / "wide"
@@ -68,7 +74,10 @@ def test_benches_are_printed_again(tmp_path):
     assert lines == [
         part
         for name, number in (("one", "1.50"), ("two", "2.50"))
-        for part in (f"Bench {name}", "device: a CPU", "batch time [us]", f"8 {number}", "Two were not run.")
+        for part in (
+            *(f"Bench {name}", "device: a CPU"),
+            *("batch time [us] share bound", f"8 {number} 33.8 % 0.004", "Two were not run."),
+        )
     ]
     documents = [json.loads(line) for line in call(tmp_path, "--json").stdout.splitlines()]
     assert documents == [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two")]

@@ -357,16 +357,12 @@ def _conditions(
 # --- the tables -----------------------------------------------------------------------------------
 
 
-def _ms(number: float | None) -> str:
-    return display.DASH if number is None else f"{number:.3f}"
-
-
 _COLUMNS = (
     Column(name="batch"),
     Column(name="part"),
-    Column(name="time", unit="ms", show=_ms),
+    Column(name="time", unit="ms", show=display.thousandths),
     Column(name="share", show=display.percent),
-    Column(name="bound", unit="ms", show=_ms),
+    Column(name="bound", unit="ms", show=display.thousandths),
     Column(name="over_bound", show=display.ratio),
     Column(name="bound_by"),
     Column(name="excess", show=display.percent),

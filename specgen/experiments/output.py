@@ -9,6 +9,7 @@ from typing import Any
 from specgen.record.files import write_text
 from specgen.record.provenance import now
 from specgen.report.charts import Lines, Point, quarters
+from specgen.report.display import SHOWS
 from specgen.report.origin import origin
 from specgen.report.page import Page
 from specgen.report.table import Column, Row, Table, csv_text, keys
@@ -150,4 +151,5 @@ def selected(columns: Sequence[Column], rows: Iterable[Row]) -> tuple[Row, ...]:
 def _described(column: Column) -> dict[str, str]:
     """A column for a JSON document; ``of_bench`` reads it."""
     interval = {"interval": column.interval} if column.interval else {}
-    return {"name": column.name, "unit": column.unit, **interval}
+    show = next((name for name, each in SHOWS.items() if each is column.show), None)
+    return {"name": column.name, "unit": column.unit, **interval, **({} if show is None else {"show": show})}

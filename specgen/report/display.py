@@ -24,6 +24,11 @@ def plain(number: float | None) -> str:
     return DASH if number is None else f"{number:z.2f}"
 
 
+def thousandths(number: float | None) -> str:
+    """``0.004``"""
+    return DASH if number is None else f"{number:.3f}"
+
+
 def rate(number: float | None) -> str:
     """``1,234.5``"""
     return DASH if number is None else f"{number:z,.1f}"
@@ -73,6 +78,10 @@ def value(of_any_kind: float | bool | str | None) -> str:
     if isinstance(of_any_kind, str | bool):
         return str(of_any_kind)
     return count(of_any_kind) if isinstance(of_any_kind, int) else plain(of_any_kind)
+
+
+# Those that files of tables name
+SHOWS: dict[str, Show] = {each.__name__: each for each in (percent, plain, rate, ratio, seconds, thousandths)}
 
 
 def between(interval: Sequence[float] | None, show: Show) -> str:

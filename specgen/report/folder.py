@@ -12,7 +12,17 @@ from urllib.parse import quote
 from specgen.config import UserError, ngram_length, require
 from specgen.config.json_fields import load_json
 from specgen.record.record_rows import WHOLE
-from specgen.report.display import checkpoint_name, count, plain, printable, rate, ratio, several
+from specgen.report.display import (
+    SHOWS,
+    checkpoint_name,
+    count,
+    plain,
+    printable,
+    rate,
+    ratio,
+    several,
+    value,
+)
 from specgen.report.page import Page
 from specgen.report.report import is_finished, load, status_of
 from specgen.report.table import Column, Row, Table, keys
@@ -378,7 +388,12 @@ def of_bench(document: Mapping[str, Any]) -> Iterator[Part]:
     """What the terminal shows of a bench's document."""
     yield "\n".join([document["title"], *(f"{name}: {value}" for name, value in document["head"].items())])
     columns = tuple(
-        Column(name=each["name"], unit=each["unit"], interval=each.get("interval", ""))
+        Column(
+            name=each["name"],
+            unit=each["unit"],
+            interval=each.get("interval", ""),
+            show=SHOWS.get(each.get("show", ""), value),
+        )
         for each in document["columns"]
     )
     yield Table(
