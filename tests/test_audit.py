@@ -203,6 +203,10 @@ def test_rows_that_ask_for_sampled_texts_are_decoded_greedily(tmp_path: Path) ->
     assert result.exit_code == 0, result.output
     assert "1 row sets a temperature, which is left out: everything is decoded greedily" in result.stderr
     assert "Nothing changed" in result.output
+    assert "no step had drafts" not in result.stderr
+    few = ("--num-prompts", 2, "--max-new-tokens", 1, "--batch-sizes", 1, "--device", "cpu")
+    result = verify(*few, "--dataset", own)
+    assert "padded, batch 1: no step had drafts, so its texts tell nothing of speculation" in result.stderr
 
 
 @pytest.mark.slow

@@ -204,6 +204,9 @@ def audit(job: AuditJob, progress: Progress) -> dict[str, Any]:
         f"none of the prompts of {job.data.dataset} can be run: {(failures or ['no prompt'])[0]}",
     )
     arms = [_compare(arm, decode(arm), answered, target) for arm in others]
+    for arm, found in zip(others, arms, strict=True):
+        if arm.changes["decoding"] != "plain" and found["mean_acceptance_length"] is None:
+            progress.warn(f"{arm.name}: no step had drafts, so its texts tell nothing of speculation")
     divergences = [each for arm in arms for each in arm["divergences"]]
     record = manifest(
         engine=config,
