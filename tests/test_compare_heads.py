@@ -536,7 +536,7 @@ def test_parameters_that_rows_of_one_data_set_set_are_named_and_hide_no_other(tm
     ]
     for path in paths[:2]:
         manifest = json.loads((path / "manifest.json").read_text())
-        manifest["settings"]["rows set their own"] = "temperature"
+        manifest["data"]["own_parameters"] = ["temperature"]
         (path / "manifest.json").write_text(json.dumps(manifest))
     text = call(*paths)
     assert "sampling greedy" in text

@@ -202,16 +202,15 @@ class HeadsRun:
 
         So every arm is asked the same, all at once, and nothing is left to tokenize where it is timed.
         """
-        first, *others = runs.on(data)
-        answers, *theirs = (Rows(run.directory / "completions.jsonl") for run in (first, *others))
-        config = self._one(data, first.head).engine
+        every = [Rows(run.directory / "completions.jsonl") for run in runs.on(data)]
+        config = self._one(data, runs.on(data)[0].head).engine
         tokenizer = load_chat_tokenizer(config, open_checkpoints(config))
         for prompt in source.open():
             if isinstance(prompt, Rejected):
                 continue
             earlier: list[str] = []
             for turn, name in enumerate(prompt.turn_ids, start=1):
-                if not all(name in each for each in (answers, *theirs)):
+                if not all(name in answers for answers in every):
                     break
                 yield Request(
                     id=name,
@@ -221,7 +220,7 @@ class HeadsRun:
                     turn=turn,
                     num_turns=len(prompt.turn_ids),
                 )
-                earlier.append(str(answers[name]["text"]))
+                earlier.append(str(every[0][name]["text"]))
 
     @property
     def _sampling(self) -> SamplingParams:

@@ -23,6 +23,7 @@ from specgen.report.display import (
 from specgen.report.paired_requests import PairedFigure, num_identical
 from specgen.report.report import DEFINITIONS
 from specgen.report.table import Column, Row, Table, csv_text
+from specgen.report.tables import failures
 from specgen.report.terminal import Part, definitions, heading
 
 _LENGTH = (
@@ -57,7 +58,7 @@ def of_heads(found: Comparison) -> Iterator[Part]:
 
 def settings(found: Comparison) -> dict[str, str]:
     """What all runs share, by label."""
-    own = {"drafter", "drafter batch", "data"}
+    own = {"drafter", "drafter batch", "data", "rows set their own"}
     first, *others = (run.manifest.get("settings", {}) for run in found.runs)
     return {
         name: text
@@ -71,17 +72,16 @@ def notes(found: Comparison) -> Iterator[str]:
     for name, values in found.unlike.items():
         each = dict.fromkeys(map(str, values))
         yield f"The runs also differ in {name}: {', '.join(each)}."
-    own = {run.data: run.manifest.get("settings", {}).get("rows set their own") for run in found.runs}
+    own = {run.data: run.manifest["data"].get("own_parameters", []) for run in found.runs}
     for data, names in own.items():
-        if names and len(set(own.values())) > 1:
-            yield f"Rows of {data} set their own {names}."
+        if names:
+            yield f"Rows of {data} set their own {', '.join(names)}."
     for run in found.runs:
         if without := run.report.num_steps_without_drafts:
             steps = f"{count(without)} of {count(without + run.report.num_drafts)} steps"
             yield f"{run.head} on {run.data}: {steps} had no drafts and gave one token each."
-        if failed := run.report.num_errors:
-            requests = f"{count(failed)} of {count(failed + run.report.num_requests)} requests"
-            yield f"{run.head} on {run.data}: {requests} failed, which are in no number: see its errors.jsonl."
+        if failed := failures(run.report):
+            yield f"{run.head} on {run.data}: {failed}: see its errors.jsonl."
 
 
 def terms(found: Comparison) -> list[tuple[str, str]]:

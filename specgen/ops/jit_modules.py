@@ -101,7 +101,20 @@ def _compile_missing(modules: Sequence[Module]) -> list[str]:
         return [each.what for each in missing]
 
 
-def _to_compile(modules: "Sequence[_Missing]") -> "list[_Missing]":
+@dataclass(frozen=True, kw_only=True)
+class _Missing:
+    what: str
+    spec: Any  # flashinfer.jit.core.JitSpecNvcc
+    longest: bool
+
+
+def _specs(modules: Sequence[Module]) -> list[_Missing]:
+    """Each module once: several uses of kernels may come down to one."""
+    found = [_Missing(what=each.what, spec=each.spec(), longest=each.longest) for each in modules]
+    return list({each.spec.name: each for each in reversed(found)}.values())[::-1]
+
+
+def _to_compile(modules: Sequence[_Missing]) -> list[_Missing]:
     """Those without a library that is up to date."""
     with ThreadPoolExecutor() as pool:
         current = list(pool.map(lambda each: _is_current(each.spec), modules))
@@ -123,19 +136,6 @@ def _is_current(spec: Any) -> bool:  # noqa: ANN401
     except OSError:  # no ninja, or a cache that is not to be written to: it is used as it is, if it can be
         return True
     return b"no work to do" in said
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Missing:
-    what: str
-    spec: Any  # flashinfer.jit.core.JitSpecNvcc
-    longest: bool
-
-
-def _specs(modules: Sequence[Module]) -> list[_Missing]:
-    """Each module once: several uses of kernels may come down to one."""
-    found = [_Missing(what=each.what, spec=each.spec(), longest=each.longest) for each in modules]
-    return list({each.spec.name: each for each in reversed(found)}.values())[::-1]
 
 
 class _Build:

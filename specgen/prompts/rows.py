@@ -25,9 +25,8 @@ from specgen.storage import Store, StoredObject
 
 _PARQUET_BATCH = 1024  # rows per read
 _LONGEST_CELL = 64 * 2**20  # characters
-_JSON_COLUMNS = frozenset(
-    SAMPLING_FIELDS
-)  # of CSV: their cells are JSON values, but for a single stop string
+# Of a CSV file: their cells are JSON values, but for a single stop string
+_JSON_COLUMNS = frozenset(SAMPLING_FIELDS)
 _SAME_NAME = "two columns have the same name: rename one"
 _MARKS = {",": "comma", ";": "semicolon", "\t": "tab"}
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}

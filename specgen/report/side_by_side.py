@@ -23,7 +23,7 @@ from specgen.report.display import (
 from specgen.report.paired_requests import LENGTH, PairedFigure, SharedRequests
 from specgen.report.report import DEFINITIONS, Report
 from specgen.report.table import Column, Row, Table
-from specgen.report.tables import remarks
+from specgen.report.tables import failures, remarks
 from specgen.report.terminal import Part, definitions
 
 _NAME = 12  # characters of a run's name in a heading; runs with longer names are numbered
@@ -81,9 +81,8 @@ def of_runs(
 
 
 def _failures(report: Report) -> Iterator[str]:
-    if failed := report.num_errors:
-        of = count(failed + report.num_requests)
-        yield f"{count(failed)} of {of} requests failed, which are in no number."
+    if failed := failures(report):
+        yield f"{failed}."
     if unlike := report.unlike_work:
         yield f"Against plain decoding {unlike}."
 

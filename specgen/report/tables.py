@@ -356,6 +356,13 @@ def expert_terms(report: Report) -> Iterator[tuple[str, str]]:
 # --- sentences ------------------------------------------------------------------------------------
 
 
+def failures(report: Report) -> str:
+    """How many requests failed; empty: none."""
+    failed = report.num_errors
+    of = count(failed + report.num_requests)
+    return f"{count(failed)} of {of} requests failed, which are in no number" if failed else ""
+
+
 def remarks(report: Report) -> Iterator[str]:
     """What is to be said of a run; nothing of an ordinary one."""
     ended, reasoning = report.finish_reasons, report.ended_in_reasoning
