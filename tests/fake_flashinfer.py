@@ -14,8 +14,8 @@ from torch import Tensor
 
 from specgen.attention import fa3, latent_decode
 from specgen.ops.jit_modules import pointers
+from tests import latent_lists
 from tests.cuda_on_cpu import on_cpu, plain_function
-from tests.latent_lists import of_flashinfer
 
 Pages = tuple[Tensor, Tensor]
 KERNELS: dict[str, object] = {}  # what each name of a kernel with sinks is compiled for
@@ -279,68 +279,27 @@ class Fa3:
         return 0
 
 
-class BatchMLAPagedAttentionWrapper:
-    def __init__(self, workspace: Tensor) -> None: ...
-
-    def plan(
-        self,
-        qo_indptr: Tensor,
-        kv_indptr: Tensor,
-        kv_indices: Tensor,
-        kv_len_arr: Tensor,
-        num_heads: int,
-        head_dim_ckv: int,
-        head_dim_kpe: int,
-        page_size: int,
-        causal: bool,
-        sm_scale: float,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
-    ) -> None:
-        assert causal
-        assert {each.dtype for each in (qo_indptr, kv_indptr, kv_indices, kv_len_arr)} == {torch.int32}
-        assert len(qo_indptr) == len(kv_indptr) == len(kv_len_arr) + 1
-        assert kv_indptr[0] == 0, "as FlashInfer 0.7 demands"
-        assert torch.equal(kv_indptr.diff(), -(-kv_len_arr // page_size))
-        self.num_heads, self.page_size, self.scale = num_heads, page_size, sm_scale
-        self.first_rows, self.first_pages = qo_indptr.tolist(), kv_indptr.tolist()
-        self.pages, self.kv_lens = kv_indices.long(), kv_len_arr.tolist()
-
-    def run(self, q: Tensor, q_rope: Tensor, latents: Tensor, keys: Tensor, *, out: Tensor) -> None:
-        """As the kernel for Hopper: how far a tile's rows see is rounded down, to whole tiles of 64 positions."""
-        assert len(q) == len(out) == self.first_rows[-1]
-        tile = 128 if self.first_rows[-1] * self.num_heads // len(self.kv_lens) > 64 else 64
-        for b, kv_len in enumerate(self.kv_lens):
-            first, end = self.first_rows[b : b + 2]
-            positions = torch.arange(kv_len)
-            slots = self.pages[self.first_pages[b] + positions // self.page_size], positions % self.page_size
-            stored = torch.cat((latents[slots], keys[slots]), -1)
-            heads = torch.cat((q[first:end], q_rope[first:end]), -1).flatten(0, 1)
-            row = torch.arange(len(heads)) // self.num_heads
-            bound = kv_len - (end - first) + (torch.arange(len(heads)) // tile + 1) * tile // self.num_heads
-            reached = positions < -(-bound // 64)[:, None] * 64
-            seen = (positions <= (kv_len - (end - first) + row)[:, None]) & reached
-            scores = (heads @ stored.T * self.scale).masked_fill(~seen, float("-inf"))
-            out[first:end] = (scores.softmax(-1) @ latents[slots]).view(end - first, self.num_heads, -1)
+def latent_kernels(spec: Any, symbol: str, *dtype: Any) -> Any:
+    """What ``latent_decode.py`` calls, with tensors for pointers."""
+    if symbol == "latent_decode":
+        return latent_lists.latent_decode
+    plan = getattr(on_cpu(latent_decode._PLAN), symbol)
+    return lambda *given: plan(*pointers(given[:4]), *given[4:])
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *, major: int, num_sms: int) -> None:
     """Backends on ``torch.device("cpu")`` take it for a GPU of compute capability ``major``.0 and call this module."""
     module = ModuleType("flashinfer")
-    for part in ("", ".decode", ".mla", ".prefill", ".jit.attention.variants"):
+    for part in ("", ".decode", ".prefill", ".jit.attention.variants"):
         monkeypatch.setitem(sys.modules, f"flashinfer{part}", module)
     module.trtllm_batch_decode_with_kv_cache = trtllm_batch_decode_with_kv_cache  # type: ignore[attr-defined]
     module.xqa_batch_decode_with_kv_cache = xqa_batch_decode_with_kv_cache  # type: ignore[attr-defined]
     module.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper  # type: ignore[attr-defined]
-    module.BatchMLAPagedAttentionWrapper = BatchMLAPagedAttentionWrapper  # type: ignore[attr-defined]
     module.attention_sink_decl = {"fa2": "fa2", "fa3": "fa3"}  # type: ignore[attr-defined]
-    monkeypatch.setattr(latent_decode, "_attention", lambda dtype: of_flashinfer)
-    monkeypatch.setattr(
-        latent_decode, "compiled", lambda _, symbol: getattr(on_cpu(latent_decode._SOURCE), symbol)
-    )
+    monkeypatch.setattr(latent_decode, "compiled", latent_kernels)
     monkeypatch.setattr(fa3, "compiled", lambda _, symbol, shape: getattr(Fa3(shape), symbol))
-    monkeypatch.setattr(fa3, "pointers", list)
     for user in (fa3, latent_decode):
+        monkeypatch.setattr(user, "pointers", list)
         monkeypatch.setattr(user, "current_stream", lambda device: None)
     for user in ("fa3", "hopper", "flashinfer_paged", "latent_decode", "planning"):
         monkeypatch.setattr(f"specgen.attention.{user}.num_sms", lambda device: num_sms)

@@ -131,46 +131,28 @@ def attend(
             final[begin + row] = (weights[:, None] * parts[each]).sum(0).to(out.dtype)
 
 
-def of_flashinfer(*given: Any) -> None:
-    """Its kernel, which finds the list by the offsets in ``info``."""
-    (
-        workspace,
-        work,
-        info,
-        q,
-        q_rope,
-        latents,
-        keys,
-        tables,
-        out,
-        lse,
-        mask,
-        num_heads,
-        page_size,
-        scale,
-        *rest,
-    ) = given
-    assert len(info) == 18
-    assert (lse, mask, num_heads, page_size, rest) == (
-        None,
-        1,
-        q.shape[1],
-        latents.shape[1],
-        [False, 1.0, 1.0, None],
-    )
-    cluster, num_clusters, *offsets, parts, sums = info
-    names = (*BY_ITEM[:3], *BY_BLOCK, *BY_ITEM[3:], "first_item")
-    sections = {name: work[offset // 4 :] for name, offset in zip(names, offsets, strict=True)}
+def latent_decode(
+    q: Tensor,
+    keys: Tensor,
+    tables: Tensor,
+    out: Tensor,
+    work: Tensor,
+    parts: Tensor,
+    sums: Tensor,
+    sizes: Sequence[int],
+    scale: Any,
+    stream: None,
+) -> int:
+    """As that of ``latent_decode.cu``."""
+    cluster, num_clusters, num_heads, page_size, *strides_and_starts = sizes
+    assert (num_heads, page_size) == (q.shape[1], keys.shape[1])
+    assert strides_and_starts[:4] == [*q.stride()[:2], *keys.stride()[:2]]
+    assert out.shape == (*q.shape[:2], RANK)
+    sections = {name: work[start:] for name, start in zip(SECTIONS, strides_and_starts[4:], strict=True)}
     first_item = sections["first_item"][: num_clusters + 1].tolist()
-    sizes = dict.fromkeys(BY_ITEM, first_item[-1]) | dict.fromkeys(BY_BLOCK, num_clusters * cluster)
-    found = {name: sections[name][:size].tolist() for name, size in sizes.items()} | {
-        "first_item": first_item
-    }
-    most = max(found["parts_end"])
-    assert parts == 0
-    assert most * RANK * 2 <= sums
-    assert sums + most * 4 <= workspace.numel()
+    lens = dict.fromkeys(BY_ITEM, first_item[-1]) | dict.fromkeys(BY_BLOCK, num_clusters * cluster)
+    found = {name: sections[name][:count].tolist() for name, count in lens.items()}
+    assert max(found["parts_end"]) <= len(parts) == len(sums)
     shape = Shape(cluster=cluster, num_clusters=num_clusters, group_rows=0, groups=0)
-    attend(
-        found, shape, torch.cat((q, q_rope), -1), torch.cat((latents, keys), -1), tables.flatten(), out, scale
-    )
+    attend(found | {"first_item": first_item}, shape, q, keys[:, :, 0], tables.flatten(), out, scale.value)
+    return 0

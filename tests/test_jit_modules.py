@@ -277,6 +277,8 @@ def test_what_fails_beside_a_compilation_does_not_wait_for_it(make) -> None:
         raise ValueError("no weights")
     assert time.monotonic() - began < 0.9
     for thread in set(threading.enumerate()) - others:  # before its folder goes
+        while thread.ident is None:  # about to start
+            time.sleep(0.01)
         thread.join(10)
 
 
@@ -345,7 +347,7 @@ NEEDED = {
         (use(FP8, num_sequences=128), "FA2, heads of 128, FP8 KV; XQA, 5 rows, heads of 128, FP8 KV"),
         (
             use(GLM, query_lens=(1, 2)),
-            "latent attention; FA3, keys of 256 and values of 256; work lists of latent attention",
+            "latent attention; work lists of latent attention; FA3, keys of 256 and values of 256",
         ),
         (use(GLM, prefills=False), "latent attention; work lists of latent attention"),
         (
@@ -392,11 +394,7 @@ def generators(monkeypatch: pytest.MonkeyPatch) -> None:
         "flashinfer": (),
         "flashinfer.jit": (),
         "flashinfer.jit.xqa": ("gen_xqa_module",),
-        "flashinfer.jit.attention": (
-            "gen_batch_mla_module",
-            "gen_batch_prefill_module",
-            "gen_customize_batch_prefill_module",
-        ),
+        "flashinfer.jit.attention": ("gen_batch_prefill_module", "gen_customize_batch_prefill_module"),
         "flashinfer.jit.attention.modules": (),
         "flashinfer.jit.attention.variants": (),
         "flashinfer.jit.sampling": ("gen_sampling_module",),
@@ -431,9 +429,7 @@ def test_flashinfer_is_asked_for_what_it_would_compile_at_the_first_use(
     sinks = FlashInferBackend.modules(H100, use(SINKS, windowed=(True,)))[0].spec()
     assert sinks[:2] == ("fa2", "specgen_prefill_sink_bfloat16_bfloat16_64_window_fa2")
     assert sinks[-2:] == ("declaration", ("use_sliding_window", True))
-    absorbed, expanded = FlashInferBackend.modules(H100, use(GLM))
-    bf16 = [torch.bfloat16] * 3
-    assert absorbed.spec() == ("fa3", *bf16, torch.int32, 512, 64, False)
+    expanded = HopperBackend.modules(H100, use(GLM))[-1]
     assert expanded.spec() == fa3._Shape(paged=False, key_dim=256, value_dim=256, dtype=torch.bfloat16)
     monkeypatch.setattr(
         sys.modules["flashinfer.jit.attention.modules"],

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from specgen.attention import LayerAttention, latent_decode
-from specgen.attention.flashinfer_paged import PlannedLatents
 from specgen.attention.latent_decode import RANK, ROPE_DIM, LatentDecode, Shape
 from specgen.attention.sdpa import SdpaBackend
 from specgen.kv.layout import Layout
-from tests import fake_flashinfer
+from tests import fake_flashinfer, latent_lists
 from tests.cuda_on_cpu import on_cpu
-from tests.latent_lists import BY_BLOCK, BY_ITEM, SECTIONS, TILE, Rows, of_flashinfer, work_list
+from tests.latent_lists import BY_ITEM, SECTIONS, TILE, Rows, work_list
 from tests.marks import mostly_slow
 
 CPU = torch.device("cpu")
@@ -34,7 +33,7 @@ def of_device(
     longest = max(lens) if isinstance(lens, list) else lens
     work = torch.full((sum(shape.sections(len(sequences))) + 8,), -7, dtype=torch.int32)
     pointers = [ctypes.c_void_p(each.data_ptr()) for each in columns] + [None] * (0 if ragged else 2)
-    error = on_cpu(latent_decode._SOURCE).latent_plan_run(
+    error = on_cpu(latent_decode._PLAN).latent_plan_run(
         *(
             *pointers,
             ctypes.c_void_p(work.data_ptr()),
@@ -137,14 +136,6 @@ def require_attends_as_torch(attend: Any, layout: Layout, q: Tensor, pages: Tens
     assert not got[rows:].any(), case
 
 
-@pytest.mark.parametrize("num_heads", mostly_slow([4, 20, 64], 20))
-def test_with_a_plan_of_the_host_it_attends_as_torch_does(decode: LatentDecode, num_heads: int) -> None:
-    """Also where the last row of a tile begins another tile of positions, which the kernel would leave out."""
-    for name, layout in layouts().items():
-        pages, q = random_pass(layout, num_heads)
-        require_attends_as_torch(PlannedLatents(CPU).plan(layout), layout, q, pages, name)
-
-
 @pytest.mark.parametrize("num_heads", mostly_slow([4, 20], 4))
 def test_it_attends_as_torch_does(decode: LatentDecode, num_heads: int) -> None:
     for name, layout in layouts().items():
@@ -169,17 +160,17 @@ def test_a_wrong_list_is_seen(decode: LatentDecode, monkeypatch: pytest.MonkeyPa
     """A part that is left out, a position too many, rows of another sequence."""
     layout = layouts()["drafts"]
     pages, q = torch.randn(200, 16, 1, RANK + ROPE_DIM), torch.randn(20, 20, RANK + ROPE_DIM)
-    right = decode.plan(layout)(LAYER, q, pages, pages).clone()
+    right, kernel = decode.plan(layout)(LAYER, q, pages, pages).clone(), latent_lists.latent_decode
     for name, change in {"kv_end": -1, "kv_len": 1, "first_page": 1, "parts_begin": 1}.items():
-        place = (*BY_ITEM[:3], *BY_BLOCK, *BY_ITEM[3:]).index(name) + 2
 
-        def planted(*given: Any, place: int = place, change: int = change, name: str = name) -> None:
-            work, info = given[1:3]
-            last_item = int(work[info[15] // 4 + info[1]]) - 1
-            work[info[place] // 4 + (0 if BY_ITEM.count(name) == 0 else last_item)] += change
-            of_flashinfer(*given)
+        def planted(*given: Any, change: int = change, name: str = name) -> int:
+            work, sizes = given[4], given[7]
+            of = dict(zip(SECTIONS, sizes[8:], strict=True))
+            last_item = int(work[of["first_item"] + sizes[1]]) - 1
+            work[of[name] + (last_item if name in BY_ITEM else 0)] += change
+            return kernel(*given)
 
-        monkeypatch.setattr(latent_decode, "_attention", lambda dtype, planted=planted: planted)
+        monkeypatch.setattr(latent_lists, "latent_decode", planted)
         try:
             got = LatentDecode(CPU).plan(layout)(LAYER, q, pages, pages)
         except (AssertionError, IndexError):

@@ -70,7 +70,7 @@ def assert_rounding_alone(pair: Pair, reference: Outputs, other: Outputs) -> Non
         assert found is None or found.explained, found
 
 
-@pytest.mark.parametrize("attention", ["hopper", "flashinfer", "sdpa"])
+@pytest.mark.parametrize("attention", ["hopper", "sdpa"])
 def test_logits_are_those_of_the_cpu(pair: Pair, attention: str) -> None:
     right = logits(load_pair(pair.path, drafter="mtp"), page_size=16)
     got = logits(pair, **FAST | {"attention": attention})
@@ -93,9 +93,8 @@ def test_graphs_change_no_text_and_no_step(pair: Pair, batch: str) -> None:
         assert_rounding_alone(pair, eager, step)
 
 
-@pytest.mark.parametrize("attention", ["flashinfer", "sdpa"])
-def test_other_backends_change_no_text_beyond_rounding(pair: Pair, attention: str) -> None:
-    fast, other = (run(pair, num_spec_tokens=3, attention=each) for each in ("hopper", attention))
+def test_torch_gives_the_same_text_up_to_rounding(pair: Pair) -> None:
+    fast, other = (run(pair, num_spec_tokens=3, attention=each) for each in ("hopper", "sdpa"))
     assert_rounding_alone(pair, fast, other)
 
 

@@ -4,13 +4,14 @@ About a minute, once FlashInfer's modules are compiled.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, product
 
 import pytest
 import torch
 from torch import Tensor
 
-from specgen.attention import LatentLayer, LayerAttention, SdpaExpanded
+from specgen.attention import LatentLayer, LayerAttention, SdpaExpanded, latent_decode
 from specgen.attention.fa3 import attend_expanded
 from specgen.attention.latent_decode import RANK, ROPE_DIM, LatentDecode, Shape
 from specgen.attention.sdpa import SdpaBackend
@@ -81,6 +82,16 @@ def test_decode_passes_of_all_lengths(decode: LatentDecode, num_heads: int, quer
         tables, num_pages = tables_of([length + query_len for length in lens], page_size)
         layout = Layout.uniform(tables, torch.tensor(lens, device=CUDA), query_len, page_size)
         check(decode, layout, num_heads, num_pages, layout.num_rows)
+
+
+def test_decode_passes_where_some_warps_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late in front of their products: what lies in shared memory waits for them."""
+    monkeypatch.setattr(latent_decode, "_spec", partial(latent_decode._spec, LATE=1))
+    decode = LatentDecode(CUDA)
+    for _, query_len, lens in product(range(3), (1, 5), LENS):
+        tables, num_pages = tables_of([length + query_len for length in lens], 64)
+        layout = Layout.uniform(tables, torch.tensor(lens, device=CUDA), query_len, 64)
+        check(decode, layout, 20, num_pages, layout.num_rows)
 
 
 def test_rows_of_any_number_and_the_end_of_a_long_prompt(decode: LatentDecode) -> None:

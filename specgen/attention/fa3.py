@@ -15,6 +15,7 @@ from specgen.kv.layout import HostLens
 from specgen.ops.jit_modules import Module, compiled, current_stream, num_sms, pointers, source_spec
 
 _SOURCE = Path(__file__).with_name("fa3_prefill.cu")
+LATE = Path(__file__).with_name("late.cuh")
 
 
 class _Shape(NamedTuple):
@@ -145,4 +146,5 @@ def _spec(shape: _Shape, **more: int) -> Any:  # noqa: ANN401
 
         variant = attention_sink_decl["fa3"] + "using Variant = AttentionSink;\n"
     values = {macro: int(value) for macro, value in defines.items()} | more
-    return source_spec("fa3_prefill", _SOURCE, values, {"variant.h": variant, **HEADERS})
+    headers = {"variant.h": variant, LATE.name: LATE.read_text(), **HEADERS}
+    return source_spec("fa3_prefill", _SOURCE, values, headers)

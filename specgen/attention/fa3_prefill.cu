@@ -19,17 +19,11 @@
 #include <utility>
 #include <vector>
 
-// Three places of FlashInfer 0.6 and 0.7 where warps are not ordered, and outputs are wrong if some are late. Here its
-// headers take these classes for those that they name. With LATE, warps of a test are late.
-namespace cutlass {
+#include "late.cuh"
 
-CUTLASS_DEVICE void some_are_late() {
-#ifdef LATE
-  const unsigned mixed = (threadIdx.x / 32 + blockIdx.x * 31 + static_cast<unsigned>(clock64()) / 64) * 0x9E3779B9u;
-  const unsigned drawn = __shfl_sync(0xffffffff, mixed, 0) >> 16;
-  if (drawn % 3 == 0) __nanosleep(drawn & 4095);
-#endif
-}
+// Three places of FlashInfer 0.6 and 0.7 where warps are not ordered, and outputs are wrong if some are late. Here its
+// headers take these classes for those that they name.
+namespace cutlass {
 
 // Values of pages are written by cp.async, in the generic proxy, and GEMMs read them in the async proxy: PTX wants a
 // fence between the two.

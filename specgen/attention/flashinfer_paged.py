@@ -7,22 +7,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from specgen.attention import (
-    Backend,
-    Capabilities,
-    Gpu,
-    Heads,
-    Kernel,
-    LayerAttention,
-    Rows,
-    Use,
-    latent_decode,
-)
-from specgen.attention.fa3 import attend_expanded, attend_paged, expanded_module, paged_module
-from specgen.attention.latent_decode import BLOCK_ROWS, RANK, ROPE_DIM, Shape
-from specgen.attention.planning import MIB, HostPlan, PassLens, offsets, prefill_bytes, spread
-from specgen.device import on_device
-from specgen.kv.layout import HostLens, Layout
+from specgen.attention import Backend, Capabilities, Gpu, Heads, Kernel, LayerAttention, Rows, Use
+from specgen.attention.fa3 import attend_paged, paged_module
+from specgen.attention.planning import HostPlan, PassLens, prefill_bytes
+from specgen.kv.layout import Layout
 from specgen.ops.jit_modules import Module, num_sms
 
 FlashAttention = Literal["fa2", "fa3"]
@@ -67,7 +55,7 @@ class FlashInferBackend(Backend):
         page_sizes=(16, 32, 64),
         head_dims=(64, 128, 256),
         sinks=True,
-        latents=latent_decode.refuse_latents,
+        latents=None,
     )
 
     def __init__(self, device: torch.device, kernels: FlashAttention = "fa2") -> None:
@@ -76,21 +64,14 @@ class FlashInferBackend(Backend):
         self._num_sms = num_sms(device)
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
         self._wrappers: dict[tuple[object, ...], _Wrapper] = {}
-        self._latents = PlannedLatents(device)
 
     @staticmethod
     def modules(gpu: Gpu, use: Use) -> list[Module]:
-        return latent_modules(use) if use.heads.latent is not None else prefill_modules("fa2", use)
+        return prefill_modules("fa2", use)
 
     @staticmethod
     def kernel(gpu: Gpu, use: Use, rows: Rows, num_sequences: int) -> str:
-        return prefill_kernel("fa2", use.heads) if use.heads.latent is None else latent_kernel(rows)
-
-    def absorbed(self, layout: Layout) -> Kernel:
-        return self._latents.plan(layout)
-
-    def expanded(self, host: HostLens) -> Kernel:
-        return attend_expanded(host)
+        return prefill_kernel("fa2", use.heads)
 
     def plan(self, layout: Layout) -> Kernel:
         """Without ``layout.host`` this waits for the device."""
@@ -135,70 +116,6 @@ class FlashInferBackend(Backend):
         return self._wrappers[key]
 
 
-class PlannedLatents:
-    """The absorbed form, with a plan a pass; what ``LatentDecode`` is measured against.
-
-    Rows of a sequence that fill more than a tile are planned as several sequences: how far a tile's rows see, the
-    kernel rounds down where heads do not divide the tile. Its tiles are smaller where rows are few on average.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._inner: Any = None
-        self._planned: HostPlan[tuple[PassLens, int, torch.dtype, float]] = HostPlan()
-
-    def plan(self, layout: Layout) -> Kernel:
-        """Without ``layout.host`` this waits for the device."""
-        lengths = PassLens(layout)
-
-        def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            assert keys is values, "values are the first numbers of the keys"
-            assert (layer.value_dim, layer.window, layer.sinks) == (RANK, None, None), layer
-            of = (lengths, q.shape[1], q.dtype, layer.scale)
-            self._planned.renew(of, lambda: self._plan(*of))
-            rows, latents = slice(lengths.num_rows), keys[:, :, 0]
-            out = q.new_zeros(len(q), q.shape[1], RANK)
-            self._inner.run(
-                q[rows, :, :RANK], q[rows, :, RANK:], latents[..., :RANK], latents[..., RANK:], out=out[rows]
-            )
-            return out.view(len(q), -1)
-
-        return kernel
-
-    def _plan(self, lengths: PassLens, num_heads: int, dtype: torch.dtype, scale: float) -> None:
-        if self._inner is None:
-            from flashinfer.mla import BatchMLAPagedAttentionWrapper
-
-            scratch = torch.empty(128 * MIB, dtype=torch.uint8, device=self._device)  # as it recommends
-            self._inner = BatchMLAPagedAttentionWrapper(scratch)
-        query_lens, kv_lens = lengths.query_lens.tolist(), lengths.kv_lens.tolist()
-        longest, share = max(query_lens), max(BLOCK_ROWS // num_heads, 1)
-        if min(query_lens) == longest:
-            share = Shape.of(longest, num_heads, num_sms(self._device)).group_rows
-        groups = [
-            (min(share, rows - skipped), kv_len - rows + min(skipped + share, rows), page)
-            for rows, kv_len, page in zip(query_lens, kv_lens, lengths.first_pages.tolist(), strict=False)
-            for skipped in range(0, rows, share)
-        ]
-        rows, ends, first_pages = torch.tensor(groups).T
-        first_indices = offsets(-(-ends // lengths.page_size))
-        group, place = spread(first_indices.diff(), int(first_indices[-1]))
-        self._inner.plan(
-            offsets(rows),
-            first_indices,
-            lengths.pages[on_device((first_pages[group] + place).tolist(), self._device)],
-            ends.to(torch.int32),
-            num_heads,
-            RANK,
-            ROPE_DIM,
-            lengths.page_size,
-            True,  # causal
-            scale,
-            dtype,
-            dtype,
-        )
-
-
 def _fitting(kernels: FlashAttention, heads: Heads) -> FlashAttention:
     """Those that run ``heads``: FA3 wants one dtype."""
     return kernels if heads.kv_dtype == heads.dtype else "fa2"
@@ -207,19 +124,6 @@ def _fitting(kernels: FlashAttention, heads: Heads) -> FlashAttention:
 def prefill_kernel(kernels: FlashAttention, heads: Heads) -> str:
     """The name of what ``FlashInferBackend`` runs."""
     return f"FlashInfer {_fitting(kernels, heads).upper()}"
-
-
-def latent_kernel(rows: Rows) -> str:
-    """The name of what attends to latents."""
-    return "FlashInfer FA3" if rows == "prefill" else "FlashInfer FA3 MLA"
-
-
-def latent_modules(use: Use) -> list[Module]:
-    """The modules that ``absorbed`` and ``expanded`` get from FlashInfer."""
-    latent, dtype = use.heads.latent, use.heads.dtype
-    assert latent is not None
-    expanded = [expanded_module(latent, dtype)] if use.prefills else []
-    return [latent_decode.decode_module(dtype), *expanded]
 
 
 def prefill_modules(kernels: FlashAttention, use: Use) -> list[Module]:

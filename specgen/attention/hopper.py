@@ -11,8 +11,8 @@ from torch import Tensor
 
 from specgen.attention import Backend, Gpu, Kernel, LayerAttention, RotatingKernel, Rows, Use
 from specgen.attention.fa3 import attend_expanded
-from specgen.attention.flashinfer_paged import latent_kernel, latent_modules, prefill_modules
-from specgen.attention.latent_decode import LatentDecode, list_module, refuse_latents
+from specgen.attention.flashinfer_paged import prefill_modules
+from specgen.attention.latent_decode import LatentDecode, latent_kernel, latent_modules, refuse_latents
 from specgen.attention.trtllm import TrtllmBackend, xqa_module, xqa_partial_modules
 from specgen.kv.layout import HostLens, Layout
 from specgen.ops import Rope
@@ -53,7 +53,7 @@ class HopperBackend(Backend):
     def modules(gpu: Gpu, use: Use) -> list[Module]:
         heads = use.heads
         if heads.latent is not None:
-            return [*latent_modules(use), list_module()]
+            return latent_modules(use)
         found, decoding = prefill_modules("fa3", use) if use.prefills else [], list[Module]()
         chosen = {rows: HopperBackend.kernel(gpu, use, rows, use.num_sequences) for rows in use.query_lens}
         for rows, kernel in chosen.items():

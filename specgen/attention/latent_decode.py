@@ -1,8 +1,8 @@
 """Latent attention on Hopper by FlashInfer: absorbed, with a work list made on the device, and expanded (FA3)."""
 
-from collections.abc import Callable
+import ctypes
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specgen.attention import Heads, Kernel, LatentDims, LayerAttention, refused
+from specgen.attention import Heads, Kernel, LatentDims, LayerAttention, Rows, Use, refused
+from specgen.attention.fa3 import LATE, expanded_module
 from specgen.kv.layout import Layout
 from specgen.ops.jit_modules import Module, compiled, current_stream, num_sms, pointers, source_spec
 
 RANK, ROPE_DIM = 512, 64  # the kernel's; those of DeepSeek-V2 and its relatives
 BLOCK_ROWS = 64  # rows times heads of one block
 WIDTHS = ((256, 256), (192, 128))  # of keys and values: those of GLM-4.7-Flash and DeepSeek-V3
-_SOURCE = Path(__file__).with_name("latent_plan.cu")
-_CAUSAL = 1  # FlashInfer's MaskMode
+_SOURCE, _PLAN = (Path(__file__).with_name(name) for name in ("latent_decode.cu", "latent_plan.cu"))
 
 
 def refuse_latents(device: torch.device, heads: Heads, latent: LatentDims) -> str | None:
@@ -42,14 +42,18 @@ def refuse_latents(device: torch.device, heads: Heads, latent: LatentDims) -> st
     return reason
 
 
-def decode_module(dtype: torch.dtype) -> Module:
-    """What attends to latents in this number format."""
-    return Module(what="latent attention", spec=partial(_attention_spec, dtype))
+def latent_modules(use: Use) -> list[Module]:
+    """The modules that latents need for ``use``."""
+    latent, dtype = use.heads.latent, use.heads.dtype
+    assert latent is not None
+    decode = Module(what="latent attention", spec=partial(_spec, dtype))
+    work_lists = Module(what="work lists of latent attention", spec=_plan_spec)
+    return [decode, work_lists, *([expanded_module(latent, dtype)] if use.prefills else [])]
 
 
-def list_module() -> Module:
-    """What makes its work lists."""
-    return Module(what="work lists of latent attention", spec=_plan_spec)
+def latent_kernel(rows: Rows) -> str:
+    """The name of what attends to latents."""
+    return "FlashInfer FA3" if rows == "prefill" else "FlashInfer FA3 MLA"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +94,7 @@ class LatentDecode:
 
     def __init__(self, device: torch.device) -> None:
         self._num_sms = num_sms(device)
-        self._parts: Tensor | None = None
+        self._parts: tuple[Tensor, Tensor] | None = None
         self._device = device
 
     def plan(self, layout: Layout) -> Kernel:
@@ -99,7 +103,7 @@ class LatentDecode:
         assert layout.starts.is_contiguous(), layout.starts.stride()
         assert tables.dtype == torch.int32, tables.dtype
         assert tables.stride(1) == 1, tables.stride()
-        lists, outs = dict[int, tuple[Tensor, list[int]]](), list[Tensor]()
+        lists, outs = dict[int, tuple[Tensor, Shape]](), list[Tensor]()
 
         def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             assert keys is values, "values are the first numbers of the keys"
@@ -110,27 +114,24 @@ class LatentDecode:
                 lists[num_heads] = self._work_list(layout, num_heads)
             if not outs:  # rows without a page, and padding rows, are not written
                 outs.append(q.new_zeros(len(q), num_heads, RANK))
-            work, info = lists[num_heads]
-            latents = keys[:, :, 0]
-            _attention(q.dtype)(
-                *(self._workspace(), work, info),
-                *(
-                    q[..., :RANK],
-                    q[..., RANK:],
-                    latents[..., :RANK],
-                    latents[..., RANK:],
-                    tables,
-                    outs[0],
-                    None,
-                ),
-                *(_CAUSAL, num_heads, layout.page_size, layer.scale, False, 1.0, 1.0, None),
+            assert q.stride(-1) == keys.stride(-1) == 1, "the numbers of a head lie side by side"
+            work, shape = lists[num_heads]
+            parts, sums = self._workspace()
+            sizes = [shape.cluster, shape.num_clusters, num_heads, layout.page_size]
+            sizes += [*q.stride()[:2], *keys.stride()[:2]]
+            sizes += accumulate(shape.sections(layout.num_sequences)[:-3], initial=0)
+            error = compiled(_spec, "latent_decode", q.dtype)(
+                *pointers((q, keys, tables, outs[0], work, parts, sums)),
+                (ctypes.c_int64 * len(sizes))(*sizes),
+                ctypes.c_double(layer.scale),
+                current_stream(self._device),
             )
+            assert error == 0, f"latent_decode: error {error} for {layout.num_sequences} sequences, {shape}"
             return outs[0].view(len(q), -1)
 
         return kernel
 
-    def _work_list(self, layout: Layout, num_heads: int) -> tuple[Tensor, list[int]]:
-        """The list, and where in it FlashInfer's kernel finds what (its ``MLAPlanInfo``)."""
+    def _work_list(self, layout: Layout, num_heads: int) -> tuple[Tensor, Shape]:
         shape, count = Shape.of(layout.max_query_len, num_heads, self._num_sms), layout.num_sequences
         sections, tables = shape.sections(count), layout.block_tables
         work = torch.empty(sum(sections), dtype=torch.int32, device=self._device)
@@ -146,37 +147,23 @@ class LatentDecode:
             current_stream(self._device),
         )
         assert error == 0, f"latent_plan: error {error} for {count} sequences, {shape}"
-        starts = [4 * start for start in accumulate(sections[:-2], initial=0)]
-        items, first_item, blocks = starts[:8], starts[8], starts[9:14]
-        first_row, first_page, partial, rows, kv_len, first_packed, kv_begin, kv_end = items
-        info = [shape.cluster, shape.num_clusters, first_row, first_page, partial, *blocks]
-        info += [rows, kv_len, first_packed, kv_begin, kv_end, first_item, 0, self._num_parts_rows * RANK * 2]
-        return work, info
+        return work, shape
 
-    @property
-    def _num_parts_rows(self) -> int:
-        """Rows of the parts that are merged, at most: each border between shares ends a part and begins one."""
-        return 2 * self._num_sms * BLOCK_ROWS
-
-    def _workspace(self) -> Tensor:
-        """Outputs of parts in 2 bytes each, and behind them their log-sum-exps in float32."""
+    def _workspace(self) -> tuple[Tensor, Tensor]:
+        """Outputs of parts and their log-sum-exps: each border between shares ends a part and begins one."""
         if self._parts is None:
             assert not torch.cuda.is_current_stream_capturing(), "run a pass before one is captured"
-            size = self._num_parts_rows * (RANK * 2 + 4)
-            self._parts = torch.empty(size, dtype=torch.uint8, device=self._device)
+            rows = 2 * self._num_sms * BLOCK_ROWS
+            parts = torch.empty(rows, RANK, dtype=torch.float16, device=self._device)  # or bfloat16
+            self._parts = parts, torch.empty(rows, dtype=torch.float32, device=self._device)
         return self._parts
 
 
-@cache
-def _attention(dtype: torch.dtype) -> Callable[..., None]:
-    return _attention_spec(dtype).build_and_load().run  # type: ignore[no-any-return]
-
-
-def _attention_spec(dtype: torch.dtype) -> Any:  # noqa: ANN401
-    from flashinfer.jit.attention import gen_batch_mla_module
-
-    return gen_batch_mla_module("fa3", dtype, dtype, dtype, torch.int32, RANK, ROPE_DIM, False)
+def _spec(dtype: torch.dtype, **more: int) -> Any:  # noqa: ANN401
+    """The ``JitSpec`` for numbers of ``dtype``; ``more`` macros are a test's."""
+    defines = {"HALF": int(dtype == torch.float16), "RANK": RANK, "ROPE_DIM": ROPE_DIM}
+    return source_spec("latent_decode", _SOURCE, defines | more, {LATE.name: LATE.read_text()})
 
 
 def _plan_spec() -> Any:  # noqa: ANN401
-    return source_spec("latent_plan", _SOURCE, {}, {})
+    return source_spec("latent_plan", _PLAN, {}, {})
