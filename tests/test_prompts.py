@@ -214,7 +214,7 @@ def test_own_rows(tmp_path):
     path = write_lines(
         tmp_path / "own.jsonl",
         OWN,
-        {"id": 7, "messages": chat, "category": "chat"},
+        {"id": 7, "messages": chat, "category": 5},
         "",
         {"id": "ids", "prompt_token_ids": [1, 0, 5], "prompt": None, "extra": {}},
     )
@@ -222,7 +222,7 @@ def test_own_rows(tmp_path):
     assert rejected == []
     assert prompts == [
         Prompt(id="a", text="Once upon a time"),
-        Prompt(id="7", messages=(Message(role="system", content="Be brief."), *user("Hi")), category="chat"),
+        Prompt(id="7", messages=(Message(role="system", content="Be brief."), *user("Hi")), category="5"),
         Prompt(id="ids", token_ids=(1, 0, 5)),
     ]
 
@@ -410,7 +410,12 @@ def test_later_turns_take_their_ids_too(tmp_path):
 # --- rows that cannot be run ------------------------------------------------------------------------------
 
 BAD = [  # row, id, reason
-    ("{", "line 2", "not valid JSON"),
+    (
+        "{",
+        "line 2",
+        "not valid JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); the "
+        "line ends within it: write each row on a line of its own",
+    ),
     ('{"id": "x", "prompt": "a\nb"}', "line 2", "not valid JSON"),
     ("[" * 100_000, "line 2", "not valid JSON"),
     ([1], "line 2", "not a JSON object"),
@@ -425,7 +430,7 @@ BAD = [  # row, id, reason
     ({"id": "x", "prompt": 3}, "x", "prompt is 3, not a string"),
     ({"id": "x", "prompt": " \n"}, "x", "prompt is empty"),
     ('{"id": "x", "prompt": "\\ud83d"}', "x", "prompt holds a lone surrogate"),
-    ({"id": "x", "prompt": "x", "category": 3}, "x", "category is 3, not a string"),
+    ({"id": "x", "prompt": "x", "category": 1.5}, "x", "category is 1.5, not a string"),
     ({"id": "x", "messages": "hi"}, "x", "messages is not a list"),
     ({"id": "x", "messages": []}, "x", "messages is not a list with at least one element"),
     ({"id": "x", "messages": ["hi"]}, "x", "a message is not an object"),

@@ -85,8 +85,10 @@ def token_ids(value: object, what: str) -> tuple[int, ...]:
 
 
 def category(row: Mapping[str, Any]) -> str | None:
-    """The category of ``row``, which may have none."""
+    """The category of ``row``, which may have none; a whole number is as good a name."""
     value = row.get("category")
+    if type(value) is int:
+        return str(value)
     return None if value is None else checked_text(value, "category")
 
 

@@ -118,7 +118,13 @@ def _value_or_why(text: bytes | str) -> object:
             f"not UTF-8 ({error.reason} at byte {error.start}): save the file as UTF-8"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"not valid JSON ({first_line(error)})") from error
+        torn = (
+            isinstance(text, bytes)
+            and isinstance(error, json.JSONDecodeError)
+            and error.pos >= len(error.doc)
+        )
+        remedy = "; the line ends within it: write each row on a line of its own" if torn else ""
+        raise UserError(f"not valid JSON ({first_line(error)}){remedy}") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
