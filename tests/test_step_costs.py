@@ -594,10 +594,13 @@ def test_the_source_of_this_package_is_part_of_the_key(
     (tmp_path / "a").mkdir()
     seen = set()
     first = ("a/b.py", "1")
-    for name, text in (first, *((f"a/{name}", "2") for name in ("b.py", "c.py", "e.cu", "f.toml", "d.txt"))):
+    for name, text in (
+        first,
+        *((f"a/{name}", "2") for name in ("b.py", "c.py", "e.cu", "e.cuh", "f.toml", "d.txt")),
+    ):
         (tmp_path / name).write_text(text)
         seen.add(step_costs._source())
-    assert len(seen) == 5, "and nothing else is"
+    assert len(seen) == 6, "and nothing else is"
 
 
 def test_an_engine_takes_what_is_kept(

@@ -239,7 +239,7 @@ def _source() -> str:
     """Of this package: a change of the code may change what a step takes, and no version with it."""
     total = hashlib.sha256()
     root = Path(str(files("specgen")))
-    for file in sorted(file for file in root.rglob("*") if file.suffix in (".py", ".cu", ".toml")):
+    for file in sorted(file for file in root.rglob("*") if file.suffix in (".py", ".cu", ".cuh", ".toml")):
         total.update(f"{file.relative_to(root)} {file.stat().st_size}\n".encode())
         total.update(file.read_bytes())
     return total.hexdigest()
