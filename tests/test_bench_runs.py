@@ -62,6 +62,16 @@ def test_a_step_reads_weights_once_a_pass_and_the_cache_of_every_sequence() -> N
     assert SIZES.step(4, batch=2, context=10.5) == 1000 + 2 * 10.5 * (3 + 4) + 100 + 4 * 60
 
 
+def test_a_markov_head_reads_its_weights_for_every_draft_and_a_row_of_each_sequence() -> None:
+    """Beside one pass, which drafts all: as much work as in a pass of its own for each draft."""
+    one_pass, each = (replace(SIZES, head_in_parallel=parallel, head_draft=20) for parallel in (True, False))
+    without = replace(SIZES, head_in_parallel=True).parts(4, 3, 0.0)["draft loop"]
+    work = one_pass.parts(4, 3, 0.0)["draft loop"]
+    assert work.num_bytes - without.num_bytes == 4 * 20
+    assert work.flops - without.flops == 2 * (20 / 2) * 4 * 3
+    assert work.flops == each.parts(4, 3, 0.0)["draft loop"].flops
+
+
 def test_layers_with_a_window_read_no_more_than_that() -> None:
     windowed = Seen(window=8)
     sizes = replace(

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 from dataclasses import replace
 
@@ -250,6 +251,43 @@ def test_a_document_is_scored_once_by_every_filter():
     assert (answer.scores, answer.text) == ({"match,strict": 0, "match,flexible": 1}, "7")
     with pytest.raises(UserError, match="document 3 of sums is there twice"):
         comparing.answers({"sums": [*rows, rows[0]]}, {})
+
+
+@pytest.mark.parametrize("other", [[0.5, 80.0], [80.0, 0.5], [0.5, math.nan]])
+def test_a_metric_that_is_not_between_0_and_1_is_left_out_as_a_whole(other):
+    """Not just the documents where it is: that mean would be of no metric."""
+    arms = [arm("a", [1, 0]), arm("b", [1, 1])]
+    scaled = [
+        replace(
+            each,
+            answers={
+                key: replace(answer, scores={**answer.scores, "bleu,none": score})
+                for (key, answer), score in zip(each.answers.items(), scores, strict=True)
+            },
+        )
+        for each, scores in zip(arms, ([0.5, 0.7], other), strict=True)
+    ]
+    found, without = compare(scaled), compare(arms)
+    assert (found.arms, found.against) == (without.arms, without.against)
+    assert (
+        found.sentence
+        == f"{without.sentence} Not compared, as they are not between 0 and 1: bleu,none of sums."
+    )
+    alone = compare([with_scores(each, {"bleu,none": 30.0}) for each in arms])
+    assert alone.sentence.startswith("There is no score between 0 and 1, so there is nothing to compare.")
+    assert alone.against[0].num_compared == 2, "texts are"
+
+
+def with_scores(run, scores):
+    return replace(run, answers={key: replace(each, scores=scores) for key, each in run.answers.items()})
+
+
+def test_the_choice_of_a_metric_of_mutual_information_is_one_of_the_choices():
+    row = {"doc_id": 0, "doc": {}, "arguments": [["?"]], "filter": "none", "acc": 1.0, "acc_mutual_info": 0.0}
+    row |= {"resps": [[(value, False)] for value in (-3.0, -1.0, -0.5, -0.1)]}
+    for metrics, text in ((["acc"], "choice 3"), (["acc", "acc_mutual_info"], "choice 1")):
+        (answer,) = comparing.answers({"sums": [{**row, "metrics": metrics}]}, {}).values()
+        assert answer.text == text
 
 
 def test_a_comparison_is_json():

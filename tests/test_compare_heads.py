@@ -290,6 +290,16 @@ def test_categories_are_paired(tmp_path: Path) -> None:
     assert pair.length.ours - pair.length.first == pytest.approx(0.5)
 
 
+def test_categories_are_corrected_over_the_rows_that_the_table_shows(tmp_path: Path) -> None:
+    """Those against the first head."""
+    found = comparison(tmp_path, **{head: simulated(0.5 + n / 50, n) for n, head in enumerate("abcd")})
+    tested = [each for pair in found.pairs for each in pair.categories.values()]
+    assert {pair.first for pair in found.pairs if pair.categories} == {"a"}
+    assert len(tested) == 3 * 2
+    least = min(tested, key=lambda each: each.paired.p)
+    assert least.p == pytest.approx(min(1.0, len(tested) * least.paired.p))
+
+
 def test_two_runs_have_the_same_p_in_report(tmp_path: Path) -> None:
     found = comparison(tmp_path, a=simulated(0.5, 1), b=simulated(0.56, 2))
     (shared,) = shared_requests([tmp_path / "a", tmp_path / "b"])

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specgen.attention.sdpa import SdpaBackend
-from specgen.checkpoints.checkpoint import open_checkpoint, target_config
+from specgen.checkpoints.checkpoint import drafter_config, open_checkpoint, target_config
 from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.config import EngineConfig, UserError
 from specgen.engine.loading import load_models, open_checkpoints
@@ -377,7 +378,7 @@ def test_keys_that_nothing_reads_are_named(tmp_path: Path, caplog: pytest.LogCap
     load_models(config, open_checkpoints(config))
     assert "nothing reads" not in caplog.text
     change_json(
-        tmp_path / "target" / "config.json", norm_gain=2, attention_sink=True, softer=None, temperature=0.5
+        tmp_path / "target" / "config.json", norm_gain=2, attention_sink=False, softer=None, temperature=0.5
     )
     late = {"use_aux_hidden_state": True, "fusion": "late"}
     change_json(tmp_path / "head" / "config.json", head_gain=3, eagle_config=late)
@@ -399,6 +400,18 @@ def test_parameters_of_another_kind_of_scaling_are_named() -> None:
     yarn = {"type": "yarn", "factor": 4.0, "attn_factor": 2.0, "low_freq_factor": 1.0}
     expected = ("rope_scaling.attn_factor", "rope_scaling.low_freq_factor")
     assert unread_keys({"transformer_layer_config": common | {"rope_scaling": yarn}}, HEADS) == expected
+
+
+@pytest.mark.parametrize("key", ["is_neox_style", "rope_is_neox_style"])
+def test_rotated_numbers_that_are_neighbours_are_refused(tmp_path: Path, key: str) -> None:
+    """Of targets and heads: as halves they would give other logits, or drafts that are rarely accepted."""
+    write_pair(tmp_path)
+    for part, reader in (("target", target_config), ("head", partial(drafter_config, num_target_layers=3))):
+        change_json(tmp_path / part / "config.json", **{key: True})
+        reader(open_checkpoint(str(tmp_path / part)))
+        change_json(tmp_path / part / "config.json", **{key: False})
+        with pytest.raises(UserError, match=f"{key} is False: only True is supported, rotated numbers"):
+            reader(open_checkpoint(str(tmp_path / part)))
 
 
 def test_names_of_keys_are_printed_on_one_short_line() -> None:

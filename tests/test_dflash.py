@@ -171,6 +171,25 @@ def test_one_setting_for_all_layers_comes_before_windows(
     assert read(config).causal_layers == 5 * (causal,)
 
 
+def test_speculators_may_set_it_beside_the_layers_or_with_them() -> None:
+    """As they do with the cap of logits."""
+    own = {"is_causal": True, "final_logit_softcapping": 5.0}
+    layer = SPECULATORS["transformer_layer_config"] | own
+    found = read(SPECULATORS | {"transformer_layer_config": layer})
+    assert (found.causal_layers, found.logit_cap) == (5 * (True,), 5.0)
+    assert found == read(SPECULATORS | own)
+    other = SPECULATORS | {"transformer_layer_config": layer, "is_causal": False}
+    assert read(other).causal_layers == 5 * (False,)
+
+
+def test_a_markov_head_of_an_unknown_architecture_has_to_say_how_its_rows_stand() -> None:
+    config = SPECFORGE | {"architectures": ["OtherDSparkModel"]}
+    with pytest.raises(UserError, match=r"'OtherDSparkModel'.* add it to config.json"):
+        read(config)
+    for anchor, layout in ((True, "anchor"), (False, "fill-in")):
+        assert read(config | {"sample_from_anchor": anchor}).block_layout == layout
+
+
 PARTS = ("candidate_selector.predecessor_codebook", "layers.0.mlp_conv.base_kernel")
 
 

@@ -159,6 +159,28 @@ def test_old_checkpoints_say_it_in_their_config(tmp_path: Path) -> None:
     assert read(both) == GenerationConfig()
 
 
+def test_a_vision_language_model_says_it_in_its_text_config_too(tmp_path: Path) -> None:
+    text = {"repetition_penalty": 1.4, "suppress_tokens": [3], "no_repeat_ngram_size": None, "top_k": 5}
+    path = saying(tmp_path / "target", {}, text_config=text, top_k=7)
+    assert read(path).taken == {"repetition_penalty": 1.4, "suppress_tokens": (3,), "top_k": 7}
+    change_json(path / "config.json", text_config={**text, "no_repeat_ngram_size": 3})
+    with pytest.raises(UserError, match="says no_repeat_ngram_size 3, which is not supported"):
+        read(path)
+
+
+def test_an_empty_file_is_one_that_says_nothing(tmp_path: Path) -> None:
+    path = saying(tmp_path / "target", {}, repetition_penalty=1.4)
+    (path / "generation_config.json").write_text("{}")
+    assert read(path) == GenerationConfig()
+
+
+def test_suppressed_tokens_that_no_text_can_have_change_nothing(tmp_path: Path) -> None:
+    path = saying(tmp_path / "target", {"suppress_tokens": [151000, 3]})
+    assert read(path).taken == {"suppress_tokens": (3,)}
+    (path / "generation_config.json").write_text(json.dumps({"suppress_tokens": [151000]}))
+    assert read(path) == GenerationConfig()
+
+
 def test_stop_strings_end_texts(tmp_path: Path) -> None:
     found = read(saying(tmp_path / "target", {"stop_strings": ["\n", "###"]}))
     assert found.over(SamplingParams()).stop == ("\n", "###")

@@ -234,6 +234,15 @@ def test_what_the_top_level_of_a_vision_language_model_says_counts(tmp_path: Pat
     )
 
 
+def test_of_layers_the_text_config_counts(tmp_path: Path) -> None:
+    """As in transformers, which does not look at the top level; what is there alone is read."""
+    write_hybrid(tmp_path, "Qwen3_5ForConditionalGeneration")
+    plain = read(tmp_path)
+    linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    change_json(tmp_path / "config.json", rms_norm_eps=0.01, rope_parameters=linear, vocab_size=3)
+    assert read(tmp_path) == plain
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

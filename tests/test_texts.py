@@ -182,7 +182,7 @@ def test_the_page_shows_every_text_and_its_colours_are_those_of_the_report(token
 def test_the_worst_requests_come_first(byte_level):
     requests, rows = a_run(byte_level, 30)
     _, _, listed = shown(requests, rows, byte_level)
-    lengths = [float(entry.note.split()[0]) for entry in listed.entries]
+    lengths = [float(entry.note.split()[2]) for entry in listed.entries]
     assert lengths == sorted(lengths)
     assert lengths[0] < lengths[-1]
 
@@ -200,11 +200,17 @@ def test_a_correction_shows_the_draft_in_whose_place_it_stands(byte_level):
 
 def test_a_share_is_of_the_places_where_a_token_was_drafted_or_missed(byte_level):
     a, b, c = (byte_level.encode_rendered(each)[0] for each in "abc")
-    requests = list(request("r", [(1, 0), (3, 3)], drafts=[(c,), (0, 1, 2)]))
-    rows = {"r": {"prompt": "", "text": "abbbca", "token_ids": [a, b, b, b, c, a]}}  # b, b and c are accepted
+    requests = [
+        *request("r", [(1, 0), (3, 3)], drafts=[(c,), (0, 1, 2)]),
+        *request("all accepted", [(3, 3)], drafts=[(0, 1, 2)]),
+    ]
+    rows = {
+        "r": {"prompt": "", "text": "abbbca", "token_ids": [a, b, b, b, c, a]},  # b, b and c are accepted
+        "all accepted": {"prompt": "", "text": "abbba", "token_ids": [a, b, b, b, a]},
+    }
     _, tables, _ = shown(requests, rows, byte_level)
     missed, rejected = (table.rows for table in tables if table.title.startswith(("Tokens", "Drafts")))
-    assert [(row["token"], row["share"]) for row in missed] == [("“b”", 1 / 3)]
+    assert [(row["token"], row["share"]) for row in missed] == [("“b”", 1 / 6)]
     assert [(row["token"], row["share"]) for row in rejected] == [("“c”", 1 / 2)]
 
 

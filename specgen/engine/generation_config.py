@@ -3,12 +3,14 @@
 Every field of ``transformers.GenerationConfig`` is on one of the lists here (a test compares them).
 """
 
+import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specgen.checkpoints.tensor_reader import Checkpoint
 from specgen.config import GenerationConfigName, SamplingParams, UserError, require, shown
+from specgen.models.config_fields import text_part
 from specgen.prompts.fields import read_sampling
 
 FILE = "generation_config.json"
@@ -119,11 +121,11 @@ def generation_config(checkpoint: Checkpoint, which: GenerationConfigName) -> Ge
 
     ``UserError`` for a value that is none, and for a setting that would change greedy texts and is not supported.
     """
-    said = {name: value for name, value in _said(checkpoint).items() if value is not None}
+    said = {name: value for name, value in checkpoint.generation.items() if value is not None}
     left = {name: said[name] for name in said if _has_effect(name, said[name], LEFT)}
     left |= {name: said[name] for name in sorted(said.keys() - _known())}
     refused = {name: said[name] for name in said if _has_effect(name, said[name], REFUSED)}
-    taken = _taken({name: said[name] for name in TAKEN if name in said}, checkpoint.name, which)
+    taken = _taken({name: said[name] for name in TAKEN if name in said}, checkpoint, which)
     if which == "none":
         held = {name: said[name] for name, ours in TAKEN.items() if ours in taken}
         return GenerationConfig(left=held | refused | left)
@@ -136,13 +138,6 @@ def generation_config(checkpoint: Checkpoint, which: GenerationConfigName) -> Ge
     return GenerationConfig(taken=taken, left=left)
 
 
-def _said(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """The fields of the file; without one those in config.json, where old checkpoints have them, as transformers."""
-    if checkpoint.generation:
-        return checkpoint.generation
-    return {name: checkpoint.config[name] for name in (*TAKEN, *LEFT, *REFUSED) if name in checkpoint.config}
-
-
 def _known() -> set[str]:
     return {*TAKEN, *LEFT, *REFUSED, *WITHOUT_EFFECT}
 
@@ -151,13 +146,16 @@ def _has_effect(name: str, value: object, lists: Mapping[str, tuple[object, ...]
     return name in lists and value not in lists[name]
 
 
-def _taken(said: Mapping[str, Any], checkpoint: str, which: GenerationConfigName) -> dict[str, Any]:
-    """As fields of ``SamplingParams``, without those that have its defaults."""
+def _taken(said: Mapping[str, Any], checkpoint: Checkpoint, which: GenerationConfigName) -> dict[str, Any]:
+    """As fields of ``SamplingParams``, without those that have its defaults, and tokens that no text can have."""
     try:
         found = read_sampling({TAKEN[name]: value for name, value in said.items() if value != []})
     except UserError as error:
-        require(which == "none", f"{checkpoint}: {FILE}: {error}, or --generation-config none")
+        require(which == "none", f"{checkpoint.name}: {FILE}: {error}, or --generation-config none")
         return {}
+    size = text_part(checkpoint.config).get("vocab_size", math.inf)
+    if suppressed := found.get("suppress_tokens"):
+        found["suppress_tokens"] = tuple(token for token in suppressed if token < size)
     plain = SamplingParams()
     return {name: value for name, value in found.items() if value != getattr(plain, name)}
 

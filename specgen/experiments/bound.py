@@ -223,10 +223,9 @@ class StepBytes:
         return parts | {
             "KV fill": work(self.head_fill, 0, rows),
             "draft loop": work(
-                passes * self.head_pass + k * self.head_draft,
-                passes * batch * self.head_kv.at(context),
-                batch * k // passes,
+                passes * self.head_pass, passes * batch * self.head_kv.at(context), batch * k // passes
             )
+            + work(k * self.head_draft, 0, batch)
             + self._experts(self.head_experts, passes, batch * k // passes, None),
         }
 

@@ -394,7 +394,9 @@ def compare_runs(runs: HeadRuns, speeds: Speeds) -> Comparison:
     answers = {(run.data, run.head): read_answers(run.directory) for run in runs.runs}
     found = [each for data in runs.data for each in _pairs(runs, data, answers)]
     figures = corrected_by_kind([requests for *_, requests in found])
-    categories = corrected([list(_categories(requests)) for *_, requests in found])
+    categories = corrected(  # of those that a table shows
+        [list(_categories(requests)) if first == runs.heads[0] else [] for *_, first, requests in found]
+    )
     return Comparison(
         runs=runs.runs,
         unlike=runs.unlike,

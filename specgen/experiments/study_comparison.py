@@ -31,7 +31,7 @@ class Generated:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    scores: Mapping[str, float]  # in [0, 1], by metric with its filter: "exact_match,strict-match"
+    scores: Mapping[str, float]  # by metric with its filter: "exact_match,strict-match"
     text: str
     generated: Generated | None  # None for choices, and for answers from lm-eval's own cache
     question: str
@@ -57,7 +57,7 @@ def answers(
 ) -> dict[Document, Answer]:
     """The answers in the samples that lm-eval logs, a row for each document and filter.
 
-    Metrics outside [0, 1], such as perplexity, are left out.
+    What is no number for each document, such as perplexity, is left out.
     """
     found: dict[Document, Answer] = {}
     for task, rows in logged.items():
@@ -65,9 +65,7 @@ def answers(
             document = (task, row["doc_id"])
             scores = {f"{metric},{row['filter']}": row[metric] for metric in row["metrics"]}
             known = {
-                metric: float(score)
-                for metric, score in scores.items()
-                if isinstance(score, int | float) and 0 <= score <= 1
+                metric: float(score) for metric, score in scores.items() if isinstance(score, int | float)
             }
             earlier = found[document].scores if document in found else {}
             require(
@@ -77,19 +75,22 @@ def answers(
             if known:
                 found[document] = Answer(
                     scores={**earlier, **known},
-                    text=_text(row["resps"]),
+                    text=_text(row),
                     generated=generated.get(document),
                     question=_question(row),
                 )
     return found
 
 
-def _text(responses: list[list[Any]]) -> str:
+def _text(row: Mapping[str, Any]) -> str:
     """The generated text, or the most likely choice."""
+    responses = row["resps"]
     first = responses[0][0]
     if isinstance(first, str):
         return first
     likelihoods = [float(response[0][0]) for response in responses]
+    if "acc_mutual_info" in row["metrics"]:  # behind the choices are their likelihoods without the question
+        del likelihoods[len(likelihoods) // 2 :]
     return f"choice {likelihoods.index(max(likelihoods))}"
 
 
@@ -269,8 +270,10 @@ def compare(arms: Sequence[ArmRun], target: "Judge", *, template_unused: bool = 
     """Compare ``arms`` with the reference sample by sample; ``target`` judges where their texts diverge.
 
     ``template_unused`` is whether prompts were raw text though the model has a chat template. Answers pair by
-    task, document and metric. ``UserError`` for no arm, two of one name, and arms with different samples.
+    task, document and metric, of metrics between 0 and 1. ``UserError`` for no arm, two of one name, and arms with
+    different samples.
     """
+    arms, left_out = _shares(arms)
     reference = reference_of(arms)
     names = [arm.name for arm in arms]
     for name in names:
@@ -286,12 +289,41 @@ def compare(arms: Sequence[ArmRun], target: "Judge", *, template_unused: bool = 
         num_unexplained=wrong,
         alarming=wrong > 0 or bool(_significant(_tests(against))),
         sentence=conclusion(reference.name, against)
+        + _other_scales(left_out)
         + _cut(arms)
         + _unanswered(arms)
         + _empty(arms, template_unused)
         + _alarm(wrong, reference.dtype),
         samples=side_by_side(arms, reference, against),
     )
+
+
+def _shares(arms: Sequence[ArmRun]) -> tuple[list[ArmRun], list[tuple[str, str]]]:
+    """``arms`` with the metrics that are between 0 and 1 for all documents of all arms, and the others."""
+    left_out = {
+        key
+        for arm in arms
+        for key, scores in _scores(arm).items()
+        if not all(0 <= score <= 1 for score in scores.values())
+    }
+    kept = [
+        replace(
+            arm,
+            answers={
+                (task, doc_id): replace(
+                    answer,
+                    scores={
+                        metric: score
+                        for metric, score in answer.scores.items()
+                        if (task, metric) not in left_out
+                    },
+                )
+                for (task, doc_id), answer in arm.answers.items()
+            },
+        )
+        for arm in arms
+    ]
+    return kept, sorted(left_out)
 
 
 _Scores = dict[tuple[str, str], dict[int, float]]  # (task, metric): document: score
@@ -415,7 +447,8 @@ def conclusion(reference: str, against: Sequence[ArmComparison]) -> str:
     """
     tests = _tests(against)
     if not tests:
-        return "There is one arm only, or no sample, so there is nothing to compare."
+        what = "no score between 0 and 1" if against else "one arm only"
+        return f"There is {what}, so there is nothing to compare."
     shown = _significant(tests)
     if shown:
         found = ", and ".join(_finding(name, change) for name, change in shown)
@@ -435,6 +468,14 @@ def conclusion(reference: str, against: Sequence[ArmComparison]) -> str:
 
 def _tests(against: Sequence[ArmComparison]) -> list[tuple[str, Change]]:
     return [(arm.name, change) for arm in against for change in arm.changes]
+
+
+def _other_scales(left_out: Sequence[tuple[str, str]]) -> str:
+    """The metrics that are not compared."""
+    if not left_out:
+        return ""
+    named = ", ".join(f"{metric} of {task}" for task, metric in left_out)
+    return f" Not compared, as they are not between 0 and 1: {named}."
 
 
 def _cut(arms: Sequence[ArmRun]) -> str:

@@ -18,13 +18,23 @@ def section(config: Raw, name: str) -> Raw:
     return value
 
 
+_OF_THE_WHOLE = (
+    *("architectures", "model_type", "dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id"),
+    *("quantization_config", "compression_config"),
+)
+
+
 def text_part(config: Raw) -> Raw:
     """Of a vision-language model, what its ``config.json`` says of text, in one dictionary; of others all of it.
 
-    Where ``text_config`` and the top level say something, the latter counts, as in ``transformers``.
+    Where ``text_config`` and the top level say something, the former counts, as in ``transformers``, but for what is
+    of the whole model.
     """
+    if not config.get("text_config"):
+        return config
+    whole = {name: config[name] for name in _OF_THE_WHOLE if config.get(name) is not None}
     top = {name: value for name, value in config.items() if name != "text_config" and value is not None}
-    return {**section(config, "text_config"), **top} if config.get("text_config") else config
+    return {**top, **section(config, "text_config"), **whole}
 
 
 def items(config: Raw, name: str) -> list[Any]:

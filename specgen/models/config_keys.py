@@ -23,6 +23,10 @@ _ONLY: Only = {
     "is_causal": ((True,), "text is generated from left to right: use a causal model"),
     "is_encoder_decoder": ((False, None), "use a model that is a decoder alone"),
     "attention_chunk_size": ((None,), _OF_A_LAYER),
+    **dict.fromkeys(
+        ("is_neox_style", "rope_is_neox_style"),
+        ((True, None), "rotated numbers of a head are its halves: reorder the rows of q and k"),
+    ),
     "kv_sharing_modes": ((None,), _OF_A_LAYER),
     "per_layer_config": ((None, {}), "layers of one model have one shape here: use another checkpoint"),
     "fusion_config": ((None, {}), "remove it, or save the weights as it fuses them"),
@@ -63,7 +67,7 @@ _OF_HYBRIDS: Only = {
 # Why no logit depends on them, and the keys of that kind
 _NO_EFFECT: Mapping[str, str] = {
     "where it comes from": "_name_or_path name_or_path _commit_hash transformers_version model_type auto_map "
-    "synthetic_weights unsloth_fixed unsloth_version",  # code of a checkpoint is never run
+    "synthetic_weights unsloth_fixed unsloth_version for_llm_compressor",  # code of a checkpoint is never run
     "training": "attention_dropout hidden_dropout embd_pdrop resid_pdrop attn_pdrop classifier_dropout "
     "initializer_range gradient_checkpointing router_aux_loss_coef aux_loss_alpha seq_aux ep_size "
     "router_jitter_noise output_router_logits",
@@ -270,7 +274,7 @@ def unread_keys(config: Raw, keys: Keys) -> tuple[str, ...]:
     """Keys that say something and are on no list: nothing reads them, so that what they say does not hold."""
     config = text_part(config)
     known = keys.read | keys.only.keys() | keys.aliases.keys() | _ONLY.keys() | NO_EFFECT.keys() | GENERATION
-    found = {name for name, value in config.items() if value and name not in known}
+    found = {name for name, value in config.items() if (value or value is False) and name not in known}
     found |= unread_parameters({**keys.defaults, **config})
     for each in (section(config, name) for name in _SECTIONS if name in keys.read):
         found.update(unread_keys(each, replace(keys, read=keys.read - set(_SECTIONS))))
@@ -288,4 +292,5 @@ def listed(keys: tuple[str, ...]) -> str:
 
 def generation_defaults(config: Raw) -> dict[str, Any]:
     """Defaults of generation in a ``config.json``, which count where there is no ``generation_config.json``."""
-    return {name: value for name, value in config.items() if name in GENERATION and value is not None}
+    said = {**section(config, "text_config"), **config}
+    return {name: value for name, value in said.items() if name in GENERATION and value is not None}

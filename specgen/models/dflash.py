@@ -51,12 +51,13 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention_value_scale": (None, 1),
     **dict.fromkeys(("attention_sink_bias", "use_swa", "swa_window_size"), (None, False, 0)),
     "attention_mode": (None, "gqa", "mha"),
-    "projector_type": (None, "dspark"),
+    "projector_type": (None, "dspark", "dflash"),
     **dict.fromkeys(
         ("dflash_query_causal", "log_snr_conditioning", "enable_qwen35_gated_q_proj"), (None, False)
     ),
     "speculators_model_type": (None, "dflash", "dspark", "dflash2"),
     "draft_ffn_type": (None, "dense"),
+    **dict.fromkeys(("is_neox_style", "rope_is_neox_style"), (None, True)),
 }
 # How the rows of a block stand. anchor: the newest token and K - 1 masks, each of which predicts the next token;
 # fill-in: the newest token and K masks, each of which predicts its own
@@ -145,6 +146,8 @@ class DFlashConfig(HeadConfig):
         """Read a head's ``config.json`` in any of its dialects; ``tensors`` are the names in its checkpoint."""
         layer = section(config, "transformer_layer_config") or config
         speculators = layer is not config
+        if speculators:  # which has them in either place
+            config = {**{name: layer[name] for name in _OWN_MEANING if name in layer}, **config}
         flags = _merged(config)
         for name, values in _NEUTRAL.items():
             require(
@@ -184,7 +187,7 @@ class DFlashConfig(HeadConfig):
             own_mask=MASK_TENSOR in tensors,
             reads_output=False,
             block_size=count(flags, "block_size"),
-            block_layout=_block_layout(config, flags, speculators),
+            block_layout=_block_layout(config, flags, speculators, markov),
             mask_token_id=cast(int, token),
             causal_layers=_causal_layers(config, flags, windows or (None,) * num_layers, speculators),
             markov_rank=markov,
@@ -307,8 +310,13 @@ def _aux_layers(flags: Raw, speculators: bool) -> tuple[tuple[int, ...], str]:
     return found, f"{_IDS} {outputs} are layer outputs, so 1 is added"
 
 
-def _block_layout(config: Raw, flags: Raw, speculators: bool) -> BlockLayout:
+def _block_layout(config: Raw, flags: Raw, speculators: bool, markov: int) -> BlockLayout:
     """DeepSpec's architectures have anchors, also where they are DFlash; speculators say it; others fill in."""
+    require(
+        not markov or speculators or _is_dspark(config) or flags.get("sample_from_anchor") is not None,
+        f"architectures is {shown(architectures(config))}, with a Markov head, and sample_from_anchor is not there: "
+        "add it to config.json, true where the newest token's row gives the first draft",
+    )
     anchor = flag(flags, "sample_from_anchor", _is_dspark(config) and not speculators)
     return "anchor" if anchor else "fill-in"
 

@@ -134,7 +134,9 @@ def unread_parameters(config: Raw) -> set[str]:
     where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     known = _OF_ALL | _KINDS[rope_parameters(config)["rope_type"]]
     return {
-        f"{where}.{name}" for name, value in section(config, where).items() if value and name not in known
+        f"{where}.{name}"
+        for name, value in section(config, where).items()
+        if (value or value is False) and name not in known
     }
 
 

@@ -78,7 +78,7 @@ class RunTexts:
         if request.name not in self._rows:
             return
         # by a hash of the id, so that the order in which requests finish has no part in it
-        if crc32(request.name.encode()) % self._stride == 0 and request.num_rejections:
+        if crc32(request.name.encode()) % self._stride == 0:
             token_ids = self._rows[request.name].get("token_ids", ())
             if len(token_ids) == request.num_output_tokens:
                 self._num_counted += 1
@@ -106,7 +106,7 @@ class RunTexts:
         return self._tables(tokenizer), self._listed([entry for _, entry in ordered], tokenizer)
 
     def _tables(self, tokenizer: Tokenizer | None) -> list[Table]:
-        if not self._num_counted:
+        if not self._rejections.any:
             return []
         of_some = f"; in {count(self._num_counted)} of the requests" if self._stride > 1 else ""
 
@@ -138,7 +138,7 @@ class RunTexts:
         length = request.acceptance_length
         if length is not None:
             tokens = (
-                f"{plain(length)} tokens per step · {tokens} · {count(request.num_rejections)} rejections"
+                f"acceptance length {plain(length)} · {tokens} · {count(request.num_rejections)} rejections"
             )
         return Entry(
             title=str(row.get("title", request.name)),
@@ -207,6 +207,11 @@ class Rejections:
         self._pairs: Counter[tuple[int, int]] = Counter()  # draft, token
         self._accepted: Counter[int] = Counter()
         self._categories: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])  # rejections, steps
+
+    @property
+    def any(self) -> bool:
+        """Whether a draft was rejected in a request that was counted by token."""
+        return bool(self._pairs)
 
     def add_category(self, row: RequestRow) -> None:
         """Count the rejections of one request by its category."""
