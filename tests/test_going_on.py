@@ -18,14 +18,16 @@ from specgen.config import FormatName, SamplingParams, UserError
 from specgen.core.scheduler import Scheduler
 from specgen.core.sequence import NOT_FINITE, Sequence
 from specgen.engine.loading import load_models
-from specgen.jobs import run
+from specgen.jobs import run, run_output
 from specgen.jobs.job import Job
 from specgen.jobs.prompt_index import index_prompts
 from specgen.jobs.run import TooManyFailuresError
 from specgen.jobs.shards import WHOLE
 from specgen.prompts import DataSource
+from specgen.record.files import swapped
 from specgen.record.interrupt import StoppedError
 from specgen.record.progress import Status, Tally
+from specgen.record.record_rows import read_passes
 from specgen.record.results import LOCK, RunDirectory
 from tests.commands import printed, write_rows
 from tests.engines import engine_config
@@ -109,6 +111,100 @@ def test_a_finished_run_only_prints_its_report_again(
     again = run.run(job, tmp_path / "run", Follower())
     assert again == first
     assert content(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize("left", [0, 5])
+def test_a_finished_run_that_has_lost_rows_goes_on(job: Job, tmp_path: Path, left: int) -> None:
+    """As a copy of its directory may have: the report alone does not say what is there."""
+    run.run(job, tmp_path, Follower())
+    before, file = content(tmp_path), tmp_path / "completions.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:left]))
+    follower = Follower()
+    run.run(job, tmp_path, follower)
+    assert follower.count == 8 - left
+    assert ids(file) == NAMES
+    texts = [
+        [json.loads(line)["token_ids"] for line in each.splitlines()]
+        for each in (before["completions.jsonl"], file.read_bytes())
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_rows_of_other_requests_do_not_stand_for_those_of_the_run(job: Job, tmp_path: Path) -> None:
+    stopped(job, tmp_path, 3)
+    file = tmp_path / "completions.jsonl"
+    row = json.loads(file.read_text().splitlines()[0])
+    with file.open("a") as more:
+        more.writelines(json.dumps(row | {"id": f"other{n}"}) + "\n" for n in range(8))
+    run.run(job, tmp_path, Follower())
+    assert ids(file) == NAMES
+
+
+def test_a_finished_run_whose_export_is_stopped_stays_finished(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.run(job, tmp_path, Follower())
+    before = (tmp_path / "status.json").read_bytes()
+
+    def stopped_in(*given: object, **named: object) -> None:
+        with swapped(tmp_path / "batch_output.jsonl") as file:
+            file.write(b"half")
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("specgen.jobs.run_output.export_openai", stopped_in)
+    monkeypatch.setattr(run_output.FinishedRun, "_served", lambda self: None)
+    with pytest.raises(KeyboardInterrupt):
+        run.run(replace(job, format="openai"), tmp_path, Follower())
+    assert (tmp_path / "status.json").read_bytes() == before
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_stop_while_the_report_is_written_says_what_is_done(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped_in(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_output.FinishedRun, "write_report", stopped_in)
+    for _ in range(2):  # the second time with nothing left to generate
+        with pytest.raises(KeyboardInterrupt):
+            run.run(job, tmp_path, Follower())
+        status = json.loads((tmp_path / "status.json").read_text())
+        assert (status["state"], status["done"], status["total"]) == ("interrupted", 8, 8)
+
+
+@pytest.mark.parametrize("damage", [b"\0" * 20, b"\1", b"\xff"], ids=["zeros", "control", "not UTF-8"])
+def test_a_row_that_is_damaged_within_is_answered_again_or_named(
+    job: Job, tmp_path: Path, damage: bytes
+) -> None:
+    stopped(job, tmp_path, 3)
+    file = tmp_path / "completions.jsonl"
+    first, *others = file.read_bytes().splitlines(keepends=True)
+    middle = first.index(b'"text": "') + 9
+    file.write_bytes(b"".join([first[:middle], damage, first[middle + len(damage) :], *others]))
+    if damage[0] == 0:
+        run.run(job, tmp_path, Follower())
+        assert ids(file) == NAMES
+        return
+    name = json.loads(first)["id"]
+    with pytest.raises(
+        UserError, match=f"completions.jsonl: the row of '{name}' is damaged .*: remove that line"
+    ):
+        run.run(job, tmp_path, Follower())
+    file.write_bytes(
+        b"".join(line for line in file.read_bytes().splitlines(keepends=True) if name not in str(line))
+    )
+    run.run(job, tmp_path, Follower())
+    assert ids(file) == NAMES
+
+
+def test_a_damaged_record_of_passes_is_named(job: Job, tmp_path: Path) -> None:
+    run.run(job, tmp_path, Follower())
+    passes = tmp_path / "passes.jsonl"
+    first, *others = passes.read_text().splitlines(keepends=True)
+    passes.write_text("".join([first, "\0\n", *others]))
+    with pytest.raises(UserError, match=r"passes\.jsonl, line 2: not a row .*: remove that line"):
+        list(read_passes(passes))
 
 
 def test_finished_requests_are_not_run_again(job: Job, tmp_path: Path) -> None:
@@ -405,9 +501,10 @@ def test_a_status_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest
     assert not synced
 
 
-def test_an_empty_status_is_not_a_finished_run(job: Job, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["", "null", "[]", '"x"'])
+def test_a_status_that_says_nothing_is_not_a_finished_run(job: Job, tmp_path: Path, text: str) -> None:
     run.run(job, tmp_path, Follower())
-    (tmp_path / "status.json").write_text("")
+    (tmp_path / "status.json").write_text(text)
     run.run(job, tmp_path, Follower())
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "finished"
 

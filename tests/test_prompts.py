@@ -324,6 +324,16 @@ def test_a_directory_is_read_by_the_names_of_its_files(tmp_path):
     assert rejected[0].reason == "b.jsonl line 2: an earlier row has the same id 'a': give every row its own"
 
 
+def test_rows_of_files_of_one_name_are_told_by_their_directories(tmp_path):
+    for name in ("a/part.jsonl", "b/part.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("{\n")
+    prompts, rejected = load(tmp_path)
+    assert [row.id for row in rejected] == ["a/part.jsonl line 1", "b/part.jsonl line 1"]
+    assert rejected[1].reason.startswith("b/part.jsonl line 1: not valid JSON")
+    assert prompts == []
+
+
 def test_the_test_split_is_chosen_where_a_directory_has_several(tmp_path):
     (tmp_path / "main").mkdir()
     (tmp_path / "socratic").mkdir()

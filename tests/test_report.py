@@ -261,6 +261,7 @@ def test_a_report_with_a_baseline():
         "identical": 0.75,
         "num_compared": 4,
         "num_requests": 1,
+        "sampled": False,
     }
     assert run.to_json()["baseline"] is None
     assert run.with_baseline(fold([], num_spec_tokens=0), []).to_json()["baseline"]["ratio"] is None

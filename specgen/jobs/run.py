@@ -56,6 +56,7 @@ from specgen.report.display import devices, from_here, several
 _LOST = "lost.jsonl"  # the requests in flight when the device was lost
 _FIRST = 32  # requests, which may all fail before the rest is given up
 _NUM_SHOWN = 2  # prompts
+_MANY = 50_000  # requests, whose report takes a quarter of a minute
 _REMEDY = "name another directory, or start over with --restart, which keeps the old one"
 
 
@@ -107,7 +108,7 @@ def _run(
                 asked = work.manifest(with_fingerprints=output is not None)
             take_over(path, asked, free=FREE_IN_A_RUN)
             require_same(path / "manifest.json", asked, free=FREE_IN_A_RUN, remedy=_REMEDY)
-            if is_complete(path, job, status.admit()):
+            if is_complete(path, job, status.admit(), work.index.ids):
                 status.put_back()
                 run = FinishedRun(path)
                 if not (path / MAIN_FILES[job.format]).exists():
@@ -265,8 +266,17 @@ class _Work:
 
     def _answer(self, config: EngineConfig, path: Path) -> FinishedRun:
         with RunDirectory(path, shard=str(self.job.shard), with_steps=not self.job.no_steps) as files:
-            if len(files.completions) < self.index.num_requests:
+            if any(self.index.pending(files.completions)):
                 self._generate(config, files)
+            else:
+                self.status.begin(
+                    Tally(), total=self.index.num_requests, done=len(files.completions), startup={}
+                )
+        if self.index.num_requests >= _MANY:  # of a million that takes minutes
+            self.status.write("running")  # as it is now
+            self.progress.note(
+                f"{path.name}: all requests have ended; putting them in order and writing the report"
+            )
         files.arrange(self.index.ids)
         return FinishedRun(path, files.completions, files.errors)
 

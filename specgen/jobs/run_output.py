@@ -48,8 +48,11 @@ class RunResult:
     failures: list[str]  # id and reason, the first ones
 
 
-def is_complete(path: Path, job: Job, state: str | None) -> bool:
-    """Whether an earlier run, left in ``state``, has answered every request, with no failure; its baseline too."""
+def is_complete(path: Path, job: Job, state: str | None, ids: Sequence[str]) -> bool:
+    """Whether an earlier run, left in ``state``, has answered all ``ids``, with no failure; its baseline too.
+
+    Its rows are looked for, as a copy of the directory may have lost some.
+    """
     if not (path / "report.json").exists() or state != "finished":
         return False
     try:
@@ -57,7 +60,10 @@ def is_complete(path: Path, job: Job, state: str | None) -> bool:
     except UserError:  # damaged: it is made anew
         return False
     with_plain = report.baseline is not None and report.num_plain_errors == 0
-    return report.num_errors == 0 and (with_plain or not job.baseline)
+    if report.num_errors > 0 or (job.baseline and not with_plain):
+        return False
+    files = [each / "completions.jsonl" for each in (path, path / "baseline")[: 1 + job.baseline]]
+    return all(all(each in rows for each in ids) for rows in map(Rows, files))
 
 
 def _shown(row: Mapping[str, Any]) -> str:
@@ -87,7 +93,10 @@ class FinishedRun:
             record["engine"]["num_spec_tokens"], texts.watch(self._requests(baseline, same))
         )
         if baseline is not None:
-            report = report.with_baseline(baseline._report(0, baseline._requests(None, [])), same)
+            sampled = record["sampling"]["temperature"] > 0
+            sampled |= "temperature" in record["data"].get("own_parameters", [])
+            plain = baseline._report(0, baseline._requests(None, []))
+            report = report.with_baseline(plain, same, sampled=sampled)
         shown = (
             texts.shown(known_tokenizer(record["engine"]["model"]))
             if record.get("steps", True)

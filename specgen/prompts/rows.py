@@ -179,9 +179,12 @@ def read_stream(stream: BinaryIO) -> Source:
 
 
 def _read_files(files: Sequence[File]) -> Iterator[Row | Lines]:
+    """Places are in a file, which is named by its path from where all are."""
+    root = Path(os.path.commonpath([_pure(file).parent for file in files]))
     for file in files:
         for part in _read_file(file):
-            yield part if len(files) == 1 else part._replace(place=f"{_pure(file).name} {part.place}")
+            name = _pure(file).relative_to(root)
+            yield part if len(files) == 1 else part._replace(place=f"{name} {part.place}")
 
 
 def _read_file(path: File) -> Iterator[Row | Lines]:

@@ -6,11 +6,11 @@ import mmap
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from specgen.config import UserError
+from specgen.config import UserError, first_line, shown
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -62,11 +62,19 @@ def sync(file: IO[bytes]) -> None:
 
 @contextmanager
 def swapped(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write that atomically replaces ``path`` at the end; a power loss may leave it empty."""
+    """A file to write that atomically replaces ``path`` at the end; a power loss may leave it empty.
+
+    Where it cannot be written as a whole, what there is of it goes: the disk may be full.
+    """
     partial = _partial(path)
-    with open_output(partial, "w") as file:
-        yield file
-    os.replace(partial, path)
+    try:
+        with open_output(partial, "w") as file:
+            yield file
+        os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager
@@ -119,7 +127,14 @@ class Rows(Mapping[str, dict[str, Any]]):
         self._offsets = dict(_offsets(self._reader))
 
     def __getitem__(self, row_id: str) -> dict[str, Any]:
-        row: dict[str, Any] = json.loads(self._line(row_id))
+        """``UserError`` where the file is damaged within the row."""
+        try:
+            row: dict[str, Any] = json.loads(self._line(row_id))
+        except ValueError as error:
+            raise UserError(
+                f"{self.path}: the row of {shown(row_id)} is damaged ({first_line(error)}): remove that line, and run "
+                "the same command again"
+            ) from error
         return row
 
     def __contains__(self, row_id: object) -> bool:
@@ -184,7 +199,7 @@ def cut_torn_line(path: Path) -> None:
 def id_of(line: bytes) -> str | None:
     """The id of the row in ``line``; None for an incomplete row, as a power loss may leave it."""
     found = _ID.match(line)
-    if found is None or not line.endswith(b"}\n"):
+    if found is None or b"\0" in line or not line.endswith(b"}\n"):
         return None
     text = found[1]  # without escapes this is ten times as fast as ``json``
     return str(json.loads(text)) if b"\\" in text else text[1:-1].decode()

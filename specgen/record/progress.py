@@ -117,11 +117,12 @@ class Status:
     def _earlier_state(self) -> str | None:
         try:
             return str(json.loads(self._earlier or b"{}").get("state"))
-        except ValueError:  # a power failure may leave the file empty
+        except (ValueError, AttributeError):  # a power failure may leave anything in the file
             return "lost"
 
     def put_back(self) -> None:
-        """The file as an earlier process left it, which is still true."""
+        """The file as an earlier process left it, which is still true however this one ends."""
+        self._is_admitted = False
         if self._earlier is not None and self._earlier != self._path.read_bytes():
             with swapped(self._path) as file:
                 file.write(self._earlier)

@@ -383,9 +383,12 @@ def from_line(line: str) -> Row:
 def read_passes(path: Path) -> Iterator[Row]:
     """The rows of a ``passes.jsonl`` in order, but for a last one that a kill, or a write at this moment, has cut."""
     with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
+        for number, line in enumerate(lines, start=1):
             if line.endswith("\n"):
-                yield from_line(line)
+                try:
+                    yield from_line(line)
+                except UserError as error:
+                    raise UserError(f"{path}, line {number}: {error}: remove that line") from error
 
 
 def require_present_version(directory: Path) -> None:

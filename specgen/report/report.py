@@ -57,6 +57,7 @@ class Baseline:
     identical: float  # share of the compared requests with equal texts
     num_compared: int
     num_requests: int | None = None  # that plain decoding answered; None of an older file
+    sampled: bool = False  # whether there are sampled texts, which may differ
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +153,11 @@ class Report(Speculation):
             "acceptance_length": self.mean_acceptance_length,
         }
 
-    def with_baseline(self, baseline: "Report", same: Sequence[bool]) -> Self:
-        """This report with ``baseline``; ``same`` says of each request of both whether its texts are equal."""
+    def with_baseline(self, baseline: "Report", same: Sequence[bool], *, sampled: bool = False) -> Self:
+        """This report with ``baseline``; ``same`` says of each request of both whether its texts are equal.
+
+        ``sampled`` is whether some of them are sampled.
+        """
         ours, theirs = self.output_tokens_per_second, baseline.output_tokens_per_second
         comparison = Baseline(
             output_tokens_per_second=theirs,
@@ -161,6 +165,7 @@ class Report(Speculation):
             identical=sum(same) / len(same) if same else 0.0,
             num_compared=len(same),
             num_requests=baseline.num_requests,
+            sampled=sampled,
         )
         return replace(self, baseline=comparison)
 

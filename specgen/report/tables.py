@@ -283,6 +283,7 @@ def _speed(report: Report) -> Iterator[_Item]:
             yield "drafter rows", f"KV fill {fill} were padding; draft loop {count(rows['loop'])}", ""
     if baseline := report.baseline:
         same = same_texts(baseline.identical, baseline.num_compared)
+        same += " (sampled ones may differ)" * (baseline.sampled and baseline.identical < 1)
         speed = rate(baseline.output_tokens_per_second)
         if unlike := report.unlike_work:
             same += f"; {unlike}"
