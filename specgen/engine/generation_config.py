@@ -3,14 +3,13 @@
 Every field of ``transformers.GenerationConfig`` is on one of the lists here (a test compares them).
 """
 
-import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specgen.checkpoints.tensor_reader import Checkpoint
 from specgen.config import GenerationConfigName, SamplingParams, UserError, require, shown
-from specgen.models.config_fields import text_part
+from specgen.models.config_fields import count, text_part
 from specgen.prompts.fields import read_sampling
 
 FILE = "generation_config.json"
@@ -153,8 +152,8 @@ def _taken(said: Mapping[str, Any], checkpoint: Checkpoint, which: GenerationCon
     except UserError as error:
         require(which == "none", f"{checkpoint.name}: {FILE}: {error}, or --generation-config none")
         return {}
-    size = text_part(checkpoint.config).get("vocab_size", math.inf)
     if suppressed := found.get("suppress_tokens"):
+        size = count(text_part(checkpoint.config), "vocab_size")
         found["suppress_tokens"] = tuple(token for token in suppressed if token < size)
     plain = SamplingParams()
     return {name: value for name, value in found.items() if value != getattr(plain, name)}
