@@ -10,11 +10,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import msgspec
+
 from specgen.config import UserError, first_line, shown
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+_decode = msgspec.json.Decoder().decode  # three times as fast as ``json``
 _ID = re.compile(rb'\{"id": ("(?:[^"\\]|\\.)*")')  # the start of a row as ``add`` writes it
 
 
@@ -128,8 +131,12 @@ class Rows(Mapping[str, dict[str, Any]]):
 
     def __getitem__(self, row_id: str) -> dict[str, Any]:
         """``UserError`` where the file is damaged within the row."""
+        line = self._line(row_id)
+        with suppress(msgspec.DecodeError, ValueError):
+            found: dict[str, Any] = _decode(line)
+            return found
         try:
-            row: dict[str, Any] = json.loads(self._line(row_id))
+            row: dict[str, Any] = json.loads(line)  # takes NaN too
         except ValueError as error:
             raise UserError(
                 f"{self.path}: the row of {shown(row_id)} is damaged ({first_line(error)}): remove that line, and run "
