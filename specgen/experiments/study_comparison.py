@@ -273,7 +273,7 @@ def compare(arms: Sequence[ArmRun], target: "Judge", *, template_unused: bool = 
     task, document and metric, of metrics between 0 and 1. ``UserError`` for no arm, two of one name, and arms with
     different samples.
     """
-    arms, left_out = _shares(arms)
+    arms, left_out = _comparable(arms)
     reference = reference_of(arms)
     names = [arm.name for arm in arms]
     for name in names:
@@ -298,7 +298,7 @@ def compare(arms: Sequence[ArmRun], target: "Judge", *, template_unused: bool = 
     )
 
 
-def _shares(arms: Sequence[ArmRun]) -> tuple[list[ArmRun], list[tuple[str, str]]]:
+def _comparable(arms: Sequence[ArmRun]) -> tuple[list[ArmRun], list[tuple[str, str]]]:
     """``arms`` with the metrics that are between 0 and 1 for all documents of all arms, and the others."""
     left_out = {
         key
