@@ -198,6 +198,17 @@ def test_a_row_that_is_damaged_within_is_answered_again_or_named(
     assert ids(file) == NAMES
 
 
+def test_a_record_of_passes_that_is_lost_makes_no_two_sessions_one(job: Job, tmp_path: Path) -> None:
+    """Whose time would be that of one of them."""
+    stopped(job, tmp_path, 3)
+    done = len(ids(tmp_path / "completions.jsonl"))
+    (tmp_path / "passes.jsonl").write_text("")
+    run.run(job, tmp_path, Follower())
+    lines = (tmp_path / "completions.jsonl").read_text().splitlines()
+    sessions = Counter(json.loads(line)["record"]["session"] for line in lines)
+    assert sessions == {"0/1-0": done, "0/1-1": 8 - done}
+
+
 def test_a_damaged_record_of_passes_is_named(job: Job, tmp_path: Path) -> None:
     run.run(job, tmp_path, Follower())
     passes = tmp_path / "passes.jsonl"

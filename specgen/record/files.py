@@ -174,6 +174,11 @@ class RowFile(Rows):
         self._file.flush()
         self._offsets[row["id"]] = offset
 
+    def last(self) -> dict[str, Any] | None:
+        """The newest row, if there is one."""
+        newest = next(reversed(self._offsets), None)
+        return None if newest is None else self[newest]
+
     def sync(self) -> None:
         """Flush to the disk: survives a power loss."""
         sync(self._file)
