@@ -161,7 +161,11 @@ def test_a_kill_while_a_finished_run_is_read_again_leaves_it_finished(
     out, seen = tmp_path / "run", list[bytes]()
     run.run(job, out, Silent())
     before = (out / "status.json").read_bytes()
-    for name in ("open_checkpoints", "require_same", "is_complete"):  # before, while and after it is compared
+    for name in (
+        "open_checkpoints",
+        "require_same",
+        "complete_run",
+    ):  # before, while and after it is compared
         original = getattr(run, name)
 
         def looked(*arguments: Any, original: Any = original, **named: Any) -> Any:

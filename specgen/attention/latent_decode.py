@@ -103,7 +103,7 @@ class LatentDecode:
         assert layout.starts.is_contiguous(), layout.starts.stride()
         assert tables.dtype == torch.int32, tables.dtype
         assert tables.stride(1) == 1, tables.stride()
-        lists, outs = dict[int, tuple[Tensor, Shape]](), list[Tensor]()
+        lists, outs = dict[int, tuple[Tensor, Shape, list[int]]](), list[Tensor]()
 
         def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             assert keys is values, "values are the first numbers of the keys"
@@ -111,15 +111,16 @@ class LatentDecode:
             assert (layer.value_dim, layer.window, layer.sinks) == (RANK, None, None), layer
             num_heads = q.shape[1]
             if num_heads not in lists:
-                lists[num_heads] = self._work_list(layout, num_heads)
+                work, shape = self._work_list(layout, num_heads)
+                starts = accumulate(shape.sections(layout.num_sequences)[:-3], initial=0)
+                lists[num_heads] = work, shape, list(starts)
             if not outs:  # rows without a page, and padding rows, are not written
                 outs.append(q.new_zeros(len(q), num_heads, RANK))
             assert q.stride(-1) == keys.stride(-1) == 1, "the numbers of a head lie side by side"
-            work, shape = lists[num_heads]
+            work, shape, starts_of = lists[num_heads]
             parts, sums = self._workspace()
             sizes = [shape.cluster, shape.num_clusters, num_heads, layout.page_size]
-            sizes += [*q.stride()[:2], *keys.stride()[:2]]
-            sizes += accumulate(shape.sections(layout.num_sequences)[:-3], initial=0)
+            sizes += [*q.stride()[:2], *keys.stride()[:2], *starts_of]
             error = compiled(_spec, "latent_decode", q.dtype)(
                 *pointers((q, keys, tables, outs[0], work, parts, sums)),
                 (ctypes.c_int64 * len(sizes))(*sizes),

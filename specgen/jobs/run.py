@@ -32,7 +32,7 @@ from specgen.engine.loading import (
 from specgen.jobs.job import Job
 from specgen.jobs.prompt_index import REQUESTS, PromptIndex, index_prompts, keep_index, kept_index
 from specgen.jobs.ray_engine import RayEngine
-from specgen.jobs.run_output import MAIN_FILES, FinishedRun, RunResult, is_complete
+from specgen.jobs.run_output import MAIN_FILES, FinishedRun, RunResult, complete_run
 from specgen.jobs.shards import WHOLE
 from specgen.prompts import Prompt, PromptSet, failure
 from specgen.record.files import write_json_lines, write_text
@@ -108,9 +108,9 @@ def _run(
                 asked = work.manifest(with_fingerprints=output is not None)
             take_over(path, asked, free=FREE_IN_A_RUN)
             require_same(path / "manifest.json", asked, free=FREE_IN_A_RUN, remedy=_REMEDY)
-            if is_complete(path, job, status.admit(), work.index.ids):
+            run = complete_run(path, job, status.admit(), work.index)
+            if run is not None:
                 status.put_back()
-                run = FinishedRun(path)
                 if not (path / MAIN_FILES[job.format]).exists():
                     run.export(job.format)
             else:
@@ -272,8 +272,8 @@ class _Work:
                 self.status.begin(
                     Tally(), total=self.index.num_requests, done=len(files.completions), startup={}
                 )
+        self.status.write("running")  # as it is now
         if self.index.num_requests >= _MANY:  # of a million that takes minutes
-            self.status.write("running")  # as it is now
             self.progress.note(
                 f"{path.name}: all requests have ended; putting them in order and writing the report"
             )

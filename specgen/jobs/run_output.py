@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from specgen.config import FormatName, UserError
 from specgen.config.json_fields import load_json
 from specgen.jobs.job import Job
+from specgen.jobs.prompt_index import PromptIndex
 from specgen.prompts import Prompt, failure
 from specgen.record.files import Rows, replacement, write_json, write_json_lines, write_text
 from specgen.record.record_rows import RequestRow, read_passes
@@ -48,22 +49,22 @@ class RunResult:
     failures: list[str]  # id and reason, the first ones
 
 
-def is_complete(path: Path, job: Job, state: str | None, ids: Sequence[str]) -> bool:
-    """Whether an earlier run, left in ``state``, has answered all ``ids``, with no failure; its baseline too.
+def complete_run(path: Path, job: Job, state: str | None, index: PromptIndex) -> "FinishedRun | None":
+    """The run that was left in ``state`` if it has answered all of ``index``, with no failure; its baseline too.
 
     Its rows are looked for, as a copy of the directory may have lost some.
     """
     if not (path / "report.json").exists() or state != "finished":
-        return False
+        return None
     try:
         report, _ = load(path)
     except UserError:  # damaged: it is made anew
-        return False
+        return None
     with_plain = report.baseline is not None and report.num_plain_errors == 0
     if report.num_errors > 0 or (job.baseline and not with_plain):
-        return False
-    files = [each / "completions.jsonl" for each in (path, path / "baseline")[: 1 + job.baseline]]
-    return all(all(each in rows for each in ids) for rows in map(Rows, files))
+        return None
+    runs = [FinishedRun(each) for each in (path, path / "baseline")[: 1 + job.baseline]]
+    return None if any(any(run.pending(index)) for run in runs) else runs[0]
 
 
 def _shown(row: Mapping[str, Any]) -> str:
@@ -80,6 +81,10 @@ class FinishedRun:
         self._path = path
         self._completions = Rows(path / "completions.jsonl") if completions is None else completions
         self._errors = Rows(path / "errors.jsonl") if errors is None else errors
+
+    def pending(self, index: PromptIndex) -> Iterator[Sequence[str]]:
+        """What it has not answered; see ``PromptIndex``."""
+        return index.pending(self._completions)
 
     @cached_property
     def _manifest(self) -> dict[str, Any]:
