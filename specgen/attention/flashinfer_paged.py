@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specgen.attention import Backend, Capabilities, Gpu, Heads, Kernel, LayerAttention, Rows, Use
 from specgen.attention.fa3 import attend_paged, paged_module
-from specgen.attention.planning import HostPlan, PassLens, prefill_bytes
+from specgen.attention.planning import PassLens, prefill_bytes
 from specgen.kv.layout import Layout
 from specgen.ops.jit_modules import Module, num_sms
 
@@ -191,17 +191,18 @@ class _Wrapper:
 
         variant = {"jit_args": sinks[1], "jit_kwargs": sinks[2]} if sinks else {}
         self._inner: Any = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2", **variant)
-        self._planned: HostPlan[tuple[PassLens, _PlanKey]] = HostPlan()
+        self._planned: tuple[PassLens, _PlanKey] | None = None
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """See ``HostPlan``."""
-        self._planned.wait()
+        """Until the copy of the last plan has left the pinned buffer that plans are written to."""
+        self._copied.synchronize()
 
     def plan(self, lengths: PassLens, heads: _PlanKey) -> None:
         """Plan anew unless it is planned for just that; target and head may share a layout but not a plan."""
-        self._planned.renew((lengths, heads), lambda: self._plan(lengths, heads))
-
-    def _plan(self, lengths: PassLens, heads: _PlanKey) -> None:
+        if self._planned == (lengths, heads):
+            return
+        self.wait()
         self._inner.plan(
             lengths.first_rows,
             lengths.first_pages,
@@ -217,6 +218,8 @@ class _Wrapper:
             sm_scale=heads.scale,
             window_left=heads.window_left,
         )
+        self._copied.record()
+        self._planned = lengths, heads
 
     def run(
         self,
@@ -228,8 +231,8 @@ class _Wrapper:
         v_scale: float,
     ) -> None:
         """Attention as planned, of rows ``[n, num_heads, head_dim]`` over pages of keys and values."""
-        assert self._planned.of is not None
-        heads = self._planned.of[1]
+        assert self._planned is not None
+        heads = self._planned[1]
         assert heads.sinks == (sinks is not None)
         # a variant's own scale replaces the wrapper's
         own = (sinks, heads.scale * k_scale) if heads.sinks else ()

@@ -1,8 +1,6 @@
-"""What FlashInfer's wrappers plan with: the lengths of a pass, when they plan anew, and scratch memory by need."""
+"""What FlashInfer's kernels are planned with: the lengths of a pass, and scratch memory by need."""
 
-from collections.abc import Callable
 from functools import cached_property
-from typing import Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -57,30 +55,6 @@ def spread(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
 def offsets(lens: Tensor) -> Tensor:
     """Where each of ``lens`` ``[B]`` begins and where the last one ends: int32 ``[B + 1]``."""
     return F.pad(lens.cumsum(0), (1, 0)).to(torch.int32)
-
-
-T = TypeVar("T")
-
-
-class HostPlan(Generic[T]):
-    """A plan that layers of one pass take in turn; ``of`` is what it was made for."""
-
-    def __init__(self) -> None:
-        self.of: T | None = None
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-    def wait(self) -> None:
-        """Until the copy of the last plan has left the pinned buffer that plans are written to."""
-        self._copied.synchronize()
-
-    def renew(self, of: T, plan: Callable[[], object]) -> None:
-        """``plan`` anew, unless it is planned for just that."""
-        if self.of == of:
-            return
-        self.wait()
-        plan()
-        self._copied.record()
-        self.of = of
 
 
 MIB = 1 << 20
