@@ -22,6 +22,7 @@ _PATIENCE = 0.25  # steps that another length must have saved in sum before it i
 _QUARTERS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24)
 _EVERY = 16  # steps between two looks at the plan, while the batch is about as large
 _SEQUENCES = 512  # whose confidence is remembered
+_NOT_MADE = -2  # in place of the level of a draft that was not asked for; -1 is one that is missing
 _LEAST_CHANCE = 0.005  # of a draft, and of its rejection
 _PROBE_SHARE = 0.004  # share of the time that may be spent on trying one length further
 _Kind = TypeVar("_Kind", int, tuple[int, int])
@@ -74,7 +75,12 @@ class StepCosts:
 
         ``num_positions`` of all sequences together are in the cache.
         """
-        return _between(*self._curves[k], num_sequences) + float(self._of_context(num_positions, [k])[0])
+        return float(self.at_lengths(num_sequences, num_positions)[self.lengths.index(k)])
+
+    def at_lengths(self, num_sequences: int, num_positions: int = 0) -> np.ndarray:
+        """The same for every K of ``lengths``."""
+        seconds = [_between(*self._curves[k], num_sequences) for k in self.lengths]
+        return seconds + self._of_context(num_positions, self.lengths)
 
     @cached_property
     def fewest(self) -> float:
@@ -105,8 +111,7 @@ class StepCosts:
 
     def _whole(self, num_sequences: int, num_verified: np.ndarray) -> np.ndarray:
         """Seconds of steps that verify so many drafts of a sequence and make no others, also between measured K."""
-        seconds = [self.at(num_sequences, k) for k in self.lengths]
-        return np.asarray(np.interp(num_verified, self.lengths, seconds))
+        return np.asarray(np.interp(num_verified, self.lengths, self.at_lengths(num_sequences)))
 
     @cached_property
     def _curves(self) -> dict[int, tuple[list[int], list[float]]]:
@@ -167,7 +172,7 @@ class SpecLength(Protocol):
     def see(self, levels: Sequence[int], verified: int, accepted: int) -> None:
         """One sequence had drafts of so many ``levels``, of which the first were ``verified`` and ``accepted``.
 
-        Below 0 is the level of a draft that is missing.
+        -1 is the level of a draft that is missing.
         """
         ...
 
@@ -204,16 +209,16 @@ class RunningAcceptance:
         # of all drafts, verified or not, by position: how many are expected behind accepted ones, and to be accepted
         self._expected = np.zeros((2, most))
         self._fresh = Counter[tuple[int, int, bool]]()  # position, level, accepted: not in the sums yet
-        self._num_fresh = self._num_unexpected = 0  # verify steps of a sequence that are not in the sums yet
+        self._num_fresh = 0  # verify steps of a sequence that are not in the sums yet
         self._num_steps = 0  # of the batch since the sums were last added to
-        self._levels: deque[Sequence[int]] = deque([()], _SEQUENCES)
+        self._levels = np.full((1, most), _NOT_MADE)  # of the sequences seen last
+        self._fresh_levels: deque[Sequence[int]] = deque(maxlen=_SEQUENCES)  # not among these yet
 
     def see(self, levels: Sequence[int], verified: int, accepted: int) -> None:
         """Count one verify step of one sequence; without drafts it tells nothing."""
         if levels:
-            self._levels.append(levels)
+            self._fresh_levels.append(levels)
             self._num_fresh += 1
-            self._num_unexpected += 1
             for position in range(min(accepted + 1, verified)):  # missing drafts are not among them
                 self._fresh[position, levels[position], position < accepted] += 1
 
@@ -251,19 +256,21 @@ class RunningAcceptance:
 
         A missing draft has no chance. One behind the last of a shorter K has the mean chance at its position of late.
         """
-        most, lens = self._most, np.array([len(each) for each in self._levels])
-        rows = np.array([[*each, *[0] * (most - len(each))] for each in self._levels])
-        each = np.where(rows < 0, 0.0, chances[np.arange(most), rows])
-        new = slice(max(len(rows) - self._num_unexpected, 0), None)
-        found, before, usual = np.empty_like(each), np.ones(len(each)), self._first[1] / self._first[0]
-        for position in range(most):
-            made, chance = before * (lens > position), each[:, position]
-            self._expected[:, position] += made[new].sum(), made[new] @ chance[new]
-            reached, accepted = self._expected[:, position]
-            usual = (accepted + _WEIGHT * usual) / (reached + _WEIGHT)
-            before = found[:, position] = before * np.where(lens > position, chance, usual)
-        self._num_unexpected = 0
-        return found
+        most = self._most
+        not_made = [[_NOT_MADE] * (most - count) for count in range(most + 1)]
+        fresh = [[*each, *not_made[len(each)]] for each in self._fresh_levels]
+        self._fresh_levels.clear()
+        if fresh:
+            self._levels = np.concatenate([self._levels, fresh])[-_SEQUENCES:]
+        levels, new = self._levels, slice(len(self._levels) - len(fresh), None)
+        made, chance = levels > _NOT_MADE, np.where(levels < 0, 0.0, chances[np.arange(most), levels])
+        accepted = np.where(made, chance, 0.0).cumprod(1)
+        before = np.where(made, np.pad(accepted[:, :-1], ((0, 0), (1, 0)), constant_values=1.0), 0.0)
+        self._expected += before[new].sum(0), accepted[new].sum(0)
+        usual = [self._first[1] / self._first[0]]
+        for reached, kept in self._expected.T.tolist():
+            usual.append((kept + _WEIGHT * usual[-1]) / (reached + _WEIGHT))
+        return np.where(made, chance, usual[1:]).cumprod(1)
 
 
 class BestPlan:
@@ -329,8 +336,10 @@ class BestPlan:
         """Tokens per second of a sequence by K and quarters verified."""
         costs, tokens = self._costs, 1 + np.cumsum(survival.mean(0))
         rates: dict[tuple[int, int | None], float] = {
-            (k, None): (tokens[k - 1] if k else 1.0) / costs.at(num_sequences, k, num_positions)
-            for k in costs.lengths
+            (k, None): float(tokens[k - 1] if k else 1.0) / seconds
+            for k, seconds in zip(
+                costs.lengths, costs.at_lengths(num_sequences, num_positions).tolist(), strict=True
+            )
         }
         if num_sequences < costs.fewest:
             return rates
