@@ -106,6 +106,14 @@ def test_a_line_that_is_not_a_row_is_not_done(tmp_path: Path) -> None:
     assert path.read_bytes().endswith(b'{"id": "c"}\n{"id": "d"}\n')
 
 
+def test_rows_that_another_program_has_rewritten_are_still_done(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        '{"id":"a","n":1}\n{"a": 0, "id": "b", "n": 2}\n { "n": 3, "id": "c" }\n[1, {}]\n{"id": 4}\n{}\n'
+    )
+    assert {row_id: row["n"] for row_id, row in RowFile(path).items()} == {"a": 1, "b": 2, "c": 3}
+
+
 # --- reports of runs that have not finished ---
 
 

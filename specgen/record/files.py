@@ -210,11 +210,16 @@ def cut_torn_line(path: Path) -> None:
 
 def id_of(line: bytes) -> str | None:
     """The id of the row in ``line``; None for an incomplete row, as a power loss may leave it."""
-    found = _ID.match(line)
-    if found is None or b"\0" in line or not line.endswith(b"}\n"):
+    if b"\0" in line or not line.endswith(b"}\n"):
         return None
-    text = found[1]  # without escapes this is ten times as fast as ``json``
-    return str(json.loads(text)) if b"\\" in text else text[1:-1].decode()
+    if (found := _ID.match(line)) is not None:
+        text = found[1]  # without escapes this is ten times as fast as ``json``
+        return str(json.loads(text)) if b"\\" in text else text[1:-1].decode()
+    try:  # as another program has written it
+        row_id = json.loads(line)["id"]
+    except (ValueError, LookupError, TypeError):
+        return None
+    return row_id if isinstance(row_id, str) else None
 
 
 def _offsets(lines: IO[bytes]) -> Iterator[tuple[str, int]]:
