@@ -223,10 +223,10 @@ class Store:
         with _reaching(self.url, _MISSING):
             self._fs.get_file(self._path(name), str(file))
 
-    def copy(self, name: str, to: "Store") -> None:
-        """Within one store, by the store."""
+    def copy(self, name: str, to: "Store", new_name: str | None = None) -> None:
+        """Within one store, by the store; under the same name, or a new one."""
         with _reaching(self.url):
-            self._fs.cp_file(self._path(name), to._path(name))
+            self._fs.cp_file(self._path(name), to._path(new_name or name))
 
     def remove(self, names: Sequence[str]) -> None:
         """Of what is not there, nothing."""

@@ -141,7 +141,7 @@ def write_session(path: Path, rows: Iterable[Given], *, text: str = "text") -> N
             if not isinstance(each, RequestRow):
                 files.see(each)
             elif each.reason != "error":
-                row = {"id": each.name, "prompt": "", "text": text}
+                row = {"id": each.name, "prompt": each.name, "text": text}
                 row |= {"token_ids": [1] * each.num_output_tokens, "finish_reason": each.reason}
                 row |= {"turn": each.turn, "num_prompt_tokens": each.num_prompt_tokens}
                 files.add_completion(row | {"category": each.category}, each)

@@ -172,6 +172,17 @@ def test_an_index_of_the_single_file_is_one_model(tmp_path: Path) -> None:
     assert open_checkpoint(str(tmp_path)).tensors == names
 
 
+def test_an_index_that_names_what_no_file_has_is_refused(tmp_path: Path) -> None:
+    """A head without its norms of q and k, say, would be another model."""
+    write_target(tmp_path, num_layers=2, max_shard_size="40KB")
+    index = tmp_path / "model.safetensors.index.json"
+    shards = json.loads(index.read_text())
+    shards["weight_map"]["model.layers.0.self_attn.q_norm.weight"] = min(shards["weight_map"].values())
+    index.write_text(json.dumps(shards))
+    with refused(r"names 'model\.layers\.0\.self_attn\.q_norm\.weight', which no file has: download again"):
+        open_checkpoint(str(tmp_path))
+
+
 def test_a_pickle_beside_safetensors_is_not_read(tmp_path: Path) -> None:
     write_target(tmp_path, num_layers=2)
     torch.save({"model.norm.weight": torch.zeros(64)}, tmp_path / "pytorch_model.bin")

@@ -430,3 +430,27 @@ def test_the_confidence_head_says_how_sure_drafts_are(
         generate(load_pair(path), random_requests(3, 8, GREEDY), num_spec_tokens=3)
     assert seen["said"] == {0.5}
     assert len(seen["not said"]) > 9
+
+
+def test_a_head_of_a_target_with_other_layers_is_refused() -> None:
+    for config in (Z_LAB, NESTED, SPECULATORS):
+        DFlashConfig.from_hf(config, NAMES, 36)
+    with pytest.raises(
+        UserError, match="num_target_layers is 36, but the target has 94 layers: use the target that"
+    ):
+        DFlashConfig.from_hf(Z_LAB, NAMES, 94)
+
+
+@pytest.mark.parametrize("markov", [None, ("vanilla", 4)])
+def test_output_weights_of_another_vocabulary_are_refused(
+    tmp_path: Path, markov: tuple[str, int] | None
+) -> None:
+    target = write_target(tmp_path / "target", num_layers=6)
+    expected = (
+        "the head has no output weights and drafts 48 tokens from states 64 wide, but the target's are for"
+    )
+    for changed in ({}, {"lm_head.weight": None}):
+        head = tmp_path / f"head {len(changed)}"
+        write_dflash_head(head, target, "DeepSpec", draft_vocab_size=48, markov=markov, changed=changed)
+        reasons = describe(str(tmp_path / "target"), str(head)).misfits
+        assert [reason[: len(expected)] for reason in reasons] == [expected] * len(changed)

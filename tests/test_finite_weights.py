@@ -116,6 +116,22 @@ def test_numbers_too_large_for_the_dtype_are_not_the_files_fault(tmp_path: Path)
     assert str(caught.value) == f"{file}: {reason}"
 
 
+@pytest.mark.parametrize(
+    ("byte", "dtype"), [(253, torch.float32), (253, torch.bfloat16), (141, torch.float16)]
+)
+def test_scales_of_mxfp4_that_the_dtype_cannot_hold(tmp_path: Path, byte: int, dtype: torch.dtype) -> None:
+    """6 x 2^125 and 6 x 2^13 are the largest numbers that it can."""
+    in_mxfp4(tmp_path)
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    damage(tmp_path, name, byte - 1)
+    load(tmp_path, dtype)
+    file = damage(tmp_path, name, byte)
+    with pytest.raises(
+        UserError, match=rf"^{file}: {name} holds scales too large for {dtype}: use --dtype bfloat16"
+    ):
+        load(tmp_path, dtype)
+
+
 def test_a_rank_looks_at_what_it_reads(tmp_path: Path) -> None:
     small(tmp_path)
     damage(tmp_path, "model.layers.0.mlp.up_proj.weight", nan)

@@ -87,6 +87,7 @@ TEXT = """
   norms       fc_norm (one for each feature), norm_output (of the hidden state fed back)
   vocabulary  drafts 48 of 128 tokens (37.5%)
   embedding   its own
+  output      its own output weights
   target      64 wide
   layers      1, 64 wide, MLP 128 wide
   attention   4 heads, 2 KV heads, 16 wide each

@@ -19,6 +19,7 @@ from specgen.storage import Store
 from tests.commands import refused
 
 URL = Url("memory://bucket/run")
+PART = b'{"object": "parts/a", "size": 1, "sha256": "0"}'
 
 
 class Killed(BaseException):
@@ -223,9 +224,58 @@ def test_starting_over_keeps_a_copy() -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"[]", b"{}", b'{"session": "a", "state": "finished", "files": {"../a": []}}']
+    "content",
+    [
+        *(b"", b"[]", b"{}", b"[" * 100_000),
+        *(
+            b'{"session": "a", "pid": 1, "host": "b", "state": "%b", "files": {"%b": [%b]}}' % each
+            for each in (
+                (b"finished", b"../a", PART),
+                (b"finished", b"a", b""),
+                (b"finished", b"", PART),
+                (b"unfinished", b"a\\u0000", PART),
+                (b"unfinished", b"a", PART.replace(b"parts/a", b"")),
+                (b"finnished", b"a", PART),
+            )
+        ),
+    ],
+    ids=lambda content: content[-60:].decode(),
 )
 def test_a_manifest_that_is_none_is_refused(content: bytes) -> None:
     Store.at(URL).write("parts.json", content)
     with refused(f"^{URL}/parts.json is not as it was written"), mirrored(URL):
         raise AssertionError
+
+
+def test_a_slow_upload_of_an_end_replaces_nothing_of_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def visit(name: str) -> None:
+        if name.endswith("completions.jsonl") and (name.count("/") == 0 or "/whole/" in name) and not others:
+            others.append(name)
+            on(monkeypatch, tmp_path, "second")
+            with mirrored(URL) as each:
+                add(each.path, completions="second\n")
+                each.claim()
+
+    others: list[str] = []
+    with before_writes(monkeypatch, visit), refused("is in use by"), mirrored(URL) as each:
+        add(each.path, completions="first\n")
+        each.claim()
+    assert others
+    assert state()["state"] == "finished"
+    assert there() == "first\nsecond\n", "it had gone on"
+
+
+def test_exports_of_an_earlier_end_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another machine that goes on finds them empty, which says that they lack rows."""
+    with mirrored(URL) as each:
+        add(each.path, completions="a\n", batch_output="old\n")
+        each.claim()
+    with killed() as each:
+        (each.path / "batch_output.jsonl").unlink()
+        add(each.path, completions="b\n")
+        each.claim()
+    on(monkeypatch, tmp_path, "second")
+    with killed() as each:
+        assert (each.path / "batch_output.jsonl").read_text() == ""

@@ -245,3 +245,16 @@ def test_nothing_in_common_is_said(compared):
     assert "two and one have no request in common" in text
     assert text.startswith("The runs differ in:\n")
     assert cells(text, "data.dataset") == ["bundled", "-"]
+
+
+def test_samples_of_a_prompt_are_one_unit(compared):
+    first = [row(f"a-{i}", [0, 1, 2, i % 4], prompt="same") for i in range(8)]
+    ours = [row(f"a-{i}", [3, 3, 2, i % 4], prompt="same") for i in range(8)]
+    others = [row("b", [1, 2]), row("c", [3, 0])]
+    (found,) = compared([*first, *others], [*ours, *others])
+    assert {each.figure: each.paired.num_groups for each in found.figures}[LENGTH] == 3
+    joined = [
+        row("a", [each for i in range(8) for each in (*some, i % 4)]) for some in ([0, 1, 2], [3, 3, 2])
+    ]
+    (whole,) = compared([joined[0], *others], [joined[1], *others])
+    assert [each.paired for each in found.figures] == [each.paired for each in whole.figures]

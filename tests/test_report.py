@@ -13,6 +13,7 @@ import pytest
 
 from specgen.config import UserError
 from specgen.record.record_rows import PassRow, StepCounts, count_parts, turn_id
+from specgen.record.results import RunDirectory
 from specgen.report import tables, terminal
 from specgen.report.acceptance import fold_request
 from specgen.report.intervals import Ratio, wilson
@@ -413,6 +414,40 @@ def test_categories_are_reported_alone_with_times_of_their_own():
     assert sums == fold(first, num_spec_tokens=3)
     assert (chat.num_requests, chat.mean_acceptance_length) == (1, 1.5)
     assert (sums.wall_seconds, chat.wall_seconds) == (3.0, 3.0)
+
+
+def test_samples_of_a_prompt_are_one_unit_of_intervals(tmp_path):
+    """As many turns of one conversation would be."""
+    samples = [
+        ("a", "same", [(2, 2), (2, 1)]),
+        ("b", "b", [(2, 0)]),
+        ("c", "same", [(2, 1)]),
+        ("d", "d", [(2, 2)]),
+    ]
+    rows = [each for name, _, steps in samples for each in request(name, steps, category=name[0])]
+    prompts = {name: prompt for name, prompt, _ in samples}
+    with RunDirectory(tmp_path) as files:
+        for each in rows:
+            row = {
+                "id": each.name,
+                "prompt": prompts[each.name],
+                "text": "",
+                "token_ids": [1] * each.num_output_tokens,
+            }
+            files.add_completion(row | {"finish_reason": "stop", "num_prompt_tokens": 5}, each)
+    found = report_of(files.requests(), [], num_spec_tokens=2)
+    turns = [
+        replace(rows[0], name="a", num_turns=2),
+        rows[1],
+        replace(rows[2], name="a/turn-2", turn=2, num_turns=2),
+    ]
+    joined = report_of([*turns, rows[3]], [], num_spec_tokens=2)
+    assert found.acceptance == joined.acceptance
+    assert found.mean_acceptance_length_ci95 == joined.mean_acceptance_length_ci95
+    assert (
+        found.mean_acceptance_length_ci95
+        != report_of(rows, [], num_spec_tokens=2).mean_acceptance_length_ci95
+    )
 
 
 def test_the_turns_of_a_conversation_are_one_unit_of_intervals():

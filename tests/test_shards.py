@@ -197,14 +197,15 @@ def test_some_of_many_missing_shards_are_named(finished: Path, tmp_path: Path) -
             merge(tmp_path / "merged", [shard], "jsonl")
 
 
-def test_the_baseline_of_another_killed_merge_is_removed(finished: Path, tmp_path: Path) -> None:
-    left = tmp_path / "merged.partial" / "baseline" / "passes.jsonl"
-    left.parent.mkdir(parents=True)
-    left.touch()
-    (left.parents[1] / "manifest.json").write_text("{}")
+def test_what_another_killed_merge_left_is_removed(finished: Path, tmp_path: Path) -> None:
+    partial = tmp_path / "merged.partial"
+    (partial / "baseline").mkdir(parents=True)
+    for name in ("manifest.json", "baseline/passes.jsonl", "batch_output.jsonl", "completions.parquet"):
+        (partial / name).write_text("{}")
     merge(tmp_path / "merged", [finished / f"shard {index}" for index in range(COUNT)], "jsonl")
     assert (tmp_path / "merged" / "report.json").exists()
-    assert not (tmp_path / "merged" / "baseline").exists()
+    left = {file.name for file in (tmp_path / "merged").iterdir()}
+    assert left.isdisjoint({"baseline", "batch_output.jsonl", "completions.parquet"})
 
 
 def test_the_command_prints_the_report_and_says_what_failed(finished: Path, tmp_path: Path) -> None:

@@ -72,6 +72,26 @@ def test_rows_are_those_of_the_same_file_on_a_disk(tmp_path: Path) -> None:
     assert [prompt.last_message for prompt in named.open()] == ["2 + 2?"], "the split, by its file's name"  # type: ignore[union-attr]
 
 
+def test_hidden_objects_and_runs_are_no_prompts(tmp_path: Path) -> None:
+    names = [
+        "a.jsonl",
+        "below/b.jsonl",
+        ".c.jsonl",
+        ".d/e.jsonl",
+        "run/completions.jsonl",
+        "run/parts/f.jsonl",
+    ]
+    for number, name in enumerate(names):
+        content = lines([{"id": name, "prompt": f"prompt {number}"}])
+        put(f"memory://lake/{name}", content)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    put("memory://lake/run/parts.json", b"{}")
+    (tmp_path / "run" / "parts.json").write_text("{}")  # of a copy
+    for dataset in ("memory://lake", str(tmp_path)):
+        assert sorted(prompts(dataset)) == ["a.jsonl", "below/b.jsonl"]
+
+
 def test_json_lines_are_streamed(s3: S3Server) -> None:
     """The first rows of a large object cost its first block."""
     size = 40 << 20

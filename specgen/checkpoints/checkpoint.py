@@ -268,6 +268,12 @@ def misfits(target: TargetConfig, head: HeadConfig) -> tuple[str, ...]:
             f"the head has no embedding and is {head.hidden_size} wide, but the target's embedding is "
             f"{target.hidden_size} wide: use a head that carries embed_tokens.weight"
         )
+    ours, theirs = (head.draft_vocab_size, head.hidden_size), (target.vocab_size, target.hidden_size)
+    if not head.own_lm_head and ours != theirs:
+        reasons.append(
+            f"the head has no output weights and drafts {ours[0]} tokens from states {ours[1]} wide, but the target's "
+            f"are for {theirs[0]} tokens and {theirs[1]} wide: use a head that carries lm_head.weight"
+        )
     return tuple(reasons)
 
 

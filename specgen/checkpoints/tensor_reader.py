@@ -193,7 +193,14 @@ class TensorReader:
             info.dtype == "uint8",
             f"{self.checkpoint.name}: {name} is stored as {info.dtype}, not as bytes: config.json is of other weights",
         )
-        return self._read(name, info, torch.uint8, arrange)
+        found = self._read(name, info, torch.uint8, arrange)
+        if name.endswith("_scales") and found.device.type != "meta" and found.numel():
+            largest = 6.0 * 2.0 ** (int(found.max()) - 127)  # 6: of e2m1
+            require(
+                largest <= torch.finfo(self.dtype).max,
+                f"{info.file}: {name} holds scales too large for {self.dtype}: use --dtype bfloat16, or download again",
+            )
+        return found
 
     def __contains__(self, name: object) -> bool:
         return name in self.checkpoint.tensors

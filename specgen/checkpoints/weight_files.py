@@ -65,6 +65,11 @@ def tensor_infos(directory: Path) -> dict[str, TensorInfo]:
         found: dict[Path, dict[str, TensorInfo]] = {}
         if index.exists():
             found[index] = _together(directory, _sharded(directory, index, suffix))
+            lost = min(read_json(index)["weight_map"].keys() - found[index].keys(), default=None)
+            require(
+                lost is None,
+                f"{index} names {shown(lost)}, which no file has: download again, or mend the index",
+            )
         if single.exists():
             require(single.is_file(), f"{single} is not a regular file: download it again")
             found[single] = _together(directory, [single])

@@ -14,7 +14,7 @@ from specgen.jobs.shards import WHOLE, Shard, parse_shard
 from specgen.record.files import id_of, replacement, write_json
 from specgen.record.provenance import FREE_IN_A_RUN, differences
 from specgen.record.record_rows import require_present_version
-from specgen.record.results import directory
+from specgen.record.results import clear, directory
 from specgen.report.report import load, status_of
 
 _NEEDED = ("completions.jsonl", "errors.jsonl", "passes.jsonl", "status.json", REQUESTS)
@@ -43,7 +43,7 @@ def merge(output: Path, directories: Sequence[Path], format_name: FormatName) ->
     runs = _all_of_one_run([_open(path) for path in directories])
     with directory(output.with_name(f"{output.name}.partial"), "manifest.json") as path:
         write_json(path / "manifest.json", _manifest(runs))
-        shutil.rmtree(path / "baseline", ignore_errors=True)  # of a killed merge
+        clear(path)  # what a killed merge has left
         _join(path, [run.path for run in runs], runs)
         baseline = path / "baseline" if runs[0].has_baseline else None
         if baseline is not None:

@@ -16,6 +16,7 @@ from specgen.jobs.prompt_index import PromptIndex
 from specgen.prompts import Prompt, failure
 from specgen.record.files import Rows, replacement, write_json, write_json_lines, write_text
 from specgen.record.record_rows import RequestRow, read_passes
+from specgen.record.results import units_in
 from specgen.report import tables
 from specgen.report.acceptance import RequestMetrics
 from specgen.report.origin import origin, run_title
@@ -122,11 +123,11 @@ class FinishedRun:
 
     def _requests(self, baseline: "FinishedRun | None", same: list[bool]) -> Iterator[RequestRow]:
         """All requests; ``same`` gets whether the tokens of those that ``baseline`` has too are equal."""
-        plain = {} if baseline is None else baseline._completions
+        plain, units = {} if baseline is None else baseline._completions, units_in(self._completions)
         for name, row in self._completions.items():
             if name in plain:
                 same.append(plain[name]["token_ids"] == row["token_ids"])
-            yield RequestRow.of_row(row)
+            yield RequestRow.of_row(row, units)
 
     def export(self, format_name: FormatName) -> None:
         """Write the rows in another format too."""

@@ -108,7 +108,6 @@ class DFlashConfig(HeadConfig):
     markov_kind: MarkovKind = "vanilla"
     confidence: bool = False  # whether it has a confidence head
     confidence_reads_token: bool = False  # and whether that reads the token before as well
-    own_lm_head: bool = False
     own_mask: bool = False  # the mask token has an embedding of its own
     conv_taps: int = 0  # rows that a convolution of DFlash2 sums; 0: there are none
     conv_group: int = 1  # numbers of a row that share a weight which depends on the row
@@ -154,6 +153,12 @@ class DFlashConfig(HeadConfig):
                 flags.get(name) in values,
                 f"{name} is {shown(flags.get(name))}: heads that compute with it are not built, use another",
             )
+        trained = flags.get("num_target_layers")
+        require(
+            trained in (None, num_target_layers) or num_target_layers is None,
+            f"num_target_layers is {shown(trained)}, but the target has {num_target_layers} layers: use the target "
+            "that the head was trained on",
+        )
         aux_layers, aux_rule = _aux_layers(flags, speculators)
         markov = flags.get("markov_rank") or 0
         require(
@@ -234,7 +239,6 @@ class DFlashConfig(HeadConfig):
             "confidence": f"its own head, of the hidden state{before}"
             if self.confidence
             else "of the softmax",
-            "output": "its own output weights" if self.own_lm_head else "the target's output weights",
         }
         return {name: text for name, text in facts.items() if text} | super().facts()
 

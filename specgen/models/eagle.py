@@ -144,6 +144,7 @@ class Eagle3Config(HeadConfig):
             mask_token_id=_mask_token(flags) if parallel else None,
             qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in tensors),
             own_embedding=any(name.endswith("embed_tokens.weight") for name in tensors),
+            own_lm_head=True,
             reads_output=reads_output,
             windows=layer_windows(layer),
             dtype=dtype_name(config),
@@ -349,6 +350,7 @@ class Eagle1Config(HeadConfig):
             aux_layers=(),
             aux_rule="an EAGLE-1 head reads the last hidden state alone",
             own_embedding="embed_tokens.weight" in tensors,
+            own_lm_head=False,
             reads_output=True,
             fc_bias="fc.bias" in tensors,
             qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in tensors),
@@ -363,7 +365,6 @@ class Eagle1Config(HeadConfig):
             "features": "the target's last hidden state, behind its final norm",
             "norms": "none of the inputs, none at the end",
             "fc": "with a bias" if self.fc_bias else "without a bias",
-            "output": "the target's output weights",
             **super().facts(),
         }
 

@@ -289,7 +289,6 @@ class EagleLlama4Config(HeadConfig):
 
     family: ClassVar[str] = "EAGLE Llama-4"
     fc_each_pass: ClassVar[bool] = True
-    own_lm_head: bool
 
     def seen(self, index: int) -> Seen:
         return Seen(chunk=self.chunk)
@@ -328,7 +327,6 @@ class EagleLlama4Config(HeadConfig):
         return {
             "features": "the target's last hidden state, behind its final norm",
             "fed back": "the hidden state behind the head's final norm",
-            "output": "its own output weights" if self.own_lm_head else "the target's output weights",
             **super().facts(),
             "chunks": f"{self.chunk:,} positions",
         }

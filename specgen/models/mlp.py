@@ -187,6 +187,10 @@ def _experts(config: MixtureConfig, hidden: int, prefix: str, load: Loader) -> E
     )
     gating = Gating(alpha=config.alpha, shift=config.shift, limit=config.limit)
     if f"{prefix}0.gate_proj.weight" in load:
+        require(
+            not config.biases,
+            f"{prefix}* are single experts, of which biases are not read: use another checkpoint",
+        )
         gate_up, down = _one_by_one(config, hidden, prefix, load)
     else:
         alternating = config.fused == "in, out alternating"

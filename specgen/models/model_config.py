@@ -473,6 +473,7 @@ class HeadConfig(LayerConfig):
     aux_layers: tuple[int, ...]
     aux_rule: str
     own_embedding: bool
+    own_lm_head: bool
     reads_output: bool  # the one feature is the target's last hidden state, behind its final norm
     fc_each_pass: ClassVar[bool] = False  # and not once per accepted row
     takes_fp8: ClassVar[bool] = False
@@ -513,6 +514,7 @@ class HeadConfig(LayerConfig):
         return {
             "vocabulary": f"drafts {self.draft_vocab_size:,} of {self.vocab_size:,} tokens ({share:.1%})",
             "embedding": "its own" if self.own_embedding else "the target's",
+            "output": "its own output weights" if self.own_lm_head else "the target's output weights",
             "target": f"{self.target_hidden_size} wide",
             **super().facts(),
         }

@@ -89,7 +89,6 @@ class MtpConfig(HeadConfig):
     takes_fp8: ClassVar[bool] = True
     takes_turns: ClassVar[bool] = True
     names: tuple[MtpNames, ...]  # of each layer
-    own_lm_head: bool
 
     @classmethod
     def of_target(cls, target: TargetConfig, tensors: Set[str]) -> "MtpConfig":
@@ -123,7 +122,6 @@ class MtpConfig(HeadConfig):
         return {
             "features": "the target's last hidden state, behind its final norm",
             "fed back": f"the hidden state behind {self.names[0].norm.removeprefix(self.names[0].block)}",
-            "output": "its own output weights" if self.own_lm_head else "the target's output weights",
             **super().facts(),
         }
 

@@ -35,6 +35,7 @@ _SUFFIXES = (*_OF_TEXT, *(f"{kind}.gz" for kind in _OF_TEXT), ".parquet")
 _DOWNLOAD = "download it elsewhere and name the file or the directory with --data-path"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _OF_A_RUN = {".lock", "status.json"}  # from its start
+_OF_A_STORED_RUN = "parts.json"  # in a store, and in a copy from there
 _GZIP = b"\x1f\x8b"  # the start of a gzipped file, whatever its name
 File = Path | StoredObject
 
@@ -129,7 +130,7 @@ def read_path(path: Path | Url, *, preferred: Sequence[str] = ()) -> Source:
 def _below(path: Path) -> Iterator[Path]:
     """The files below ``path``, but for hidden ones and those of runs, whose output may be in a folder of prompts."""
     for place, folders, names in os.walk(path):
-        if _OF_A_RUN.issubset(names):
+        if _OF_A_RUN.issubset(names) or _OF_A_STORED_RUN in names:
             folders.clear()
             continue
         folders[:] = (name for name in folders if not name.startswith("."))
@@ -138,10 +139,17 @@ def _below(path: Path) -> Iterator[Path]:
 
 
 def _objects(url: Url) -> list[StoredObject]:
+    """As ``_below``, at a URL."""
     try:
-        return Store.at(url).objects()
+        found = {each.path.relative_to(url.path): each for each in Store.at(url).objects()}
     except FileNotFoundError as error:
         raise UserError(f"{url} does not exist: name an object or a directory with prompts") from error
+    runs = {name.parent for name in found if name.name == _OF_A_STORED_RUN}
+    return [
+        each
+        for name, each in found.items()
+        if runs.isdisjoint(name.parents) and not any(part.startswith(".") for part in name.parts)
+    ]
 
 
 def _of_files(path: Path | Url, files: Sequence[File], preferred: Sequence[str]) -> Source:

@@ -117,6 +117,17 @@ def _partial(path: Path) -> Path:
 # --- rows ---------------------------------------------------------------------------------------
 
 
+class Head(msgspec.Struct):
+    """What a row begins with: of a turn after the first, all that was said before is in its prompt."""
+
+    id: str
+    prompt: str | None = None
+    turn: int = 1
+
+
+_head = msgspec.json.Decoder(Head).decode
+
+
 class Rows(Mapping[str, dict[str, Any]]):
     """The rows of ``path`` by id, each read from the file on access; of rows with the same id the last counts.
 
@@ -143,6 +154,12 @@ class Rows(Mapping[str, dict[str, Any]]):
                 "the same command again"
             ) from error
         return row
+
+    def heads(self) -> Iterator[Head]:
+        """What each row begins with, several times as fast as the rows; none of one that is damaged."""
+        for row_id in self:
+            with suppress(msgspec.DecodeError):
+                yield _head(self._line(row_id))
 
     def __contains__(self, row_id: object) -> bool:
         return row_id in self._offsets

@@ -40,6 +40,7 @@ _FILES = (
     *("baseline/lost.jsonl", "baseline/errors.jsonl", "baseline/completions.jsonl"),
     *("passes.jsonl", "baseline/passes.jsonl"),
 )
+_EXPORTS = {"batch_output.jsonl", "completions.parquet"}  # made of completions at the end of a run
 _RESTART = "restore it, or start over with --restart, which keeps what is left"
 
 
@@ -76,15 +77,19 @@ class _Manifest:
             files = {
                 str(name): tuple(Part(**part) for part in parts) for name, parts in found["files"].items()
             }
+            objects = [part.object for parts in files.values() for part in parts]
+            require(all(each and "\0" not in each for each in (*files, *objects)), "a name is none")
             safe = all(not PurePosixPath(name).is_absolute() and ".." not in name for name in files)
             require(safe, "a file is outside of the directory")
+            state = ("unfinished", "finished").index(found["state"])
+            require(not state or all(len(parts) == 1 for parts in files.values()), "a file is not one object")
             return cls(
                 session=str(found["session"]),
-                is_finished=found["state"] == "finished",
+                is_finished=bool(state),
                 files=files,
                 writer=f"process {found['pid']} on {found['host']}",
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(
                 f"{url / MANIFEST} is not as it was written ({first_line(error)}): {_RESTART}"
             ) from error
@@ -185,6 +190,9 @@ class Mirror:
             )
         else:
             fetch(self._store, self._earlier, self.path)
+            if self.path.exists():
+                for name in {*self._store.top()} & _EXPORTS - {*self._earlier.files}:
+                    (self.path / name).touch()  # of an earlier end: this run's end makes it anew
 
     def _is_ahead(self) -> bool:
         """Whether all that is published came from here, and is still here."""
@@ -291,6 +299,8 @@ class Mirror:
             self._join()
             self.raise_error()
         self._require_ours()  # before the files of another process's end are written over
+        if self._seen is None:  # a merge: a second one is to know what a broken-off first one has left
+            self._commit(_Manifest(session=self._session))
         files = {
             file.relative_to(self.path).as_posix(): file
             for file in sorted(self.path.rglob("*"))
@@ -299,8 +309,13 @@ class Mirror:
         final = {name: (_part_of(name, file),) for name, file in files.items()}
         known = self._earlier.files if self._earlier.is_finished and not self._is_ours else {}
         changed = [name for name in final if known.get(name) != final[name]]
+        whole = (
+            f"{_PARTS}/{self._session}/whole"  # so that a slow upload replaces nothing of another process's
+        )
         with ThreadPoolExecutor(_AT_ONCE) as uploaders:
-            list(uploaders.map(lambda name: self._store.upload(name, files[name]), changed))
+            list(uploaders.map(lambda name: self._store.upload(f"{whole}/{name}", files[name]), changed))
+            self._require_ours()
+            list(uploaders.map(lambda name: self._store.copy(f"{whole}/{name}", self._store, name), changed))
         if changed:
             self._commit(_Manifest(session=self._session, is_finished=True, files=final))
         self._remove_parts()

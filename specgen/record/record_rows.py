@@ -145,12 +145,26 @@ def conversation_of(request: str, turn: int) -> str:
     return request if turn == 1 else request.removesuffix(f"/turn-{turn}")
 
 
+def units_of(prompts: Iterable[tuple[str, int]]) -> dict[str, str]:
+    """Of conversations, each with a hash of its first prompt, those that share it with others: by each the first.
+
+    Several samples of one prompt are as little independent as the turns of a conversation.
+    """
+    firsts, found = dict[int, str](), dict[str, str]()
+    for conversation, prompt in prompts:
+        first = firsts.setdefault(prompt, conversation)
+        if first != conversation:
+            found[first] = found[conversation] = first
+    return found
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestRow:
     """One request that has ended; times are seconds since the session's engine was warm.
 
     ``steps`` is None where they were not kept; ``counts`` are theirs, and ``parts`` as from ``count_parts`` where the
-    text has reasoning. An answer ``is_empty`` without a character, where the row has it.
+    text has reasoning. An answer ``is_empty`` without a character, where the row has it. ``unit`` is that of
+    ``units_of``, where the conversation has one.
     """
 
     name: str
@@ -169,6 +183,7 @@ class RequestRow:
     parts: Mapping[str, Any] | None
     steps: Sequence[Step] | None
     is_empty: bool = False
+    unit: str = ""
 
     def to_json(self, *, with_steps: bool = True) -> dict[str, Any]:
         """The ``record`` of a row, which has the other fields itself; see ``of_row``."""
@@ -189,19 +204,19 @@ class RequestRow:
         return found
 
     @classmethod
-    def of_row(cls, row: Mapping[str, Any]) -> Self:
+    def of_row(cls, row: Mapping[str, Any], units: Mapping[str, str] | None = None) -> Self:
         """From a row of ``completions.jsonl``; ``UserError`` for one of a version that kept no record in it."""
         require(
             "record" in row,
             f"the row of {row.get('id')!r} has no record, as in earlier versions: generate into a new directory",
         )
-        record, num_tokens = row["record"], len(row["token_ids"])
+        record, num_tokens, turn = row["record"], len(row["token_ids"]), row.get("turn", 1)
         return cls(
             name=row["id"],
             session=record["session"],
             reason=row.get("ended_by", row["finish_reason"]),
             category=row.get("category"),
-            turn=row.get("turn", 1),
+            turn=turn,
             num_turns=record.get("num_turns", 1),
             num_prompt_tokens=row["num_prompt_tokens"],
             num_cached_tokens=record["num_cached_tokens"],
@@ -213,6 +228,7 @@ class RequestRow:
             parts=record.get("parts"),
             steps=_steps(record["steps"], num_tokens) if "steps" in record else None,
             is_empty="text" in row and not row["text"].strip(),
+            unit=(units or {}).get(conversation_of(row["id"], turn), ""),
         )
 
     def moved(self, seconds: float) -> Self:

@@ -14,7 +14,7 @@ from typing import IO, Any, Self
 
 from specgen.config import UserError, require
 from specgen.config.json_fields import load_json
-from specgen.record.files import RowFile, cut_torn_line, naming, open_output, sync, writable, write_json
+from specgen.record.files import RowFile, Rows, cut_torn_line, naming, open_output, sync, writable, write_json
 from specgen.record.provenance import differences
 from specgen.record.record_rows import (
     WHOLE,
@@ -26,6 +26,7 @@ from specgen.record.record_rows import (
     read_passes,
     require_present_version,
     to_line,
+    units_of,
 )
 
 LOCK = ".lock"
@@ -118,7 +119,7 @@ def take_over(path: Path, asked: Mapping[str, Any], free: Container[str]) -> Non
     if manifest.exists() and not _is_begun(path):
         earlier = load_json(manifest, "remove the directory, or name another")
         if differences(earlier, json.loads(json.dumps(asked)), free):
-            _clear(path)
+            clear(path)
             write_json(manifest, asked)
 
 
@@ -130,7 +131,7 @@ def leaving_nothing_undone(path: Path) -> Iterator[None]:
         yield
     except UserError:
         if is_new and not _is_begun(path):
-            _clear(path)
+            clear(path)
             (path / "manifest.json").unlink(missing_ok=True)
         raise
 
@@ -144,12 +145,12 @@ def _is_begun(path: Path) -> bool:
         return rows.readline().endswith(b"\n")
 
 
-def _clear(path: Path) -> None:
+def clear(path: Path) -> None:
     """Remove what a run wrote in ``path``, but for its manifest, and nothing else."""
     for name in _RUN_FILES:
         (path / name).unlink(missing_ok=True)
     if (path / "baseline").is_dir():
-        _clear(path / "baseline")
+        clear(path / "baseline")
         with suppress(OSError):
             (path / "baseline").rmdir()
 
@@ -264,7 +265,7 @@ class RunDirectory:
 
     def requests(self) -> Iterator[RequestRow]:
         """The requests of a closed run that generated texts."""
-        return (RequestRow.of_row(row) for row in self.completions.values() if "token_ids" in row)
+        return requests_in(self.completions)
 
     def passes(self) -> Iterator[Row]:
         """The passes of a closed run."""
@@ -279,6 +280,18 @@ class RunDirectory:
         sync(self._passes)
         self.completions.sync()
         self._synced = time.monotonic()
+
+
+def requests_in(rows: Rows) -> Iterator[RequestRow]:
+    """The requests of completions that have texts."""
+    units = units_in(rows)
+    return (RequestRow.of_row(row, units) for row in rows.values() if "token_ids" in row)
+
+
+def units_in(rows: Rows) -> dict[str, str]:
+    """The ``units_of`` completions."""
+    heads = (head for head in rows.heads() if head.turn == 1 and head.prompt is not None)
+    return units_of((head.id, hash(head.prompt)) for head in heads)
 
 
 class _Texts(Mapping[str, str]):

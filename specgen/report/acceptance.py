@@ -127,7 +127,8 @@ def length_interval(accepted: Ratio, num_spec_tokens: int) -> Interval | None:
 class RequestSum:
     """Sums over requests, in memory proportional to K and to the number of conversations that have turns to come.
 
-    What is independent is the conversation: the turns of one have its earlier answers in their context.
+    What is independent is the conversation: the turns of one have its earlier answers in their context. Those that
+    begin with the same prompt are one.
     """
 
     def __init__(self, num_spec_tokens: int) -> None:

@@ -1,18 +1,19 @@
 """The requests that two runs share: the same id and the same prompt, with paired differences of acceptance.
 
-Turns of a conversation have its earlier answers in their context, so conversations are the independent units.
+Turns of a conversation have its earlier answers in their context, so conversations are the independent units; those
+that begin with the same prompt are one.
 """
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from sys import intern
 from typing import Any
 
 from specgen.config import UserError, first_line
-from specgen.record.record_rows import conversation_of
+from specgen.record.record_rows import conversation_of, units_of
 from specgen.report.intervals import (
     Interval,
     PairedRatio,
@@ -24,6 +25,7 @@ from specgen.report.intervals import (
 
 LENGTH = "length over all steps"
 POSITION = "acceptance at token "
+_NO_PROMPT = hash(None)
 # of an evaluation, whose ids are hashes of prompts
 _NO_STEPS = {"acceptance_histogram": [0], "num_draft_tokens": 0, "num_steps_without_drafts": 0}
 
@@ -77,7 +79,7 @@ class Answer:
     """What is kept of a row: its id, hashes of its texts, and its steps."""
 
     name: str
-    conversation: str  # that it is a turn of
+    conversation: str  # that it is a turn of, or the first with its first prompt
     prompt: int
     tokens: int
     num_steps: int  # with and without drafts; none in plain decoding
@@ -221,7 +223,21 @@ def read_answers(directory: Path) -> dict[str, Answer]:
             for number, line in enumerate(lines, start=1)
             if line.endswith(b"\n")
         )
-        return {answer.name: answer for answer in found}
+        return _by_prompt({answer.name: answer for answer in found})
+
+
+def _by_prompt(answers: Mapping[str, Answer]) -> dict[str, Answer]:
+    units = units_of(
+        (name, answer.prompt)
+        for name, answer in answers.items()
+        if name == answer.conversation and answer.prompt != _NO_PROMPT
+    )
+    return {
+        name: replace(answer, conversation=units[answer.conversation])
+        if answer.conversation in units
+        else answer
+        for name, answer in answers.items()
+    }
 
 
 def _read(line: bytes, where: str) -> Answer:

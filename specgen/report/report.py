@@ -25,6 +25,7 @@ from specgen.record.record_rows import (
     read_passes,
     require_present_version,
 )
+from specgen.record.results import requests_in
 from specgen.report.acceptance import RequestSum, Speculation
 from specgen.report.display import count, several
 from specgen.report.timings import (
@@ -239,10 +240,15 @@ class _Sums:
         self.num_prompt_tokens += row.num_prompt_tokens
         self.num_cached_tokens += row.num_cached_tokens
         counts = StepCounts.of_row(row.counts, self.num_spec_tokens)
-        num_tokens, left = row.num_output_tokens, row.num_turns - row.turn
-        conversation = conversation_of(row.name, row.turn)
+        num_tokens = row.num_output_tokens
+        # of other samples of the prompt more may come until the end
+        conversation, left = (
+            row.unit or conversation_of(row.name, row.turn),
+            row.num_turns - row.turn + bool(row.unit),
+        )
         category = "(none)" if row.category is None else row.category
-        self.requests["turn", str(row.turn)].add(counts, num_tokens)  # which has each conversation once
+        # which has each conversation once
+        self.requests["turn", str(row.turn)].add(counts, num_tokens, row.unit, bool(row.unit))
         for key in (("all", ""), ("category", category)):
             self.requests[key].add(counts, num_tokens, conversation, left)
         if row.parts is None:
@@ -347,9 +353,8 @@ def load_so_far(directory: Path) -> tuple[Report, dict[str, Any]]:
     if not manifest.exists() or not passes.exists():
         return load(directory)  # says what is missing
     record = load_json(manifest, "generate into a new directory")
-    rows = Rows(directory / "completions.jsonl").values()
     report = report_of(
-        (RequestRow.of_row(row) for row in rows if "token_ids" in row),
+        requests_in(Rows(directory / "completions.jsonl")),
         read_passes(passes),
         num_spec_tokens=record["engine"]["num_spec_tokens"],
         num_errors=len(Rows(directory / "errors.jsonl")),
