@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -208,10 +209,30 @@ def test_it_is_pickled_without_its_engine(generator: BatchGenerator, answers: di
 
 
 def test_datasets_map_takes_it(generator: BatchGenerator, answers: dict[str, str]) -> None:
-    rows = datasets.Dataset.from_dict({"prompt": QUESTIONS, "number": list(range(12))})
-    found = rows.map(generator, batched=True, batch_size=5, new_fingerprint="answers")
-    assert found["generated_text"] == [answers[each] for each in QUESTIONS]
-    assert found["number"] == list(range(12))
+    """Also where a row fails behind batches without an error, in which the type of that column is not seen."""
+    rows = datasets.Dataset.from_dict({"prompt": [*QUESTIONS, None], "number": list(range(13))})
+    schema = generator.schema(rows.features.arrow_schema)
+    assert schema.names == ["prompt", "number", *COLUMNS]
+    features = datasets.Features.from_arrow_schema(schema)
+    found = rows.map(generator, batched=True, batch_size=5, new_fingerprint="answers", features=features)
+    assert found["generated_text"] == [*(answers[each] for each in QUESTIONS), None]
+    assert found["number"] == list(range(13))
+    assert found["error"][:-1] == [None] * 12
+    assert "no prompt" in found["error"][-1]
+
+
+def test_files_with_and_without_a_failed_row_are_read_together(
+    generator: BatchGenerator, tmp_path: Path
+) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    for name, prompts in (("a", QUESTIONS[:2]), ("b", [QUESTIONS[0], None])):
+        parquet.write_table(pyarrow.table(generator({"prompt": prompts})), tmp_path / f"{name}.parquet")
+    schema = generator.schema(pyarrow.schema({"prompt": pyarrow.string()}))
+    found = parquet.read_table(tmp_path, schema=schema)
+    assert found.schema.names == schema.names
+    assert [error is None for error in found["error"].to_pylist()] == [True, True, True, False]
 
 
 def test_an_error_within_a_run_ends_all_calls_in_it(

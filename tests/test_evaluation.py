@@ -160,6 +160,12 @@ def test_scores_are_those_of_the_hf_model(lm: Any, hf: Any, tmp_path: Path) -> N
         assert {m: ours["results"][name][m] for m in numbers} == pytest.approx(numbers, rel=1e-3)
 
 
+def test_a_continuation_without_tokens_is_certain(lm: Any) -> None:
+    empty, one = lm._loglikelihood_tokens([(("a", ""), [5, 6], []), (("a", "b"), [5, 6], [7])])
+    assert empty == (0.0, True)
+    assert one[0] < 0
+
+
 @pytest.mark.slow
 def test_texts_are_those_of_the_hf_model(lm: Any, hf: Any, tmp_path: Path) -> None:
     tasks = [

@@ -310,9 +310,12 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: list[_Scorable], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Sum of log-probabilities of every continuation, and whether greedy decoding gives it."""
+        """Sum of log-probabilities of every continuation, and whether greedy decoding gives it.
+
+        An empty one, as where a tokenizer joins it with its context, is certain, as it is with lm-eval's own models.
+        """
         names = [_name("loglikelihood", context, continuation) for _, context, continuation in requests]
-        asked = dict(zip(names, requests, strict=True))
+        asked = {name: request for name, request in zip(names, requests, strict=True) if request[2]}
 
         def ask(engine: EngineCore) -> Iterator[Scored]:
             unanswered = {name: request for name, request in asked.items() if name not in self._answers}
@@ -323,15 +326,15 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
             found[name] = (row["log_prob"], row["greedy"])
             if (key := asked[name][0]) is not None:
                 self.cache_hook.add_partial("loglikelihood", key, found[name])
-        return [found[name] for name in names]
+        return [found.get(name, (0.0, True)) for name in names]
 
     def _score_request(self, name: str, request: _Scorable) -> ScoreRequest:
         _, context, continuation = request
         tokens = (context + continuation)[-(self.max_length + 1) :]  # the last one needs no position
         require(
-            0 < len(continuation) < len(tokens),
+            len(continuation) < len(tokens),
             f"a continuation of {len(continuation)} tokens cannot be scored in a context of {self.max_length}: "
-            "it needs at least one token, and must fit",
+            "it must fit",
         )
         return ScoreRequest(id=name, token_ids=tuple(tokens), num_context=len(tokens) - len(continuation))
 

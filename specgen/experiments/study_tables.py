@@ -214,7 +214,7 @@ def _parts(comparison: StudyComparison) -> Table:
 def _speed(comparison: StudyComparison) -> Table:
     return Table(
         title="Speed",
-        note=f"output tokens per second, and their ratio to {comparison.reference}",
+        note=f"output tokens per second, and their ratio to {comparison.reference}; the time is that of scores too",
         columns=(_ARM, *_SPEED, Column(name="seconds", title="time", show=seconds)),
         rows=tuple(map(vars, comparison.arms)),
         bars="output_tokens_per_second",

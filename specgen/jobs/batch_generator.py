@@ -15,6 +15,8 @@ from specgen.prompts.own import CONTENT_FIELDS, parse_own
 from specgen.record.record_rows import EngineRow
 
 if TYPE_CHECKING:
+    import pyarrow
+
     from specgen.engine.conversations import RequestOutput
     from specgen.engine.engine import Engine
 
@@ -63,6 +65,19 @@ class BatchGenerator:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start()
+
+    @staticmethod
+    def schema(rows: "pyarrow.Schema") -> "pyarrow.Schema":
+        """That of ``rows`` with the columns ``COLUMNS``.
+
+        For what takes the types of columns from the first rows that it sees: there a column may be None alone.
+        """
+        import pyarrow
+
+        text, number = pyarrow.string(), pyarrow.int64()
+        types = dict.fromkeys(("generated_text", "reasoning", "finish_reason", "error"), text)
+        types |= {"generated_tokens": pyarrow.list_(number), "mean_acceptance_length": pyarrow.float64()}
+        return pyarrow.schema([*rows, *(pyarrow.field(name, types.get(name, number)) for name in COLUMNS)])
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         """``batch`` with an answer for each row; see the class."""
