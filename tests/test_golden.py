@@ -30,7 +30,7 @@ def a_run(
         rows.append(
             {
                 "id": f"r{number}",
-                "prompt": "x",
+                "prompt": f"prompt {number}",
                 "metrics": fold_request(found, StepCounts.of(found, k)).to_json(),
             }
         )
