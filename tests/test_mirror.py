@@ -15,6 +15,7 @@ from specgen.config.urls import Url
 from specgen.record import mirror
 from specgen.record.mirror import Mirror, fetched, mirrored
 from specgen.record.results import RunDirectory
+from specgen.report.report import load
 from specgen.storage import Store
 from tests.commands import refused
 
@@ -208,6 +209,14 @@ def test_an_error_of_the_thread_ends_the_run(tmp_path: Path, monkeypatch: pytest
                 time.sleep(0.01)
         assert each.has_failed
     assert there() == "a\n"
+
+
+def test_a_file_that_is_not_there_is_named_by_its_url() -> None:
+    with mirrored(URL) as each:
+        add(each.path, completions="a\n")
+        each.claim()
+    with refused(f"^{URL}/report.json cannot be read"), fetched(URL) as path:
+        load(path)
 
 
 def test_starting_over_keeps_a_copy() -> None:

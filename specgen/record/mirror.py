@@ -369,7 +369,8 @@ def _named(directory: Path, url: Url) -> Iterator[None]:
         yield
     except UserError as error:
         text = str(error).replace(str(directory / "run"), url).replace(str(directory), url)
-        if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, BlockingIOError):
+        named = BlockingIOError, FileNotFoundError  # in use, or not there
+        if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, named):
             raise
         raise UserError(text) from error
 
