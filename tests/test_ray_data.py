@@ -146,7 +146,7 @@ def test_a_killed_job_goes_on_with_rays_checkpoints(data: Any, tmp_path: Path) -
 it.answer_with_checkpoints(pathlib.Path(sys.argv[1]))"
     (tmp_path / "held").touch()
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) as job:
-        for _ in range(1200):
+        for _ in range(4800):  # four minutes: Ray takes one to start on a busy machine
             if len(done := numbers_in(tmp_path / CHECKPOINT)) == HELD or job.poll() is not None:
                 break
             time.sleep(0.05)
