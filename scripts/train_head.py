@@ -103,7 +103,8 @@ def make_answers(options: argparse.Namespace, recipe: Recipe) -> Answered:
         ]
         outputs += answer(engine, second, recipe.max_new_tokens)
         encode = engine.tokenizer.encode_rendered
-        answered = [(encode(output.prompt), list(output.token_ids)) for output in outputs]
+        pairs = dict.fromkeys((output.prompt, output.token_ids) for output in outputs)  # greedy ones repeat
+        answered = [(encode(prompt), list(token_ids)) for prompt, token_ids in pairs]
     rng.shuffle(answered)
     print(
         f"{len(own):,} prompts of its own, {len(answered):,} answers of {sum(len(a) for _, a in answered):,} tokens",
