@@ -33,7 +33,7 @@ def test_a_chat_request(tmp_path):
     parts = [{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}]
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
     (prompt,) = read(tmp_path, batch({"messages": messages}))
-    said = (Message(role="system", content="Be brief."), Message(role="user", content="One.\nTwo."))
+    said = (Message(role="system", content="Be brief."), Message(role="user", content=("One.", "Two.")))
     assert prompt == Prompt(id="r", messages=said, endpoint=CHAT)
     assert prompt.where == "line 1"
 
@@ -128,6 +128,10 @@ BAD = [
     (
         batch({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
         "a part of a message is of type 'image_url': use text",
+    ),
+    (
+        batch({"messages": [{"role": "user", "content": [{"type": "text", "text": " "}]}]}),
+        "the content of a user message is empty",
     ),
     (
         batch({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}, *HI]}),

@@ -45,6 +45,21 @@ def test_one_string_is_one_stop_string_wherever_it_is_given(engine: Engine) -> N
     assert hash(SamplingParams(stop=stop)) == hash(SamplingParams(stop=[stop]))
 
 
+def test_a_stop_string_that_is_a_special_token_ends_a_text_where_the_token_does(engine: Engine) -> None:
+    def answer(sampling: SamplingParams, **own: Any) -> tuple[str | None, tuple[int, ...], str]:
+        prompt = Prompt(id="a", messages=(QUESTION,), sampling=own)
+        (output,) = engine.generate([prompt], sampling)
+        return output.finish_reason, output.token_ids, output.text
+
+    ended = answer(SamplingParams())
+    assert ended[0] == "stop"
+    assert answer(SamplingParams(ignore_eos=True, stop="<|end|>")) == ended
+    assert answer(SamplingParams(), ignore_eos=True, stop=("\n\n\n", "<|end|>")) == ended
+    last = ended[2][-1]
+    reason, ids, text = answer(SamplingParams(ignore_eos=True, stop=f"{last}<|end|>"))
+    assert (reason, ids, text) == ("stop", ended[1], ended[2][:-1])
+
+
 def test_one_prompt_is_one_request(engine: Engine) -> None:
     one = texts(engine, "Tom has 3 apples")
     assert one == texts(engine, ["Tom has 3 apples"]) == texts(engine, iter(["Tom has 3 apples"]))

@@ -32,6 +32,10 @@ from tests.tiny_tokenizers import (
     write_think,
 )
 
+READ_PARTS = (
+    "{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %}"
+)
 CHAT = [
     Message(role="system", content="Be brief."),
     Message(role="user", content="Café?\n"),
@@ -371,6 +375,45 @@ def test_a_stop_of_broken_bytes_may_end_with_a_whole_one(byte_fallback):
 
 
 # --- chat templates ---
+
+
+@pytest.mark.parametrize(
+    ("template", "system", "user"),
+    [
+        ("{{ m.content }}", "A B", "Add:   3 and\n 4"),
+        ("{{ '' + m.content }}", "A B", "Add:   3 and\n 4"),  # no string and list together
+        ("{{ m.content | tojson }}", '"A B"', '"Add:   3 and\\n 4"'),
+        (READ_PARTS, "[A][B]", "[Add: ][ 3 and\n][4]"),
+        (
+            "{% if m.role == 'system' %}{{ m.content | trim }}{% else %}" + READ_PARTS + "{% endif %}",
+            "A B",
+            None,
+        ),
+    ],
+)
+def test_parts_are_read_by_the_template_or_joined(tmp_path, template, system, user):
+    loop = "{% for m in messages %}" + template + "|{% endfor %}"
+    tokenizer = load_tokenizer(str(write_byte_level(tmp_path, chat_template=loop)))
+    chat = [
+        Message(role="system", content=("A", "B")),
+        Message(role="user", content=("Add: ", " 3 and\n", "4")),
+        Message(role="assistant", content="7"),
+        Message(role="user", content=["Thanks"]),
+    ]
+    told, asked, answered, thanked, _ = tokenizer.render_chat(chat).split("|")
+    assert (told, asked) == (system, user or "[Add: ][ 3 and\n][4]")
+    assert answered.strip('"') == "7"
+    assert thanked.strip('"[]') == "Thanks"
+
+
+def test_parts_are_rendered_as_by_transformers(tmp_path):
+    loop = "{% for m in messages %}" + READ_PARTS + "{% endfor %}"
+    path = write_byte_level(tmp_path, chat_template=loop)
+    parts = [{"type": "text", "text": "Add: "}, {"type": "text", "text": "3"}]
+    theirs = reference_tokenizer(path).apply_chat_template(
+        [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
+    )
+    assert load_tokenizer(str(path)).render_chat([Message(role="user", content=("Add: ", "3"))]) == theirs
 
 
 USER = [Message(role="user", content="Why?")]

@@ -231,5 +231,5 @@ def _turns(prompt: Prompt, tokenizer: Tokenizer) -> Iterator[tuple[str, list[int
         if message.role == "assistant":
             token_ids = tokenizer.encode_rendered(tokenizer.render_chat(history))
             name = turn_id(prompt.id, at // 2 + 1)
-            yield name, token_ids, max(1, len(tokenizer.encode_rendered(message.content)))
+            yield name, token_ids, max(1, len(tokenizer.encode_rendered(message.text)))
         history += (message,)

@@ -101,8 +101,7 @@ def label(row: Mapping[str, Any], name: str = "category") -> str | None:
 def chat(value: object) -> tuple[Message, ...]:
     """The messages of a chat that ends with the user.
 
-    ``content`` is a string or a list of text parts, joined by line breaks as in vLLM for templates that take strings.
-    The role ``developer`` is the newer name of ``system``.
+    ``content`` is a string or a list of text parts. The role ``developer`` is the newer name of ``system``.
     """
     messages = tuple(_message(item) for item in checked_list(value, "messages"))
     if messages[-1].role != "user":
@@ -120,16 +119,16 @@ def _message(value: object) -> Message:
     for name in ("tool_calls", "function_call"):
         if value.get(name):
             raise UserError(f"a message has {name}, which is not supported: give only its text")
-    if isinstance(content, list):
-        content = "\n".join(_part(item) for item in content)
-    return Message(role=known, content=checked_text(content, _CONTENT_OF[str(role)]))
+    parts = tuple(map(_part, content)) if isinstance(content, list) else None
+    text = checked_text(content if parts is None else "".join(parts), _CONTENT_OF[str(role)])
+    return Message(role=known, content=text if parts is None else parts)
 
 
 def _part(value: object) -> str:
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(value, dict) or kind != "text":
         raise UserError(f"a part of a message is of type {shown(kind)}: use text")
-    return checked_text(value.get("text"), "the text of a part")
+    return character_string(value.get("text"), "the text of a part")
 
 
 def read_sampling(row: Mapping[str, Any]) -> dict[str, Any]:

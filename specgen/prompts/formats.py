@@ -353,7 +353,7 @@ class Reading:
         if len(prompt.messages) > 1 or prompt.follow_ups:
             raise UserError("several messages or turns need the chat template: leave out --raw")
         if prompt.messages:
-            return replace(prompt, text=prompt.messages[0].content, messages=())
+            return replace(prompt, text=prompt.messages[0].text, messages=())
         return prompt
 
 

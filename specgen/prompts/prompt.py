@@ -99,7 +99,7 @@ class Prompt:
     def last_message(self) -> str:
         """The last message without the chat template, for printing."""
         if self.messages:
-            return self.messages[-1].content
+            return self.messages[-1].text
         return self.text if self.text is not None else f"{len(self.token_ids)} token ids"
 
 

@@ -5,7 +5,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,16 +26,27 @@ _LONGEST_CHARACTER = 4  # bytes, in UTF-8
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """One message of a chat; ``role`` is ``system``, ``user`` or ``assistant``. ``UserError`` for another."""
+    """One message of a chat; ``role`` is ``system``, ``user`` or ``assistant``. ``UserError`` for another.
+
+    ``content`` is a text, or the texts of several parts, as in OpenAI's API.
+    """
 
     role: str
-    content: str
+    content: str | tuple[str, ...]
 
     def __post_init__(self) -> None:
         if self.role not in _ROLES:
             raise UserError(f"the role of a message is {shown(self.role)}: use system, user or assistant")
-        if not isinstance(self.content, str):
+        if isinstance(self.content, str):
+            return
+        if not isinstance(self.content, tuple | list) or not all(isinstance(e, str) for e in self.content):
             raise UserError(f"the content of a {self.role} message is {shown(self.content)}: use a string")
+        object.__setattr__(self, "content", tuple(self.content))
+
+    @property
+    def text(self) -> str:
+        """All of it; parts with a space between them, as ``transformers serve`` joins them for language models."""
+        return self.content if isinstance(self.content, str) else " ".join(self.content)
 
 
 def load_tokenizer(path_or_hub_id: str) -> "Tokenizer":
@@ -79,6 +90,13 @@ def _in_library(failure: str, remedy: str) -> Iterator[None]:
         raise UserError(f"{failure} ({first_line(error)}): {remedy}") from error
 
 
+def _as_parts(message: Message) -> object:
+    """The content as templates that read lists take it."""
+    if isinstance(message.content, str):
+        return message.content
+    return [{"type": "text", "text": text} for text in message.content]
+
+
 class Tokenizer:
     """Text to token ids and back, for one checkpoint."""
 
@@ -103,6 +121,7 @@ class Tokenizer:
         self.chat_template = self._own_template
         self.template_kwargs = TemplateKwargs()  # that chats are rendered with
         self._names: dict[str, Any] = {}  # of them, those that are handed to the template
+        self._parts_read: dict[tuple[tuple[str, bool], ...], list[bool]] = {}  # see ``_reads_parts``
 
     def with_template_kwargs(self, kwargs: TemplateKwargs) -> "Tokenizer":
         """The same tokenizer, whose chats are rendered with ``kwargs`` alone, among which is the date if it is pinned.
@@ -112,6 +131,7 @@ class Tokenizer:
         other, given = copy.copy(self), kwargs.values
         day = given.pop(PINNED_DATE, None)
         other.chat_template, other.template_kwargs, other._names = self._own_template, kwargs, given
+        other._parts_read = {}
         if given:
             other.require_chat_template()
         if other.chat_template:
@@ -161,19 +181,58 @@ class Tokenizer:
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         self.require_chat_template()
+        parts_read = self._reads_parts(
+            tuple((each.role, not isinstance(each.content, str)) for each in messages)
+        )
+        contents = [
+            _as_parts(message) if is_read else message.text
+            for message, is_read in zip(messages, parts_read, strict=True)
+        ]
         with _in_library(
             "the chat template refuses these messages",
             "change their roles or their order, or fix the template",
         ):
-            text: str = self._pretrained.apply_chat_template(
-                [asdict(message) for message in messages],
-                chat_template=self.chat_template,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-                **self._names,
-            )
+            return self._applied(messages, contents, add_generation_prompt=add_generation_prompt)
+
+    def _applied(
+        self, messages: Sequence[Message], contents: Sequence[object], *, add_generation_prompt: bool
+    ) -> str:
+        text: str = self._pretrained.apply_chat_template(
+            [
+                {"role": message.role, "content": content}
+                for message, content in zip(messages, contents, strict=True)
+            ],
+            chat_template=self.chat_template,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+            **self._names,
+        )
         return text
+
+    def _reads_parts(self, shape: tuple[tuple[str, bool], ...]) -> list[bool]:
+        """Which messages of several parts are handed to the template as these; ``shape``: roles, and whether in parts.
+
+        A template that does not read lists writes them as Python or JSON spells them: with names and quotes around a
+        text, and any character for private use escaped. Or it fails.
+        """
+        if not any(in_parts for _, in_parts in shape):
+            return [False] * len(shape)
+        if shape not in self._parts_read:
+            marks = [chr(0xE000 + number % 6400) for number in range(len(shape))]
+            tried = [
+                Message(role=role, content=(mark,) if in_parts else mark)
+                for mark, (role, in_parts) in zip(marks, shape, strict=True)
+            ]
+            try:
+                text = self._applied(tried, [_as_parts(each) for each in tried], add_generation_prompt=True)
+            except Exception:  # of any kind: the template is a program
+                text = ""
+            self._parts_read[shape] = [
+                in_parts and mark in text and f'"{mark}"' not in text
+                for mark, (_, in_parts) in zip(marks, shape, strict=True)
+            ]
+        return self._parts_read[shape]
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         require(
