@@ -195,11 +195,36 @@ def test_a_short_call_does_not_wait_for_a_long_one(generator: BatchGenerator) ->
     assert first.result()["num_generated_tokens"] == [300] * 3
 
 
-def test_draws_depend_on_the_row_and_not_on_the_call(generator: BatchGenerator) -> None:
+def test_draws_depend_on_prompt_and_seed_alone(generator: BatchGenerator) -> None:
     own = {"temperature": 1.0, "seed": 5, "max_tokens": 16}
-    alone = generator({"prompt": QUESTIONS[1:2], "sampling_params": [own]})["generated_text"]
-    among = generator({"prompt": QUESTIONS[:3], "sampling_params": [own] * 3})["generated_text"]
-    assert among[1] == alone[0]
+
+    def drawn(prompts: list[str], *owns: Any, **more: Any) -> list[str]:
+        columns = {"prompt": prompts, "sampling_params": [*owns], **more}
+        return list(generator(columns)["generated_text"])
+
+    (alone,) = drawn(QUESTIONS[1:2], own)
+    assert drawn(QUESTIONS[:3], own, own, own)[1] == alone
+    assert drawn(QUESTIONS[1:2] * 3, *[own] * 3) == [alone] * 3, "repeated"
+    spelled = {"max_tokens": 16.0, "stop": None, "top_p": 1, "seed": np.int64(5), "temperature": 1}
+    assert drawn(QUESTIONS[1:2], spelled, messages=[None], prompt_token_ids=[pandas.NA]) == [alone]
+    assert alone.startswith(drawn(QUESTIONS[1:2], own | {"max_tokens": 8})[0])
+    others = drawn(QUESTIONS[1:2] * 3, *({**own, "seed": seed} for seed in (6, 7, 8)))
+    assert len({alone, *others}) == 4, "samples of one prompt"
+
+
+def test_draws_follow_the_seed_of_the_generator() -> None:
+    sampling = SamplingParams(temperature=1.0, seed=5, max_tokens=16, ignore_eos=True)
+    sampled = BatchGenerator(CONFIG, sampling)
+    (alone,) = sampled({"prompt": QUESTIONS[1:2]})["generated_text"]
+    for own in (None, {}, {"seed": None}, {"seed": 5}, pandas.NA, np.nan):
+        assert sampled({"prompt": QUESTIONS[1:2], "sampling_params": [own]})["generated_text"] == [alone]
+
+
+def test_many_equal_rows_take_no_longer_than_others(generator: BatchGenerator) -> None:
+    begin = time.perf_counter()
+    found = generator({"prompt": [" "] * 20_000})
+    assert found["error"] == ["prompt is empty"] * 20_000
+    assert time.perf_counter() - begin < 15, "they were numbered by trying, which took minutes"
 
 
 def test_it_is_pickled_without_its_engine(generator: BatchGenerator, answers: dict[str, str]) -> None:

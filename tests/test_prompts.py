@@ -12,6 +12,7 @@ import tracemalloc
 from collections import Counter
 from pathlib import Path
 
+import pandas
 import pytest
 
 from specgen.config import UserError
@@ -432,6 +433,7 @@ BAD = [  # row, id, reason
     ({"id": "x" * 513, "prompt": "x"}, "line 2", "id has 513 characters: use at most 512"),
     ({"id": "x\n", "prompt": "x"}, "line 2", "id is 'x\\n': use characters that can be printed"),
     ({"id": "", "prompt": "x"}, "line 2", "id is empty"),
+    ({"id": 2.0**60, "prompt": "x"}, "line 2", "id is 1.152921504606847e+18: use a string or a whole number"),
     ({"id": 1.5, "prompt": "x"}, "line 2", "id is 1.5: use a string or a whole number"),
     ({"id": True, "prompt": "x"}, "line 2", "id is True"),
     (OWN, "a (line 2)", "an earlier row has the same id 'a': give every row its own"),
@@ -462,6 +464,21 @@ BAD = [  # row, id, reason
     ({"id": "x", "prompt_token_ids": [1, -1]}, "x", "prompt_token_ids must be integers of 0 or more"),
     ({"id": "x", "prompt_token_ids": [1.0]}, "x", "prompt_token_ids must be integers of 0 or more"),
 ]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_whole_numbers_that_a_gap_has_made_floats_are_whole(tmp_path, kind):
+    frame = pandas.DataFrame(
+        {"prompt": ["a", "b"], "max_tokens": [5, None], "top_k": [-1, None], "seed": [None, 3]}
+    )
+    path = tmp_path / f"rows.{kind}"
+    frame.to_csv(path, index=False) if kind == "csv" else frame.to_parquet(path)
+    assert [each.sampling for each in load(path)[0]] == [{"max_tokens": 5, "top_k": 0}, {"seed": 3}]
+
+
+def test_ids_and_categories_may_be_such_numbers(tmp_path):
+    (prompt,), _ = load(write_lines(tmp_path / "own.jsonl", {"id": 7.0, "prompt": "x", "category": 3.0}))
+    assert (prompt.id, prompt.category) == ("7", "3")
 
 
 @pytest.mark.parametrize(("row", "row_id", "reason"), BAD)

@@ -22,7 +22,7 @@ from specgen.decoding.outcome import NO_DRAFT
 from specgen.decoding.sampling import request_seed
 from specgen.device import use
 from specgen.models.model_config import TargetConfig
-from specgen.record.record_rows import EngineRow, Step
+from specgen.record.record_rows import EngineRow, Step, drawn_as
 from specgen.record.startup import phase
 from specgen.text.reasoning import part_finder, stop_finder
 from specgen.text.tokenizer import Tokenizer
@@ -263,7 +263,7 @@ class EngineCore:
             tokens=prompt,
             max_length=min(asked, context),
             ends_by="length" if asked <= context else "context",
-            seed=request_seed(sampling.seed, request.id),
+            seed=request_seed(sampling.seed, drawn_as(request.id)),
             alone=request.alone,
             eos_token_ids=frozenset() if sampling.ignore_eos else self._eos_token_ids,
             stop=stop_finder(self._tokenizer, sampling.stop_strings, prompt),

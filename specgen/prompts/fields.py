@@ -18,6 +18,7 @@ _NAMES = frozenset(SAMPLING_FIELDS)
 _name_of = itemgetter(0)
 LONGEST_ID = 512  # characters
 _LIMIT = 2**63  # of the magnitude of an integer
+_EXACT = 2**53  # up to which floats have all integers
 # Of a row: that of the prompt.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _CONTENT_OF = {role: f"the content of a {role} message" for role in _ROLES}
@@ -60,8 +61,14 @@ def number(value: object, what: str) -> float:
     return value  # type: ignore[return-value]
 
 
+def unfloated(value: object) -> object:
+    """3 for 3.0, as tables hold whole numbers in a column with a gap; other values, also rounded ones, as they are."""
+    return int(value) if type(value) is float and value.is_integer() and abs(value) < _EXACT else value
+
+
 def whole(value: object, what: str) -> int:
-    """``value`` if it is an integer of 64 bits."""
+    """``value`` if it is an integer of 64 bits, which may be written as 3.0."""
+    value = unfloated(value)
     if type(value) is not int:
         raise UserError(f"{what} is {shown(value)}: use a whole number")
     if not -_LIMIT <= value < _LIMIT:
@@ -86,7 +93,7 @@ def token_ids(value: object, what: str) -> tuple[int, ...]:
 
 def category(row: Mapping[str, Any]) -> str | None:
     """The category of ``row``, which may have none; a whole number is as good a name."""
-    value = row.get("category")
+    value = unfloated(row.get("category"))
     if type(value) is int:
         return str(value)
     return None if value is None else checked_text(value, "category")

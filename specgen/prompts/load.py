@@ -14,7 +14,7 @@ from typing import Any
 from specgen.config import UserError, bundled, option, require, shown
 from specgen.config.errors import did_you_mean, nearest
 from specgen.config.urls import Url, is_url, location
-from specgen.prompts.fields import LONGEST_ID, SAMPLING_FIELDS, checked_text
+from specgen.prompts.fields import LONGEST_ID, SAMPLING_FIELDS, checked_text, unfloated
 from specgen.prompts.formats import (
     AS_IT_IS,
     DATASETS,
@@ -370,6 +370,7 @@ def _own_id(row: Mapping[str, Any], id_keys: Sequence[str]) -> str | None:
         return None
     if type(value) is str and value.isprintable() and len(value) <= LONGEST_ID and value.strip():
         return value
+    value = unfloated(value)
     if type(value) not in (str, int):  # not `require`, which would format its message for every row
         raise UserError(f"{key} is {shown(value)}: use a string or a whole number")
     row_id = checked_text(str(value), key)

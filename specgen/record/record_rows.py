@@ -140,6 +140,19 @@ def turn_id(conversation: str, turn: int) -> str:
     return conversation if turn == 1 else f"{conversation}/turn-{turn}"
 
 
+_COPY = "\0"  # in no id of a row
+
+
+def copy_id(request: str, number: int) -> str:
+    """The id of a request for which the same is drawn as for ``request``."""
+    return f"{request}{_COPY}{number}"
+
+
+def drawn_as(request: str) -> str:
+    """The inverse of ``copy_id``; the id itself of a request that is no copy."""
+    return request.partition(_COPY)[0]
+
+
 def conversation_of(request: str, turn: int) -> str:
     """The id of the conversation whose ``turn`` this ``request`` asks; the inverse of ``turn_id``."""
     return request if turn == 1 else request.removesuffix(f"/turn-{turn}")
