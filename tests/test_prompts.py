@@ -1,10 +1,13 @@
 """Every data set format, every row that cannot be run, and the token ids of every turn."""
 
+import bz2
 import gc
 import gzip
 import io
 import json
+import lzma
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -12,12 +15,14 @@ import tracemalloc
 from collections import Counter
 from pathlib import Path
 
+import datasets
 import pandas
 import pytest
 
 from specgen.config import UserError
 from specgen.config.bundled import data_directory
 from specgen.prompts import DATASETS, DataSource, Message, Prompt, Rejected, json_rows, prompt_ids
+from specgen.prompts.formats import Reading
 from specgen.text.tokenizer import load_tokenizer
 from tests.commands import refused
 from tests.tiny_tokenizers import write_byte_level
@@ -420,6 +425,7 @@ def test_later_turns_take_their_ids_too(tmp_path):
 
 # --- rows that cannot be run ------------------------------------------------------------------------------
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 BAD = [  # row, id, reason
     (
         "{",
@@ -628,6 +634,75 @@ def test_a_truncated_file_is_refused(tmp_path, name):
     path.write_bytes(gzip.compress(json.dumps(OWN).encode())[:-9] if name.endswith(".gz") else b"PAR1")
     with refused(r"cannot be read .*: check that it is whole"):
         load("gsm8k", path)
+
+
+# --- tables, and what is no file of rows ---
+
+_TEXTS = [f"prompt {number}" for number in range(5)]
+
+
+def _saved(path: Path, texts: list[str], **options: int) -> None:
+    datasets.Dataset.from_dict({"id": texts, "prompt": texts}).save_to_disk(path, **options)
+
+
+def test_a_data_set_that_datasets_has_saved(tmp_path):
+    _saved(tmp_path / "in" / "saved", _TEXTS, num_shards=2)
+    datasets.load_from_disk(tmp_path / "in" / "saved").map(lambda row: {"prompt": "cached"})
+    assert len([*(tmp_path / "in" / "saved").glob("*.arrow")]) == 3
+    for path in (tmp_path / "in" / "saved", tmp_path / "in"):
+        prompts, rejected = load(path)
+        assert [prompt.text for prompt in prompts] == _TEXTS
+        assert not rejected
+    next((tmp_path / "in" / "saved").glob("data-00001*")).unlink()
+    with refused(r"data-00001-of-00002.arrow is missing: .*state.json names it; save the data set again"):
+        load(tmp_path / "in")
+
+
+def test_the_splits_that_datasets_has_saved(tmp_path):
+    splits = {"train": _TEXTS[:2], "test": _TEXTS[2:]}
+    found = {name: datasets.Dataset.from_dict({"prompt": texts}) for name, texts in splits.items()}
+    datasets.DatasetDict(found).save_to_disk(tmp_path)
+    with refused(r"has the splits train, test: name one with --split, or its directory"):
+        load(tmp_path)
+    for source in (
+        DataSource(dataset=str(tmp_path), how=Reading(split="test")),
+        DataSource(dataset=str(tmp_path / "test")),
+    ):
+        assert [prompt.text for prompt in source.open()] == _TEXTS[2:]
+
+
+@pytest.mark.parametrize("name", ["a.arrow", "a.feather", "a.pq", "a.parquet", "a"])
+def test_tables_are_known_by_their_content(tmp_path, name):
+    frame, path = pandas.DataFrame({"prompt": _TEXTS * 1000}), tmp_path / name
+    frame.to_feather(path) if name in ("a.arrow", "a.feather") else frame.to_parquet(path)
+    prompts, _ = load(path)
+    assert [prompt.text for prompt in prompts] == _TEXTS * 1000
+    assert prompts[-1].where == "row 5000"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "a.jsonl.bz2",
+            bz2.compress(b"{}"),
+            "compressed as bzip2, which is not read: unpack it, or compress it with gzip",
+        ),
+        ("a.jsonl", lzma.compress(b"{}"), "compressed as xz, which"),
+        ("a.zip", b"PK\x03\x04", "compressed as zip, which"),
+        ("a.parquet", LFS_POINTER, "this is a Git LFS pointer, not the file: run git lfs pull"),
+        ("a.txt", LFS_POINTER, "this is a Git LFS pointer"),
+        (
+            "a.json",
+            b"<!DOCTYPE html><html>",
+            "this is a web page, perhaps of a login or an error: check the link",
+        ),
+    ],
+)
+def test_what_is_no_file_of_rows_is_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with refused(rf"^{re.escape(str(tmp_path / name))}: {message}"):
+        load(tmp_path / name)
 
 
 # --- the hub ----------------------------------------------------------------------------------------------

@@ -144,6 +144,14 @@ def test_a_directory_without_a_tokenizer_is_one_line(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
+def test_a_tokenizer_that_git_lfs_has_not_fetched_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n"
+    )
+    with refused(r"^\S+tokenizer.json: this is a Git LFS pointer, not the file: run git lfs pull$"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_a_hub_id_is_downloaded_once_and_then_read_from_disk(monkeypatch, byte_level_path):
     asked = []
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specgen.checkpoints.rank_share import Cut
 from specgen.config import UserError, first_line, require, shown
+from specgen.config.errors import require_no_stand_in
 from specgen.config.json_fields import load_json
 from specgen.models.dflash import MASK_ID_TENSOR, MASK_TENSOR
 
@@ -213,6 +214,7 @@ def _safetensors(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt") as handle:
             yield handle
     except Exception as error:  # the library raises whatever its parsers raise
+        require_no_stand_in(file)
         raise UserError(
             f"{file} cannot be read as safetensors ({first_line(error)}): download it again"
         ) from error
@@ -240,6 +242,7 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
             zipped = content.read(len(_ZIP)) == _ZIP
         return _mapped(file, file_state(file)) if zipped else _unpickled(file, zipped)
     except Exception as error:  # the library raises whatever its parsers raise
+        require_no_stand_in(file)
         remedy = "download it again" if file.name == MASK_EMBEDDING else "use a safetensors version"
         raise UserError(f"{file} cannot be read as tensors ({first_line(error)}): {remedy}") from error
 

@@ -220,8 +220,8 @@ class DataSource:
         "bundled, mt-bench, sharegpt, gsm8k, spec-bench, speed-bench, humaneval (mt-bench, gsm8k and humaneval also as "
         "a published table asks them: gsm8k:dspark, gsm8k:vllm), or a file of rows with prompt, messages or "
         "prompt_token_ids, of an OpenAI batch, or of a public set: JSON lines, CSV or lines of text, gzipped or "
-        "not, or Parquet, also as a URL (s3://, gs://, az://, hf://). - is standard input; with --split a data set on "
-        "the hub.",
+        "not, Parquet, Arrow, or a directory from save_to_disk of datasets; also as a URL (s3://, gs://, az://, "
+        "hf://). - is standard input; with --split a data set on the hub.",
     )
     data_path: Path | Url | None = option(
         None,
@@ -298,6 +298,8 @@ def _open_split(dataset: str, split: str) -> Source:
         dataset not in ("bundled", STDIN) and not is_url(dataset) and not Path(dataset).is_file(),
         f"split is {split!r} but dataset is {dataset!r}, which has none: leave --split out",
     )
+    if (Path(dataset) / "dataset_dict.json").is_file():  # saved by ``datasets``
+        return read_path(Path(dataset) / split)
     path, _, name = (dataset, "", "") if Path(dataset).exists() else dataset.partition(":")
     return read_hub(dataset, HubSource(path=path, name=name or None, split=split), _CHECK)
 

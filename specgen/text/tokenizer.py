@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specgen.config import PINNED_DATE, TemplateKwargs, UserError, first_line, is_text, require, shown
+from specgen.config.errors import require_no_stand_in
 from specgen.storage import cached_files
 from specgen.text.chat_template import pin_date, require_compiled, require_inside, require_known
 
@@ -63,8 +64,9 @@ def load_tokenizer(path_or_hub_id: str) -> "Tokenizer":
         if not directory.is_dir():
             directory = cached_files(path_or_hub_id, _FILES)
     require_inside(directory)
+    own = directory / "tokenizer.json"
+    require_no_stand_in(own)
     with _in_library(failure, _GIVE):
-        own = directory / "tokenizer.json"
         if not own.is_file() and not any(directory.glob("*.model")):
             # the library's own words are ten lines
             raise FileNotFoundError("there is no file tokenizer.json")
