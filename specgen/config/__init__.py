@@ -265,7 +265,11 @@ class SamplingParams:
         check_types(self)
         # not ``require``, which would format every message for every request
         if not 1 <= self.max_tokens <= _LARGEST_COUNT:
-            _refuse("max-new-tokens", self.max_tokens, f"ask for at least 1, at most {_LARGEST_COUNT}")
+            _refuse(
+                "max_tokens (max-new-tokens)",
+                self.max_tokens,
+                f"ask for at least 1, at most {_LARGEST_COUNT}",
+            )
         if not 0 <= self.temperature <= _HOTTEST:
             _refuse("temperature", self.temperature, f"use 0 (greedy) or more, up to {_HOTTEST}")
         if not 0 < self.top_p <= 1:
