@@ -167,7 +167,7 @@ def test_a_key_that_is_there_twice_is_found_however_it_is_spaced(tmp_path, kind,
     path, row = tmp_path / kind, f'{{"id":"a","prompt":"x","prompt"{before}:"y"}}'
     path.write_text(f"[{row}]" if kind.endswith(".json") else row + "\n" * 3)
     (rejected,) = load(path)[1]
-    assert "'prompt' is there twice" in rejected.reason
+    assert "the key 'prompt' appears twice" in rejected.reason
 
 
 def test_what_a_row_lacks_is_named_as_the_row_has_it(tmp_path):
@@ -663,6 +663,8 @@ def test_the_splits_that_datasets_has_saved(tmp_path):
     splits = {"train": _TEXTS[:2], "test": _TEXTS[2:]}
     found = {name: datasets.Dataset.from_dict({"prompt": texts}) for name, texts in splits.items()}
     datasets.DatasetDict(found).save_to_disk(tmp_path)
+    with refused(r"split is 'a' but dataset is .*, which has none: leave --split out"):
+        DataSource(dataset=str(tmp_path / "test"), how=Reading(split="a")).open()
     with refused(r"has the splits train, test: name one with --split, or its directory"):
         load(tmp_path)
     for source in (

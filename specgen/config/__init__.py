@@ -255,7 +255,9 @@ class SamplingParams:
         0.0, "Sampling", "The same once for each time that the output so far has the token; 0 is off."
     )
     seed: int = option(0, "Sampling", "With the request's id it determines all random numbers.")
-    stop: str | Sequence[str] = option((), "Sampling", "End a text before this string; may be repeated.")
+    stop: str | Sequence[str] = option(
+        (), "Sampling", "Stop at this string, which is left out of the text; may be repeated."
+    )
     ignore_eos: bool = option(False, "Sampling", "Generate to the full length.")
     logit_bias: tuple[tuple[int, float], ...] = ()
     suppress_tokens: tuple[int, ...] = ()

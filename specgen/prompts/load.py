@@ -38,7 +38,7 @@ _NAMES = ("bundled", *DATASETS)
 _LONGEST_REASON = 300  # characters, however long the row is
 _MEANT = (*CONTENT_FIELDS, *SAMPLING_FIELDS)  # what changes a text
 _KNOWN = frozenset((*_MEANT, "id", "custom_id", "category"))
-# what other engines or data sets heed
+# what other engines or data sets use
 _UNSUPPORTED = frozenset(
     (
         *("system", "system_prompt", "tools", "functions", "response_format", "n", "best_of"),
@@ -295,7 +295,10 @@ def _open(dataset: str, data_path: Path | Url | None, split: str | None) -> tupl
 def _open_split(dataset: str, split: str) -> Source:
     """A split of a data set on the hub, as ``ID`` or ``ID:CONFIG``, or of a directory laid out like one."""
     require(
-        dataset not in ("bundled", STDIN) and not is_url(dataset) and not Path(dataset).is_file(),
+        dataset not in ("bundled", STDIN)
+        and not is_url(dataset)
+        and not Path(dataset).is_file()
+        and not (Path(dataset) / "state.json").is_file(),  # one table, saved by ``datasets``
         f"split is {split!r} but dataset is {dataset!r}, which has none: leave --split out",
     )
     if (Path(dataset) / "dataset_dict.json").is_file():  # saved by ``datasets``
