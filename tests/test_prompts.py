@@ -473,13 +473,16 @@ BAD = [  # row, id, reason
 ]
 
 
-@pytest.mark.parametrize("kind", ["csv", "parquet"])
+@pytest.mark.parametrize("kind", ["csv", "parquet", "arrow"])
 def test_whole_numbers_that_a_gap_has_made_floats_are_whole(tmp_path, kind):
     frame = pandas.DataFrame(
         {"prompt": ["a", "b"], "max_tokens": [5, None], "top_k": [-1, None], "seed": [None, 3]}
     )
     path = tmp_path / f"rows.{kind}"
-    frame.to_csv(path, index=False) if kind == "csv" else frame.to_parquet(path)
+    if kind == "arrow":  # as numpy has them: with NaN, not null
+        datasets.Dataset.from_dict({name: frame[name].to_numpy() for name in frame}).save_to_disk(path)
+    else:
+        frame.to_csv(path, index=False) if kind == "csv" else frame.to_parquet(path)
     assert [each.sampling for each in load(path)[0]] == [{"max_tokens": 5, "top_k": 0}, {"seed": 3}]
 
 

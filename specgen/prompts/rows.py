@@ -289,14 +289,14 @@ def _read_open(file: JsonSource, name: str) -> Iterator[Row | Lines]:
         yield from read_rows(file, lines=kind == ".jsonl")
 
 
-_Batches = tuple[list[str], Iterator[Any]]  # names of columns, and record batches
+_Batches = tuple[Any, Iterator[Any]]  # Arrow schema, and record batches
 
 
 def _parquet(file: BufferedReader) -> _Batches:
     from pyarrow.parquet import ParquetFile
 
     table = ParquetFile(file)
-    return table.schema_arrow.names, table.iter_batches(batch_size=_BATCH)
+    return table.schema_arrow, table.iter_batches(batch_size=_BATCH)
 
 
 def _arrow(file: BufferedReader) -> _Batches:
@@ -310,15 +310,19 @@ def _arrow(file: BufferedReader) -> _Batches:
         table = ipc.open_stream(file)
         batches = iter(table)
     parts = (batch.slice(at, _BATCH) for batch in batches for at in range(0, batch.num_rows, _BATCH))
-    return table.schema.names, parts
+    return table.schema, parts
 
 
 def _read_table(file: BufferedReader, opened: Callable[[BufferedReader], _Batches]) -> Iterator[Row]:
     try:
-        names, batches = opened(file)
-        require(len({*names}) == len(names), _SAME_NAME)
+        schema, batches = opened(file)
+        require(len({*schema.names}) == len(schema.names), _SAME_NAME)
+        gappy = [each.name for each in schema if str(each.type) == "double" and each.name in _JSON_COLUMNS]
         values = chain.from_iterable(batch.to_pylist() for batch in batches)
         for number, value in enumerate(values, start=1):
+            for name in gappy:
+                if value[name] != value[name]:  # NaN, with which numpy leaves a number out
+                    value[name] = None
             yield parsed("row", number, value)
     except Exception as error:  # the library raises whatever its decoders raise
         raise UserError(first_line(error)) from error
