@@ -122,7 +122,9 @@ class Worker:
         config, models = self._planned.pop(engine)
         peers = _WorkerPeers(self._ranks)
         models = replace(models, peers=peers)
-        core = assemble(config, models, pages, RUNNERS[config.cuda_graphs](), _ignore)
+        runner = RUNNERS[config.cuda_graphs]()
+        runner.has_peers = True
+        core = assemble(config, models, pages, runner, _ignore)
         self._engines[engine] = core, peers
 
     def engine(self, engine: int, checksum: int, call: str, *arguments: Any) -> None:  # noqa: ANN401

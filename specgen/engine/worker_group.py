@@ -518,6 +518,7 @@ class EnginePeers(ModelPeers):
 
     def assemble(self, num_pages: Callable[[], int], runner: Runner) -> int:
         self._workers.runners.add(runner)
+        runner.has_peers = True
         with self._diagnosing(), self._workers.working("build", self._engine, *self._asked) as number:
             mine = num_pages()
         with self._diagnosing():
