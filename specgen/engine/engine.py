@@ -15,7 +15,7 @@ from specgen.config.errors import DeviceLost
 from specgen.core.engine_core import EngineCore, discard, never_stop
 from specgen.core.sequence import Completion
 from specgen.engine.build import DRAWN, build_engine, most_demanding, require_memory
-from specgen.engine.choices import resolve
+from specgen.engine.choices import choose_device, require_not_forked, resolve
 from specgen.engine.conversations import Conversations, RequestOutput
 from specgen.engine.generation_config import generation_config
 from specgen.engine.loading import Models, load_models, open_checkpoints, over_target
@@ -61,6 +61,7 @@ class Engine:
             not config.synthetic_acceptance,
             "synthetic_acceptance is set: its texts are not the model's, use specgen bench throughput",
         )
+        require_not_forked(choose_device(config.device))
         checkpoints = open_checkpoints(config)
         self.config = resolve(config, checkpoints)
         require_memory(self.config)
@@ -149,6 +150,7 @@ class Engine:
         new process can go on.
         """
         self._require_open()
+        require_not_forked(torch.device(self.config.device))
         if not isinstance(sampling, SamplingParams | None):
             raise UserError(
                 f"sampling is {shown(sampling)}: use SamplingParams(...); a prompt's own are Prompt(sampling=...)"
