@@ -103,7 +103,11 @@ class EngineCore:
 
     @spec_length.setter
     def spec_length(self, spec_length: SpecLength) -> None:
-        self._peers.broadcast("spec_length", spec_length)
+        self.use_spec_length(spec_length)
+
+    def use_spec_length(self, spec_length: SpecLength) -> None:
+        """Let ``spec_length`` say it from now on."""
+        self._peers.broadcast(EngineCore.use_spec_length, spec_length)
         self._spec_length = spec_length
 
     def generate(
@@ -202,7 +206,7 @@ class EngineCore:
 
         A run that is timed is not to capture what it did not when it was warmed up.
         """
-        self._peers.broadcast("delay_captures", num_steps)
+        self._peers.broadcast(EngineCore.delay_captures, num_steps)
         self._runner.delay_captures(num_steps)
 
     def sizes(self, max_sequences: int) -> list[int]:
@@ -234,7 +238,7 @@ class EngineCore:
 
     def submit(self, request: Request) -> Completion | None:
         """Queue ``request``; a completion with the reason comes back at once if it can never run."""
-        self._peers.broadcast("submit", request)
+        self._peers.broadcast(EngineCore.submit, request)
         sequence = self._new_sequence(request)
         reason = self._refusal(sequence)
         if reason is None:
@@ -312,7 +316,7 @@ class EngineCore:
         """Read the passes in flight, and launch nothing. Fails as ``step`` does."""
 
         def read() -> None:
-            with self._peers.working("drain"):
+            with self._peers.working(EngineCore.drain):
                 self._read_all_but(0)
 
         self._guard(read)
@@ -320,7 +324,7 @@ class EngineCore:
 
     def abandon(self) -> None:
         """Drop all requests in hand without an answer. Asks nothing of the device, which may be the reason."""
-        self._peers.broadcast("abandon")
+        self._peers.broadcast(EngineCore.abandon)
         self._forget_passes()
         self._scheduler.clear()
         self._batch.reset()
@@ -339,7 +343,7 @@ class EngineCore:
     @torch.inference_mode()
     def _advance(self) -> None:
         use(self.device)  # another engine of this process may be on another
-        with self._peers.working("step"):
+        with self._peers.working(EngineCore.step):
             ahead = bool(self._in_flight)
             prefilled = self._prefill()
             if self._lookahead == 0:  # so that no step is spent on a text that its first token ended

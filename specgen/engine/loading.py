@@ -91,7 +91,7 @@ def load_models(config: EngineConfig, checkpoints: Checkpoints, expected: Sampli
             _note_unread(checkpoint)
 
     def load() -> Models:
-        with phase("weights"), peers.together("load", config):
+        with phase("weights"), peers.loading(config):
             return load_share(config, checkpoints, peers)
 
     with compiled_meanwhile(needed_modules(config, checkpoints, expected)):
@@ -153,7 +153,7 @@ def over_target(models: Models, config: EngineConfig, checkpoints: Checkpoints) 
     if config.head is not None and (
         models.head is None or _head_of(models.checkpoints) != _head_of(checkpoints)
     ):
-        with models.peers.together("load", config):
+        with models.peers.loading(config):
             head = load_drafter(checkpoints["drafter"], target)
         models = replace(models, head=head, checkpoints=checkpoints)
     if models.tokenizer.template_kwargs == config.template_kwargs:
