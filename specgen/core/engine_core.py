@@ -120,7 +120,9 @@ class EngineCore:
 
         A request is pulled from ``requests`` when the batch has room for it; None: there is none now. ``follow_up``
         may answer a completion with the next request of the same conversation. Once ``until``, which is asked between
-        steps, is true, what the passes in flight have finished is yielded, and the other requests are dropped.
+        steps, is true, what the passes in flight have finished is yielded, and the other requests are dropped. Where
+        ``requests`` raises, or the device is lost, so are they; what had finished is yielded first, without asking
+        ``follow_up``, as no next request could be answered.
         """
         return rarely_collecting(self._generate(iter(requests), follow_up, until))
 
@@ -132,13 +134,14 @@ class EngineCore:
     ) -> Generator[Completion, None, None]:
         try:
             while not until():
-                finished = [*self._pull_requests(source), *self.step()]
-                if finished and self._lookahead and not self._in_flight:
-                    try:  # the device would have nothing to do while they are handed out
-                        finished += [*self._pull_requests(source), *self.step()]
-                    except Exception:  # of the source, or the device is lost
-                        yield from finished
-                        raise
+                finished = list[Completion]()
+                try:
+                    self._work(source, finished)
+                    if finished and self._lookahead and not self._in_flight:
+                        self._work(source, finished)  # or the device would wait while they are handed out
+                except Exception:  # of the source, or the device is lost
+                    yield from finished
+                    raise
                 for completion in finished:
                     yield completion
                     while (request := follow_up(completion)) is not None:
@@ -151,6 +154,11 @@ class EngineCore:
             yield from self.drain()
         finally:  # also where the caller has seen enough, or something failed
             self.abandon()
+
+    def _work(self, source: Iterator[Request | None], finished: list[Completion]) -> None:
+        """Pull requests and do a step; what was ``finished`` before something failed is kept."""
+        finished.extend(self._pull_requests(source))
+        finished.extend(self.step())
 
     def score(self, requests: Iterable[ScoreRequest]) -> Iterator[Scored]:
         """Yield the scores of given texts as they are found, in no fixed order; nothing is drafted or recorded.
