@@ -207,7 +207,7 @@ def test_heavy_preemption_changes_no_text_of_rows_that_ask_for_their_own(
     rng = random.Random(seed)
     device_like(rng.random() < 0.7)
     vocab_size = random_pair.models.target.config.vocab_size
-    plain = random_requests(24, vocab_size, SamplingParams(), lengths=(1, 16), seed=seed)
+    plain = random_requests(12, vocab_size, SamplingParams(), lengths=(1, 16), seed=seed)
     asked = [replace(each, sampling=random_sampling(rng, vocab_size)) for each in plain]
     settings: dict[str, Any] = {
         "num_spec_tokens": rng.choice([0, 1, 3, 5]) if seed else 3,
@@ -215,14 +215,14 @@ def test_heavy_preemption_changes_no_text_of_rows_that_ask_for_their_own(
         "draft_sampling": rng.choice(["greedy", "probabilistic"]),
         "prefix_cache": rng.random() < 0.5,
     } | rng.choice([{}, {}, {"drafter": "ngram:2"}])
-    free = generate(random_pair, asked, max_batch_size=14, **settings)
+    free = generate(random_pair, asked, max_batch_size=12, **settings)
     assert free.num_preempted == 0
     memory, most = 19 * page_bytes(random_pair), rng.choice([16, 2048])
     tight = generate(
-        random_pair, asked, max_batch_size=14, kv_memory=memory, max_prefill_tokens=most, **settings
+        random_pair, asked, max_batch_size=12, kv_memory=memory, max_prefill_tokens=most, **settings
     )
     assert tight.texts == free.texts
-    assert tight.num_preempted >= 10
+    assert tight.num_preempted >= 4
     for name, completion in tight.completions.items():
         assert completion.finish_reason == free.completions[name].finish_reason
 

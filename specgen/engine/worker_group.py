@@ -46,7 +46,9 @@ _GATHER = 2.0  # seconds to collect the reports of a failure
 GRACE = 20.0  # seconds for rank 0 to come back from a pass that lost a rank
 END = 10.0  # seconds for a process to end
 _TICK = 0.5  # seconds between two looks at the clock
-_PAUSE = 1e-4  # seconds between two looks at whether a pass has ended; the device has the next one by then
+# Between two looks at whether a pass has ended: a share of the time waited, in seconds at least and at most. What is
+# seen so much later costs nothing, as the device has the next pass by then; each look holds the interpreter up.
+_PAUSE, _SHORTEST, _LONGEST = 1 / 16, 1e-4, 1e-3
 _worker_groups: "weakref.WeakValueDictionary[tuple[str, int], WorkerGroup]" = weakref.WeakValueDictionary()
 
 
@@ -343,7 +345,7 @@ class WorkerGroup:
             if ready():
                 return
             self._supervisor.require_before(began)
-            time.sleep(_PAUSE)
+            time.sleep(min(max(_PAUSE * (time.monotonic() - began), _SHORTEST), _LONGEST))
 
     def diagnose(self, error: BaseException) -> str:
         """Which rank caused ``error``, raised on this one, and why; ends the other ranks."""
