@@ -8,6 +8,7 @@ from specgen.config import VERSION
 from specgen.config.errors import did_you_mean
 
 if TYPE_CHECKING:
+    from specgen.checkpoints.weight_files import saved_head
     from specgen.config import EngineConfig, SamplingParams, UserError
     from specgen.engine.conversations import RequestOutput
     from specgen.engine.engine import Engine
@@ -31,6 +32,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "UserError",
+    "saved_head",
 ]
 _HOMES = {
     "BatchGenerator": "jobs.batch_generator",
@@ -41,6 +43,7 @@ _HOMES = {
     "RequestOutput": "engine.conversations",
     "SamplingParams": "config",
     "UserError": "config",
+    "saved_head": "checkpoints.weight_files",
 }
 
 

@@ -1,6 +1,10 @@
 """``BatchGenerator``: columns in, the same columns and answers out, in pipelines and from several threads."""
 
+import os
 import pickle
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -244,6 +248,51 @@ def test_datasets_map_takes_it(generator: BatchGenerator, answers: dict[str, str
     assert found["number"] == list(range(13))
     assert found["error"][:-1] == [None] * 12
     assert "no prompt" in found["error"][-1]
+
+
+FORKED = """
+import multiprocessing, sys
+from specgen import BatchGenerator, Engine, EngineConfig, SamplingParams
+from specgen.config.bundled import pair
+
+model, drafter = pair()
+config, sampling = EngineConfig(model=model, drafter=drafter, device="cpu"), SamplingParams(max_tokens=2)
+
+def ask(use):
+    try:
+        use()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "answered"
+
+generator = BatchGenerator(config, sampling)
+engine = Engine(config)
+list(engine.generate(["Tom has 3 apples"] * 8, sampling))
+uses = lambda: generator({"prompt": ["Tom"]}), lambda: list(engine.generate("Tom"))
+answers = multiprocessing.get_context("fork").Queue()
+child = multiprocessing.get_context("fork").Process(target=lambda: answers.put([ask(use) for use in uses]))
+child.start()
+print(*answers.get(timeout=60), sep="\\n")
+"""
+
+
+@pytest.mark.slow
+def test_a_fork_of_a_process_with_an_engine_refuses() -> None:
+    """As in ``datasets.map`` with ``num_proc``: work there would wait for OpenMP's threads for ever."""
+
+    def run(num_threads: int) -> list[str]:
+        environment = os.environ | {"OMP_NUM_THREADS": str(num_threads)}
+        command = [sys.executable, "-c", FORKED]
+        done = subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=90, env=environment
+        )
+        return done.stdout.splitlines()
+
+    found = run(2)
+    assert len(found) == 2
+    for line in found:
+        assert re.match(r"UserError: an engine has run in process \d+, .* leave num_proc out", line)
+    assert run(1) == ["answered", "answered"], "there are no threads to wait for"
 
 
 def test_files_with_and_without_a_failed_row_are_read_together(

@@ -402,8 +402,9 @@ def with_changes(job: Job, changed: dict[str, Any]) -> Job:
     )
 
 
-def test_what_changes_no_text_may_differ(job: Job, tmp_path: Path) -> None:
+def test_what_changes_no_text_may_differ(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped(job, tmp_path / "run", 1)
+    monkeypatch.setattr("specgen.jobs.run.load_models", load_models)  # and not those kept in memory
     models = tmp_path / "elsewhere"
     shutil.copytree(Path(job.engine.model).parent, models)
     changed = {
@@ -425,7 +426,10 @@ def test_what_changes_no_text_may_differ(job: Job, tmp_path: Path) -> None:
         "target/model.safetensors",
     ),
 )
-def test_another_checkpoint_of_the_same_name_is_refused(job: Job, tmp_path: Path, file: str) -> None:
+def test_another_checkpoint_of_the_same_name_is_refused(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    monkeypatch.setattr("specgen.jobs.run.load_models", load_models)  # and not those kept in memory
     models = tmp_path / "pair"
     shutil.copytree(Path(job.engine.model).parent, models)
     job = with_changes(job, {"engine": {"model": str(models / "target"), "drafter": str(models / "drafter")}})

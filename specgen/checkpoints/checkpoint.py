@@ -11,7 +11,14 @@ from torch import Tensor
 from specgen.checkpoints.fingerprint import BESIDES
 from specgen.checkpoints.rank_share import RankShare
 from specgen.checkpoints.tensor_reader import E4M3, Checkpoint, TensorReader, uploading
-from specgen.checkpoints.weight_files import MASK_EMBEDDING, TensorInfo, are_equal, read_json, tensor_infos
+from specgen.checkpoints.weight_files import (
+    MASK_EMBEDDING,
+    TensorInfo,
+    are_equal,
+    file_state,
+    read_json,
+    tensor_infos,
+)
 from specgen.config import UserError, first_line, require, shown
 from specgen.config.urls import Url, is_url
 from specgen.device import SINGLE_RANK, Ranks
@@ -42,12 +49,14 @@ def open_checkpoint(path_or_hub_id: str) -> Checkpoint:
         path = _download(path_or_hub_id)
     generation, separate = path / "generation_config.json", path / "hf_quant_config.json"
     config = read_json(path / "config.json")
+    tensors = _by_usual_names(tensor_infos(path), path_or_hub_id)
     return Checkpoint(
         name=path_or_hub_id,
         path=path,
         config=with_modelopt(config, read_json(separate)) if separate.exists() else config,
         generation=read_json(generation) if generation.exists() else generation_defaults(config),
-        tensors=_by_usual_names(tensor_infos(path), path_or_hub_id),
+        tensors=tensors,
+        state=frozenset(map(file_state, {path / "config.json", *(info.file for info in tensors.values())})),
     )
 
 

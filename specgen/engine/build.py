@@ -329,7 +329,7 @@ def prefill_logits(config: EngineConfig, models: Models) -> Callable[[Sequence[i
     """
 
     def logits(token_ids: Sequence[int]) -> Tensor:
-        with models.peers.together("function", config, _prefill, token_ids):
+        with models.peers.calling(_prefill, config, token_ids):
             found = HostCopy(_prefill(config, models, token_ids))
             models.peers.wait(found)
             return found.tensor()
