@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
@@ -64,7 +65,13 @@ def test_steps_without_drafts_are_counted_apart():
     report = as_json(request("a", [(3, 1), (0, 0), (3, 3), (0, 0)]))
     assert (report["num_drafts"], report["num_steps_without_drafts"]) == (2, 2)
     assert report["mean_acceptance_length"] == 3
-    assert "steps with drafts; 2 had none" in terminal.render(tables.of_run(Report.from_json(report), {}))
+    text = terminal.render(tables.of_run(Report.from_json(report), {}))
+    assert "steps with drafts; 2 had none" in text
+    assert re.search(r"^mean acceptance length +3\.00 no interval", text, re.MULTILINE)
+    assert re.search(r"^length over all steps +2\.00 ", text, re.MULTILINE), "as beside another run"
+    assert "over all steps" not in terminal.render(
+        tables.of_run(Report.from_json(as_json(request("a", [(3, 1)]))), {})
+    )
 
 
 def test_accepted_is_what_was_verified_and_tokens_are_what_was_kept():
@@ -72,6 +79,18 @@ def test_accepted_is_what_was_verified_and_tokens_are_what_was_kept():
     assert report["num_accepted_tokens"] == 6
     assert report["total_num_output_tokens"] == 1 + 4 + 1
     assert report["acceptance_histogram"] == [0, 0, 0, 2]
+    # the length is vLLM's, which counts what was accepted behind the end; what texts got stands beside it
+    assert (report["mean_acceptance_length"], report["tokens_per_step"]) == (4, (4 + 1) / 2)
+
+
+def test_tokens_per_step_are_shown_where_they_are_not_about_the_length():
+    short, long = ([*request("a", [(3, 3)] * n, dropped=3), *request("b", [(3, 0)])] for n in (1, 60))
+    text = terminal.render(tables.of_run(Report.from_json(as_json(short)), {}))
+    assert re.search(r"^mean acceptance length +2\.50 ", text, re.MULTILINE)
+    assert re.search(r"^tokens per step +1\.00 in the texts", text, re.MULTILINE)
+    assert "tokens per step = that texts got" in text
+    assert as_json(long)["tokens_per_step"] == pytest.approx((59 * 4 + 1 + 1) / 61)
+    assert "tokens per step" not in terminal.render(tables.of_run(Report.from_json(as_json(long)), {}))
 
 
 def test_intervals_treat_requests_and_not_steps_as_independent():

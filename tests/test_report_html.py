@@ -165,7 +165,7 @@ def test_charts_have_text_for_screen_readers():
         (as_json(refusal("a")), "1 errors"),
         (as_json(request("a", [(0, 0)] * 3), 0), "Plain decoding"),
         (as_json(request("a", [(4, 0)] * 30), 4), "The drafter is dead"),
-        (a_run(categories=("alone",)), "over all steps"),
+        (a_run(categories=("alone",)), "no interval (one conversation, or all alike)"),
         (a_run(num_spec_tokens=1), "By category"),
         (a_run(num_spec_tokens=16), "By turn"),
     ],

@@ -47,6 +47,8 @@ def test_lengths_of_drafters_that_drafted_at_times_are_also_shown_over_all_steps
     assert cells(text, "mean acceptance length")[1] == "3.00"
     assert cells(text, "  over all steps")[:2] == [cells(text, "mean acceptance length")[0], "2.00"]
     assert "over all steps" not in compare([("head", a_run()), ("again", a_run())])
+    ended = as_json(request("a", [(3, 3)], dropped=3), 3)
+    assert cells(compare([("head", at_times), ("ended", ended)]), "tokens per step")[:2] == ["2.00", "1.00"]
 
 
 def whole_label(text, start):

@@ -558,7 +558,7 @@ class EngineConfig:
 
 
 def acceptance_rates(text: str) -> tuple[float, ...] | float:
-    """``3.2``: a mean acceptance length. Or ``0.8,0.6``: chances of drafts behind accepted ones, the last for later too.
+    """``3.2``: a mean acceptance length. Or ``0.8,0.6``: chances of drafts behind accepted ones, by position.
 
     ``UserError`` for anything else.
     """

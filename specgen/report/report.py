@@ -46,6 +46,10 @@ DEFINITIONS = (
     ("conditional at token i", "the same among the steps that accepted all drafts before i"),
     ("[low, high]", "95 % interval, computed over conversations, not steps"),
 )
+RECEIVED_TERM = (
+    "tokens per step",
+    "that texts got: drafts accepted behind the end of a text, which the length counts as vLLM's does, are in no text",
+)
 _FINISHED = "finished"
 
 
@@ -268,7 +272,9 @@ class _Sums:
             categories=self._breakdown("category"),
             turns=self._breakdown("turn"),
             parts={
-                part: self.requests["part", part].result() for part in (PARTS if self.has_reasoning else ())
+                # which of them has the prefill's token is not known
+                part: replace(self.requests["part", part].result(), tokens_per_step=None)
+                for part in (PARTS if self.has_reasoning else ())
             },
             ended_in_reasoning=dict(sorted(self.ended_in_reasoning.items())),
             num_prompt_tokens=self.num_prompt_tokens,

@@ -17,7 +17,7 @@ from specgen.report.display import (
     several,
 )
 from specgen.report.page import Page
-from specgen.report.report import DEFINITIONS, Report
+from specgen.report.report import DEFINITIONS, RECEIVED_TERM, Report
 from specgen.report.table import Column, Table, pairs
 from specgen.report.terminal import Part, definitions, heading
 from specgen.report.text_list import TextList
@@ -25,7 +25,7 @@ from specgen.report.timings import WallTime
 
 _FEW, _NEARLY_ALL = 10, 0.9  # texts, share of them
 DEAD_LENGTH = 1.05  # tokens per verify step; plain decoding has 1
-_POSITIONS = 4  # shown per category; report.json has all
+_POSITIONS = 4  # shown per category, or a figure less; report.json has all
 _COUNTERS = (
     *("num_requests", "num_prompt_tokens", "num_cached_tokens", "total_num_output_tokens", "num_drafts"),
     *("num_draft_tokens", "num_accepted_tokens", "num_preemptions", "num_unfinished"),
@@ -60,6 +60,7 @@ _GROUP = (
     Column(name="mean_acceptance_length", title="length", interval="mean_acceptance_length_ci95"),
     Column(name="draft_acceptance_rate", title="drafts accepted", show=percent),
 )
+_RECEIVED = Column(name="received", title="tokens per step", show=plain)
 _TIMES = (
     Column(name="time", title="by request"),
     *(Column(name=name, show=seconds) for name in ("mean", "median", "p99")),
@@ -143,7 +144,9 @@ def page(
 
 def _terms(report: Report) -> list[tuple[str, str]]:
     known = _CONFIDENCE_TERMS if any(confidence_table(report)) else ()
-    return [*(DEFINITIONS if report.num_drafts else ()), *known, *expert_terms(report)]
+    groups = (report, *report.categories.values(), *report.turns.values())
+    received = (RECEIVED_TERM,) if any(group.received is not None for group in groups) else ()
+    return [*(DEFINITIONS if report.num_drafts else ()), *received, *known, *expert_terms(report)]
 
 
 def _numbers(report: Report) -> tuple[Table, Table]:
@@ -157,8 +160,18 @@ def _counts(report: Report) -> Iterator[_Item]:
         yield name, count(getattr(report, name)), notes.get(name, "")
     if report.num_drafts:
         ends, by_request = report.mean_acceptance_length_ci95, report.mean_acceptance_length_per_request
-        note = f"{between(ends, plain) if ends else 'over all steps'}, mean over requests {plain(by_request)}"
+        interval = between(ends, plain) if ends else "no interval (one conversation, or all alike)"
+        note = f"{interval}, mean over requests {plain(by_request)}"
         yield "mean acceptance length", plain(report.mean_acceptance_length), note
+        if without:
+            steps = f"(of {count(report.num_drafts + without)} steps {count(without)} had no drafts)"
+            yield "length over all steps", plain(report.length_over_all_steps), steps
+        if report.received is not None:
+            yield (
+                "tokens per step",
+                plain(report.received),
+                "in the texts, which end before some accepted drafts",
+            )
         drafts = f"({count(report.num_accepted_tokens)} of {count(report.num_draft_tokens)} drafts)"
         yield "draft acceptance rate", percent(report.draft_acceptance_rate), drafts
     if report.confidence.auc is not None:
@@ -240,13 +253,24 @@ def confidence_table(report: Report) -> Iterator[Table]:
 
 def _breakdown(kind: str, groups: Mapping[str, Speculation]) -> Table:
     num_spec_tokens = len(next(iter(groups.values())).acceptance)
-    tokens = {f"token {i}": i for i in range(min(_POSITIONS, num_spec_tokens))}
+    received = [_RECEIVED] if any(group.received is not None for group in groups.values()) else []
+    tokens = {f"token {i}": i for i in range(min(_POSITIONS - len(received), num_spec_tokens))}
     return Table(
         title=f"By {kind}",
         note="mean acceptance length; 1 is plain decoding, with 95 % intervals",
-        columns=(Column(name=kind), *_GROUP, *(Column(name=token, show=percent) for token in tokens)),
+        columns=(
+            Column(name=kind),
+            *_GROUP,
+            *received,
+            *(Column(name=token, show=percent) for token in tokens),
+        ),
         rows=tuple(
-            {kind: label, **vars(group), **{token: group.acceptance[i].rate for token, i in tokens.items()}}
+            {
+                kind: label,
+                **vars(group),
+                "received": group.tokens_per_step,
+                **{token: group.acceptance[i].rate for token, i in tokens.items()},
+            }
             for label, group in groups.items()
         ),
         bars="mean_acceptance_length",
