@@ -513,6 +513,17 @@ def test_empty_answers_are_called_so_with_the_likely_remedy():
     assert compare(runs).sentence.endswith(" Empty answers: 2 of 3 of padded.")
 
 
+def test_answers_cut_by_the_token_limit_are_said():
+    runs = [arm(name, [1, 0], accepted=1) for name in ("padded", "baseline")]
+    assert "cut" not in compare(runs).sentence
+    report = replace(
+        runs[0].report, finish_reasons={"stop": 1, "length": 2}, ended_in_reasoning={"length": 1}
+    )
+    compared = compare([replace(runs[0], report=report), runs[1]])
+    assert " Answers cut at the token limit: 1 of 3 of padded; raise --max-new-tokens." in compared.sentence
+    assert [each.num_cut for each in compared.arms] == [1, 0]
+
+
 def test_several_tasks_have_figures_each():
     def with_tasks(run, *accepted):
         reports = (arm("", [], number).report for number in accepted)

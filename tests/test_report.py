@@ -264,7 +264,11 @@ def test_plain_decoding():
 def test_a_dead_drafter_is_called_so():
     dead = as_json(request("a", [(3, 0)] * 30 + [(3, 1)]))
     alive = as_json(request("a", [(3, 0)] * 10 + [(3, 1)]))
-    assert "dead" in next(remarks(Report.from_json(dead)))
+    said = "Almost no draft was accepted: the mean acceptance length is under 1.05."
+    assert list(remarks(Report.from_json(dead))) == [f"{said} N-grams need text that repeats itself."]
+    of_head = fold([*request("a", [(3, 0)] * 30), padded_step(3, 0)], num_spec_tokens=3)
+    (sentence,) = remarks(of_head)
+    assert sentence.startswith(f"{said} Head and target probably do not match")
     assert list(remarks(Report.from_json(alive))) == []
     barely = as_json(request("a", [(3, 0)] * 19 + [(3, 1)]))
     assert barely["mean_acceptance_length"] == DEAD_LENGTH
@@ -284,6 +288,11 @@ def test_a_report_with_a_baseline():
         "sampled": False,
     }
     assert run.to_json()["baseline"] is None
+    without = fold(request("a", []), num_spec_tokens=3).with_baseline(plain, [True])
+    assert (without.baseline.ratio, without.baseline.identical) == (None, None), "nothing was verified"
+    text = terminal.render(tables.of_run(Report.from_json(without.to_json()), {}))
+    assert "no step had drafts, so nothing was compared" in text
+    assert "identical" not in text
     assert run.with_baseline(fold([], num_spec_tokens=0), []).to_json()["baseline"]["ratio"] is None
 
 
@@ -415,6 +424,7 @@ def test_empty_texts_are_counted_and_called_so():
     assert report["num_empty"] == 1
     (empty,) = remarks(Report.from_json(report))
     assert empty.startswith("1 of 2 texts are empty: the model ended them at once.")
+    assert "add --chat, or give rows with messages (in eval: --apply-chat-template)" in empty
     assert empty in " ".join(terminal.render(tables.of_run(Report.from_json(report), {}), 80).split())
     assert "texts are empty" in tables.page(Report.from_json(report), {}, "a run")
     reasoned = replace(other, parts=count_parts([(0, "reasoning")], other.steps, other.num_output_tokens, 3))

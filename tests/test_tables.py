@@ -193,7 +193,7 @@ def test_long_names_stand_above_the_table():
 def test_a_dead_drafter_is_called_so_beside_others():
     alive = as_json(request("a", [(3, 1)] * 30))
     text = compare([("good", alive), ("bad", as_json(request("a", [(3, 0)] * 30)))])
-    assert "bad: The drafter is dead" in text
+    assert "bad: Almost no draft was accepted" in text
     assert "good:" not in text
 
 

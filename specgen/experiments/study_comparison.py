@@ -196,6 +196,7 @@ class ArmSummary(Figures):
     parts: Mapping[str, Speculation]  # of reasoning and answers; empty without reasoning
     ended_in_reasoning: int  # texts without an answer
     num_empty: int  # other texts without a character
+    num_cut: int  # answers that the token limit has cut
     tasks: Mapping[str, Figures]  # which run one after the other; empty for a single task
 
 
@@ -292,6 +293,7 @@ def compare(arms: Sequence[ArmRun], target: "Judge", *, template_unused: bool = 
         + _other_scales(left_out)
         + _cut(arms)
         + _unanswered(arms)
+        + _limited(arms)
         + _empty(arms, template_unused)
         + _alarm(wrong, reference.dtype),
         samples=side_by_side(arms, reference, against),
@@ -356,6 +358,7 @@ def _summary(arm: ArmRun, reference: ArmRun) -> ArmSummary:
         parts=arm.report.parts,
         ended_in_reasoning=sum(arm.report.ended_in_reasoning.values()),
         num_empty=arm.report.num_empty,
+        num_cut=num_cut(arm),
         tasks={
             task: Figures(**_figures(report, reference.tasks.get(task)))
             for task, report in (arm.tasks.items() if len(arm.tasks) > 1 else ())
@@ -496,6 +499,22 @@ def _unanswered(arms: Sequence[ArmRun]) -> str:
     if not ended:
         return ""
     return f" Answers that ended while reasoning: {', '.join(ended)}; raise --max-new-tokens."
+
+
+def _limited(arms: Sequence[ArmRun]) -> str:
+    """How many answers of each arm the token limit has cut, but for those that ``_unanswered`` names."""
+    cut = [
+        f"{count(number)} of {count(arm.report.num_requests)} of {arm.name}"
+        for arm in arms
+        if (number := num_cut(arm))
+    ]
+    return f" Answers cut at the token limit: {', '.join(cut)}; raise --max-new-tokens." if cut else ""
+
+
+def num_cut(arm: ArmRun) -> int:
+    """The answers that the token limit has cut."""
+    report = arm.report
+    return report.finish_reasons.get("length", 0) - report.ended_in_reasoning.get("length", 0)
 
 
 def _empty(arms: Sequence[ArmRun], template_unused: bool) -> str:

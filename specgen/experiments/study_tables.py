@@ -33,7 +33,7 @@ from specgen.report.display import (
 )
 from specgen.report.page import Page
 from specgen.report.table import Column, Row, Table
-from specgen.report.tables import curve, curves
+from specgen.report.tables import curve, curves, empty_texts
 from specgen.report.terminal import ALARMING, Part, definitions, heading
 from specgen.report.text_list import Entry, ShownText, Span, TextList, within
 
@@ -340,6 +340,8 @@ def of_audit(audit: Mapping[str, Any]) -> Iterator[Part]:
     yield divergences(rows[:_SHOWN])
     if (more := len(rows) - _SHOWN) > 0:
         yield f"and {count(more)} more; --json and --output have all"
+    if number := audit["num_empty"]:
+        yield empty_texts(number, next(arm["num_requests"] for arm in audit["arms"]))
     yield verdict(audit)
 
 
@@ -377,6 +379,8 @@ def verdict(audit: Mapping[str, Any]) -> str:
     """One sentence: did any text change, and does rounding explain it."""
     total = sum(arm["num_requests"] for arm in audit["arms"])
     differ = total - sum(arm["num_identical"] for arm in audit["arms"])
+    if not audit["num_unexplained"] and not is_tested(audit):
+        return "Nothing was tested: no step had drafts, so these texts say nothing of speculation."
     if differ == 0:
         return f"Nothing changed: all {count(total)} texts are those of the reference, token for token."
     found = f"{count(differ)} of {count(total)} texts differ from the reference"
@@ -386,6 +390,11 @@ def verdict(audit: Mapping[str, Any]) -> str:
         f"{found}, {count(wrong)} of them where rounding to {audit['dtype']} cannot explain it: "
         "decoding is wrong there."
     )
+
+
+def is_tested(audit: Mapping[str, Any]) -> bool:
+    """Whether a step of any arm had drafts."""
+    return any(arm["mean_acceptance_length"] is not None for arm in audit["arms"])
 
 
 def _heading(audit: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from specgen.engine.generation_config import GenerationConfig
 from specgen.engine.loading import Models
 from specgen.experiments.matrices import RANDOM, Workload
 from specgen.prompts import DataSource, Message, Prompt, Rejected, failure, prompt_ids
+from specgen.prompts.load import RAW
 from specgen.record.record_rows import turn_id
 from specgen.text.tokenizer import Tokenizer
 
@@ -63,7 +64,8 @@ def make_prompts(
     data = DataSource(
         dataset=workload.dataset, data_path=workload.data_path, num_prompts=count, how=workload.how
     )
-    prompts = data.open()
+    opened = data.open()
+    prompts = list(opened)
     if workload.output_lens == "data":
         asked, failures = recorded_turns(
             prompts, models.tokenizer, workload.max_new_tokens, said.over(SamplingParams())
@@ -75,7 +77,10 @@ def make_prompts(
         turns = "first turns"
     asked, sampled = greedy(asked)
     requests, notes = _fitting(asked, models, workload)
-    notes += sampled + _in_short(failures)
+    raw = (
+        () if models.synthetic or not (models.tokenizer.chat_template and opened.are_raw(prompts)) else (RAW,)
+    )
+    notes += raw + sampled + _in_short(failures)
     require(bool(requests), f"no prompt of {workload.dataset} can run: {'; '.join(notes[:_SHOWN])}")
     description = f"{count} of {min(len(requests), count)} {turns} of {workload.dataset}"
     requests = _filled(requests, count)

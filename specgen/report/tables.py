@@ -31,6 +31,7 @@ _COUNTERS = (
     *("num_draft_tokens", "num_accepted_tokens", "num_preemptions", "num_unfinished"),
 )
 _TILES = ("mean acceptance length", "draft acceptance rate", "output tokens/s", "against plain decoding")
+_PLAIN = "Plain decoding: there are no drafts, so there is no acceptance to report."
 _Item = tuple[str, str, str]  # label, number, note
 _ACCEPTANCE = (
     Column(name="position", title="acceptance", show=lambda position: f"token {position}"),
@@ -123,11 +124,12 @@ def page(
     texts: TextList | None = None,
 ) -> str:
     """The same as an HTML page, with its ``origin`` (from ``origin.origin``) and what ``RunTexts`` shows."""
+    said = list(remarks(report))
     return Page(
         title=title,
         settings=settings,
-        sentence="\n".join(remarks(report)),
-        alarming=True,
+        sentence="\n".join(said),
+        alarming=said != [_PLAIN],
         tiles=[item for item in (*_counts(report), *_speed(report)) if item[0] in _TILES],
         tables=[
             *_acceptance(report),
@@ -302,16 +304,24 @@ def _speed(report: Report) -> Iterator[_Item]:
     if report.num_drafts:
         rows = report.rows()
         yield "target rows", f"{_share(rows, 'target', 'target_rejected')} held rejected drafts", ""
-        if rows["loop"] or rows["first_pass"]:  # a head drafted
+        if _has_head(report):
             fill = _share(rows, "first_pass", "first_pass_wasted")
             yield "drafter rows", f"KV fill {fill} were padding; draft loop {count(rows['loop'])}", ""
     if baseline := report.baseline:
-        same = same_texts(baseline.identical, baseline.num_compared)
-        same += " (sampled ones may differ)" * (baseline.sampled and baseline.identical < 1)
+        same = "no step had drafts, so nothing was compared"
+        if baseline.identical is not None:
+            same = same_texts(baseline.identical, baseline.num_compared)
+            same += " (sampled ones may differ)" * (baseline.sampled and baseline.identical < 1)
         speed = rate(baseline.output_tokens_per_second)
         if unlike := report.unlike_work:
             same += f"; {unlike}"
         yield "against plain decoding", ratio(baseline.ratio), f"plain decoding ({speed} tokens/s), {same}"
+
+
+def _has_head(report: Report) -> bool:
+    """Whether a head drafted, and not n-grams."""
+    rows = report.rows()
+    return bool(rows["loop"] or rows["first_pass"])
 
 
 def _share(rows: Mapping[str, int], name: str, wasted: str) -> str:
@@ -392,7 +402,7 @@ def remarks(report: Report) -> Iterator[str]:
     """What is to be said of a run; nothing of an ordinary one."""
     ended, reasoning = report.finish_reasons, report.ended_in_reasoning
     if report.num_spec_tokens == 0:
-        yield "Plain decoding: there are no drafts, so there is no acceptance to report."
+        yield _PLAIN
     elif report.mean_acceptance_length is None:
         yield "No verify step had drafts, so there is no acceptance to report."
     elif number := report.num_unverified_tokens:
@@ -401,10 +411,12 @@ def remarks(report: Report) -> Iterator[str]:
             "was not sure of them: acceptance is of those that were, and not to be compared with that of a fixed K."
         )
     elif report.mean_acceptance_length < DEAD_LENGTH:
-        yield (
-            f"The drafter is dead: the mean acceptance length is under {DEAD_LENGTH}. `specgen inspect` says whether a "
-            "head fits the target and how it was read; n-grams need text that repeats itself."
+        why = (
+            "Head and target probably do not match: `specgen inspect` says whether they fit and how the head was read."
+            if _has_head(report)
+            else "N-grams need text that repeats itself."
         )
+        yield f"Almost no draft was accepted: the mean acceptance length is under {DEAD_LENGTH}. {why}"
     if (number := report.num_lost_tokens) and not report.unfinished:  # else they may become texts
         yield (
             f"{count(number)} tokens more than the texts have were computed, of requests that were stopped or failed: "
@@ -419,11 +431,15 @@ def remarks(report: Report) -> Iterator[str]:
         remedy = ": raise --max-new-tokens" if reasoning.get("length") else ""
         yield f"{several(number, 'answer')} ended while reasoning{remedy}."
     if number := report.num_empty:
-        yield (
-            f"{count(number)} of {count(report.num_requests)} texts are empty: the model ended them at once. One "
-            "that was trained on chats needs its chat template: rows with messages instead of prompt, in eval "
-            "--apply-chat-template."
-        )
+        yield empty_texts(number, report.num_requests)
+
+
+def empty_texts(number: int, num_requests: int) -> str:
+    """So many texts are empty, and the likely remedy."""
+    return (
+        f"{count(number)} of {count(num_requests)} texts are empty: the model ended them at once. A chat model needs "
+        "its chat template: add --chat, or give rows with messages (in eval: --apply-chat-template)."
+    )
 
 
 def hint(report: Report) -> str:
