@@ -305,14 +305,28 @@ class SamplingParams:
     def in_words(self) -> str:
         """How tokens are chosen, and how many, as a report says it."""
         how = "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"
-        names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-        off = SamplingParams()
-        penalties = "".join(
-            f", {name.replace('_', ' ')} {getattr(self, name):g}"
-            for name in names
+        return f"{how}, {self.besides()}, seed {self.seed}"
+
+    def besides(self) -> str:
+        """What decides texts beside temperature and seed: ``top p 0.9, 2 logit biases, at most 128 new tokens``."""
+        off, filters = SamplingParams(), ("top_p", "top_k", "min_p") if self.temperature > 0 else ()
+        found = [
+            f"{name.replace('_', ' ')} {getattr(self, name):g}"
+            for name in (*filters, "repetition_penalty", "presence_penalty", "frequency_penalty")
             if getattr(self, name) != getattr(off, name)
-        )
-        return f"{how}{penalties}, at most {self.max_tokens} new tokens, seed {self.seed}"
+        ]
+        numbers = {
+            "logit bias": len(self.logit_bias),
+            "suppressed tokens": len(self.suppress_tokens),
+            "stop strings": len(self.stop_strings),
+        }
+        found += [f"{name} ({number})" for name, number in numbers.items() if number]
+        found += [
+            f"at most {self.max_tokens} new tokens"
+            if not self.ignore_eos
+            else f"{self.max_tokens} new tokens"
+        ]
+        return ", ".join(found)
 
     def _check_penalties(self) -> None:
         least, most = REPETITION_PENALTIES
