@@ -315,18 +315,12 @@ class SamplingParams:
             for name in (*filters, "repetition_penalty", "presence_penalty", "frequency_penalty")
             if getattr(self, name) != getattr(off, name)
         ]
-        numbers = {
-            "logit bias": len(self.logit_bias),
-            "suppressed tokens": len(self.suppress_tokens),
-            "stop strings": len(self.stop_strings),
-        }
-        found += [f"{name} ({number})" for name, number in numbers.items() if number]
         found += [
-            f"at most {self.max_tokens} new tokens"
-            if not self.ignore_eos
-            else f"{self.max_tokens} new tokens"
+            f"{name.replace('_', ' ')} ({len(each)})"
+            for name in ("logit_bias", "suppress_tokens", "stop_strings")
+            if (each := getattr(self, name))
         ]
-        return ", ".join(found)
+        return ", ".join([*found, f"{'' if self.ignore_eos else 'at most '}{self.max_tokens} new tokens"])
 
     def _check_penalties(self) -> None:
         least, most = REPETITION_PENALTIES
