@@ -524,6 +524,15 @@ def test_answers_cut_by_the_token_limit_are_said():
     assert [each.num_cut for each in compared.arms] == [1, 0]
 
 
+def test_tokens_per_step_stand_beside_a_length_that_texts_did_not_get():
+    runs = [arm("padded", [1, 0], accepted=3), arm("baseline", [1, 0])]
+    assert "per step" not in tables(compare(runs))
+    short = fold([*request("a", [(3, 3)], dropped=3), *request("b", [(3, 1)], dropped=1)], num_spec_tokens=3)
+    found = compare([replace(runs[0], report=short), runs[1]])
+    assert (found.arms[0].mean_acceptance_length, found.arms[0].received) == (3, 1)
+    assert "per step" in " ".join(tables(found).split())
+
+
 def test_several_tasks_have_figures_each():
     def with_tasks(run, *accepted):
         reports = (arm("", [], number).report for number in accepted)

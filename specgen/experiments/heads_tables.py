@@ -80,6 +80,9 @@ def notes(found: Comparison) -> Iterator[str]:
         if without := run.report.num_steps_without_drafts:
             steps = f"{count(without)} of {count(without + run.report.num_drafts)} steps"
             yield f"{run.head} on {run.data}: {steps} had no drafts and gave one token each."
+        if (got := run.report.received) is not None:
+            length = "the length also counts drafts accepted behind their ends"
+            yield f"{run.head} on {run.data}: texts got {plain(got)} tokens per step ({length})."
         if failed := failures(run.report):
             yield f"{run.head} on {run.data}: {failed}: see its errors.jsonl."
         if number := run.report.num_empty:

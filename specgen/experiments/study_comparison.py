@@ -185,6 +185,7 @@ class Figures:
     mean_acceptance_length: float | None
     mean_acceptance_length_ci95: Interval | None
     draft_acceptance_rate: float | None
+    received: float | None  # tokens per step that texts got, where they are less than the length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,6 +378,7 @@ def _figures(report: Report, reference: Report | None) -> dict[str, Any]:
         "mean_acceptance_length": report.mean_acceptance_length,
         "mean_acceptance_length_ci95": report.mean_acceptance_length_ci95,
         "draft_acceptance_rate": report.draft_acceptance_rate,
+        "received": report.received,
     }
 
 

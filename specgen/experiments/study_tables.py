@@ -11,6 +11,7 @@ from specgen.experiments.study_comparison import (
     CHANGES,
     Accuracy,
     ArmComparison,
+    Figures,
     SampleTexts,
     SharedAnswer,
     StudyComparison,
@@ -33,7 +34,7 @@ from specgen.report.display import (
 )
 from specgen.report.page import Page
 from specgen.report.table import Column, Row, Table
-from specgen.report.tables import curve, curves, empty_texts
+from specgen.report.tables import RECEIVED, curve, curves, empty_texts
 from specgen.report.terminal import ALARMING, Part, definitions, heading
 from specgen.report.text_list import Entry, ShownText, Span, TextList, within
 
@@ -189,10 +190,20 @@ def _acceptance(comparison: StudyComparison) -> Table:
     return Table(
         title="Acceptance by position",
         note="% of the verify steps, with 95 % intervals",
-        columns=(_ARM, _LENGTH, *(Column(name=token, show=percent) for token in tokens)),
+        columns=(
+            _ARM,
+            _LENGTH,
+            *_received(drafting),
+            *(Column(name=token, show=percent) for token in tokens),
+        ),
         rows=tuple(rows),
         lines=curves("Acceptance by draft position and arm", lines) if lines else None,
     )
+
+
+def _received(figures: Iterable[Figures]) -> tuple[Column, ...]:
+    """The column of the tokens per step, where one is less than its length."""
+    return (RECEIVED,) if any(each.received is not None for each in figures) else ()
 
 
 def _parts(comparison: StudyComparison) -> Table:
@@ -224,10 +235,11 @@ def _speed(comparison: StudyComparison) -> Table:
 
 def _tasks(comparison: StudyComparison) -> Table:
     """Acceptance and speed by task; no rows for a single task."""
+    figures = [each for arm in comparison.arms for each in arm.tasks.values()]
     return Table(
         title="By task",
         note=f"mean acceptance length with 95 % intervals; speed, and its ratio to {comparison.reference}",
-        columns=(Column(name="task", wraps=True), _ARM, *_LENGTH_AND_RATE, *_SPEED),
+        columns=(Column(name="task", wraps=True), _ARM, *_LENGTH_AND_RATE, *_received(figures), *_SPEED),
         rows=tuple(
             {"task": task, "name": arm.name, **vars(arm.tasks[task])}
             for task in comparison.arms[0].tasks

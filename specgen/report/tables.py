@@ -61,7 +61,7 @@ _GROUP = (
     Column(name="mean_acceptance_length", title="length", interval="mean_acceptance_length_ci95"),
     Column(name="draft_acceptance_rate", title="drafts accepted", show=percent),
 )
-_RECEIVED = Column(name="received", title="tokens per step", show=plain)
+RECEIVED = Column(name="received", title="tokens per step", show=plain)
 _TIMES = (
     Column(name="time", title="by request"),
     *(Column(name=name, show=seconds) for name in ("mean", "median", "p99")),
@@ -255,7 +255,7 @@ def confidence_table(report: Report) -> Iterator[Table]:
 
 def _breakdown(kind: str, groups: Mapping[str, Speculation]) -> Table:
     num_spec_tokens = len(next(iter(groups.values())).acceptance)
-    received = [_RECEIVED] if any(group.received is not None for group in groups.values()) else []
+    received = [RECEIVED] if any(group.received is not None for group in groups.values()) else []
     tokens = {f"token {i}": i for i in range(min(_POSITIONS - len(received), num_spec_tokens))}
     return Table(
         title=f"By {kind}",
