@@ -77,16 +77,15 @@ def make_prompts(
         turns = "first turns"
     asked, sampled = greedy(asked)
     requests, notes = _fitting(asked, models, workload)
-    raw = (
-        () if models.synthetic or not (models.tokenizer.chat_template and opened.are_raw(prompts)) else (RAW,)
-    )
-    notes += raw + sampled + _in_short(failures)
+    notes += sampled + _in_short(failures)
     require(bool(requests), f"no prompt of {workload.dataset} can run: {'; '.join(notes[:_SHOWN])}")
     description = f"{count} of {min(len(requests), count)} {turns} of {workload.dataset}"
     requests = _filled(requests, count)
     if models.synthetic:
         lengths = [(len(request.prompt_token_ids), request.sampling.max_tokens) for request in requests]
         requests, description = _random(lengths, models), f"random tokens, as long as {description}"
+    elif workload.output_lens == "fixed" and models.tokenizer.chat_template and opened.are_raw(prompts):
+        notes += (RAW,)
     return Prompts(requests=requests, description=description, notes=notes)
 
 
