@@ -513,6 +513,16 @@ def test_empty_answers_are_called_so_with_the_likely_remedy():
     assert compare(runs).sentence.endswith(" Empty answers: 2 of 3 of padded.")
 
 
+def test_answers_without_a_verify_step_are_no_comparison():
+    runs = [arm("padded", [1, 0], accepted=1), arm("baseline", [1, 0])]
+    assert "texts identical" in compare(runs).sentence
+    ended = fold(itertools.chain(*(request(f"r{i}", []) for i in range(3))), num_spec_tokens=3)
+    found = compare([replace(runs[0], report=ended), runs[1]])
+    assert found.sentence.startswith("Nothing was tested: no step had drafts")
+    assert "identical" not in found.sentence
+    assert found.arms[0].ratio is None
+
+
 def test_answers_cut_by_the_token_limit_are_said():
     runs = [arm(name, [1, 0], accepted=1) for name in ("padded", "baseline")]
     assert "cut" not in compare(runs).sentence

@@ -524,7 +524,7 @@ class EngineConfig:
         if isinstance(length, tuple) or k == 0:
             return length if isinstance(length, tuple) else ()
         require(
-            length <= k + 1,
+            1 <= length <= k + 1,
             f"synthetic-acceptance is {length:g}, but a step of K = {k} drafts yields at most {k + 1} tokens: use a "
             "mean acceptance length of 1 to K + 1",
         )

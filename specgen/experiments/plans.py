@@ -222,9 +222,9 @@ class Yardstick:
         if self.synthetic_acceptance:
             asked = self.synthetic_acceptance
             rates = (
-                f"a mean acceptance length of {asked:g} at each K"
-                if isinstance(asked, float)
-                else f"{', '.join(f'{rate:.3g}' for rate in asked)} by position, the last one's for later ones"
+                f"{', '.join(f'{rate:.3g}' for rate in asked)} by position, the last one's for later ones"
+                if isinstance(asked, tuple)
+                else f"a mean acceptance length of {asked:g} at each K"
             )
             found["synthetic acceptance"] = f"{rates}: drafts are accepted by dice, texts are not the model's"
         if self.known is not None:

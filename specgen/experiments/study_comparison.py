@@ -19,6 +19,8 @@ CHANGES = ("wrong text", "right to wrong", "wrong to right", "other score", "oth
 _FLIPS = {(1.0, 0.0): "right to wrong", (0.0, 1.0): "wrong to right"}
 Document = tuple[str, int]  # a task and the number of one of its documents
 
+_UNTESTED = "Nothing was tested: no step had drafts, so these answers say nothing of speculation."
+
 
 @dataclass(frozen=True, kw_only=True)
 class Generated:
@@ -284,13 +286,14 @@ def compare(arms: Sequence[ArmRun], target: "Judge", *, template_unused: bool = 
     level = LEVEL / max(1, len(others) * len(_scores(reference)))
     against = tuple(_against(arm, reference, level, target) for arm in others)
     wrong = sum(not each.explained for arm in against for each in arm.divergences)
+    differs = bool(_significant(_tests(against)))
     return StudyComparison(
         reference=reference.name,
         arms=tuple(_summary(arm, reference) for arm in arms),
         against=against,
         num_unexplained=wrong,
-        alarming=wrong > 0 or bool(_significant(_tests(against))),
-        sentence=conclusion(reference.name, against)
+        alarming=wrong > 0 or differs,
+        sentence=(conclusion(reference.name, against) if differs or _is_tested(arms) else _UNTESTED)
         + _other_scales(left_out)
         + _cut(arms)
         + _unanswered(arms)
@@ -299,6 +302,12 @@ def compare(arms: Sequence[ArmRun], target: "Judge", *, template_unused: bool = 
         + _alarm(wrong, reference.dtype),
         samples=side_by_side(arms, reference, against),
     )
+
+
+def _is_tested(arms: Sequence[ArmRun]) -> bool:
+    """Whether a step had drafts, if there are arms with a drafter that answered questions."""
+    drafting = [arm.report for arm in arms if arm.report.num_spec_tokens and arm.report.num_requests]
+    return not drafting or any(report.num_drafts for report in drafting)
 
 
 def _comparable(arms: Sequence[ArmRun]) -> tuple[list[ArmRun], list[tuple[str, str]]]:
@@ -369,7 +378,8 @@ def _summary(arm: ArmRun, reference: ArmRun) -> ArmSummary:
 
 def _figures(report: Report, reference: Report | None) -> dict[str, Any]:
     speed = report.output_tokens_per_second
-    base = None if reference is None else reference.output_tokens_per_second
+    verified = report.num_drafts or not report.num_spec_tokens  # else there is nothing that a ratio is of
+    base = reference.output_tokens_per_second if reference is not None and verified else None
     return {
         "num_requests": report.num_requests,
         "num_output_tokens": report.total_num_output_tokens,
