@@ -23,7 +23,7 @@ from specgen.experiments import heads_job
 from specgen.experiments.head_figures import Comparison, as_directory, compare_runs, read_runs, short_names
 from specgen.experiments.heads_job import HeadsJob, HeadsRun
 from specgen.experiments.heads_page import moved_texts, page
-from specgen.experiments.heads_tables import exported, leads, mean_length, tables, verdicts
+from specgen.experiments.heads_tables import exported, leads, mean_length, notes, tables, verdicts
 from specgen.experiments.rounds import PLAIN, Repeat, Speeds, rounds_under
 from specgen.jobs import run as run_module
 from specgen.prompts.load import DataSource
@@ -447,6 +447,8 @@ def test_a_head_that_drafts_in_some_steps_is_judged_by_all(tmp_path: Path) -> No
     found = compare_runs(read_runs(paths), {})
     a, b = found.length("mine", "a"), found.length("mine", "b")
     assert a.value == reports[0]["mean_acceptance_length"]
+    empty = replace(found.runs[0], report=replace(found.runs[0].report, num_empty=3))
+    assert any("a on mine: 3 of 30 texts are empty" in note for note in notes(replace(found, runs=(empty,))))
     assert b.value == pytest.approx(1 + reports[1]["num_accepted_tokens"] / (4 * 30))
     assert leads(found, "mine")
     (sentence,) = verdicts(found)

@@ -118,7 +118,9 @@ def test_three_arms_answer_alike_and_leave_their_numbers(study: tuple[Path, str]
 
 @pytest.mark.slow
 def test_answers_without_the_template_are_called_empty() -> None:
-    printed = " ".join(call("word_problems", "--limit", 2, "--arms", "padded").split())
+    result = specgen("eval", "word_problems", "--limit", 2, "--arms", "padded", columns=80)
+    printed = " ".join(result.stdout.split())
+    assert "Add --apply-chat-template to ask them as a chat" in result.stderr
     assert (
         "Empty answers: 2 of 2 of padded; the model has a chat template: add --apply-chat-template."
         in printed

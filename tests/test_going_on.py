@@ -24,6 +24,7 @@ from specgen.jobs.prompt_index import index_prompts
 from specgen.jobs.run import TooManyFailuresError
 from specgen.jobs.shards import WHOLE
 from specgen.prompts import DataSource
+from specgen.prompts.formats import Reading
 from specgen.record.files import swapped
 from specgen.record.interrupt import StoppedError
 from specgen.record.progress import Status, Tally
@@ -278,6 +279,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_warns(
     warnings: list[str] = []
     follower = Follower()
     follower.warn = warnings.append  # type: ignore[method-assign]
+    job = replace(job, data=replace(job.data, how=Reading(chat=False)))
     run.run(job, None, follower)
     assert warnings == []
     pair = Path(job.engine.model).parent

@@ -164,8 +164,8 @@ def test_charts_have_text_for_screen_readers():
         (as_json([]), "No verify step had drafts"),
         (as_json(refusal("a")), "1 errors"),
         (as_json(request("a", [(0, 0)] * 3), 0), "Plain decoding"),
-        (as_json(request("a", [(4, 0)] * 30), 4), "The drafter is dead"),
-        (a_run(categories=("alone",)), "over all steps"),
+        (as_json(request("a", [(4, 0)] * 30), 4), "Almost no draft was accepted"),
+        (a_run(categories=("alone",)), "no interval (one conversation, or all alike)"),
         (a_run(num_spec_tokens=1), "By category"),
         (a_run(num_spec_tokens=16), "By turn"),
     ],
@@ -174,6 +174,14 @@ def test_odd_runs_make_a_page(report, expected):
     page = Page(render(report, {}, "A run"))
     assert expected in " ".join(page.text)
     assert not {"None", "nan"} & set(" ".join(page.text).split())
+
+
+def test_only_what_is_wrong_is_an_alert():
+    said = {}
+    for k, steps in ((0, [(0, 0)]), (4, [(4, 0)] * 30)):
+        html = render(as_json(request("a", steps), k), {}, "A run")
+        said[k] = re.search(r'<p class="(\w+)">(Plain|Almost)', html).groups()
+    assert said == {0: ("finding", "Plain"), 4: ("alert", "Almost")}
 
 
 def test_plain_decoding_beside_plain_groups_draws_no_chart():

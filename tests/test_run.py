@@ -13,6 +13,7 @@ from typer.testing import Result
 from specgen.cli import main as cli
 from specgen.config import UserError
 from specgen.jobs import run as job
+from specgen.prompts.load import RAW
 from tests.commands import printed, rows, specgen, write_rows
 from tests.jobs import untimed
 from tests.marks import mostly_slow
@@ -524,10 +525,11 @@ def test_fields_that_look_misspelt_are_reported_once_with_a_count(pair: Path, tm
     write_rows(own, lines)
     result = run(pair, "--dataset", own)
     assert result.exit_code == 0, result.output
-    assert warnings(result) == [
+    assert warnings(result)[:-1] == [
         "2 rows have a field 'temprature', which is ignored: did you mean temperature?",
         "1 row has a field 'Max_Token', which is ignored: did you mean max_tokens?",
     ]
+    assert warnings(result)[-1] == RAW, "before the run"
     own.write_text('{"question": "5 bags", "temprature": 1}\n')  # another's row has its own fields
     assert warnings(run(pair, "--dataset", "gsm8k", "--data-path", own)) == []
 
@@ -560,7 +562,7 @@ def test_options_without_effect_are_said(
 ) -> None:
     own = tmp_path / "own.jsonl"
     own.write_text(json.dumps({"prompt": "Tom has", **row}) + "\n")
-    found = warnings(run(pair, "--dataset", own, *options))
+    found = warnings(run(pair, "--dataset", own, "--raw", *options))
     # ``run`` has options of its own
     assert [each for each in found if "is given 2 times" not in each] == lines
 

@@ -18,6 +18,7 @@ from specgen.jobs.prompt_index import index_prompts
 from specgen.jobs.shards import WHOLE, Shard
 from specgen.prompts import DataSource, Prompt, PromptRun, Rejected
 from specgen.prompts.formats import Reading
+from specgen.prompts.load import RAW
 from specgen.text.tokenizer import load_tokenizer
 from tests.commands import refused
 from tests.engines import Pair
@@ -259,6 +260,7 @@ def test_own_rows_say_how_long_they_are(models: Models, tmp_path: Path) -> None:
         "left out: y: it has no answer whose length to take, nor max_tokens; "
         "--output-lens fixed needs neither",
     )
+    assert RAW in make_prompts(replace(workload, output_lens="fixed"), models, 2).notes
     rows.write_text('{"id": "y", "prompt": "Ann has"}\n')
     with refused(r"no prompt of .* can run: left out: y: it has no answer whose length"):
         make_prompts(workload, models, 2)

@@ -160,7 +160,7 @@ def verify(
 ) -> None:
     """Show that speculation changes no greedy text: every arm against plain decoding, token by token.
 
-    Exit code 1 if texts diverge by more than the rounding of the dtype explains.
+    Exit code 1 if texts diverge by more than the rounding of the dtype explains, or if no step had drafts to test.
     """
     sizes = numbers("batch-sizes", batch_sizes)
     config = None if output is None else output.with_suffix(".config.yaml")
@@ -170,7 +170,7 @@ def verify(
             f"output {str(file)!r} exists: name a new file, or remove it first",
         )
     from specgen.experiments.audit import AuditJob, audit  # imports torch
-    from specgen.experiments.study_tables import of_audit
+    from specgen.experiments.study_tables import is_tested, of_audit
     from specgen.record.files import naming, writable, write_json, write_text
 
     job = AuditJob(engine=engine, sampling=sampling, data=data, batch_sizes=sizes)
@@ -184,5 +184,5 @@ def verify(
     print_found(found, of_audit(found), as_json)
     failures = found["failures"]
     print_failures(failures[:_FAILURES_SHOWN], len(failures), "--json and --output have all")
-    if found["num_unexplained"]:
+    if found["num_unexplained"] or not is_tested(found):
         raise typer.Exit(1)

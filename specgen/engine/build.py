@@ -99,7 +99,7 @@ def assemble(
             drafter=drafter,
             runner=runner,
             experts=ExpertSize.of(target.config, target.dtype.itemsize),
-            synthetic_acceptance=config.synthetic_acceptance,
+            synthetic_acceptance=config.synthetic_chances(),
         ),
         batch=RunningBatch(
             max_rows=runner.num_rows(num_sequences),

@@ -24,7 +24,7 @@ from specgen.engine.conversations import first_turns, greedy
 from specgen.engine.generation_config import FILE, generation_config
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.warm_engine import Run, WarmEngine
-from specgen.prompts.load import DataSource
+from specgen.prompts.load import RAW, DataSource
 from specgen.record.progress import Progress, Tally
 from specgen.record.provenance import manifest
 from specgen.record.record_rows import EngineRow
@@ -191,6 +191,8 @@ def audit(job: AuditJob, progress: Progress) -> dict[str, Any]:
         progress.note(f"{FILE}: {said}")
     models = load_models(config, checkpoints)
     asked, failures = first_turns(prompts, models.tokenizer, sampling)
+    if models.tokenizer.chat_template and opened.are_raw(prompts):
+        progress.warn(RAW)
     requests, notes = greedy(asked)
     for sentence in notes:
         progress.warn(sentence)
@@ -218,6 +220,7 @@ def audit(job: AuditJob, progress: Progress) -> dict[str, Any]:
         "reference": _arm_json(first),
         "dtype": config.formats,
         "num_unexplained": sum(not each["explained"] for each in divergences),
+        "num_empty": sum(not models.tokenizer.decode(each.token_ids).strip() for each in answered.values()),
         "arms": arms,
         "failures": failures,
         "manifest": record | ({"settings": {"generation config": said}} if said else {}),

@@ -23,7 +23,7 @@ from specgen.report.display import (
 from specgen.report.paired_requests import PairedFigure, num_identical
 from specgen.report.report import DEFINITIONS
 from specgen.report.table import Column, Row, Table, csv_text
-from specgen.report.tables import failures
+from specgen.report.tables import empty_texts, failures
 from specgen.report.terminal import Part, definitions, heading
 
 _LENGTH = (
@@ -80,8 +80,13 @@ def notes(found: Comparison) -> Iterator[str]:
         if without := run.report.num_steps_without_drafts:
             steps = f"{count(without)} of {count(without + run.report.num_drafts)} steps"
             yield f"{run.head} on {run.data}: {steps} had no drafts and gave one token each."
+        if (got := run.report.received) is not None:
+            length = "the length also counts drafts accepted behind their ends"
+            yield f"{run.head} on {run.data}: texts got {plain(got)} tokens per step ({length})."
         if failed := failures(run.report):
             yield f"{run.head} on {run.data}: {failed}: see its errors.jsonl."
+        if number := run.report.num_empty:
+            yield f"{run.head} on {run.data}: {empty_texts(number, run.report.num_requests)}"
 
 
 def terms(found: Comparison) -> list[tuple[str, str]]:
@@ -185,7 +190,9 @@ def _pair(pair: HeadPair, num_positions: int) -> Row:
         "data": pair.data,
         "heads": f"{pair.ours} - {pair.first}",
         "requests": len(pair.requests),
-        "identical": num_identical(pair.requests),
+        "identical": num_identical(pair.requests)
+        if pair.length
+        else None,  # without a step nothing was verified
         **_paired(pair.length),
         **{f"token {i}": positions[i] if i < len(positions) else DASH for i in range(num_positions)},
     }
@@ -247,12 +254,13 @@ def speeds_table(found: Comparison) -> Table:
     """Output tokens per second, and ratios within a round: to plain decoding and to the first head."""
     first, rows = found.heads[0], []
     for data in found.data:
+        drafted = {run.head for run in found.on(data) if run.report.num_drafts}
         for arm in (PLAIN, *found.heads):
             if (speed := found.rounds(data).speed(arm)) is None:
                 continue
             row: dict[str, Any] = {"data": data, "arm": arm, **_spread("speed", speed, rate)}
             for name, other in (("plain", PLAIN), ("first", first)):
-                times = found.rounds(data).times(arm, other) if arm not in (other, PLAIN) else None
+                times = found.rounds(data).times(arm, other) if arm in drafted and arm != other else None
                 row |= _spread(name, times, ratio)
             rows.append(row)
     columns = [("speed", "tokens/s"), ("plain", "x plain")]
@@ -330,6 +338,8 @@ def _overall(found: Comparison, compared: Sequence[str]) -> str:
 
 def _verdict(found: Comparison, data: str) -> str:
     first, margins = leader(found, data), _margins(found, data)
+    if all(figure is None for figure, _ in margins.values()):
+        return "nothing was compared: no request has steps of both heads."
     above = [f"{head} by {_difference(*each)}" for head, each in margins.items() if _is_ahead(*each)]
     others = [f"{head}, {_difference(*each)}" for head, each in margins.items() if not _is_ahead(*each)]
     parts = []

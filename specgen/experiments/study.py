@@ -238,9 +238,14 @@ class StudyRun:
             progress.warn(f"arms {' and '.join(names)} are the same here: what sets them apart has no effect")
         self._began = now(next(iter(self._configs.values())).device)  # before this run makes the machine busy
         self._tasks = find_tasks(job.study.tasks, job.data_path)
+        tokenizer = load_chat_tokenizer(next(iter(self._configs.values())), self._checkpoints)
         if job.apply_chat_template:  # refused before there is a directory with it
-            config = next(iter(self._configs.values()))
-            load_chat_tokenizer(config, self._checkpoints).require_chat_template()
+            tokenizer.require_chat_template()
+        elif tokenizer.chat_template:
+            progress.warn(
+                "all prompts are raw text, but the model has a chat template: a chat model may end raw text at once. "
+                "Add --apply-chat-template to ask them as a chat"
+            )
         self._generation = generation_config(self._checkpoints["model"], job.engine.generation_config)
         if said := self._generation.sentence():
             progress.note(f"{FILE}: {said}")

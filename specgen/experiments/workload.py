@@ -17,6 +17,7 @@ from specgen.engine.generation_config import GenerationConfig
 from specgen.engine.loading import Models
 from specgen.experiments.matrices import RANDOM, Workload
 from specgen.prompts import DataSource, Message, Prompt, Rejected, failure, prompt_ids
+from specgen.prompts.load import RAW
 from specgen.record.record_rows import turn_id
 from specgen.text.tokenizer import Tokenizer
 
@@ -63,7 +64,8 @@ def make_prompts(
     data = DataSource(
         dataset=workload.dataset, data_path=workload.data_path, num_prompts=count, how=workload.how
     )
-    prompts = data.open()
+    opened = data.open()
+    prompts = list(opened)
     if workload.output_lens == "data":
         asked, failures = recorded_turns(
             prompts, models.tokenizer, workload.max_new_tokens, said.over(SamplingParams())
@@ -82,6 +84,8 @@ def make_prompts(
     if models.synthetic:
         lengths = [(len(request.prompt_token_ids), request.sampling.max_tokens) for request in requests]
         requests, description = _random(lengths, models), f"random tokens, as long as {description}"
+    elif workload.output_lens == "fixed" and models.tokenizer.chat_template and opened.are_raw(prompts):
+        notes += (RAW,)
     return Prompts(requests=requests, description=description, notes=notes)
 
 

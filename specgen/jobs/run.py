@@ -35,6 +35,7 @@ from specgen.jobs.ray_engine import RayEngine
 from specgen.jobs.run_output import MAIN_FILES, FinishedRun, RunResult, complete_run
 from specgen.jobs.shards import WHOLE
 from specgen.prompts import Prompt, PromptSet, failure
+from specgen.prompts.load import RAW
 from specgen.record.files import write_json_lines, write_text
 from specgen.record.interrupt import StoppedError
 from specgen.record.mirror import mirrored
@@ -300,6 +301,8 @@ class _Work:
         )
         if self.index.has_chats:
             engine.tokenizer.require_chat_template()
+        elif engine.tokenizer.chat_template and config is self.config and self.prompts.are_raw(self.first):
+            self.progress.warn(RAW)
         seconds = self.startup.take()
         if config.device != "cpu":
             self.progress.ready(name, seconds)

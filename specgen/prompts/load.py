@@ -49,6 +49,10 @@ _LIKENESS = 0.82  # finds temprature and max_new_tokens, not the fields of data 
 _LONGEST_NAME = 64  # characters of a name that is compared
 _MOST = 16  # names
 _FEW = 8  # rows, of which one has a mistake
+RAW = (
+    "all prompts are raw text, but the model has a chat template: a chat model may end raw text at once. Add --chat to "
+    "ask them as a user's message (or give rows with messages), or --raw if they are meant as they are"
+)
 TEXT = "a text without fields: taken as it is, without the chat template"
 
 
@@ -198,6 +202,12 @@ class PromptSet:
     def files(self) -> tuple[File, ...]:
         """Those that a user knows: none of the hub or of standard input."""
         return self.source.files if self.source.keeps is None else ()
+
+    def are_raw(self, prompts: Iterable[Prompt | Rejected]) -> bool:
+        """Whether ``prompts`` are a user's rows of raw text that nobody has said to leave raw (see ``RAW``)."""
+        found = [each for each in prompts if isinstance(each, Prompt)]
+        left_open = self.is_own and self.how.chat is None and bool(found)
+        return left_open and all(each.text is not None and each.endpoint is None for each in found)
 
     def key(self) -> str | None:
         """Equal for sets of one name that read equal files in the same way; None for data that are not in files."""

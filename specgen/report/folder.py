@@ -214,7 +214,9 @@ def _run(path: Path) -> Row:
             "length_ci95": report.mean_acceptance_length_ci95,
             "speed": report.output_tokens_per_second,
             "x_plain": plain and plain.ratio,
-            "same_texts": plain and (round(plain.identical * plain.num_compared), plain.num_compared),
+            "same_texts": None
+            if plain is None or plain.identical is None
+            else (round(plain.identical * plain.num_compared), plain.num_compared),
             "state": ", ".join(["finished", *of_requests, *of_plain]),
             **({ALARMING: True} if of_requests or of_plain else {}),
         }

@@ -46,16 +46,23 @@ DEFINITIONS = (
     ("conditional at token i", "the same among the steps that accepted all drafts before i"),
     ("[low, high]", "95 % interval, computed over conversations, not steps"),
 )
+RECEIVED_TERM = (
+    "tokens per step",
+    "that texts got: drafts accepted behind the end of a text, which the length counts as vLLM's does, are in no text",
+)
 _FINISHED = "finished"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """Comparison with plain decoding of the same requests; ``ratio`` above 1 means that the run is faster."""
+    """Comparison with plain decoding of the same requests; ``ratio`` above 1 means that the run is faster.
+
+    ``ratio`` and ``identical`` are None of a run none of whose steps had drafts, which compares nothing.
+    """
 
     output_tokens_per_second: float | None
     ratio: float | None
-    identical: float  # share of the compared requests with equal texts
+    identical: float | None  # share of the compared requests with equal texts
     num_compared: int
     num_requests: int | None = None  # that plain decoding answered; None of an older file
     sampled: bool = False  # whether there are sampled texts, which may differ
@@ -160,10 +167,11 @@ class Report(Speculation):
         ``sampled`` is whether some of them are sampled.
         """
         ours, theirs = self.output_tokens_per_second, baseline.output_tokens_per_second
+        drafted = self.num_drafts > 0
         comparison = Baseline(
             output_tokens_per_second=theirs,
-            ratio=ours / theirs if ours is not None and theirs else None,
-            identical=sum(same) / len(same) if same else 0.0,
+            ratio=ours / theirs if drafted and ours is not None and theirs else None,
+            identical=(sum(same) / len(same) if same else 0.0) if drafted else None,
             num_compared=len(same),
             num_requests=baseline.num_requests,
             sampled=sampled,
@@ -268,7 +276,9 @@ class _Sums:
             categories=self._breakdown("category"),
             turns=self._breakdown("turn"),
             parts={
-                part: self.requests["part", part].result() for part in (PARTS if self.has_reasoning else ())
+                # which of them has the prefill's token is not known
+                part: replace(self.requests["part", part].result(), tokens_per_step=None)
+                for part in (PARTS if self.has_reasoning else ())
             },
             ended_in_reasoning=dict(sorted(self.ended_in_reasoning.items())),
             num_prompt_tokens=self.num_prompt_tokens,

@@ -17,7 +17,7 @@ from specgen.report.display import (
     several,
 )
 from specgen.report.page import Page
-from specgen.report.report import DEFINITIONS, Report
+from specgen.report.report import DEFINITIONS, RECEIVED_TERM, Report
 from specgen.report.table import Column, Table, pairs
 from specgen.report.terminal import Part, definitions, heading
 from specgen.report.text_list import TextList
@@ -25,12 +25,13 @@ from specgen.report.timings import WallTime
 
 _FEW, _NEARLY_ALL = 10, 0.9  # texts, share of them
 DEAD_LENGTH = 1.05  # tokens per verify step; plain decoding has 1
-_POSITIONS = 4  # shown per category; report.json has all
+_POSITIONS = 4  # shown per category, or a figure less; report.json has all
 _COUNTERS = (
     *("num_requests", "num_prompt_tokens", "num_cached_tokens", "total_num_output_tokens", "num_drafts"),
     *("num_draft_tokens", "num_accepted_tokens", "num_preemptions", "num_unfinished"),
 )
 _TILES = ("mean acceptance length", "draft acceptance rate", "output tokens/s", "against plain decoding")
+_PLAIN = "Plain decoding: there are no drafts, so there is no acceptance to report."
 _Item = tuple[str, str, str]  # label, number, note
 _ACCEPTANCE = (
     Column(name="position", title="acceptance", show=lambda position: f"token {position}"),
@@ -60,6 +61,7 @@ _GROUP = (
     Column(name="mean_acceptance_length", title="length", interval="mean_acceptance_length_ci95"),
     Column(name="draft_acceptance_rate", title="drafts accepted", show=percent),
 )
+RECEIVED = Column(name="received", title="tokens per step", show=plain)
 _TIMES = (
     Column(name="time", title="by request"),
     *(Column(name=name, show=seconds) for name in ("mean", "median", "p99")),
@@ -122,11 +124,12 @@ def page(
     texts: TextList | None = None,
 ) -> str:
     """The same as an HTML page, with its ``origin`` (from ``origin.origin``) and what ``RunTexts`` shows."""
+    said = list(remarks(report))
     return Page(
         title=title,
         settings=settings,
-        sentence="\n".join(remarks(report)),
-        alarming=True,
+        sentence="\n".join(said),
+        alarming=said != [_PLAIN],
         tiles=[item for item in (*_counts(report), *_speed(report)) if item[0] in _TILES],
         tables=[
             *_acceptance(report),
@@ -143,7 +146,9 @@ def page(
 
 def _terms(report: Report) -> list[tuple[str, str]]:
     known = _CONFIDENCE_TERMS if any(confidence_table(report)) else ()
-    return [*(DEFINITIONS if report.num_drafts else ()), *known, *expert_terms(report)]
+    groups = (report, *report.categories.values(), *report.turns.values())
+    received = (RECEIVED_TERM,) if any(group.received is not None for group in groups) else ()
+    return [*(DEFINITIONS if report.num_drafts else ()), *received, *known, *expert_terms(report)]
 
 
 def _numbers(report: Report) -> tuple[Table, Table]:
@@ -157,8 +162,18 @@ def _counts(report: Report) -> Iterator[_Item]:
         yield name, count(getattr(report, name)), notes.get(name, "")
     if report.num_drafts:
         ends, by_request = report.mean_acceptance_length_ci95, report.mean_acceptance_length_per_request
-        note = f"{between(ends, plain) if ends else 'over all steps'}, mean over requests {plain(by_request)}"
+        interval = between(ends, plain) if ends else "no interval (one conversation, or all alike)"
+        note = f"{interval}, mean over requests {plain(by_request)}"
         yield "mean acceptance length", plain(report.mean_acceptance_length), note
+        if without:
+            steps = f"(of {count(report.num_drafts + without)} steps {count(without)} had no drafts)"
+            yield "length over all steps", plain(report.length_over_all_steps), steps
+        if report.received is not None:
+            yield (
+                "tokens per step",
+                plain(report.received),
+                "in the texts, which end before some accepted drafts",
+            )
         drafts = f"({count(report.num_accepted_tokens)} of {count(report.num_draft_tokens)} drafts)"
         yield "draft acceptance rate", percent(report.draft_acceptance_rate), drafts
     if report.confidence.auc is not None:
@@ -240,13 +255,24 @@ def confidence_table(report: Report) -> Iterator[Table]:
 
 def _breakdown(kind: str, groups: Mapping[str, Speculation]) -> Table:
     num_spec_tokens = len(next(iter(groups.values())).acceptance)
-    tokens = {f"token {i}": i for i in range(min(_POSITIONS, num_spec_tokens))}
+    received = [RECEIVED] if any(group.received is not None for group in groups.values()) else []
+    tokens = {f"token {i}": i for i in range(min(_POSITIONS - len(received), num_spec_tokens))}
     return Table(
         title=f"By {kind}",
         note="mean acceptance length; 1 is plain decoding, with 95 % intervals",
-        columns=(Column(name=kind), *_GROUP, *(Column(name=token, show=percent) for token in tokens)),
+        columns=(
+            Column(name=kind),
+            *_GROUP,
+            *received,
+            *(Column(name=token, show=percent) for token in tokens),
+        ),
         rows=tuple(
-            {kind: label, **vars(group), **{token: group.acceptance[i].rate for token, i in tokens.items()}}
+            {
+                kind: label,
+                **vars(group),
+                "received": group.tokens_per_step,
+                **{token: group.acceptance[i].rate for token, i in tokens.items()},
+            }
             for label, group in groups.items()
         ),
         bars="mean_acceptance_length",
@@ -278,16 +304,24 @@ def _speed(report: Report) -> Iterator[_Item]:
     if report.num_drafts:
         rows = report.rows()
         yield "target rows", f"{_share(rows, 'target', 'target_rejected')} held rejected drafts", ""
-        if rows["loop"] or rows["first_pass"]:  # a head drafted
+        if _has_head(report):
             fill = _share(rows, "first_pass", "first_pass_wasted")
             yield "drafter rows", f"KV fill {fill} were padding; draft loop {count(rows['loop'])}", ""
     if baseline := report.baseline:
-        same = same_texts(baseline.identical, baseline.num_compared)
-        same += " (sampled ones may differ)" * (baseline.sampled and baseline.identical < 1)
+        same = "no step had drafts, so nothing was compared"
+        if baseline.identical is not None:
+            same = same_texts(baseline.identical, baseline.num_compared)
+            same += " (sampled ones may differ)" * (baseline.sampled and baseline.identical < 1)
         speed = rate(baseline.output_tokens_per_second)
         if unlike := report.unlike_work:
             same += f"; {unlike}"
         yield "against plain decoding", ratio(baseline.ratio), f"plain decoding ({speed} tokens/s), {same}"
+
+
+def _has_head(report: Report) -> bool:
+    """Whether a head drafted, and not n-grams."""
+    rows = report.rows()
+    return bool(rows["loop"] or rows["first_pass"])
 
 
 def _share(rows: Mapping[str, int], name: str, wasted: str) -> str:
@@ -368,7 +402,7 @@ def remarks(report: Report) -> Iterator[str]:
     """What is to be said of a run; nothing of an ordinary one."""
     ended, reasoning = report.finish_reasons, report.ended_in_reasoning
     if report.num_spec_tokens == 0:
-        yield "Plain decoding: there are no drafts, so there is no acceptance to report."
+        yield _PLAIN
     elif report.mean_acceptance_length is None:
         yield "No verify step had drafts, so there is no acceptance to report."
     elif number := report.num_unverified_tokens:
@@ -377,10 +411,12 @@ def remarks(report: Report) -> Iterator[str]:
             "was not sure of them: acceptance is of those that were, and not to be compared with that of a fixed K."
         )
     elif report.mean_acceptance_length < DEAD_LENGTH:
-        yield (
-            f"The drafter is dead: the mean acceptance length is under {DEAD_LENGTH}. `specgen inspect` says whether a "
-            "head fits the target and how it was read; n-grams need text that repeats itself."
+        why = (
+            "Head and target probably do not match: `specgen inspect` says whether they fit and how the head was read."
+            if _has_head(report)
+            else "N-grams need text that repeats itself."
         )
+        yield f"Almost no draft was accepted: the mean acceptance length is under {DEAD_LENGTH}. {why}"
     if (number := report.num_lost_tokens) and not report.unfinished:  # else they may become texts
         yield (
             f"{count(number)} tokens more than the texts have were computed, of requests that were stopped or failed: "
@@ -395,11 +431,15 @@ def remarks(report: Report) -> Iterator[str]:
         remedy = ": raise --max-new-tokens" if reasoning.get("length") else ""
         yield f"{several(number, 'answer')} ended while reasoning{remedy}."
     if number := report.num_empty:
-        yield (
-            f"{count(number)} of {count(report.num_requests)} texts are empty: the model ended them at once. One "
-            "that was trained on chats needs its chat template: rows with messages instead of prompt, in eval "
-            "--apply-chat-template."
-        )
+        yield empty_texts(number, report.num_requests)
+
+
+def empty_texts(number: int, num_requests: int) -> str:
+    """So many texts are empty, and the likely remedy."""
+    return (
+        f"{count(number)} of {count(num_requests)} texts are empty: the model ended them at once. A chat model needs "
+        "its chat template: add --chat, or give rows with messages (in eval: --apply-chat-template)."
+    )
 
 
 def hint(report: Report) -> str:
