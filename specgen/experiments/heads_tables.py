@@ -82,6 +82,10 @@ def notes(found: Comparison) -> Iterator[str]:
             yield f"{run.head} on {run.data}: {steps} had no drafts and gave one token each."
         if failed := failures(run.report):
             yield f"{run.head} on {run.data}: {failed}: see its errors.jsonl."
+    for data, rounds in found.speeds.items():
+        for arm, repeats in rounds.measured((PLAIN, *found.heads)).items():
+            for text in repeats.disturbances:
+                yield f"{arm} on {data}: {text}."
 
 
 def terms(found: Comparison) -> list[tuple[str, str]]:

@@ -149,7 +149,7 @@ class Repeats:
 
     @property
     def touched(self) -> Touched | None:
-        """The experts that steps touched, in the first repeat; the others have the same texts."""
+        """The experts that steps touched, in the first repeat."""
         return self._first.touched
 
     @property
@@ -160,17 +160,25 @@ class Repeats:
 
     @property
     def disturbances(self) -> list[str]:
-        """The distinct ones of all repeats."""
-        return list(dict.fromkeys(text for repeat in self.each.values() for text in repeat.disturbances))
+        """The distinct ones of all repeats, and how many texts are not the same in all of them."""
+        found = list(dict.fromkeys(text for repeat in self.each.values() for text in repeat.disturbances))
+        if varying := sum(len(digests) > 1 for digests in self._digests.values()):
+            found.append(f"{varying} of {len(self.ids)} texts differ from repeat to repeat")
+        return found
 
     @property
     def ids(self) -> frozenset[str]:
         return frozenset(self._first.texts)
 
     def same_texts(self, other: "Repeats") -> float:
-        """The share of requests with the same tokens in ``other``, which has the same requests."""
-        mine, theirs = self._first.texts, other._first.texts
-        return sum(mine[name] == theirs[name] for name in mine) / len(mine)
+        """The share of requests with the same tokens in every repeat of both; ``other`` has the same requests."""
+        mine, theirs = self._digests, other._digests
+        return sum(len(mine[name] | theirs[name]) == 1 for name in mine) / len(mine)
+
+    @cached_property
+    def _digests(self) -> dict[str, set[str]]:
+        """Those of each request's texts in all repeats."""
+        return {name: {repeat.texts[name] for repeat in self.each.values()} for name in self.ids}
 
     @property
     def _first(self) -> Repeat:

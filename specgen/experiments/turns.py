@@ -113,9 +113,7 @@ class Turns:
             names = self._in_time(names, plain, deadline)
             if not names:
                 break
-            # another begins in every round, those of earlier commands too: no arm is always behind the same other
-            at = len(self.rounds) % len(names)
-            for name in names[at:] + names[:at]:
+            for name in balanced_order(names, len(self.rounds)):  # rounds of earlier commands count too
                 repeat = self._attempt(name, partial(self._repeat, name, engines[name]))
                 if repeat is not None:
                     found[name] = repeat
@@ -192,6 +190,18 @@ class Turns:
                 seconds_left=(left + self.turns_behind) * self._seconds / self._num_turns,
             )
         )
+
+
+def balanced_order(names: Sequence[str], number: int) -> list[str]:
+    """The order of ``names`` in round ``number``, counted from 0: a row of a Williams design.
+
+    Over as many rounds as there are names (twice that where they are odd) each is at every place, and directly behind
+    every other, equally often: what a turn leaves behind for the next, such as heat, favours none.
+    """
+    num = len(names)
+    sign = -1 if num % 2 and number % 2 else 1
+    steps = ((at + 1) // 2 if at % 2 else -(at // 2) for at in range(num))  # 0, 1, -1, 2, -2, ...
+    return [names[(number + sign * step) % num] for step in steps]
 
 
 # --- what was measured of a run --------------------------------------------------------------------
