@@ -15,6 +15,7 @@ from specgen.config import DraftLength, EngineConfig, UserError
 from specgen.engine import build
 from specgen.engine.arms import Arm
 from specgen.experiments import tune as tuning
+from specgen.experiments import turns
 from specgen.experiments.matrices import Workload
 from specgen.experiments.output import BenchTable
 from specgen.experiments.rounds import Ranking
@@ -291,6 +292,16 @@ def test_an_arm_with_other_texts_is_named(pair: Path, monkeypatch) -> None:
     )
     wrong = [note for note in notes if note.startswith("wrong: batch 4, K 2, padded: ")]
     assert len(wrong) == 1, "a cycle of tokens is no row of fives"
+
+
+def test_a_busy_machine_is_named_where_the_answer_is(pair: Path, monkeypatch) -> None:
+    install(monkeypatch, usual)
+    quiet = last(job_of(pair, batches=(4,)))
+    assert not any("BUSY" in text for text in (*quiet.answers, *quiet.notes))
+    monkeypatch.setattr(turns, "machine_state", lambda: {"load": 9.0, "cpus": 2})
+    table = last(job_of(pair, batches=(4,)))
+    said = "every arm: other programs kept the machine BUSY, so speeds are doubtful"
+    assert [answer for answer in table.answers if "BUSY" in answer] == [said]
 
 
 def test_a_tune_whose_arms_all_fail_says_why(pair: Path, monkeypatch) -> None:

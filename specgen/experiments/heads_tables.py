@@ -5,7 +5,7 @@ from typing import Any
 
 from specgen.config import ExportName
 from specgen.experiments.head_figures import Comparison, HeadPair, Length, is_significant
-from specgen.experiments.rounds import PLAIN, MedianRange
+from specgen.experiments.rounds import PLAIN, MedianRange, disturbed
 from specgen.report.acceptance import Speculation
 from specgen.report.display import (
     DASH,
@@ -83,9 +83,8 @@ def notes(found: Comparison) -> Iterator[str]:
         if failed := failures(run.report):
             yield f"{run.head} on {run.data}: {failed}: see its errors.jsonl."
     for data, rounds in found.speeds.items():
-        for arm, repeats in rounds.measured((PLAIN, *found.heads)).items():
-            for text in repeats.disturbances:
-                yield f"{arm} on {data}: {text}."
+        for text in disturbed(rounds.measured((PLAIN, *found.heads))):
+            yield f"Speeds on {data}: {text}."
 
 
 def terms(found: Comparison) -> list[tuple[str, str]]:

@@ -195,6 +195,21 @@ def _welch(mine: Sequence[float], theirs: Sequence[float]) -> tuple[float, float
     return variance, variance**2 / weight if weight else min(freedom for _, freedom in parts)
 
 
+BUSY = "other programs kept the machine BUSY, so speeds are doubtful"  # a disturbance
+
+
+def disturbed(measured: Mapping[str, Repeats]) -> list[str]:
+    """The disturbances of arms, each with the arms that had it."""
+    arms: dict[str, list[str]] = {}
+    for arm, repeats in measured.items():
+        for text in repeats.disturbances:
+            arms.setdefault(text, []).append(arm)
+    return [
+        f"{'every arm' if len(each) == len(measured) > 1 else '; '.join(each)}: {text}"
+        for text, each in arms.items()
+    ]
+
+
 _KEPT = "what is measured is kept; fix that and run the same command again"
 _REMEDY = "name a new directory, or ask for the same"
 _EXTENDED = ("bench.repeats", "bench.precision")  # more of them only add rounds

@@ -21,6 +21,7 @@ from specgen.experiments.rounds import (
     MedianRange,
     Repeat,
     Repeats,
+    disturbed,
     kept_rounds,
     record_of,
     seen_rounds,
@@ -155,7 +156,6 @@ def table(
     results = [(arm.changes, measured[arm.name]) for arm in matrix.arms if arm.name in measured]
     rows = [_row(matrix, *each, results, yardstick) for each in results]
     columns = tuple(_columns(matrix, any(repeats.touched for repeats in measured.values())))
-    disturbed = [f"{arm}: {text}" for arm, repeats in measured.items() for text in repeats.disturbances]
     return BenchTable(
         name=f"throughput-{matrix.name}",
         title=matrix.title,
@@ -164,7 +164,7 @@ def table(
         rows=selected(columns, rows),
         plots=tuple(_plots(matrix)),
         answers=tuple(best_lengths(rows)),
-        notes=(*disturbed, *notes),
+        notes=(*disturbed(measured), *notes),
         details=tuple(wall_tables(results, yardstick.flops_per_second)),
         num_keys=2,
     )

@@ -8,7 +8,7 @@ only.
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
@@ -21,9 +21,10 @@ from specgen.engine.loading import Models
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.experiments.bound import mean_step_bytes, mean_touched
 from specgen.experiments.plans import Plan, Yardstick
-from specgen.experiments.rounds import Repeat, Rounds
+from specgen.experiments.rounds import BUSY, Repeat, Rounds
 from specgen.experiments.timing import free_memory
 from specgen.record.interrupt import StoppedError
+from specgen.record.provenance import busy, machine_state
 from specgen.record.record_rows import Captured, EngineRow, OutOfMemory, PassRow, RequestRow
 from specgen.report.timings import latency_stats
 
@@ -147,7 +148,8 @@ class Turns:
         return engine
 
     def _repeat(self, name: str, engine: WarmEngine) -> Repeat:
-        return repeat_of(self._run(name, engine), self.yardstick)
+        repeat = repeat_of(self._run(name, engine), self.yardstick)
+        return replace(repeat, disturbances=(*repeat.disturbances, BUSY)) if busy(machine_state()) else repeat
 
     def _run(self, name: str, engine: WarmEngine) -> Run:
         run = engine.run(until=self.until)

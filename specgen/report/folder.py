@@ -215,7 +215,7 @@ def _run(path: Path) -> Row:
             "speed": report.output_tokens_per_second,
             "x_plain": plain and plain.ratio,
             "same_texts": plain and (round(plain.identical * plain.num_compared), plain.num_compared),
-            "state": ", ".join(["finished", *of_requests, *of_plain]),
+            "state": ", ".join(["finished", *of_requests, *of_plain, *(["BUSY"] if report.busy else [])]),
             **({ALARMING: True} if of_requests or of_plain else {}),
         }
     begun = (path / "manifest.json").exists()  # it comes once the rows are read

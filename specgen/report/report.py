@@ -95,6 +95,7 @@ class Report(Speculation):
     num_empty: int = 0  # texts without a character, but for those that ended while reasoning
     state: str | None = None
     num_expected: int | None = None
+    busy: str = ""  # what else the machine did, where that makes speeds doubtful
 
     @property
     def output_tokens_per_second(self) -> float | None:

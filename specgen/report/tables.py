@@ -271,7 +271,8 @@ def _times(report: Report) -> Iterator[Table]:
 
 def _speed(report: Report) -> Iterator[_Item]:
     tokens, wall = count(report.total_num_output_tokens), seconds(report.wall_seconds)
-    yield "output tokens/s", rate(report.output_tokens_per_second), f"({tokens} tokens in {wall})"
+    busy = "; BUSY" if report.busy else ""
+    yield "output tokens/s", rate(report.output_tokens_per_second), f"({tokens} tokens in {wall}){busy}"
     if cached := report.num_cached_tokens:
         prompt = report.num_prompt_tokens
         yield "prefix cache", count(cached), f"of {count(prompt)} prompt tokens ({percent(cached / prompt)})"
@@ -287,7 +288,11 @@ def _speed(report: Report) -> Iterator[_Item]:
         speed = rate(baseline.output_tokens_per_second)
         if unlike := report.unlike_work:
             same += f"; {unlike}"
-        yield "against plain decoding", ratio(baseline.ratio), f"plain decoding ({speed} tokens/s), {same}"
+        yield (
+            "against plain decoding",
+            ratio(baseline.ratio),
+            f"plain decoding ({speed} tokens/s), {same}{busy}",
+        )
 
 
 def _share(rows: Mapping[str, int], name: str, wasted: str) -> str:
@@ -367,6 +372,8 @@ def failures(report: Report) -> str:
 def remarks(report: Report) -> Iterator[str]:
     """What is to be said of a run; nothing of an ordinary one."""
     ended, reasoning = report.finish_reasons, report.ended_in_reasoning
+    if report.busy:
+        yield f"BUSY: {report.busy}, so speeds are doubtful: run it again when the machine is idle."
     if report.num_spec_tokens == 0:
         yield "Plain decoding: there are no drafts, so there is no acceptance to report."
     elif report.mean_acceptance_length is None:
