@@ -127,6 +127,7 @@ def test_figures_are_those_of_the_rows(compared: tuple[Path, list[str], str]) ->
         assert len(units) == 5 < len(of_run) + (run["data"] == "gsm8k")
         length, half, *_ = interval_by_scipy(units)
         assert run["length_over_all_steps"] == pytest.approx(length)
+        assert 1 + sum(run["acceptance_over_all_steps"]) == pytest.approx(length)
         low, high = max(1, length - half), min(K + 1, length + half)
         assert run["length_over_all_steps_ci95"] == pytest.approx([low, high])
         recorded = [step for row in of_run.values() for step in RequestRow.of_row(row).steps or ()]
@@ -150,6 +151,9 @@ def test_figures_are_those_of_the_rows(compared: tuple[Path, list[str], str]) ->
         parts = (h - h.sum() / t.sum() * t) / t.sum() - (oh - oh.sum() / ot.sum() * ot) / ot.sum()
         error = np.sqrt(len(both) / (len(both) - 1) * np.sum(parts**2))
         length = pair["figures"][0]
+        each = [figure["difference"] for figure in pair["figures"][1:]]
+        assert len(each) == K
+        assert sum(each) == pytest.approx(length["difference"]), "of n-grams too"
         difference = h.sum() / t.sum() - oh.sum() / ot.sum()
         half = stats.t.ppf(0.975, len(both) - 1) * error
         assert length["difference"] == pytest.approx(difference)
@@ -358,7 +362,14 @@ def test_a_comparison_that_ran_is_put_beside_published_figures(tmp_path: Path) -
     told = ("--against", "vllm-ci-gemma-4-e4b")
     asked = ("--dataset", f"mt-bench:vllm={prompts}", "--num-prompts", "3", "--num-spec-tokens", "2")
     text = call(
-        "--drafter", heads()[0], *asked, "--max-new-tokens", "16", "--repeats", "0", "--output", out, *told
+        *("--model", data_directory() / "demo" / "target", "--drafter", heads()[0], *asked),
+        "--max-new-tokens",
+        "16",
+        "--repeats",
+        "0",
+        "--output",
+        out,
+        *told,
     )
     row = re.search(r"^mt-bench:vllm +drafter +mean length over requests +2\.28 +(\S+) ", text, re.MULTILINE)
     (run,) = json.loads(printed("report", out, "--json", *told))["against"]["runs"]
@@ -600,7 +611,7 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     target = str(data_directory() / "demo" / "target")
     two = ("--drafter", "ngram", "--drafter", "ngram:3")
     copy = shutil.copytree(heads()[0], tmp_path / "copy")
-    same = ("--drafter", heads()[0], "--drafter", heads()[1], "--drafter", str(copy))
+    same = ("--model", target, "--drafter", heads()[0], "--drafter", heads()[1], "--drafter", str(copy))
     refusals = {
         ("--repeats", "1"): "one run has no spread",
         two: "drafter 'ngram:3' is given twice",
@@ -611,7 +622,8 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         ("--dataset", "-"): "can be read only once",
         ("--num-spec-tokens", "0"): "nothing to compare",
         ("--num-spec-tokens", "auto"): "every head would draft another number",
-        ("--drafter", target): f"^{target} is not a draft head .*not an EAGLE3 head",
+        ("--model", target, "--drafter", target): f"^{target} is not a draft head .*not an EAGLE3 head",
+        ("--drafter", heads()[0]): f"^drafter '{heads()[0]}' is given without a model: name its target",
         ("--model", str(tmp_path)): "has no drafter to compare",
         (str(tmp_path), "--drafter", "ngram"): "^drafter, output are given with directories",
         ("--export", "md", "--json"): "^export and json are both given: choose one",

@@ -13,6 +13,7 @@ from specgen.experiments.heads_tables import (
     lengths_table,
     notes,
     pairs_table,
+    positions,
     positions_table,
     settings,
     speeds_table,
@@ -28,7 +29,7 @@ from specgen.report.page import Page
 from specgen.report.paired_requests import Pair, with_steps
 from specgen.report.run_texts import keys_of, known_tokenizer, texts_of
 from specgen.report.table import Column, Table
-from specgen.report.tables import curve, curves
+from specgen.report.tables import curves
 from specgen.report.text_list import Entry, ShownText, TextList, sources, within
 from specgen.text.tokenizer import Tokenizer
 
@@ -109,7 +110,7 @@ def _chart(
 
 def _curves(found: Comparison, data: str) -> Lines:
     """Joint acceptance over draft position, a line for each head."""
-    by_head = {run.head: curve(run.report.acceptance) for run in found.on(data)}
+    by_head = {run.head: positions(found, data, run.head) for run in found.on(data)}
     lines = {head: by_head.get(head, []) for head in found.heads}  # one style for one head everywhere
     return curves(f"Acceptance by draft position on {data}", lines)
 

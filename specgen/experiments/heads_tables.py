@@ -7,6 +7,7 @@ from specgen.config import ExportName
 from specgen.experiments.head_figures import Comparison, HeadPair, Length, is_significant
 from specgen.experiments.rounds import PLAIN, MedianRange, disturbed
 from specgen.report.acceptance import Speculation
+from specgen.report.charts import Point
 from specgen.report.display import (
     DASH,
     Show,
@@ -34,6 +35,11 @@ _PAIRED = (
     "difference",
     "of the mean acceptance length, paired by request; p by t test over conversations, after Holm over its table's "
     "rows; omitted if all differences are equal",
+)
+_ACCEPTANCE = (
+    "acceptance at token i",
+    "steps that accepted more than i drafts / verify steps, those without drafts too (joint); 1 + their sum is the "
+    "length",
 )
 _POINTS = (
     "token i",
@@ -91,8 +97,7 @@ def terms(found: Comparison) -> list[tuple[str, str]]:
     """Definitions of what the tables name."""
     paired = (_PAIRED, _POINTS) if any(pair.length for pair in found.pairs) else ()
     speeds = (_SPEED,) if any(map(len, found.speeds.values())) else ()
-    own = (each for each in DEFINITIONS if not each[0].startswith((_LENGTH[0], "conditional")))
-    return [_LENGTH, *own, *paired, *speeds]
+    return [_LENGTH, _ACCEPTANCE, DEFINITIONS[-1], *paired, *speeds]
 
 
 def tables(found: Comparison) -> Iterator[Table]:
@@ -146,12 +151,14 @@ def positions_table(found: Comparison) -> Table:
     rows = []
     for run in found.in_order():
         row: dict[str, Any] = {"data": run.data, "head": run.head}
-        for i, position in enumerate(run.report.acceptance):
-            row |= {f"token {i}": position.rate, f"token {i} ends": position.ci95}
+        points = positions(found, run.data, run.head)
+        points += [Point(name="", number=None)] * (num - len(points))
+        for i, point in enumerate(points):
+            row |= {f"token {i}": point.number, f"token {i} ends": point.interval}
         rows.append(row)
     return Table(
         title="Acceptance by position",
-        note="joint, with 95 % intervals",
+        note="joint, over all steps, with 95 % intervals",
         columns=(
             Column(name="data", title="acceptance"),
             Column(name="head", wraps=True),
@@ -160,6 +167,15 @@ def positions_table(found: Comparison) -> Table:
         rows=tuple(rows),
         num_keys=2,
     )
+
+
+def positions(found: Comparison, data: str, head: str) -> list[Point]:
+    """Acceptance by draft position over all steps; empty without a step."""
+    length = found.length(data, head)
+    return [
+        Point(name=str(i), number=each.rate, interval=each.share_interval())
+        for i, each in enumerate(length.positions if length else ())
+    ]
 
 
 def pairs_table(found: Comparison) -> Table:
@@ -270,7 +286,10 @@ def speeds_table(found: Comparison) -> Table:
             *(
                 column
                 for name, title in columns
-                for column in (Column(name=name, title=title), Column(name=f"{name} range", title="range"))
+                for column in (
+                    Column(name=name, title=title),
+                    Column(name=f"{name} range", title=f"{title} range"),
+                )
             ),
         ),
         rows=tuple(rows),
