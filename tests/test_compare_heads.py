@@ -21,9 +21,10 @@ from specgen.engine import loading
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.experiments import heads_job
 from specgen.experiments.head_figures import Comparison, as_directory, compare_runs, read_runs, short_names
+from specgen.experiments.heads_export import exported
 from specgen.experiments.heads_job import HeadsJob, HeadsRun
 from specgen.experiments.heads_page import moved_texts, page
-from specgen.experiments.heads_tables import exported, leads, mean_length, tables, verdicts
+from specgen.experiments.heads_tables import leads, mean_length, tables, verdicts
 from specgen.experiments.rounds import PLAIN, Repeat, Speeds, rounds_under
 from specgen.jobs import run as run_module
 from specgen.prompts.load import DataSource
@@ -810,12 +811,24 @@ def test_csv_has_a_line_for_every_run_and_category(compared: tuple[Path, list[st
     lines = list(csv.DictReader(io.StringIO(call(compared[0], "--export", "csv"))))
     assert all(None not in line and None not in line.values() for line in lines)
     named = {(line["data"], line["head"]): line for line in lines if not line["category"]}
+    means = [
+        named.pop(("(mean of the data sets)", head)) for head in ("drafter", "drafter-two-layers", "ngram:3")
+    ]
+    assert all(float(mean["length_low"]) < float(mean["length_over_all_steps"]) for mean in means)
     assert len(named) == len(found["runs"])
     for run in found["runs"]:
         line = named[run["data"], run["head"]]
         assert float(line["length_over_all_steps"]) == run["length_over_all_steps"]
         assert int(line["num_steps_without_drafts"]) == run["report"]["num_steps_without_drafts"]
-        assert float(line["acceptance_2"]) == run["report"]["acceptance"][2]["rate"]
+        assert float(line["acceptance_2"]) == run["acceptance_over_all_steps"][2]
+        assert float(line["acceptance_2_low"]) == run["acceptance_over_all_steps_ci95"][2][0]
+        assert float(line["conditional_1_high"]) == run["report"]["acceptance"][1]["conditional_ci95"][1]
+        assert float(line["auc"]) == run["report"]["confidence"]["auc"]
+        levels = run["report"]["confidence"]["levels"]
+        assert [int(line[f"confidence_{each['at_least']:g}_drafts"]) for each in levels] == [
+            each["drafts"] for each in levels
+        ]
+        assert int(line["num_conversations"]) == 5
         rounds = found["speeds"][run["data"]]
         assert float(line["times_plain_low"]) == min(each[run["head"]] / each[PLAIN] for each in rounds)
         of_run = [each for each in lines if (each["data"], each["head"]) == (run["data"], run["head"])]
@@ -824,6 +837,7 @@ def test_csv_has_a_line_for_every_run_and_category(compared: tuple[Path, list[st
         if pair["against"] == "drafter":
             line = named[pair["data"], pair["head"]]
             assert float(line["p_holm"]) == pair["figures"][0]["p_holm"]
+            assert float(line["difference_1"]) == pair["figures"][2]["difference"]
 
 
 def test_no_name_in_a_csv_is_a_formula(tmp_path: Path) -> None:
@@ -849,11 +863,16 @@ def test_markdown_rows_have_the_same_cells(compared: tuple[Path, list[str], str]
 def test_latex_is_balanced(tmp_path: Path) -> None:
     found = comparison(tmp_path, a_100=simulated(0.3, 1), b=simulated(0.7, 2))
     text = exported(found, "latex")
-    assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 1
+    assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 3
+    columns = 0
     for line in text.splitlines():
         assert line.count("{") == line.count("}")
+        if line.startswith(r"\begin{tabular}"):
+            columns = len(line.removeprefix(r"\begin{tabular}{").removesuffix("}"))
         if line.endswith(r"\\"):
-            assert line.count("&") == 1
+            assert line.count("&") == columns - 1
+    assert r"data & head & token 0 & token 1 & token 2 \\" in text
+    assert r"data & category & a\_100 & b & b - a\_100 & p \\" in text
     assert r"a\_100 & " in text
     caption = text.partition(r"\caption{$\tau$: Mean acceptance length over all steps")[2].partition("\n")[0]
     assert "model target" in caption
@@ -862,6 +881,20 @@ def test_latex_is_balanced(tmp_path: Path) -> None:
     (best,) = (run for run in found.runs if (run.data, run.head) == ("mine", "b"))
     assert rf"b & \textbf{{{best.report.mean_acceptance_length:.2f}}} {{\scriptsize [" in text
     assert text.count("textbf") == 1
+
+
+def test_a_caption_has_no_path_and_no_machine(tmp_path: Path) -> None:
+    path = a_run(tmp_path / "a", "a", simulated(0.4, 1))
+    own = {"model": "/home/me/org/target", "attention": "sdpa", "batch": "at most 32", "sampling": "greedy"}
+    change_json(path / "manifest.json", settings=own)
+    for name, comment in (
+        ("latex", "% attention sdpa; batch at most 32"),
+        ("md", "<!-- attention sdpa; batch"),
+    ):
+        text = exported(compare_runs(read_runs([path]), {}), name)
+        assert "model org/target; sampling greedy." in text
+        assert "/home" not in text
+        assert text.count("sdpa") == text.count(comment) == 1
 
 
 def test_a_data_set_named_mean_is_not_the_mean(tmp_path: Path) -> None:

@@ -140,7 +140,12 @@ def _categories(found: Comparison, data: str) -> Iterator[Table]:
 def _runs_table(found: Comparison) -> Table:
     """Where each run is, with its own report."""
     rows = tuple(
-        {"data": run.data, "head": run.head, "drafter": run.drafter, "directory": str(run.directory)}
+        {
+            "data": run.data,
+            "head": run.head,
+            "drafter": checkpoint_name(run.drafter),
+            "directory": "/".join(run.directory.parts[-2:]),  # below the page's own
+        }
         for run in found.runs
     )
     return Table(
