@@ -229,6 +229,19 @@ def test_a_budget_does_not_leave_out_the_same_arms_again(pair: Path, monkeypatch
     assert measured[0] < measured[1] == 5
 
 
+def test_where_a_round_no_longer_fits_the_fastest_get_theirs(pair: Path, monkeypatch) -> None:
+    timed = install(monkeypatch, lambda config, number: {0: 3.0, 2: 4.0, 4: 2.0}[config.draft_length.most])
+    monkeypatch.setattr("time.monotonic", lambda: timed.clock)
+    table = last(job_of(pair, batches=(4,), budget=42.0))  # 15 s for the warm-ups and for each round
+    assert [(row["K"], row["repeats"]) for row in table.rows] == [(0, 3), (2, 1), (2, 1), (4, 3), (4, 2)]
+    assert table.answers[0].startswith("At batch 4: K 4, padded, 1.50x")
+    timed = install(monkeypatch, usual)
+    monkeypatch.setattr("time.monotonic", lambda: timed.clock)
+    short = last(job_of(pair, batches=(4,), budget=25.0))  # too short for all: fewer arms, and a verdict
+    assert len(short.rows) < 5
+    assert "best" in {row["verdict"] for row in short.rows}
+
+
 def test_one_repeat_is_no_verdict_and_has_no_command(pair: Path, monkeypatch, tmp_path: Path) -> None:
     install(monkeypatch, usual)
     table = last(job_of(pair, repeats=1), tmp_path)

@@ -21,7 +21,7 @@ from specgen.engine.loading import Models
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.experiments.bound import mean_step_bytes, mean_touched
 from specgen.experiments.plans import Plan, Yardstick
-from specgen.experiments.rounds import BUSY, Repeat, Rounds
+from specgen.experiments.rounds import BUSY, JUDGED, Ranking, Repeat, Rounds
 from specgen.experiments.timing import free_memory
 from specgen.record.interrupt import StoppedError
 from specgen.record.provenance import busy, machine_state
@@ -100,9 +100,12 @@ class Turns:
             asked = due(able, self.rounds) if due else self.rounds.incomplete(able, most)
             if not asked:
                 break
+            judged = any(self.rounds.count(name) >= JUDGED for name in able if name != plain)
             # those without repeats first: a deadline must not leave the same ones out every time
             for name in sorted((name for name in waiting if name in asked), key=self.rounds.count):
-                if not self._fits([name, name, *engines], deadline):  # its warm-up, then a round
+                # its warm-up and a round, then what the fastest arm needs for a verdict
+                verdict = [] if plain is None or judged else [plain, name]
+                if not self._fits([name, name, *engines, *verdict], deadline):
                     continue
                 plan = waiting.pop(name)
                 engine = self._attempt(name, partial(self._warm, plan))
@@ -128,11 +131,21 @@ class Turns:
         free_memory()
 
     def _in_time(self, names: Sequence[str], plain: str | None, deadline: float) -> list[str]:
-        """Those of ``names`` of which a round would end in time: ``plain``, then those with the fewest repeats.
+        """``names`` where a round of them would end in time, else ``plain``, those without repeats and the two fastest.
 
-        None of several where only one would: a round of one compares nothing.
+        The fastest comes first until it can be called that. None of several where only one would end in time: a round
+        of one compares nothing.
         """
-        kept = sorted(names, key=lambda name: (name != plain, self.rounds.count(name)))
+        if self._fits(names, deadline):
+            return list(names)
+        ranking = Ranking(plain=plain or "", arms=self.rounds.measured(names))
+        fastest = sorted(
+            (name for name in ranking.arms if name != plain), key=ranking.strength, reverse=True
+        )[:2]
+        unjudged = [name for name in fastest[:1] if self.rounds.count(name) < JUDGED]
+        new = [name for name in names if name not in ranking.arms]
+        first = [name for name in names if name == plain]
+        kept = list(dict.fromkeys((*first, *unjudged, *new, *fastest)))
         while kept and not self._fits(kept, deadline):
             kept.pop()
         return [name for name in names if name in kept and len(kept) >= min(2, len(names))]
