@@ -338,6 +338,14 @@ def load(directory: Path) -> tuple[Report, dict[str, Any]]:
         ) from error
 
 
+def read_run(directory: str | Path) -> Report:
+    """The report of the run in ``directory``, also of one that is not finished: what `specgen report` prints of it.
+
+    ``UserError`` where there is none.
+    """
+    return load_so_far(Path(directory))[0]
+
+
 # --- runs that are not finished -----------------------------------------------------------------
 
 
