@@ -216,7 +216,7 @@ def _acceptance_cells(length: Length | None, group: Speculation) -> dict[str, An
     for place in group.acceptance:
         name = f"conditional_{place.position}"
         row |= {name: place.conditional, **_ends(name, place.conditional_ci95)}
-    row["auc"] = group.confidence.auc
+    row |= {"auc": group.confidence.auc, "ece": group.confidence.ece}
     for level in group.confidence.levels:
         name = f"confidence_{level.at_least:g}"
         row |= {f"{name}_drafts": level.drafts, f"{name}_accepted": level.accepted, **_ends(name, level.ci95)}
