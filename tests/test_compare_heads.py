@@ -25,7 +25,7 @@ from specgen.experiments.heads_export import exported
 from specgen.experiments.heads_job import HeadsJob, HeadsRun
 from specgen.experiments.heads_page import moved_texts, page
 from specgen.experiments.heads_tables import leads, mean_length, tables, verdicts
-from specgen.experiments.rounds import PLAIN, Repeat, Speeds, rounds_under
+from specgen.experiments.rounds import BUSY, PLAIN, Repeat, Rounds, Speeds, rounds_under
 from specgen.jobs import run as run_module
 from specgen.prompts.load import DataSource
 from specgen.record.files import RowFile
@@ -706,6 +706,19 @@ def test_every_arm_is_warm_and_has_the_same_requests_tokenized_before_and_anothe
     asked = sorted(tuple(encode(tokenizer, row["prompt"])) for row in done.values())
     assert len(asked) == 4
     assert [sorted(requests) for _, requests in runs] == [asked] * len(runs)
+
+
+def test_what_makes_speeds_doubtful_stands_beside_them(tmp_path: Path) -> None:
+    rounds, (one, two) = Rounds(), ({"x": "1"}, {"x": "2"})
+    for texts in (one, two):
+        plain = Repeat(seconds=1.0, num_tokens=9, texts=one, disturbances=(BUSY,))
+        rounds.add({PLAIN: plain, "a": replace(plain, texts=texts)})
+    found = comparison(tmp_path, {"mine": rounds}, a=simulated(0.4, 1))
+    busy = f"Speeds on mine: every arm: {BUSY}."
+    shown = page(found, {})
+    assert 0 < shown.index(busy) < shown.index("<svg"), "with the answer"
+    assert "Speeds on mine: a: 1 of 1 texts differ from repeat to repeat." in shown
+    assert busy in exported(found, "md")
 
 
 # --- going on -------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from specgen.config import ExportName
 from specgen.experiments.head_figures import Comparison, Length
 from specgen.experiments.heads_tables import (
     categories_table,
+    disturbances,
     leader,
     leads,
     mean_length,
@@ -56,7 +57,7 @@ def _note(found: Comparison) -> str:
         "Mean acceptance length over all steps, with 95 % intervals over conversations; "
         f"{'mean: of the data sets, each with the same weight; ' if len(found.data) > 1 else ''}{speed}"
         "bold: leads every other head, paired by request, p < 0.05 after Holm. "
-        f"{' '.join((f'{shared}.', *notes(found)))}"
+        f"{' '.join((f'{shared}.', *notes(found), *disturbances(found)[0]))}"
     )
 
 

@@ -10,6 +10,7 @@ from specgen.config.json_fields import load_json
 from specgen.experiments.head_figures import PLAN, Comparison, HeadPair, Length
 from specgen.experiments.heads_tables import (
     categories_table,
+    disturbances,
     lengths_table,
     notes,
     pairs_table,
@@ -54,7 +55,7 @@ def page(found: Comparison, record: dict[str, Any], texts: TextList | None = Non
     return Page(
         title=_title(found),
         settings=settings(found),
-        sentence="\n".join(verdicts(found)),
+        sentence="\n".join([*verdicts(found), *disturbances(found)[0]]),
         tables=list(_tables(found)),
         notes=dict(terms(found)),
         findings=list(notes(found)),

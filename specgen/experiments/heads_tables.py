@@ -57,7 +57,7 @@ def of_heads(found: Comparison) -> Iterator[Part]:
     yield "\n".join(f"{head}  {from_here(paths[head])}" for head in found.heads)
     yield "\n".join(notes(found))
     yield from tables(found)
-    yield "\n".join(verdicts(found))
+    yield "\n".join([*verdicts(found), *disturbances(found)[0]])
     yield definitions(terms(found))
 
 
@@ -87,9 +87,18 @@ def notes(found: Comparison) -> Iterator[str]:
             yield f"{run.head} on {run.data}: {steps} had no drafts and gave one token each."
         if failed := failures(run.report):
             yield f"{run.head} on {run.data}: {failed}: see its errors.jsonl."
-    for data, rounds in found.speeds.items():
-        for text in disturbed(rounds.measured((PLAIN, *found.heads))):
-            yield f"Speeds on {data}: {text}."
+    yield from disturbances(found)[1]
+
+
+def disturbances(found: Comparison) -> tuple[list[str], list[str]]:
+    """Of the rounds of speeds: that the machine was busy, and what else."""
+    each = [
+        (data, disturbed(rounds.measured((PLAIN, *found.heads)))) for data, rounds in found.speeds.items()
+    ]
+    busy, others = (
+        [f"Speeds on {data}: {text}." for data, told in each for text in told[at]] for at in (0, 1)
+    )
+    return busy, others
 
 
 def terms(found: Comparison) -> list[tuple[str, str]]:

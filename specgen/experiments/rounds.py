@@ -198,16 +198,18 @@ def _welch(mine: Sequence[float], theirs: Sequence[float]) -> tuple[float, float
 BUSY = "other programs kept the machine BUSY, so speeds are doubtful"  # a disturbance
 
 
-def disturbed(measured: Mapping[str, Repeats]) -> list[str]:
-    """The disturbances of arms, each with the arms that had it."""
+def disturbed(measured: Mapping[str, Repeats]) -> tuple[list[str], list[str]]:
+    """The disturbances of arms, each with the arms that had it: that the machine was ``BUSY``, and the others."""
     arms: dict[str, list[str]] = {}
     for arm, repeats in measured.items():
         for text in repeats.disturbances:
             arms.setdefault(text, []).append(arm)
-    return [
-        f"{'every arm' if len(each) == len(measured) > 1 else '; '.join(each)}: {text}"
+    lines = {
+        text: f"{'every arm' if len(each) == len(measured) > 1 else '; '.join(each)}: {text}"
         for text, each in arms.items()
-    ]
+    }
+    busy = [lines.pop(text) for text in (BUSY,) if text in lines]
+    return busy, list(lines.values())
 
 
 _KEPT = "what is measured is kept; fix that and run the same command again"

@@ -155,6 +155,7 @@ def table(
     """
     results = [(arm.changes, measured[arm.name]) for arm in matrix.arms if arm.name in measured]
     rows = [_row(matrix, *each, results, yardstick) for each in results]
+    busy, others = disturbed(measured)
     columns = tuple(_columns(matrix, any(repeats.touched for repeats in measured.values())))
     return BenchTable(
         name=f"throughput-{matrix.name}",
@@ -163,8 +164,8 @@ def table(
         columns=columns,
         rows=selected(columns, rows),
         plots=tuple(_plots(matrix)),
-        answers=tuple(best_lengths(rows)),
-        notes=(*disturbed(measured), *notes),
+        answers=(*best_lengths(rows), *busy),
+        notes=(*others, *notes),
         details=tuple(wall_tables(results, yardstick.flops_per_second)),
         num_keys=2,
     )

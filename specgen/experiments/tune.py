@@ -22,7 +22,6 @@ from specgen.experiments.matrices import Workload
 from specgen.experiments.output import BenchTable, Plot, Value, selected
 from specgen.experiments.plans import Plan, Prepared, Yardstick, fitted, forecast, prepare, yardstick_of
 from specgen.experiments.rounds import (
-    BUSY,
     DROPPING,
     Ranking,
     Rounds,
@@ -292,9 +291,9 @@ def tune_table(
         name: _row(arms[name], ranking) for ranking in known.values() for name in arms if name in ranking.arms
     }
     repeats = {name: found for ranking in known.values() for name, found in ranking.arms.items()}
-    doubts = disturbed(repeats)
+    busy, others = disturbed(repeats)
     sentences = [sentence(batch, ranking, arms) for batch, ranking in known.items()]
-    sentences += [each for each in doubts if BUSY in each]  # where the speeds are
+    sentences += busy  # where the speeds are
     bests = [ranking.best for ranking in known.values() if ranking.is_judged]
     if bests:
         fastest = max(bests, key=lambda name: repeats[name].speed.median)
@@ -309,7 +308,7 @@ def tune_table(
         rows=selected(shown, rows.values()),
         plots=tuple(_plots(tuple(rows.values()))),
         answers=tuple(sentences),
-        notes=(*_doubts(rows), *(each for each in doubts if BUSY not in each), *notes),
+        notes=(*_doubts(rows), *others, *notes),
         more=(best_line(rows),),
         num_keys=3,
     )

@@ -312,7 +312,9 @@ def _bench(document: Mapping[str, Any], path: Path) -> Row:
         "when": _minute(datetime.fromtimestamp(path.stat().st_mtime, UTC)),
         "model": head["model"].partition(",")[0] if "model" in head else None,
         "drafter": head.get("drafter"),
-        "state": "not finished" if missing else "finished",
+        "state": "not finished"
+        if missing
+        else f"finished{', BUSY' * any('BUSY' in note for note in document['notes'])}",
     }
 
 
