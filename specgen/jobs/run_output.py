@@ -92,10 +92,12 @@ class FinishedRun:
     def _manifest(self) -> dict[str, Any]:
         return load_json(self._path / "manifest.json", "generate into another directory")
 
-    def write_report(self, baseline: "FinishedRun | None", *states: Mapping[str, Any]) -> Report:
+    def write_report(
+        self, baseline: "FinishedRun | None", *states: Mapping[str, Any], busy_shard: str = ""
+    ) -> Report:
         """Write ``report.json``, which is returned, and ``report.html``; ``baseline`` is the plain run.
 
-        ``states`` of the machine are those after its start.
+        ``states`` of the machine are those after its start; ``busy_shard`` is what a shard says of them.
         """
         record = self._manifest
         texts, same = RunTexts(self._completions), list[bool]()
@@ -107,7 +109,7 @@ class FinishedRun:
             sampled |= "temperature" in record["data"].get("own_parameters", [])
             plain = baseline._report(0, baseline._requests(None, []))
             report = report.with_baseline(plain, same, sampled=sampled)
-        report = replace(report, busy=busy(record.get("state", {}), *states))
+        report = replace(report, busy=busy(record.get("state", {}), *states) or busy_shard)
         shown = (
             texts.shown(known_tokenizer(record["engine"]["model"]))
             if record.get("steps", True)
