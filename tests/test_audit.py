@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from typer.testing import Result
 
-from specgen.config import SamplingParams, UserError
-from specgen.config.bundled import data_directory
+from specgen.cli.evaluating import _study
+from specgen.config import EngineConfig, SamplingParams, UserError
+from specgen.config.bundled import data_directory, pair
 from specgen.core import scheduler, step
 from specgen.core.sequence import Request
 from specgen.decoding.verify import accept_greedy
@@ -260,6 +261,16 @@ def test_batches_that_hold_all_requests_are_run_once(
     asked: tuple[int, ...], num_requests: int, run: list[int]
 ) -> None:
     assert distinct(asked, num_requests) == run
+
+
+def test_ngrams_have_no_drafter_batch_and_one_arm() -> None:
+    asked = ("--drafter", "ngram", "--num-prompts", "2", "--max-new-tokens", "8", "--batch-sizes", "1")
+    found = json.loads(verify(*asked, "--json").stdout)
+    assert [arm["name"] for arm in found["arms"]] == ["padded"]
+    model, _ = pair()
+    engines = (EngineConfig(model=model, drafter="ngram"), EngineConfig(model=model, drafter=model))
+    arms = [[arm.name for arm in _study("word_problems", None, None, engine).arms] for engine in engines]
+    assert arms == [["padded", "baseline"], ["padded", "non-padded", "baseline"]]
 
 
 def test_a_place_is_shown_once_with_all_arms_that_diverge_there() -> None:

@@ -1,6 +1,7 @@
 """A page that is passed on still says when, where and how its numbers were measured."""
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from specgen.experiments.output import BenchTable
-from specgen.record.provenance import FREE_IN_A_RUN, cpu_name, differences, machine_state, now
+from specgen.record import provenance
+from specgen.record.provenance import FREE_IN_A_RUN, busy, cpu_name, differences, machine_state, now
 from specgen.report.origin import origin
 from specgen.report.page import Page
 from specgen.report.table import Column
@@ -86,6 +88,20 @@ def test_a_busy_machine_is_called_so():
     )
     assert "BUSY" in origin({"state": {"gpu_use_percent": 90.0}})["state"]
     assert origin({"state": {}}) == {}
+
+
+def test_the_load_is_that_of_other_programs(monkeypatch: pytest.MonkeyPatch):
+    clock = iter((0.0, 60.0, 120.0))
+    used = iter((60.0, 60.0))  # CPU seconds in the first minute, and none in the second
+    monkeypatch.setattr(provenance.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(provenance.os, "times", lambda: (next(used), 0.0, 0.0, 0.0, 0.0))
+    monkeypatch.setattr(provenance.os, "getloadavg", lambda: (1.0, 0.0, 0.0))
+    own = provenance._OwnLoad()
+    assert own.now() == pytest.approx(1 - math.exp(-1)), "the kernel's average has come as far"
+    monkeypatch.setattr(provenance, "_OWN", own)
+    assert machine_state()["load"] == round(1 - (1 - math.exp(-1)) * math.exp(-1), 2)
+    assert busy({"load": 0.9, "cpus": 2}, {}) == ""
+    assert busy({}, {"load": 1.1, "cpus": 2}) == "load 1.1 of other programs on 2 CPUs"
 
 
 def _nvidia_smi(path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:

@@ -137,10 +137,15 @@ def test_p_is_corrected_over_all_runs_and_lengths_apart_from_positions(compared)
         assert len(figures) == number
 
 
-def test_steps_of_several_lengths_pair_their_mean_alone(compared):
+def test_positions_of_steps_of_several_lengths_are_over_all_steps(compared):
     first = [row("a", [3, 1]), row("b", [2])]
     (found,) = compared(first, [row("a", [3, 0], drafted=4), row("b", [2])])
-    assert [each.figure for each in found.figures] == [LENGTH]
+    length, *positions = found.figures
+    assert [each.figure for each in positions] == [
+        f"acceptance at token {i} over all steps" for i in range(3)
+    ]
+    assert [each.ours for each in positions] == pytest.approx([2 / 3, 2 / 3, 1 / 3])
+    assert sum(each.paired.difference for each in positions) == pytest.approx(length.paired.difference)
     (shorter,) = compared(first, [row("a", [1], k=1), row("b", [0], k=1)])
     assert [each.figure for each in shorter.figures] == [LENGTH, "acceptance at token 0"]
 

@@ -104,6 +104,23 @@ def test_a_run_leaves_its_files_and_its_numbers_agree(pair: Path, data: Path, tm
     assert figures in result.stdout
 
 
+def test_a_busy_machine_is_named_where_the_speed_is(
+    pair: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It became busy after the run had begun."""
+    loads = iter((0.0,))  # for the manifest
+    monkeypatch.setattr("os.getloadavg", lambda: (next(loads, 99.0), 0.0, 0.0))
+    out = tmp_path / "run"
+    done = run(pair, "--dataset", "mt-bench", "--data-path", data, "--output", out, "--baseline")
+    for text in (done.stdout, printed("report", out)):
+        assert re.search(r"output tokens/s .*\); BUSY$", text, re.MULTILINE)
+        assert re.search(r"BUSY: load 9\d\S* of other programs on \d+ CPUs, so speeds are doubtful", text)
+        assert re.search(r"plain decoding \(.* texts identical; BUSY", " ".join(text.split()))
+    tile = '<div class="card">against plain decoding<b>.*identical; BUSY'
+    assert re.search(tile, (out / "report.html").read_text())
+    assert "finished, BUSY" in printed("report", tmp_path)
+
+
 @pytest.mark.parametrize("kept", mostly_slow([[], ["--no-steps"]], []))
 def test_a_text_that_fills_the_context_says_so(pair: Path, tmp_path: Path, kept: list[str]) -> None:
     own, out = tmp_path / "own.jsonl", tmp_path / "run"

@@ -2,7 +2,9 @@
 
 import math
 import random
+from collections import Counter
 from dataclasses import asdict, replace
+from itertools import chain, pairwise
 
 import msgspec
 import pytest
@@ -11,7 +13,7 @@ from scipy import stats
 from specgen.experiments.rounds import Ranking, Repeat, Repeats
 from specgen.experiments.throughput import wall_tables
 from specgen.experiments.tune import best_line
-from specgen.experiments.turns import digest
+from specgen.experiments.turns import balanced_order, digest
 from specgen.record.record_rows import Touched
 from specgen.report.timings import LatencyStats, WallTime
 
@@ -147,3 +149,25 @@ def test_the_wall_time_is_that_of_the_middle_repeat() -> None:
     }
     assert list(row) == [column.name for column in table.columns]
     assert list(wall_tables(arms[1:], 2e12)) == []
+
+
+@pytest.mark.parametrize("num", range(2, 8))
+def test_every_arm_is_at_every_place_and_behind_every_other_equally_often(num: int) -> None:
+    arms = [f"arm {number}" for number in range(num)]
+    orders = [balanced_order(arms, number) for number in range(num * (1 + num % 2))]
+    assert all(sorted(order) == arms for order in orders)
+    behind = Counter(chain.from_iterable(map(pairwise, orders)))
+    assert len(behind) == num * (num - 1)
+    assert len(set(behind.values())) == 1
+    assert len(set(Counter((at, arm) for order in orders for at, arm in enumerate(order)).values())) == 1
+    assert len({order[0] for order in orders[:num]}) == num, "each begins one of the first rounds"
+
+
+def test_texts_that_differ_from_repeat_to_repeat_are_told() -> None:
+    steady, other = repeats({1: 1.0, 2: 1.0}), repeats({1: 1.0, 2: 1.0})
+    assert steady.same_texts(other) == 1
+    assert steady.disturbances == ["late"]
+    changed = replace(other.each["round 2"], texts={"a": digest((1, 3))})
+    unsteady = Repeats(each={**other.each, "round 2": changed})
+    assert steady.same_texts(unsteady) == unsteady.same_texts(steady) == 0, "the first repeats are the same"
+    assert unsteady.disturbances == ["late", "1 of 1 texts differ from repeat to repeat"]

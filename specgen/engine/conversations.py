@@ -7,8 +7,9 @@ from typing import Any
 from specgen.config import SamplingParams, UserError, require
 from specgen.core.sequence import Completion, FinishReason, Request, TokenLogprobs
 from specgen.prompts import Prompt, Rejected, failure, prompt_ids
-from specgen.record.record_rows import RequestRow
+from specgen.record.record_rows import RequestRow, conversation_of, units_of
 from specgen.report.acceptance import RequestMetrics
+from specgen.report.report import Report, report_of
 from specgen.text.reasoning import split
 from specgen.text.tokenizer import StopStrings, Tokenizer
 
@@ -228,3 +229,32 @@ def greedy(requests: Iterable[Request]) -> tuple[list[Request], tuple[str, ...]]
 def _placed(prompt: Prompt, reason: str) -> str:
     """``reason`` after the prompt's line in its file, where it comes from one."""
     return f"{prompt.where}: {reason}" if prompt.where else reason
+
+
+def summarize(outputs: Iterable[RequestOutput]) -> Report:
+    """The report of ``outputs``: what `specgen generate` says of the same requests.
+
+    Pooled acceptance by position, category and turn with 95 % intervals over conversations, confidence, latencies. The
+    time is from the first request's arrival to the last one's end; of engine steps (``steps``, ``wall``) it knows
+    nothing. ``UserError`` for outputs of several K, and where none has an answer.
+    """
+    found = list(outputs)
+    lengths = {output.metrics.num_spec_tokens for output in found if output.metrics is not None}
+    require(bool(lengths), f"none of {len(found)} outputs has an answer: there is nothing to summarize")
+    require(len(lengths) == 1, f"the outputs are of K = {sorted(lengths)}: summarize those of each K alone")
+    units = units_of(
+        (output.id, hash(output.prompt)) for output in found if output.turn == 1 and output.record
+    )
+    rows = [
+        replace(
+            output.record,
+            reason="context" if output.context_is_full else output.finish_reason,
+            category=output.category,
+            is_empty=not output.text.strip(),
+            unit=units.get(conversation_of(output.id, output.turn), ""),
+        )
+        for output in found
+        if output.record is not None
+    ]
+    failed = sum(output.record is None for output in found)
+    return replace(report_of(rows, (), num_spec_tokens=lengths.pop(), num_errors=failed), wall=None)

@@ -196,7 +196,9 @@ def audit(job: AuditJob, progress: Progress) -> dict[str, Any]:
     requests, notes = greedy(asked)
     for sentence in notes:
         progress.warn(sentence)
-    first, *others = _arms(distinct(job.batch_sizes, len(requests)))
+    # n-grams have no drafter batch
+    decodings = [each for each in DECODING if config.ngram is None or each != "non-padded"]
+    first, *others = _arms(decodings, distinct(job.batch_sizes, len(requests)))
     decode = partial(_decode, config=config, models=models, requests=requests, progress=progress)
     reference, target = decode(first).completions, Judge.of(config, models)
     failures += [f"{c.request.id}: {c.error}" for c in reference.values() if c.error]
@@ -233,7 +235,7 @@ def distinct(batch_sizes: Sequence[int], num_requests: int) -> list[int]:
     return [size for at, size in enumerate(sizes) if at == 0 or sizes[at - 1] < num_requests]
 
 
-def _arms(batch_sizes: Sequence[int]) -> list[Arm]:
+def _arms(decodings: Sequence[str], batch_sizes: Sequence[int]) -> list[Arm]:
     """The arms: plain decoding at the smallest batch size first."""
     return [
         Arm(
@@ -242,7 +244,7 @@ def _arms(batch_sizes: Sequence[int]) -> list[Arm]:
             changes={"decoding": decoding, "batch": size}
             | ({"prefix_cache": False} if decoding == "plain" else {}),
         )
-        for decoding in DECODING
+        for decoding in decodings
         for size in batch_sizes
     ]
 

@@ -1,7 +1,7 @@
 """The figures of a comparison: lengths by data set and head, paired differences of every two heads, speeds."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, count
 from pathlib import Path
@@ -13,7 +13,7 @@ from specgen.experiments.rounds import PLAIN, Rounds, Speeds, rounds_under
 from specgen.record.files import Rows
 from specgen.report.display import from_here
 from specgen.report.folder import COMPARISON
-from specgen.report.intervals import Interval, student_t
+from specgen.report.intervals import Interval, Ratio, student_t
 from specgen.report.origin import unlike_settings
 from specgen.report.paired_requests import (
     Answer,
@@ -270,16 +270,24 @@ class Length:
     variance: float | None  # of ``value``, over conversations; None with fewer than two
     freedom: float  # degrees of freedom of ``variance``
     most: int  # K + 1, which no length exceeds
+    num_conversations: int
+    # [K]: accepted drafts by position, also over all steps: 1 + their sum is ``value``; none of a mean
+    positions: Sequence[Ratio] = ()
 
     @classmethod
-    def of(cls, answers: Iterable[Answer], num_spec_tokens: int) -> Self | None:
+    def of(cls, answers: Collection[Answer], num_spec_tokens: int) -> Self | None:
         """None without a step."""
         found = length_of(answers)
         if found.rate is None:
             return None
         variance = found.variance() if found.groups > 1 else None
         return cls(
-            value=1 + found.rate, variance=variance, freedom=found.groups - 1, most=num_spec_tokens + 1
+            value=1 + found.rate,
+            variance=variance,
+            freedom=found.groups - 1,
+            most=num_spec_tokens + 1,
+            num_conversations=found.groups,
+            positions=[length_of(answers, slice(i, i + 1)) for i in range(num_spec_tokens)],
         )
 
     @classmethod
@@ -298,6 +306,7 @@ class Length:
             variance=total / len(known) ** 2 if complete else None,
             freedom=total**2 / math.fsum(v**2 / freedom for v, freedom in parts) if complete else 0,
             most=max(each.most for each in known),
+            num_conversations=sum(each.num_conversations for each in known),
         )
 
     @property
@@ -322,7 +331,7 @@ class HeadPair:
     first: str  # the head that is named first
     requests: Sequence[Pair]
     length: PairedFigure | None  # None without a request that has steps of both
-    positions: Sequence[PairedFigure]  # empty where steps drafted fewer than K tokens
+    positions: Sequence[PairedFigure]  # [K]
     categories: Mapping[str, PairedFigure]  # by category; empty where there is one
 
     def to_json(self) -> dict[str, Any]:
@@ -381,6 +390,10 @@ def _run(run: HeadRun, length: Length | None) -> dict[str, Any]:
         "directory": str(run.directory),
         "length_over_all_steps": length and length.value,
         "length_over_all_steps_ci95": length and length.interval,
+        "acceptance_over_all_steps": [each.rate for each in (length.positions if length else ())],
+        "acceptance_over_all_steps_ci95": [
+            each.share_interval() for each in (length.positions if length else ())
+        ],
         "report": run.report.to_json(),
     }
 

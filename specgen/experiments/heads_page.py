@@ -10,9 +10,11 @@ from specgen.config.json_fields import load_json
 from specgen.experiments.head_figures import PLAN, Comparison, HeadPair, Length
 from specgen.experiments.heads_tables import (
     categories_table,
+    disturbances,
     lengths_table,
     notes,
     pairs_table,
+    positions,
     positions_table,
     settings,
     speeds_table,
@@ -28,7 +30,7 @@ from specgen.report.page import Page
 from specgen.report.paired_requests import Pair, with_steps
 from specgen.report.run_texts import keys_of, known_tokenizer, texts_of
 from specgen.report.table import Column, Table
-from specgen.report.tables import curve, curves
+from specgen.report.tables import curves
 from specgen.report.text_list import Entry, ShownText, TextList, sources, within
 from specgen.text.tokenizer import Tokenizer
 
@@ -53,7 +55,7 @@ def page(found: Comparison, record: dict[str, Any], texts: TextList | None = Non
     return Page(
         title=_title(found),
         settings=settings(found),
-        sentence="\n".join(verdicts(found)),
+        sentence="\n".join([*verdicts(found), *disturbances(found)[0]]),
         tables=list(_tables(found)),
         notes=dict(terms(found)),
         findings=list(notes(found)),
@@ -109,7 +111,7 @@ def _chart(
 
 def _curves(found: Comparison, data: str) -> Lines:
     """Joint acceptance over draft position, a line for each head."""
-    by_head = {run.head: curve(run.report.acceptance) for run in found.on(data)}
+    by_head = {run.head: positions(found, data, run.head) for run in found.on(data)}
     lines = {head: by_head.get(head, []) for head in found.heads}  # one style for one head everywhere
     return curves(f"Acceptance by draft position on {data}", lines)
 
@@ -139,7 +141,12 @@ def _categories(found: Comparison, data: str) -> Iterator[Table]:
 def _runs_table(found: Comparison) -> Table:
     """Where each run is, with its own report."""
     rows = tuple(
-        {"data": run.data, "head": run.head, "drafter": run.drafter, "directory": str(run.directory)}
+        {
+            "data": run.data,
+            "head": run.head,
+            "drafter": checkpoint_name(run.drafter),
+            "directory": "/".join(run.directory.parts[-2:]),  # below the page's own
+        }
         for run in found.runs
     )
     return Table(

@@ -33,7 +33,7 @@ from specgen.experiments.studies import Study
 from specgen.experiments.study_comparison import ArmRun, StudyComparison, answers, compare, reference_of
 from specgen.record.files import write_json, write_text
 from specgen.record.progress import Progress
-from specgen.record.provenance import MACHINE, manifest, now, with_recorded_date
+from specgen.record.provenance import MACHINE, busy, machine_state, manifest, now, with_recorded_date
 from specgen.record.results import RunDirectory, require_same
 from specgen.report import tables
 from specgen.report.display import checkpoint_name, devices, from_here
@@ -353,13 +353,14 @@ class StudyRun:
         assert results is not None, "only other ranks than the first get None"
         files.arrange(lm.order())
         texts = RunTexts(lm.texts)
+        report = report_of(
+            texts.watch(files.requests()), files.passes(), num_spec_tokens=config.draft_length.most
+        )
         run = ArmRun(
             name=arm.name,
             dtype=config.formats,
             seconds=lm.seconds,
-            report=report_of(
-                texts.watch(files.requests()), files.passes(), num_spec_tokens=config.draft_length.most
-            ),
+            report=replace(report, busy=busy(asked["state"], machine_state())),
             answers=answers(results["samples"], lm.generated),
             results=results,
             tasks=report_categories(files.requests(), num_spec_tokens=config.draft_length.most),

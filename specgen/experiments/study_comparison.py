@@ -258,6 +258,7 @@ class StudyComparison:
     alarming: bool  # whether accuracy differs or decoding is wrong
     sentence: str
     samples: tuple[SampleTexts, ...]
+    busy: str = ""  # what else the machine did, where that makes speeds doubtful
 
     def to_json(self) -> dict[str, Any]:
         """All but the samples, whose texts are in the files of the arms."""
@@ -301,6 +302,7 @@ def compare(arms: Sequence[ArmRun], target: "Judge", *, template_unused: bool = 
         + _empty(arms, template_unused)
         + _alarm(wrong, reference.dtype),
         samples=side_by_side(arms, reference, against),
+        busy=next((arm.report.busy for arm in arms if arm.report.busy), ""),
     )
 
 

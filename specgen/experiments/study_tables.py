@@ -96,7 +96,11 @@ def of_comparison(comparison: StudyComparison, settings: Mapping[str, str]) -> I
         yield definitions(NOTES.items())
     texts, *others = _tables(comparison)
     yield from (texts, divergences(_worst(comparison)), *others)
-    yield comparison.sentence
+    yield "\n".join([*_busy(comparison), comparison.sentence])
+
+
+def _busy(comparison: StudyComparison) -> list[str]:
+    return [f"BUSY: {comparison.busy}, so speeds are doubtful."] if comparison.busy else []
 
 
 def page(
@@ -114,6 +118,7 @@ def page(
         alarming=comparison.alarming,
         tables=[*accuracies, *_tables(comparison)],
         notes=NOTES,
+        findings=_busy(comparison),
         origin=origin or {},
         texts=_text_list(comparison.samples) if comparison.samples else None,
     ).to_html()

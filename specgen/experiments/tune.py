@@ -27,6 +27,7 @@ from specgen.experiments.rounds import (
     Rounds,
     Search,
     Speedup,
+    disturbed,
     kept_rounds,
     record_of,
     seen_rounds,
@@ -290,12 +291,13 @@ def tune_table(
         name: _row(arms[name], ranking) for ranking in known.values() for name in arms if name in ranking.arms
     }
     repeats = {name: found for ranking in known.values() for name, found in ranking.arms.items()}
+    busy, others = disturbed(repeats)
     sentences = [sentence(batch, ranking, arms) for batch, ranking in known.items()]
+    sentences += busy  # where the speeds are
     bests = [ranking.best for ranking in known.values() if ranking.is_judged]
     if bests:
         fastest = max(bests, key=lambda name: repeats[name].speed.median)
         sentences.append(f"Most tokens per second: {command(arms[fastest])}")
-    disturbed = [f"{name}: {text}" for name, found in repeats.items() for text in found.disturbances]
     judged = any(row["wrong_tokens"] is not None for row in rows.values())
     shown = [column for column in COLUMNS if judged or column.name != "wrong_tokens"]
     return BenchTable(
@@ -306,7 +308,7 @@ def tune_table(
         rows=selected(shown, rows.values()),
         plots=tuple(_plots(tuple(rows.values()))),
         answers=tuple(sentences),
-        notes=(*_doubts(rows), *disturbed, *notes),
+        notes=(*_doubts(rows), *others, *notes),
         more=(best_line(rows),),
         num_keys=3,
     )

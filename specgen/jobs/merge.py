@@ -31,6 +31,7 @@ class _ShardRun:
     manifest: Mapping[str, Any]
     status: Mapping[str, Any]
     has_baseline: bool
+    busy: str  # see ``Report``
 
 
 def merge(output: Path, directories: Sequence[Path], format_name: FormatName) -> RunResult:
@@ -49,7 +50,8 @@ def merge(output: Path, directories: Sequence[Path], format_name: FormatName) ->
         if baseline is not None:
             _join(baseline, [run.path / "baseline" for run in runs], runs)
         merged = FinishedRun(path)
-        report = merged.write_report(None if baseline is None else FinishedRun(baseline))
+        busy = next((run.busy for run in runs if run.busy), "")
+        report = merged.write_report(None if baseline is None else FinishedRun(baseline), busy_shard=busy)
         write_json(path / "status.json", {**runs[0].status, **report.status()})
         merged.export(format_name)
         result = merged.result()
@@ -75,7 +77,12 @@ def _open(path: Path) -> _ShardRun:
     missing = [name for name in _NEEDED if not (path / name).exists()]
     require(not missing, f"{str(path)!r} has no {', '.join(missing)}: copy the directory as it was left")
     return _ShardRun(
-        path=path, shard=shard, manifest=manifest, status=status, has_baseline=report.baseline is not None
+        path=path,
+        shard=shard,
+        manifest=manifest,
+        status=status,
+        has_baseline=report.baseline is not None,
+        busy=report.busy,
     )
 
 

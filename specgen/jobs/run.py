@@ -40,7 +40,13 @@ from specgen.record.files import write_json_lines, write_text
 from specgen.record.interrupt import StoppedError
 from specgen.record.mirror import mirrored
 from specgen.record.progress import Progress, Status, Tally, kept_status
-from specgen.record.provenance import FREE_IN_A_RUN, manifest, timestamp, with_recorded_date
+from specgen.record.provenance import (
+    FREE_IN_A_RUN,
+    machine_state,
+    manifest,
+    timestamp,
+    with_recorded_date,
+)
 from specgen.record.record_rows import EngineRow
 from specgen.record.results import (
     PROMPTS,
@@ -128,7 +134,10 @@ def _run(
                     for name, file in MAIN_FILES.items():  # what an earlier command left lacks rows
                         if name == job.format or (path / file).exists():
                             run.export(name)
-                    status.finish(run.write_report(baseline).status())
+                    # ranks and workers are processes of their own, whose load is not told from that of others
+                    alone = job.cluster is None and work.config.tensor_parallel == 1
+                    states = (asked["state"], *([machine_state()] if alone else []))
+                    status.finish(run.write_report(baseline, *states).status())
         return run.result(work.first)
 
 

@@ -1,9 +1,11 @@
 """The manifest of a run: arguments, versions, machine, checkpoint fingerprints; and in what two of them differ."""
 
+import math
 import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import fields, replace
 from datetime import UTC, datetime
@@ -47,6 +49,8 @@ _ASKED = {  # of nvidia-smi, by field
     "gpu_use_percent": "utilization.gpu",
 }
 _TIMEOUT = 10.0  # seconds: a sick driver must not stop a run
+_BUSY = 0.5  # share of the CPUs, or of the GPU
+_MINUTE = 60.0  # the time constant of the load average
 
 
 def manifest(
@@ -249,15 +253,45 @@ def _state(file: Mapping[str, Any]) -> str:
 
 
 def machine_state(uuid: str | None = None) -> dict[str, Any]:
-    """Load average of the last minute, number of CPUs, and what nvidia-smi says of the GPU ``uuid``.
+    """Load average of the last minute without this process, number of CPUs, and what nvidia-smi says of GPU ``uuid``.
 
     What cannot be read is left out.
     """
+    own = _OWN.now()
     try:
-        load = {"load": round(os.getloadavg()[0], 2), "cpus": num_cpus()}
+        load = {"load": round(max(0.0, os.getloadavg()[0] - own), 2), "cpus": num_cpus()}
     except (OSError, AttributeError):  # not on every system
         load = {}
     return load | ({} if uuid is None else _gpu(uuid))
+
+
+class _OwnLoad:
+    """The part of the load average that this process makes, with the programs that it has run and waited for."""
+
+    def __init__(self) -> None:
+        self._time, self._cpu_seconds, self._load = time.monotonic(), 0.0, 0.0
+
+    def now(self) -> float:
+        """By the CPU time since the last call, as the kernel averages: the past fades with each second."""
+        now, cpu_seconds = time.monotonic(), sum(os.times()[:4])
+        if (elapsed := now - self._time) > 0:
+            kept = math.exp(-elapsed / _MINUTE)
+            self._load = kept * self._load + (1 - kept) * (cpu_seconds - self._cpu_seconds) / elapsed
+            self._time, self._cpu_seconds = now, cpu_seconds
+        return self._load
+
+
+_OWN = _OwnLoad()
+
+
+def busy(*states: Mapping[str, Any]) -> str:
+    """What makes speeds doubtful where the machine was in one of these states; empty on a quiet one."""
+    for state in states:
+        if state.get("load", 0) > _BUSY * state.get("cpus", 1):
+            return f"load {state['load']:g} of other programs on {state.get('cpus', 1)} CPUs"
+        if state.get("gpu_use_percent", 0) > 100 * _BUSY:
+            return f"the GPU was {state['gpu_use_percent']:g} % in use before"
+    return ""
 
 
 def num_cpus() -> int:

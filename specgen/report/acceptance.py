@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 from specgen.config import CONFIDENCE_LEVELS
@@ -72,6 +73,25 @@ class Confidence:
 
     levels: tuple[Level, ...]
     auc: float | None
+
+    @property
+    def bounds(self) -> list[tuple[float, float]]:
+        """The ends of each level."""
+        return list(pairwise([*(level.at_least for level in self.levels), 1.0]))
+
+    @property
+    def ece(self) -> float | None:
+        """The expected calibration error: how far accepted shares are from confidence, the mean over drafts.
+
+        Confidence is that of the middle of a draft's level. 0 for a drafter that is accepted as often as it expects.
+        None without a draft.
+        """
+        drafts = sum(level.drafts for level in self.levels)
+        far = (
+            abs(level.accepted - level.drafts * (low + high) / 2)
+            for level, (low, high) in zip(self.levels, self.bounds, strict=True)
+        )
+        return sum(far) / drafts if drafts else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -108,10 +108,21 @@ class Bars(Chart):
     points: Sequence[Point]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Diagonal(Chart):
+    """Shares over the shares that were predicted, both on the axis ``ticks``, with the line on which they are equal.
+
+    Each point has what was predicted before it; ``label`` is the x axis's.
+    """
+
+    label: str
+    points: Sequence[tuple[float, Point]]
+
+
 # --- SVG ------------------------------------------------------------------------------------------
 
 
-def svg(chart: Lines | Bars) -> Markup:
+def svg(chart: Lines | Bars | Diagonal) -> Markup:
     """``chart`` as markup, with its values as text for screen readers."""
     height = _HEIGHT
     match chart:
@@ -119,6 +130,8 @@ def svg(chart: Lines | Bars) -> Markup:
             marks = _draw_lines(chart)
             each = {name: [_label(chart, point) for point in line] for name, line in chart.lines.items()}
             labels = [f"{name}: {', '.join(points)}" for name, points in each.items()]
+        case Diagonal():
+            marks, labels = _draw_diagonal(chart), [_label(chart, point) for _, point in chart.points]
         case Bars():
             height, marks = len(chart.points) * _BAR_ROW + 20, _draw_bars(chart)
             labels = [_label(chart, point) for point in chart.points]
@@ -148,6 +161,9 @@ def _draw_lines(chart: Lines) -> Iterator[Markup]:
     names = {name: clip(name, _LONGEST_NAME) for name in chart.lines} if chart.named else {}
     width = _WIDTH - _LEFT - _RIGHT - _LETTER * max(map(len, names.values()), default=0)
     yield from _draw_levels(chart, width)
+    if chart.reference is not None:
+        y = _height(chart, chart.reference)
+        yield Markup('<path class="reference" d="M{} {:.1f}h{:.1f}"/>').format(_LEFT, y, width)
     middles = {name: _LEFT + (at + 0.5) * width / len(columns) for at, name in enumerate(columns)}
     for name, x in middles.items():
         yield _text(x, _HEIGHT - _BOTTOM + 16, clip(name, max(_SHORT, int(width / len(columns) / _LETTER))))
@@ -166,15 +182,12 @@ def _draw_lines(chart: Lines) -> Iterator[Markup]:
             yield _text(_LEFT + width + 4, y + 4, names[name], "start", f"end {chart.styles[name]}")
 
 
-def _draw_levels(chart: Lines, width: float) -> Iterator[Markup]:
-    """The y axis, and the reference."""
+def _draw_levels(chart: Chart, width: float) -> Iterator[Markup]:
+    """The y axis."""
     for tick in chart.ticks:
         y = _height(chart, tick)
         yield Markup('<path class="grid" d="M{} {:.1f}h{:.1f}"/>').format(_LEFT, y, width)
         yield _text(_LEFT - 6, y + 4, _tick(chart, tick), "end")
-    if chart.reference is not None:
-        y = _height(chart, chart.reference)
-        yield Markup('<path class="reference" d="M{} {:.1f}h{:.1f}"/>').format(_LEFT, y, width)
 
 
 def _draw_line(chart: Lines, name: str, seen: Sequence[tuple[float, Point]]) -> Iterator[Markup]:
@@ -182,16 +195,19 @@ def _draw_line(chart: Lines, name: str, seen: Sequence[tuple[float, Point]]) -> 
         places = " ".join(f"{x:.1f},{_height(chart, point.number):.1f}" for x, point in seen)
         yield Markup('<polyline class="" points="{}"/>').format(places)
     for x, point in seen:
-        if point.interval:
-            low, high = (_height(chart, end) for end in point.interval)
-            yield Markup('<path class="whisker" d="M{:.1f} {:.1f}V{:.1f}"/>').format(x, low, high)
-        mark = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="{}"><title>{}, {}</title></circle>')
-        yield mark.format(
-            x, _height(chart, point.number), 3 if chart.named else 4, name, _label(chart, point)
-        )
+        yield _mark(chart, x, point, f"{name}, {_label(chart, point)}", 3 if chart.named else 4)
 
 
-def _height(chart: Lines, number: float | None) -> float:
+def _mark(chart: Chart, x: float, point: Point, title: str, radius: int = 4) -> Markup:
+    whisker = Markup("")
+    if point.interval:
+        low, high = (_height(chart, end) for end in point.interval)
+        whisker = Markup('<path class="whisker" d="M{:.1f} {:.1f}V{:.1f}"/>').format(x, low, high)
+    mark = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="{}"><title>{}</title></circle>')
+    return whisker + mark.format(x, _height(chart, point.number), radius, title)
+
+
+def _height(chart: Chart, number: float | None) -> float:
     assert number is not None
     return _HEIGHT - _BOTTOM - fraction(chart.ticks, number) * (_HEIGHT - _BOTTOM - _TOP)
 
@@ -207,6 +223,21 @@ def _apart(heights: Sequence[float]) -> list[float]:
         moved[i] = min(moved[i], most)
         most = moved[i] - _NAME_ROW
     return moved
+
+
+def _draw_diagonal(chart: Diagonal) -> Iterator[Markup]:
+    width, bottom = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _BOTTOM
+    yield from _draw_levels(chart, width)
+    for tick in chart.ticks[:-1]:
+        yield _text(_LEFT + fraction(chart.ticks, tick) * width, bottom + 16, _tick(chart, tick))
+    yield _text(_LEFT + width, bottom + 16, _tick(chart, chart.ticks[-1]), "end")
+    yield _text(_LEFT + width / 2, _HEIGHT - 6, chart.label)
+    yield Markup('<path class="reference" d="M{} {}L{} {}"/>').format(_LEFT, bottom, _LEFT + width, _TOP)
+    marks = (
+        _mark(chart, _LEFT + fraction(chart.ticks, predicted) * width, point, _label(chart, point))
+        for predicted, point in chart.points
+    )
+    yield Markup('<g class="{}">{}</g>').format(STYLES[0], Markup("").join(marks))
 
 
 # --- bars -----------------------------------------------------------------------------------------

@@ -217,7 +217,7 @@ def _run(path: Path) -> Row:
             "same_texts": None
             if plain is None or plain.identical is None
             else (round(plain.identical * plain.num_compared), plain.num_compared),
-            "state": ", ".join(["finished", *of_requests, *of_plain]),
+            "state": ", ".join(["finished", *of_requests, *of_plain, *(["BUSY"] if report.busy else [])]),
             **({ALARMING: True} if of_requests or of_plain else {}),
         }
     begun = (path / "manifest.json").exists()  # it comes once the rows are read
@@ -314,7 +314,9 @@ def _bench(document: Mapping[str, Any], path: Path) -> Row:
         "when": _minute(datetime.fromtimestamp(path.stat().st_mtime, UTC)),
         "model": head["model"].partition(",")[0] if "model" in head else None,
         "drafter": head.get("drafter"),
-        "state": "not finished" if missing else "finished",
+        "state": "not finished"
+        if missing
+        else f"finished{', BUSY' * any('BUSY' in note for note in document['notes'])}",
     }
 
 

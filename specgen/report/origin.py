@@ -7,11 +7,10 @@ from typing import Any
 
 from specgen.config import ngram_length
 from specgen.config.json_fields import flat
-from specgen.record.provenance import OF_THE_MOMENT
+from specgen.record.provenance import OF_THE_MOMENT, busy
 from specgen.report.display import checkpoint_name, count
 
 _PACKAGES = ("specgen", "torch", "flashinfer-python", "lm-eval")
-_BUSY = 0.5  # share of the CPUs, or of the GPU
 _MISSING = "not installed"
 _CHECKPOINTS = ("model", "drafter")
 _DIGEST = 12  # characters that are shown of one
@@ -71,10 +70,7 @@ def _state(state: Mapping[str, Any]) -> str:
     parts = [text.format(**state) for name, text in shown.items() if name in state]
     if not parts:
         return ""
-    busy = (
-        state.get("load", 0) > _BUSY * state.get("cpus", 1) or state.get("gpu_use_percent", 0) > 100 * _BUSY
-    )
-    return f"{', '.join(parts)} at the start{': BUSY, so speeds are doubtful' if busy else ''}"
+    return f"{', '.join(parts)} at the start{': BUSY, so speeds are doubtful' if busy(state) else ''}"
 
 
 def _versions(versions: Mapping[str, str]) -> str:

@@ -57,8 +57,7 @@ class PairedFigure:
 class SharedRequests:
     """The requests of a run that the first run has too; ``num_identical`` of them have the same tokens.
 
-    ``figures`` cover those with steps in two runs that draft; acceptance at a position only where every step of both
-    drafted K tokens, as rows do not hold the drafts of each step.
+    ``figures`` cover those with steps in two runs that draft, and are over all steps.
     """
 
     num_requests: int
@@ -132,7 +131,7 @@ def corrected(families: Sequence[Figures]) -> list[tuple[PairedFigure, ...]]:
 
 
 def corrected_by_kind(found: Sequence[Sequence[Pair]]) -> list[tuple[PairedFigure, ...]]:
-    """Of each pair of runs the mean acceptance length, then acceptance by position where it is defined.
+    """Of each pair of runs the mean acceptance length, then acceptance by position.
 
     Lengths are one family of tests over all of ``found`` and positions another, in `report` as in `compare`: how many
     positions there are changes nothing in what is said of a length.
@@ -206,10 +205,10 @@ def mean_over_requests(answers: Iterable[Answer], num_spec_tokens: int) -> Inter
 
 
 def _positions(drafted: Sequence[Pair]) -> Iterator[tuple[str, PairedRatio]]:
-    if not all(ours.whole and first.whole for ours, first in drafted):
-        return
+    """Over all steps, so that they add up to the length; that is said where some drafted fewer tokens than K."""
+    whole = all(answer.whole for pair in drafted for answer in pair)
     for i in range(min(len(answer.accepted) for pair in drafted for answer in pair)):
-        yield f"{POSITION}{i}", _paired(drafted, slice(i, i + 1))
+        yield f"{POSITION}{i}{'' if whole else ' over all steps'}", _paired(drafted, slice(i, i + 1))
 
 
 def read_answers(directory: Path) -> dict[str, Answer]:

@@ -102,6 +102,7 @@ class Report(Speculation):
     num_empty: int = 0  # texts without a character, but for those that ended while reasoning
     state: str | None = None
     num_expected: int | None = None
+    busy: str = ""  # what else the machine did, where that makes speeds doubtful
 
     @property
     def output_tokens_per_second(self) -> float | None:
@@ -345,6 +346,14 @@ def load(directory: Path) -> tuple[Report, dict[str, Any]]:
         raise UserError(
             f"{path} is not the report of a run ({error}): generate into a new directory"
         ) from error
+
+
+def read_run(directory: str | Path) -> Report:
+    """The report of the run in ``directory``, also of one that is not finished: what `specgen report` prints of it.
+
+    ``UserError`` where there is none.
+    """
+    return load_so_far(Path(directory))[0]
 
 
 # --- runs that are not finished -----------------------------------------------------------------

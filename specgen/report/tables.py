@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from specgen.report.acceptance import Position, Speculation
-from specgen.report.charts import Lines, Point, lengths, quarters
+from specgen.report.charts import Diagonal, Lines, Point, lengths, quarters
 from specgen.report.display import (
     DASH,
     between,
@@ -54,6 +54,7 @@ _CONFIDENCE = (
 _CONFIDENCE_TERMS = (
     ("confidence", "its probability of its most likely token; of n-grams, tokens matched / longest match"),
     ("AUC", "chance that it was surer of an accepted draft than of a rejected one; 0.5 says nothing"),
+    ("ECE", "how far accepted shares are from confidence, the mean over drafts; 0 is best"),
 )
 _GROUP = (
     Column(name="num_requests", title="requests"),
@@ -177,7 +178,8 @@ def _counts(report: Report) -> Iterator[_Item]:
         drafts = f"({count(report.num_accepted_tokens)} of {count(report.num_draft_tokens)} drafts)"
         yield "draft acceptance rate", percent(report.draft_acceptance_rate), drafts
     if report.confidence.auc is not None:
-        yield "confidence of drafts", plain(report.confidence.auc), "(AUC: 0.5 says nothing, 1 all)"
+        note = f"(AUC: 0.5 is chance, 1 perfect), ECE {plain(report.confidence.ece)}"
+        yield "confidence of drafts", plain(report.confidence.auc), note
     others = {
         "errors": report.num_errors,
         "unfinished": report.num_unfinished,
@@ -235,19 +237,32 @@ def _acceptance(report: Report) -> Iterator[Table]:
 
 def confidence_table(report: Report) -> Iterator[Table]:
     """Whether the drafter knows when it is right; nothing where it did not say."""
-    levels = report.confidence.levels
-    ends = [*(each.at_least for each in levels[1:]), 1.0]
-    rows = tuple(
-        {"confidence": f"{each.at_least:.2f} to {end:.2f}", **vars(each)}
-        for each, end in zip(levels, ends, strict=False)
-        if each.drafts
-    )
+    confidence = report.confidence
+    levels = {
+        (low, high): level
+        for level, (low, high) in zip(confidence.levels, confidence.bounds, strict=True)
+        if level.drafts
+    }
+    names = {bounds: f"{bounds[0]:.2f} to {bounds[1]:.2f}" for bounds in levels}
+    rows = tuple({"confidence": names[bounds], **vars(level)} for bounds, level in levels.items())
     if rows:
+        points = [
+            (sum(bounds) / 2, Point(name=names[bounds], number=level.share, interval=level.ci95))
+            for bounds, level in levels.items()
+        ]
         yield Table(
             title="Accepted by the drafter's confidence",
-            note=f"AUC {plain(report.confidence.auc)}; drafts behind accepted ones, with 95 % intervals",
+            note=f"AUC {plain(confidence.auc)}, ECE {plain(confidence.ece)}; drafts behind accepted ones, with 95 % "
+            "intervals; on the dashed line a draft is accepted as often as the drafter expects",
             columns=_CONFIDENCE,
             rows=rows,
+            lines=Diagonal(
+                title="Accepted share over confidence",
+                label="the drafter's confidence",
+                ticks=quarters(1),
+                show=percent,
+                points=points,
+            ),
             bars="share",
             ticks=quarters(1),
         )
@@ -297,7 +312,8 @@ def _times(report: Report) -> Iterator[Table]:
 
 def _speed(report: Report) -> Iterator[_Item]:
     tokens, wall = count(report.total_num_output_tokens), seconds(report.wall_seconds)
-    yield "output tokens/s", rate(report.output_tokens_per_second), f"({tokens} tokens in {wall})"
+    busy = "; BUSY" if report.busy else ""
+    yield "output tokens/s", rate(report.output_tokens_per_second), f"({tokens} tokens in {wall}){busy}"
     if cached := report.num_cached_tokens:
         prompt = report.num_prompt_tokens
         yield "prefix cache", count(cached), f"of {count(prompt)} prompt tokens ({percent(cached / prompt)})"
@@ -315,7 +331,11 @@ def _speed(report: Report) -> Iterator[_Item]:
         speed = rate(baseline.output_tokens_per_second)
         if unlike := report.unlike_work:
             same += f"; {unlike}"
-        yield "against plain decoding", ratio(baseline.ratio), f"plain decoding ({speed} tokens/s), {same}"
+        yield (
+            "against plain decoding",
+            ratio(baseline.ratio),
+            f"plain decoding ({speed} tokens/s), {same}{busy}",
+        )
 
 
 def _has_head(report: Report) -> bool:
@@ -401,6 +421,8 @@ def failures(report: Report) -> str:
 def remarks(report: Report) -> Iterator[str]:
     """What is to be said of a run; nothing of an ordinary one."""
     ended, reasoning = report.finish_reasons, report.ended_in_reasoning
+    if report.busy:
+        yield f"BUSY: {report.busy}, so speeds are doubtful: run it again when the machine is idle."
     if report.num_spec_tokens == 0:
         yield _PLAIN
     elif report.mean_acceptance_length is None:
