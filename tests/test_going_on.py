@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from specgen import storage
 from specgen.config import FormatName, SamplingParams, UserError
 from specgen.core.scheduler import Scheduler
 from specgen.core.sequence import NOT_FINITE, Sequence
@@ -402,10 +403,10 @@ def with_changes(job: Job, changed: dict[str, Any]) -> Job:
     )
 
 
-def test_what_changes_no_text_may_differ(job: Job, tmp_path: Path) -> None:
+def test_what_changes_no_text_may_differ(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped(job, tmp_path / "run", 1)
     models = tmp_path / "elsewhere"
-    shutil.copytree(Path(job.engine.model).parent, models)
+    shutil.copytree(Path(job.engine.model).parent, models)  # with the prompts
     changed = {
         "model": str(models / "target"),
         "drafter": str(models / "drafter"),
@@ -414,7 +415,12 @@ def test_what_changes_no_text_may_differ(job: Job, tmp_path: Path) -> None:
         "kv_memory": 1 << 20,
         "prefix_cache": False,
     }
-    run.run(with_changes(job, {"engine": changed}), tmp_path / "run", Follower())
+    moved = {"dataset": str(models / "own.jsonl"), "num_prompts": len(NAMES)}
+    read = list[Path]()
+    digest = storage._read
+    monkeypatch.setattr(storage, "_read", lambda file: read.append(file) or digest(file))
+    run.run(with_changes(job, {"engine": changed, "data": moved}), tmp_path / "run", Follower())
+    assert read.count(models / "own.jsonl") == 1, "it is hashed once, however often it is looked at"
     assert ids(tmp_path / "run" / "completions.jsonl") == NAMES
 
 

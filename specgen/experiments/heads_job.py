@@ -240,7 +240,14 @@ class HeadsRun:
         machine = now(next(iter(configs.values())).device)
         found = [
             {name: config.to_json() for name, config in configs.items()},
-            [[run.manifest[name] for name in ("fingerprints", "sampling", "data")] for run in runs.on(data)],
+            [
+                [
+                    run.manifest["fingerprints"],
+                    run.manifest["sampling"],
+                    [run.manifest["data"][name] for name in ("sha256", "shard")],
+                ]
+                for run in runs.on(data)
+            ],
             {name: value for name, value in machine.items() if name not in OF_THE_MOMENT},
             _METHOD,
         ]
