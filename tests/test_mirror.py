@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -52,7 +53,7 @@ def there(name: str = "completions") -> str:
         return (path / f"{name}.jsonl").read_text()
 
 
-def state() -> dict[str, object]:
+def state() -> dict[str, Any]:
     return dict(json.loads(Store.at(URL).read("parts.json")))
 
 
@@ -254,6 +255,22 @@ def test_a_manifest_that_is_none_is_refused(content: bytes) -> None:
     Store.at(URL).write("parts.json", content)
     with refused(f"^{URL}/parts.json is not as it was written"), mirrored(URL):
         raise AssertionError
+
+
+@pytest.mark.parametrize("lost", ["a file", "a part"])
+def test_a_manifest_that_has_lost_an_entry_is_refused(lost: str) -> None:
+    with killed() as each:
+        add(each.path, completions="a\n")
+        each.claim()
+    manifest = state()
+    if lost == "a file":
+        del manifest["files"]["completions.jsonl"]
+    else:
+        manifest["files"]["completions.jsonl"].pop()
+    Store.at(URL).write("parts.json", json.dumps(manifest).encode())
+    for read in (mirrored, fetched):
+        with refused(f"^{URL}/parts.json is not as it was written .*restore it"), read(URL):
+            raise AssertionError
 
 
 def test_a_slow_upload_of_an_end_replaces_nothing_of_another_process(

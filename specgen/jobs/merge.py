@@ -11,7 +11,7 @@ from specgen.config import FormatName, require
 from specgen.jobs.prompt_index import REQUESTS, read_requests
 from specgen.jobs.run_output import FinishedRun, RunResult
 from specgen.jobs.shards import WHOLE, Shard, parse_shard
-from specgen.record.files import id_of, replacement, write_json
+from specgen.record.files import id_of, replacement, whole_lines, write_json
 from specgen.record.provenance import FREE_IN_A_RUN, differences
 from specgen.record.record_rows import require_present_version
 from specgen.record.results import clear, directory
@@ -132,14 +132,14 @@ def _join(into: Path, sources: Sequence[Path], runs: Sequence[_ShardRun]) -> Non
 
 def _lines_by_row(path: Path, requests: Path) -> Iterator[list[bytes]]:
     """Per row of a shard's input, the lines of ``path`` that are of its requests."""
-    with path.open("rb") as lines:
-        line = lines.readline()
-        for ids in read_requests(requests):
-            found = []
-            while line and id_of(line) in ids:
-                found.append(line)
-                line = lines.readline()
-            yield found
+    lines = ((id_of(line), line + b"\n") for _, line in whole_lines(path))
+    name, line = next(lines, ("", b""))
+    for ids in read_requests(requests):
+        found = []
+        while line and name in ids:
+            found.append(line)
+            name, line = next(lines, ("", b""))
+        yield found
 
 
 def _interleaved(rows: Sequence[Iterator[list[bytes]]]) -> Iterator[bytes]:

@@ -35,7 +35,7 @@ from specgen.jobs.ray_engine import RayEngine
 from specgen.jobs.run_output import MAIN_FILES, FinishedRun, RunResult, complete_run
 from specgen.jobs.shards import WHOLE
 from specgen.prompts import Prompt, PromptSet, failure
-from specgen.record.files import write_json_lines, write_text
+from specgen.record.files import whole_lines, write_json_lines, write_text
 from specgen.record.interrupt import StoppedError
 from specgen.record.mirror import mirrored
 from specgen.record.progress import Progress, Status, Tally, kept_status
@@ -419,7 +419,7 @@ def _read_lost(directory: Path) -> dict[str, list[str]]:
 
 def _lost_rows(directory: Path) -> list[dict[str, str]]:
     path = directory / _LOST
-    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+    return [json.loads(line) for _, line in whole_lines(path)] if path.exists() else []
 
 
 @contextmanager

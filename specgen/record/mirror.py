@@ -74,6 +74,7 @@ class _Manifest:
         """``UserError`` for what is no manifest."""
         try:
             found = json.loads(content)
+            require(found.pop("sha256", None) in (None, _digest(found)), "it has lost or gained something")
             files = {
                 str(name): tuple(Part(**part) for part in parts) for name, parts in found["files"].items()
             }
@@ -103,7 +104,11 @@ class _Manifest:
             "updated": timestamp(),
             "files": {name: [asdict(part) for part in parts] for name, parts in self.files.items()},
         }
-        return as_json(found).encode()
+        return as_json(found | {"sha256": _digest(found)}).encode()
+
+
+def _digest(manifest: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _read(store: Store) -> bytes | None:

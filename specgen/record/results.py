@@ -217,10 +217,9 @@ class RunDirectory:
         cut_torn_line(passes)
         with passes.open("rb") as lines:
             number = sum(line.startswith(_SESSION) for line in lines)
-        if record := (self.completions.last() or {}).get(
-            "record"
-        ):  # of a session that ``passes`` may have lost
-            number = max(number, 1 + int(record["session"].rpartition("-")[2]))
+        last = self.completions.last() or {}
+        if "record" in last and "token_ids" in last:  # of a session that ``passes`` may have lost
+            number = max(number, 1 + int(RequestRow.of_row(last).session.rpartition("-")[2]))
         self._passes = open_output(passes, "a")
         self._session = f"{shard}-{number}"
         self._is_begun = False
