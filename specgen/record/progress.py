@@ -15,6 +15,7 @@ from specgen.record.provenance import timestamp
 from specgen.record.record_rows import EngineRow, PassRow
 
 State = Literal["reading", "preparing", "running", "finished", "interrupted", "failed"]
+WORKING: tuple[State, ...] = ("reading", "preparing", "running")  # of a process that has not ended
 _INTERVAL = 1.0  # seconds between two writes
 
 

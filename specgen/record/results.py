@@ -202,6 +202,27 @@ def _holder(file: IO[str]) -> str:
     return f"process {pid} on {host}" if host else "another process"
 
 
+def is_gone(pid: object, host: object, directory: Path) -> bool:
+    """Whether the process ``pid`` that worked in ``directory`` on ``host`` has ended; of another host nobody knows.
+
+    The lock tells too, as a container has numbers of its own.
+    """
+    if host != socket.gethostname() or not isinstance(pid, int):
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        with suppress(FileNotFoundError), (directory / LOCK).open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return False
+        return True
+    except (OSError, OverflowError):  # another user's, or no number of a process
+        return False
+    return False
+
+
 class RunDirectory:
     """The files of a run in ``path``. Those of an earlier run are resumed, but for its errors, which are removed."""
 

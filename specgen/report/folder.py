@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 from specgen.config import UserError, ngram_length, require
 from specgen.config.json_fields import load_json
+from specgen.record.progress import WORKING
 from specgen.record.record_rows import WHOLE
 from specgen.report.display import (
     SHOWS,
@@ -248,7 +249,7 @@ def _progress(status: Mapping[str, Any]) -> str:
     known = [str(state)]
     if total:
         known.append(f"{_share(_number(status['done']) or 0, _number(total) or 0)} done")
-    if state in ("reading", "preparing", "running"):
+    if state in WORKING:
         known.append(f"written {_when(status['updated'])}")
     return ", ".join(known)
 
