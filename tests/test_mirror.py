@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,39 @@ def test_starting_over_keeps_a_copy() -> None:
     assert there() == "b\n"
     with fetched(Url(f"{URL}.1")) as path:
         assert (path / "completions.jsonl").read_text() == "a\n"
+
+
+def test_starting_over_may_be_killed_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy, fs = Store.copy, type(fsspec.filesystem("memory"))
+    remove = fs.rm
+    for left in count():
+        fsspec.filesystem("memory").store.clear()
+        with killed() as each:
+            add(each.path, completions="a\n", passes="b\n")
+            each.claim()
+        steps = iter(range(left))
+
+        def kill(steps: Iterator[int] = steps) -> None:
+            if next(steps, None) is None:
+                raise Killed
+
+        with suppress(Killed), monkeypatch.context() as patch:
+            patch.setattr(Store, "copy", lambda *asked: (kill(), copy(*asked)))
+            patch.setattr(fs, "rm", lambda self, names: [(kill(), remove(self, name)) for name in names])
+            mirror._set_aside(Store.at(URL))
+        num_left = len(list(steps))
+        with mirrored(URL, restart=True) as each:
+            assert not each.path.exists()
+            add(each.path, completions="c\n")
+            each.claim()
+        assert there() == "c\n"
+        copies = [Url(f"{URL}.{number}") for number in (1, 2)]
+        whole = [url for url in copies if "parts.json" in Store.at(url).top()]
+        with fetched(whole[0]) as path:
+            assert (path / "completions.jsonl").read_text() == "a\n"
+        if num_left:
+            break
+    assert left > 8
 
 
 @pytest.mark.parametrize(

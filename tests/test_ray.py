@@ -138,8 +138,38 @@ def whole(pair: EngineConfig, data: Path, tmp_path_factory: pytest.TempPathFacto
 def require_same(path: Path, whole: dict[str, Any]) -> None:
     on_ray = files(path)
     assert on_ray["manifest.json"]["settings"].pop("workers") == "2 on Ray, at once"
-    del on_ray["config.yaml"]  # of the command line
+    on_ray.pop("config.yaml", None)  # of the command line
     assert on_ray == whole
+
+
+@pytest.mark.slow
+def test_a_worker_may_be_killed_by_ray(
+    pair: EngineConfig, data: Path, whole: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an operator does, or Ray itself where memory runs out."""
+    import ray
+
+    pools = list[Any]()
+    add = ray_engine._Pool._add
+    monkeypatch.setattr(ray_engine._Pool, "_add", lambda self: (pools.append(self), add(self)))
+
+    class Killing(Silent):
+        num_done = 0
+
+        def advance(self) -> None:
+            self.num_done += 1
+            if self.num_done == 1:
+                ray.kill(next(iter(pools[0]._num_blocks)))
+
+    job = Job(
+        engine=replace(pair, attention="auto"),
+        sampling=SamplingParams(max_tokens=MAX_TOKENS),
+        data=DataSource(dataset=str(data)),
+        cluster=Cluster(num_workers=2),
+    )
+    run(job, tmp_path / "ray", Killing())
+    assert len(pools) == 3, "another took its place"
+    require_same(tmp_path / "ray", whole)
 
 
 @pytest.mark.slow

@@ -385,11 +385,14 @@ def _set_aside(store: Store) -> None:
     if MANIFEST not in store.top():
         return
     numbers = (Store.at(Url(f"{store.url}.{number}")) for number in count(1))
-    free, names = next(each for each in numbers if not each.top()), store.names()
+    free = next(each for each in numbers if not each.top())
+    # The manifest last, both times: a kill meanwhile leaves this a run, which the same command sets aside again, and
+    # a copy that is not whole none
+    names = sorted(store.names(), key=lambda name: name == MANIFEST)
     for name in names:
         store.copy(name, free)
-    store.remove([MANIFEST])  # without it the rest is no run
-    store.remove([name for name in names if name != MANIFEST])
+    store.remove(names[:-1])
+    store.remove([MANIFEST])
 
 
 # --- from a store -------------------------------------------------------------------------------
