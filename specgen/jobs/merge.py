@@ -14,7 +14,7 @@ from specgen.jobs.shards import WHOLE, Shard, parse_shard
 from specgen.record.files import id_of, replacement, whole_lines, write_json
 from specgen.record.provenance import FREE_IN_A_RUN, differences
 from specgen.record.record_rows import require_present_version
-from specgen.record.results import clear, directory
+from specgen.record.results import clear, directory, discarded_unless_done
 from specgen.report.report import load, status_of
 
 _NEEDED = ("completions.jsonl", "errors.jsonl", "passes.jsonl", "status.json", REQUESTS)
@@ -41,7 +41,8 @@ def merge(output: Path, directories: Sequence[Path], format_name: FormatName) ->
     """
     require(not output.exists(), f"output {str(output)!r} exists: name a new directory, or remove it first")
     runs = _all_of_one_run([_open(path) for path in directories])
-    with directory(output.with_name(f"{output.name}.partial"), "manifest.json") as path:
+    partial = output.with_name(f"{output.name}.partial")
+    with directory(partial, "manifest.json") as path, discarded_unless_done(path):
         write_json(path / "manifest.json", _manifest(runs))
         clear(path)  # what a killed merge has left
         _join(path, [run.path for run in runs], runs)
