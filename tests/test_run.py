@@ -481,7 +481,7 @@ def test_the_options_are_a_decision() -> None:
         "max_new_tokens temperature top_p top_k min_p repetition_penalty presence_penalty "
         "frequency_penalty seed stop ignore_eos max_batch_size max_prefill_tokens kv_memory device "
         "tensor_parallel dtype kv_dtype attention cuda_graphs gpu_memory_utilization prefix_cache "
-        "executor num_workers address output restart format served_model_name no_steps max_failures "
+        "executor num_workers address output restart retry_errors format served_model_name no_steps max_failures "
         "baseline as_json quiet return"
     )
     assert sorted(command.callback.__annotations__) == sorted(names.split())
@@ -568,9 +568,10 @@ def test_options_without_effect_are_said(
 def test_a_failure_names_its_line_once(pair: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.jsonl"
     own.write_text('{"prompt": "Tom has"}\n{bad\n{"id": "b"}\n')
-    result = run(pair, "--dataset", own)
+    result = run(pair, "--dataset", own, "--output", tmp_path / "run")
     failed = [line for line in result.stderr.splitlines() if line.startswith("specgen: failed: ")]
     assert failed[0].startswith("specgen: failed: line 2: not valid JSON")
+    assert "correct them in the prompts and add --retry-errors" in result.stderr.splitlines()[-1]
     assert failed[1].startswith("specgen: failed: b: line 3: no prompt")
 
 

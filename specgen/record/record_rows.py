@@ -165,7 +165,7 @@ class RequestRow:
 
     ``steps`` is None where they were not kept; ``counts`` are theirs, and ``parts`` as from ``count_parts`` where the
     text has reasoning. An answer ``is_empty`` without a character, where the row has it. ``unit`` is that of
-    ``units_of``, where the conversation has one.
+    ``units_of``, where the conversation has one. ``asked`` is a digest of the row of the input, where that is known.
     """
 
     name: str
@@ -185,6 +185,7 @@ class RequestRow:
     steps: Sequence[Step] | None
     is_empty: bool = False
     unit: str = ""
+    asked: str = ""
 
     def to_json(self, *, with_steps: bool = True) -> dict[str, Any]:
         """The ``record`` of a row, which has the other fields itself; see ``of_row``."""
@@ -192,6 +193,8 @@ class RequestRow:
             name: getattr(self, name)
             for name in ("session", "arrival", "first_token", "ended", "num_cached_tokens", "counts")
         }
+        if self.asked:
+            found["asked"] = self.asked
         if self.num_turns > 1:
             found["num_turns"] = self.num_turns
         if self.parts is not None:
@@ -249,6 +252,7 @@ class RequestRow:
             steps=_steps(record["steps"], num_tokens) if "steps" in record else None,
             is_empty="text" in row and not row["text"].strip(),
             unit=units.get(conversation_of(row["id"], turn), ""),
+            asked=record.get("asked", ""),
         )
 
     def moved(self, seconds: float) -> Self:
