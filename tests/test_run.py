@@ -13,7 +13,7 @@ from typer.testing import Result
 from specgen.cli import main as cli
 from specgen.config import UserError
 from specgen.jobs import run as job
-from tests.commands import printed, rows, specgen, write_rows
+from tests.commands import printed, refused, rows, specgen, write_rows
 from tests.jobs import untimed
 from tests.marks import mostly_slow
 from tests.tiny_checkpoints import write_head, write_target
@@ -470,6 +470,21 @@ def test_an_old_run_is_never_overwritten(pair: Path, data: Path, tmp_path: Path)
     result = run(pair, "--dataset", "mt-bench", "--data-path", data, "--output", tmp_path)
     assert "is not empty" in str(result.exception)
     assert (tmp_path / "kept.txt").read_text() == "mine"
+    for place in ("/", "."):
+        result = run(pair, "--output", place)
+        assert str(result.exception).endswith("holds no run: name a new or an empty directory"), (
+            "not: remove it"
+        )
+
+
+def test_errors_are_tried_again_in_a_directory(pair: Path) -> None:
+    for output in ((), ("--output", "-")):
+        with refused(
+            "retry-errors is about the failed rows .*: add --output DIR, or leave out --retry-errors"
+        ):
+            raise run(pair, "--retry-errors", *output).exception or AssertionError
+    with refused("restart and retry-errors are both given: .*choose one"):
+        raise run(pair, "--retry-errors", "--restart", "--output", "x").exception or AssertionError
 
 
 def test_the_options_are_a_decision() -> None:

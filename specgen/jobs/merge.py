@@ -39,7 +39,7 @@ def merge(output: Path, directories: Sequence[Path], format_name: FormatName) ->
     Returns what is to be printed. Rows are streamed. ``output`` appears atomically, in ``format_name`` too.
     ``UserError`` where it exists already, and unless the shards are all those of one run, finished.
     """
-    require(not output.exists(), f"output {str(output)!r} exists: name a new directory, or remove it first")
+    require(not output.exists(), f"output {str(output)!r} exists: name a new directory")
     runs = _all_of_one_run([_open(path) for path in directories])
     partial = output.with_name(f"{output.name}.partial")
     with directory(partial, "manifest.json") as path, discarded_unless_done(path):

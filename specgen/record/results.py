@@ -172,7 +172,7 @@ def _require_ours(path: Path, marker: str) -> None:
     held = {inner.name for inner in path.iterdir()} if path.exists() else set()
     require(
         marker in held or held <= _BEFORE_MANIFEST | {f"{marker}.partial"},
-        f"output {str(path)!r} is not empty and holds no run: name a new directory, or remove it first",
+        f"output {str(path)!r} is not empty and holds no run: name a new or an empty directory",
     )
 
 
