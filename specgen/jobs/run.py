@@ -337,10 +337,17 @@ class _Work:
             self.progress.see(row)
             self.status.see(row)
 
+        def begin() -> None:
+            seconds, total, done = self.startup.take(), self.index.num_requests, len(files.completions)
+            if config.device != "cpu":
+                self.progress.ready(name, seconds)
+            self.status.begin(tally, total=total, done=done, startup=seconds)
+            self.progress.start(name, tally, total, done)
+
         name = "plain decoding" if config.draft_length.most == 0 else "speculative decoding"
-        if config.device != "cpu":
+        if config.device != "cpu" or self.job.cluster is not None:
             self.progress.prepare(name)
-        engine = self._engine(config, record)
+        engine = self._engine(config, record, begin)
         require(
             not self._has_changed(),
             f"{self.prompts.name} has changed since this run has read it: put back what it was, or start over "
@@ -348,13 +355,9 @@ class _Work:
         )
         if self.index.has_chats:
             engine.tokenizer.require_chat_template()
-        seconds = self.startup.take()
-        if config.device != "cpu":
-            self.progress.ready(name, seconds)
+        if isinstance(engine, Engine):  # else its workers are still to start
+            begin()
         first, done_rows, open_prompts = self._first_ids(files), files.completions, dict[str, Prompt]()
-        total, done = self.index.num_requests, len(done_rows)
-        self.status.begin(tally, total=total, done=done, startup=seconds)
-        self.progress.start(name, tally, total, done)
         outputs = engine.generate(
             _noted(self.prompts.select(self.index.pending(done_rows)), done_rows, open_prompts),
             self.job.sampling,
@@ -397,7 +400,9 @@ class _Work:
         rows = self.prompts.select(self.index.pending(files.completions))
         return [row.turn_ids[0] for row in islice((row for row in rows if isinstance(row, Prompt)), _FIRST)]
 
-    def _engine(self, config: EngineConfig, record: Callable[[EngineRow], None]) -> Engine | RayEngine:
+    def _engine(
+        self, config: EngineConfig, record: Callable[[EngineRow], None], ready: Callable[[], None]
+    ) -> Engine | RayEngine:
         sampling, config = self.job.sampling, _with_rows_for(self.index, config)
         asked = [sampling]
         for row in self.index.sampling:
@@ -405,7 +410,8 @@ class _Work:
                 asked.append(replace(sampling, **row))
         expected = most_demanding(asked)
         if self.job.cluster is not None:
-            return RayEngine(config=config, cluster=self.job.cluster, record=record, expected=expected)
+            cluster = self.job.cluster
+            return RayEngine(config=config, cluster=cluster, record=record, expected=expected, ready=ready)
         if self.models is None:
             self.models = (
                 load_models(config, self.checkpoints, expected)
