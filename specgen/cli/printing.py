@@ -109,7 +109,9 @@ def print_notes_and_exit(
 
 def print_files(output: Path | Url, page: str) -> None:
     """The location of the files, on stderr."""
-    print(f"Files are in {output}; open {output / page} in a browser.", file=sys.stderr)
+    # no browser opens the URL of a store
+    open_it = f"the report is {page}" if isinstance(output, Url) else f"open {output / page} in a browser"
+    print(f"Files are in {output}; {open_it}.", file=sys.stderr)
 
 
 def print_failures(first: Sequence[str], num_failures: int, where_all_are: str) -> None:

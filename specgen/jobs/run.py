@@ -438,17 +438,17 @@ class _Work:
         done, failed, total = len(files.completions), len(files.errors), self.index.num_requests
         if self._too_many(files):
             raise TooManyFailuresError(
-                f"{failed} requests failed, more than max-failures {self.job.max_failures}; "
-                f"{done} of {total} are done"
+                f"{failed:,} requests failed, more than max-failures {self.job.max_failures}; "
+                f"{done:,} of {total:,} are done"
             )
         if done + failed < total and _all_failed(files, first):
             reason = failure(first[0], str(files.errors[first[0]]["error"]))
             raise TooManyFailuresError(
-                f"the first {_FIRST} of {total} requests all failed, and none is done ({reason}): fix that, or "
+                f"the first {_FIRST} of {total:,} requests all failed, and none is done ({reason}): fix that, or "
                 "let the others run with --max-failures"
             )
         if done + failed < total:
-            raise StoppedError(f"interrupted with {done} of {total} requests done")
+            raise StoppedError(f"interrupted with {done:,} of {total:,} requests done")
 
 
 def _noted(
