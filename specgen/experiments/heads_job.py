@@ -233,13 +233,16 @@ class HeadsRun:
         return {PLAIN: next(iter(heads.values())).plain(), **heads}
 
     def _conditions(self, runs: HeadRuns, data: str) -> str:
-        """A digest of what speeds on ``data`` depend on."""
+        """A digest of what speeds on ``data`` depend on; weights and prompts by content, wherever they are."""
         configs = {
             name: resolve(config, open_checkpoints(config)) for name, config in self._arms(data).items()
         }
         machine = now(next(iter(configs.values())).device)
         found = [
-            {name: config.to_json() for name, config in configs.items()},
+            {
+                name: {key: each for key, each in config.to_json().items() if key not in ("model", "drafter")}
+                for name, config in configs.items()
+            },
             [
                 [
                     run.manifest["fingerprints"],
