@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specgen.checkpoints import fingerprint as fingerprints
+from specgen import storage
 from specgen.checkpoints import weight_files
 from specgen.checkpoints.checkpoint import (
     draft_to_target,
@@ -303,19 +303,19 @@ def large(
 ) -> Callable[..., tuple[str, int]]:
     """The fingerprint of a checkpoint whose files count as large, in a new process each, and how many it read."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(fingerprints, "_LARGE", 1000)
+    monkeypatch.setattr(storage, "_LARGE", 1000)
     path, read = _copy(target_path, tmp_path / "target"), list[str]()
     monkeypatch.setattr(
-        fingerprints,
+        storage,
         "_read",
         lambda file: (read.append(file.name), hashlib.sha256(file.read_bytes()).hexdigest())[1],
     )
 
     def fresh(*, later: float = 100.0) -> tuple[str, int]:
-        fingerprints._digest.cache_clear()
+        storage._digest.cache_clear()
         read.clear()
         now = time.time() + later
-        monkeypatch.setattr(fingerprints.time, "time", lambda: now)
+        monkeypatch.setattr(storage.time, "time", lambda: now)
         found = fingerprint(open_checkpoint(str(path)))
         return found, len([name for name in read if name == "model.safetensors"])
 

@@ -8,6 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -418,7 +419,7 @@ def a_run(
     manifest = {
         "engine": {"model": "target", "drafter": f"heads/{head}", "num_spec_tokens": K, "dtype": "float32"},
         "sampling": {"temperature": 0.0, "max_tokens": 9},
-        "data": {"dataset": data, "sha256": "ab" * 32, "num_prompts": None},
+        "data": {"dataset": data, "sha256": sha256(data.encode()).hexdigest(), "num_prompts": None},
         "fingerprints": {"model": "cd" * 32, "drafter": head * 9},
         "settings": {"model": "target", "drafter": head, "data": data, "sampling": "greedy"},
     }
@@ -531,8 +532,8 @@ def test_options_without_effect_are_refused(tmp_path: Path, option: str) -> None
         ("sampling", "temperature", 0.7, r"sampling.temperature \(0.0 in .*/a, 0.7 in .*/b\)"),
         ("sampling", "max_tokens", 10, r"sampling.max_tokens \(9 in .*/a, 10 in .*/b\)"),
         ("fingerprints", "model", "ef" * 32, r"fingerprints.model \(cdcdcdcdcdcd in"),
-        ("data", "sha256", "ef" * 32, r"data.sha256 \(abababababab in"),
-        ("data", "num_prompts", 4, r"data.num_prompts \(None in .*/a, 4 in"),
+        ("data", "sha256", "ef" * 32, r"data.sha256 \(\w{12} in .*/a, efefefefefef in"),
+        ("data", "shard", "0/2", r"data.shard \(None in .*/a, 0/2 in"),
         ("fingerprints", "drafter", "a" * 9, r"/a and .*/b are both of heads/b on mine: leave one out"),
     ],
 )
@@ -544,6 +545,14 @@ def test_unlike_runs_are_refused(tmp_path: Path, section: str, field: str, value
     (paths[1] / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=says):
         read_runs(paths)
+
+
+def test_equal_prompts_are_one_data_set_by_any_name(tmp_path: Path) -> None:
+    paths = [a_run(tmp_path / head, head, [[1, 2], [3]]) for head in "ab"]
+    manifest = json.loads((paths[1] / "manifest.json").read_text())
+    manifest["data"] |= {"dataset": "/elsewhere/mine.jsonl", "num_prompts": 2}
+    (paths[1] / "manifest.json").write_text(json.dumps(manifest))
+    assert read_runs(paths).data == ("mine",)
 
 
 def test_other_settings_are_named(tmp_path: Path) -> None:

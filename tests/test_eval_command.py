@@ -203,6 +203,14 @@ def test_prompts_that_lost_their_start_are_counted(tmp_path: Path) -> None:
     )
     assert sentence in " ".join(printed.split())
     assert json.loads((out / "comparison.json").read_text())["sentence"].endswith(sentence)
+    (tmp_path / "main").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").rename(tmp_path / "main" / f"{split}.jsonl")
+    again = ("gsm8k", "--data-path", tmp_path / "main", *arguments[2:], "--output", out)
+    assert call(*again) == printed, "the same rows by another path"
+    (tmp_path / "main" / "test.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    with pytest.raises(UserError, match=r"differs in (--data-path|the prompts)"):
+        call(*again)
 
 
 @pytest.mark.slow

@@ -134,7 +134,7 @@ def test_the_command_writes_and_prints_it(tmp_path: Path) -> None:
         ("sampling", {"temperature": 1.0}, r"sampling\.temperature \(0\.0 in .*, 1\.0 in"),
         ("sampling", {"max_tokens": 10}, r"sampling\.max_tokens"),
         ("data", {"sha256": "ef"}, r"data\.sha256"),
-        ("data", {"dataset": "mine"}, r"data\.dataset"),
+        ("data", {"dataset": "mine", "sha256": "ef" * 32}, r"data\.dataset"),
         ("fingerprints", {"drafter": "e"}, r"fingerprints\.drafter"),
         ("fingerprints", {"model": "e"}, r"fingerprints\.model"),
         ("engine", {"draft_sampling": "probabilistic"}, r"engine\.draft_sampling"),

@@ -11,7 +11,7 @@ import pytest
 from specgen.experiments.output import BenchTable
 from specgen.record import provenance
 from specgen.record.provenance import FREE_IN_A_RUN, busy, cpu_name, differences, machine_state, now
-from specgen.report.origin import origin
+from specgen.report.origin import origin, unlike_settings
 from specgen.report.page import Page
 from specgen.report.table import Column
 
@@ -80,6 +80,28 @@ def test_another_machine_may_resume_a_run():
 
 def test_another_load_is_no_other_run():
     assert differences(RECORD, {**RECORD, "state": {"load": 7, "cpus": 8}}) == []
+
+
+def test_prompts_are_compared_by_content() -> None:
+    one = {"data": {"dataset": "a/d.jsonl", "data_path": None, "num_prompts": None, "sha256": "ab" * 32}}
+    same = {"data": {"dataset": "gsm8k", "data_path": "/x/d.jsonl", "num_prompts": 6, "sha256": "ab" * 32}}
+    assert differences(one, same) == []
+    assert unlike_settings([one, same]) == {}
+    other = {"data": {**same["data"], "sha256": "cd" * 32}}
+    named = [
+        "--dataset a/d.jsonl -> gsm8k",
+        "--data-path not given -> /x/d.jsonl",
+        "--num-prompts not given -> 6",
+    ]
+    assert differences(one, other) == named
+    assert {"data.dataset", "data.sha256"} < set(unlike_settings([one, same, other]))
+    for without in (
+        {"tasks": ["gsm8k"], "data_path": "/x"},
+        {"dataset": "gsm8k"},
+    ):  # nothing else to judge by
+        assert differences({"data": without}, {"data": dict.fromkeys(without, "b")}) != []
+    bench, moved = ({"data": {"dataset": name, "requests": "ab" * 32}} for name in "ab")
+    assert differences(bench, moved) == []
 
 
 def test_a_busy_machine_is_called_so():

@@ -172,7 +172,7 @@ def test_a_run_without_rows_shares_none(tmp_path):
 
 def test_a_torn_last_line_is_left_out_and_another_row_refused(tmp_path):
     whole = a_directory(tmp_path / "whole", [row("a", [3]), row("b", [1])])
-    torn = a_directory(tmp_path / "torn", [row("a", [3]), row("b", [1])], end="")
+    torn = a_directory(tmp_path / "torn", [row("a", [3])], end='\n{"id": "b", "prompt": {}')
     assert shared_requests([whole, torn])[0].num_requests == 1
     bad = a_directory(tmp_path / "bad", [row("a", [3]), {"text": "b"}])
     with refused(r"completions.jsonl line 2 is not a completion .*generate into a new"):

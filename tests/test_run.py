@@ -14,7 +14,7 @@ from specgen.cli import main as cli
 from specgen.config import UserError
 from specgen.jobs import run as job
 from specgen.prompts.load import RAW
-from tests.commands import printed, rows, specgen, write_rows
+from tests.commands import printed, refused, rows, specgen, write_rows
 from tests.jobs import untimed
 from tests.marks import mostly_slow
 from tests.tiny_checkpoints import write_head, write_target
@@ -488,6 +488,21 @@ def test_an_old_run_is_never_overwritten(pair: Path, data: Path, tmp_path: Path)
     result = run(pair, "--dataset", "mt-bench", "--data-path", data, "--output", tmp_path)
     assert "is not empty" in str(result.exception)
     assert (tmp_path / "kept.txt").read_text() == "mine"
+    for place in ("/", "."):
+        result = run(pair, "--output", place)
+        assert str(result.exception).endswith("holds no run: name a new or an empty directory"), (
+            "not: remove it"
+        )
+
+
+def test_errors_are_tried_again_in_a_directory(pair: Path) -> None:
+    for output in ((), ("--output", "-")):
+        with refused(
+            "retry-errors is about the failed rows .*: add --output DIR, or leave out --retry-errors"
+        ):
+            raise run(pair, "--retry-errors", *output).exception or AssertionError
+    with refused("restart and retry-errors are both given: .*choose one"):
+        raise run(pair, "--retry-errors", "--restart", "--output", "x").exception or AssertionError
 
 
 def test_the_options_are_a_decision() -> None:
@@ -499,7 +514,7 @@ def test_the_options_are_a_decision() -> None:
         "max_new_tokens temperature top_p top_k min_p repetition_penalty presence_penalty "
         "frequency_penalty seed stop ignore_eos max_batch_size max_prefill_tokens kv_memory device "
         "tensor_parallel dtype kv_dtype attention cuda_graphs gpu_memory_utilization prefix_cache "
-        "executor num_workers address output restart format served_model_name no_steps max_failures "
+        "executor num_workers address output restart retry_errors format served_model_name no_steps max_failures "
         "baseline as_json quiet return"
     )
     assert sorted(command.callback.__annotations__) == sorted(names.split())
@@ -587,9 +602,10 @@ def test_options_without_effect_are_said(
 def test_a_failure_names_its_line_once(pair: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.jsonl"
     own.write_text('{"prompt": "Tom has"}\n{bad\n{"id": "b"}\n')
-    result = run(pair, "--dataset", own)
+    result = run(pair, "--dataset", own, "--output", tmp_path / "run")
     failed = [line for line in result.stderr.splitlines() if line.startswith("specgen: failed: ")]
     assert failed[0].startswith("specgen: failed: line 2: not valid JSON")
+    assert "correct them in the prompts and add --retry-errors" in result.stderr.splitlines()[-1]
     assert failed[1].startswith("specgen: failed: b: line 3: no prompt")
 
 

@@ -186,7 +186,18 @@ def test_wrong_sets_of_shards_are_refused(
     with pytest.raises(UserError, match=re.escape(words)) as refused:
         merge(tmp_path / "merged", shards, "jsonl")
     assert "\n" not in str(refused.value)
-    assert not (tmp_path / "merged").exists()
+    assert [each.name for each in tmp_path.iterdir()] == ["damaged"][: damage is not None]
+
+
+def test_shards_of_equal_prompts_are_merged_whatever_their_path_is_called(
+    finished: Path, tmp_path: Path
+) -> None:
+    shards = [Path(shutil.copytree(finished / f"shard {i}", tmp_path / str(i))) for i in range(COUNT)]
+    edit(shards[1] / "manifest.json", lambda m: m["data"].update(data_path="question.jsonl"))
+    edit(
+        shards[2] / "manifest.json", lambda m: m["data"].update(dataset="/mnt/question.jsonl", data_path=None)
+    )
+    assert merge(tmp_path / "merged", shards, "jsonl").report.num_requests > 0
 
 
 def test_some_of_many_missing_shards_are_named(finished: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from specgen.record.record_rows import Captured, OutOfMemory
 from specgen.record.startup import phase, startup_line, watched
 from specgen.report.display import clock
 from tests.commands import printed, specgen
+from tests.streams import pass_row
 
 
 def test_phases_and_the_rest_make_up_the_time() -> None:
@@ -149,6 +150,14 @@ def followed(monkeypatch: pytest.MonkeyPatch, file: io.StringIO, *, quiet: bool 
         shown.advance()
     shown.finish()
     return file.getvalue()
+
+
+def test_a_speed_so_far_counts_no_start_of_workers() -> None:
+    tally = Tally()
+    for ended in (20.0, 16.5, 18.0):
+        tally.see(pass_row(time=ended, seconds=0.5, num_tokens=10))
+    assert tally.tokens_per_second == 30 / 4
+    assert Tally().tokens_per_second is None
 
 
 def test_a_file_gets_a_line_now_and_then(monkeypatch):

@@ -23,6 +23,7 @@ from specgen.config import UserError, first_line, require, shown
 from specgen.config.errors import require_no_stand_in
 from specgen.config.json_fields import load_json
 from specgen.models.dflash import MASK_ID_TENSOR, MASK_TENSOR
+from specgen.storage import file_state
 
 _STEMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))  # in order of preference
 MASK_EMBEDDING = "mask_embedding.pt"  # of some DFlash heads, beside their weights
@@ -121,12 +122,6 @@ def _are_equal(one: tuple[str, TensorInfo], other: tuple[str, TensorInfo], state
         torch.split(read_tensor(*each).flatten().view(torch.uint8), _PIECE) for each in (one, other)
     )
     return all(torch.equal(*pieces) for pieces in zip(ours, theirs, strict=True))
-
-
-def file_state(file: Path) -> tuple[int, ...]:
-    """What identifies a changed file: device, inode, size and times."""
-    found = file.stat()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 @contextmanager

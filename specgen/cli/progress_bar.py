@@ -49,6 +49,8 @@ class ProgressLines(Warnings):
     A line at the start, at the end, and between them not more than one in ten seconds.
     """
 
+    _shown = _done = 0
+
     def note(self, sentence: str) -> None:
         self._say(f"specgen: {sentence}")
 
@@ -106,6 +108,7 @@ class ProgressLines(Warnings):
 class ProgressBar(ProgressLines):
     """The same for a terminal, as a bar."""
 
+    _bar: "tqdm[NoReturn] | None" = None
     _reading: "tqdm[NoReturn] | None" = None
     _compiling: "tqdm[NoReturn] | None" = None
 
@@ -144,11 +147,13 @@ class ProgressBar(ProgressLines):
         )
 
     def advance(self) -> None:
+        assert self._bar is not None
         self._bar.set_postfix_str(self._speed(), refresh=False)
         self._bar.update()
 
     def finish(self) -> None:
-        self._bar.close()
+        if self._bar is not None:  # else workers did not start
+            self._bar.close()
 
     def _say(self, line: str) -> None:
         from tqdm import tqdm

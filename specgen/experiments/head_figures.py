@@ -46,7 +46,7 @@ DECISIVE = (  # for acceptance; the others, such as the batch, the device or a v
     "sampling.",
     "fingerprints.model",
 )
-OF_DATA = ("data.num_prompts", "data.sha256", "data.shard")
+OF_DATA = ("data.num_prompts", "data.sha256", "data.shard")  # of which prompts a run is
 _DIGEST = 6  # characters that are shown of one
 _REMEDY = "generate them alike, or set them side by side with `specgen report`"
 
@@ -101,16 +101,17 @@ def read_runs(directories: Sequence[Path]) -> HeadRuns:
     unlike = unlike_settings(manifests)
     refuse_unlike(directories, {name: found for name, found in unlike.items() if name.startswith(DECISIVE)})
     heads = _heads(manifests)
-    sets = short_names(manifest["data"]["dataset"] for manifest in manifests)
+    sources = _sources(manifests)
+    sets = short_names(sources)
     runs = tuple(
         HeadRun(
             directory=directory,
             head=head,
-            data=sets[manifest["data"]["dataset"]],
+            data=sets[source],
             report=report,
             manifest=manifest,
         )
-        for (directory, report, manifest), head in zip(read, heads, strict=True)
+        for (directory, report, manifest), head, source in zip(read, heads, sources, strict=True)
     )
     _check_data(runs)
     named = {
@@ -197,6 +198,13 @@ def _heads(manifests: Sequence[Mapping[str, Any]]) -> list[str]:
     }
     names = short_names(labels.values(), taken=PLAIN)
     return [names[labels[digest]] for digest in weights]
+
+
+def _sources(manifests: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The data set of each run: equal prompts are one, also by another name, whose first name it has."""
+    names: dict[str, str] = {}
+    data = [manifest["data"] for manifest in manifests]
+    return [names.setdefault(each.get("sha256", each["dataset"]), each["dataset"]) for each in data]
 
 
 def _check_data(runs: Sequence[HeadRun]) -> None:

@@ -219,7 +219,7 @@ _FINGERPRINTS = {"fingerprints.model", "fingerprints.drafter"}
 _TIMED = {"engine.device", "engine.tensor_parallel", "engine.cuda_graphs", "device.cpu", "device.threads"}
 PLAIN = "plain decoding"  # the arm of a comparison without a head
 LEAST_ROUNDS = 2  # for a ratio of a comparison: one round has no spread
-_FREE = {*FREE_IN_A_RUN, *_EXTENDED} - _TIMED
+_FREE = {*FREE_IN_A_RUN, *_EXTENDED, "bench.workload.dataset"} - _TIMED  # the data by the requests' digest
 
 
 class Rounds:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from specgen.report.origin import origin
 from specgen.report.report import report_categories, report_of
 from specgen.report.run_texts import RunTexts
 from specgen.report.table import Column, Table
+from specgen.storage import file_digest
 
 _PYTHON_SEED, _SEED = 0, 1234  # lm-eval's defaults
 _FORMATS = {".jsonl": "json", ".parquet": "parquet"}  # suffix: builder of ``datasets``
@@ -214,6 +216,19 @@ class StudyJob:
             "data_path": str(self.data_path) if self.data_path else None,
         }
 
+    def data(self) -> dict[str, Any]:
+        """Tasks, and of rows in files of the user's their content; for manifests."""
+        found = {
+            "tasks": list(self.study.tasks),
+            "data_path": str(self.data_path) if self.data_path else None,
+        }
+        if self.data_path is None:
+            return found
+        digest = sha256()
+        for split, files in _splits(self.data_path)[1].items():
+            digest.update(f"{split} {[file_digest(Path(file)) for file in files]} ".encode())
+        return found | {"sha256": digest.hexdigest()}
+
 
 class StudyRun:
     """The arms of a study and their shared weights.
@@ -250,7 +265,8 @@ class StudyRun:
         if said := self._generation.sentence():
             progress.note(f"{FILE}: {said}")
         path.mkdir(parents=True, exist_ok=True)
-        require_same(path / "study.json", job.to_json(), free=(), remedy=_REMEDY)
+        own = {} if job.data_path is None else {"data": job.data()}
+        require_same(path / "study.json", job.to_json() | own, free=("data_path",), remedy=_REMEDY)
         self._loaded: dict[str, Models] = {}  # by dtype
         # once, as it reads all weights
         self._fingerprints = {name: fingerprint(each) for name, each in self._checkpoints.items()}
@@ -378,9 +394,9 @@ class StudyRun:
         return run
 
     def _manifest(self, config: EngineConfig, sampling: SamplingParams) -> dict[str, Any]:
-        path = self._job.data_path
-        data = {"tasks": list(self._job.study.tasks), "data_path": str(path) if path else None}
-        return manifest(engine=config, sampling=sampling, data=data, fingerprints=self._fingerprints)
+        return manifest(
+            engine=config, sampling=sampling, data=self._job.data(), fingerprints=self._fingerprints
+        )
 
 
 def _alike(configs: Mapping[str, EngineConfig], arms: Sequence[Arm]) -> list[list[str]]:

@@ -22,7 +22,7 @@ from specgen.config.urls import Url
 from specgen.prompts.fields import SAMPLING_FIELDS
 from specgen.prompts.json_rows import Lines, OtherFormatError, Row, parsed, read_rows
 from specgen.prompts.json_rows import Source as JsonSource
-from specgen.storage import Store, StoredObject
+from specgen.storage import Store, StoredObject, file_digest
 
 _BATCH = 1024  # rows of a table per read
 _LONGEST_CELL = 64 * 2**20  # characters
@@ -97,9 +97,7 @@ class Source:
             ):  # what its store says is enough: to read it would take as long as a run
                 digest.update(f"{file.path.suffixes[-2:]} {file.size} {file.version} ".encode())
                 continue
-            digest.update(f"{file.suffixes[-2:]} {file.stat().st_size} ".encode())
-            with file.open("rb") as content:
-                digest.update(hashlib.file_digest(content, "sha256").digest())
+            digest.update(f"{file.suffixes[-2:]} {file_digest(file)} ".encode())
         return digest.hexdigest()
 
 

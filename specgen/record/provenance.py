@@ -34,7 +34,6 @@ FREE_IN_A_RUN = (  # no effect on texts; checkpoints are compared by fingerprint
     *MACHINE,
     "device.threads",
     "device.memory_bytes",
-    "data.data_path",
     "data.own_parameters",  # as the digest has it
     "versions.python",
     "versions.datasets",
@@ -174,6 +173,10 @@ _OPTIONS = {  # by the field that keeps an option
 _DEFAULTS = {"steps": True, "engine.kv_dtype": "model", "engine.tensor_parallel": 1}  # not recorded
 _NAMED = 3  # files
 _DIGESTS = ("fingerprints.model", "fingerprints.drafter", "data.sha256")
+# What only says where prompts were, or how many were asked for. Where both manifests have a digest of the prompts
+# themselves, of a run or of a bench, that one decides
+NAMES_OF_DATA = ("data.dataset", "data.data_path", "data.num_prompts")
+_DIGESTS_OF_DATA = ("data.sha256", "data.requests")
 
 
 def differences(earlier: Mapping[str, Any], now: Mapping[str, Any], free: Container[str] = ()) -> list[str]:
@@ -193,11 +196,18 @@ def differences(earlier: Mapping[str, Any], now: Mapping[str, Any], free: Contai
 
 
 def _follows(name: str, unlike: list[str], left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
-    """Whether another difference, which is listed, is why ``name`` differs."""
+    """Whether ``name`` need not be listed: another difference says why it differs, or it decides nothing."""
+    if name in NAMES_OF_DATA:
+        return same_prompts(left, right)
     if name == "data.sha256":
-        return not {"data.dataset", "data.num_prompts"}.isdisjoint(unlike)
+        return not set(NAMES_OF_DATA).isdisjoint(unlike)
     drafters = left.get("engine.drafter"), right.get("engine.drafter")
     return name == "fingerprints.drafter" and None in drafters and "engine.num_spec_tokens" in unlike
+
+
+def same_prompts(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
+    """Whether two manifests, with dotted names, have a digest of their prompts, and the same one."""
+    return any(left.get(name) == right.get(name) is not None for name in _DIGESTS_OF_DATA)
 
 
 def _of_values(name: str, left: Mapping[str, Any], right: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from specgen.config import ngram_length
 from specgen.config.json_fields import flat
-from specgen.record.provenance import OF_THE_MOMENT, busy
+from specgen.record.provenance import NAMES_OF_DATA, OF_THE_MOMENT, busy, same_prompts
 from specgen.report.display import checkpoint_name, count
 
 _PACKAGES = ("specgen", "torch", "flashinfer-python", "lm-eval")
@@ -89,8 +89,8 @@ def _command(argv: list[str]) -> str:
 def unlike_settings(manifests: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
     """The value of each run by the dotted name of the field, for fields in which the runs differ.
 
-    A checkpoint is compared by its weights: equal ones may have several paths. A digest is named only where its
-    path does not tell the runs apart.
+    A checkpoint is compared by its weights and prompts by their texts: equal ones may have several paths. The digest
+    of a checkpoint is named only where its path does not tell the runs apart.
     """
     fields = [dict(_fields(manifest)) for manifest in manifests]
     names = dict.fromkeys(name for each in fields for name in each)
@@ -102,6 +102,9 @@ def unlike_settings(manifests: Sequence[Mapping[str, Any]]) -> dict[str, tuple[A
             del unlike[digest]
         elif path in unlike and None not in values.get(digest, (None,)):
             del unlike[path]
+    if all(same_prompts(fields[0], each) for each in fields[1:]):
+        for name in NAMES_OF_DATA:
+            unlike.pop(name, None)
     return unlike
 
 

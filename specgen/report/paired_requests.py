@@ -13,6 +13,7 @@ from sys import intern
 from typing import Any
 
 from specgen.config import UserError, first_line
+from specgen.record.files import whole_lines
 from specgen.record.record_rows import conversation_of, units_of
 from specgen.report.intervals import (
     Interval,
@@ -216,13 +217,8 @@ def read_answers(directory: Path) -> dict[str, Answer]:
     path = directory / "completions.jsonl"
     if not path.is_file():
         return {}
-    with path.open("rb") as lines:
-        found = (
-            _read(line, f"{path} line {number}")
-            for number, line in enumerate(lines, start=1)
-            if line.endswith(b"\n")
-        )
-        return _by_prompt({answer.name: answer for answer in found})
+    found = (_read(line, f"{path} line {number}") for number, line in whole_lines(path))
+    return _by_prompt({answer.name: answer for answer in found})
 
 
 def _by_prompt(answers: Mapping[str, Answer]) -> dict[str, Answer]:

@@ -11,6 +11,7 @@ import msgspec
 from specgen.config import UserError
 from specgen.config.json_fields import load_json
 from specgen.record.files import Rows
+from specgen.record.progress import WORKING
 from specgen.record.record_rows import (
     ONLY_SESSION,
     PARTS,
@@ -25,7 +26,7 @@ from specgen.record.record_rows import (
     read_passes,
     require_present_version,
 )
-from specgen.record.results import requests_in
+from specgen.record.results import is_gone, requests_in
 from specgen.report.acceptance import RequestSum, Speculation
 from specgen.report.display import count, several
 from specgen.report.timings import (
@@ -390,9 +391,16 @@ def is_finished(directory: Path, status: Mapping[str, Any]) -> bool:
 
 
 def status_of(directory: Path) -> dict[str, Any]:
-    """``status.json``; empty without one, or where a power failure has emptied it."""
+    """``status.json``; empty without one, or where a power failure has emptied it.
+
+    Of a run whose process was killed, which it could not write, ``state`` says so.
+    """
     path = directory / "status.json"
     try:
-        return load_json(path, "run the same command again") if path.exists() else {}
+        found = load_json(path, "run the same command again") if path.exists() else {}
     except UserError:
         return {"state": "lost"}
+    at_work = found.get("state") in WORKING
+    if at_work and is_gone(found.get("pid"), found.get("host"), directory):
+        return {**found, "state": f"stopped: process {found['pid']} is gone"}
+    return found
