@@ -131,7 +131,7 @@ class BenchTable(Table):
             if numbers:
                 chart = Lines(
                     title=plot.title,
-                    label=f"{y.unit} over {x.heading}" if y.unit else x.heading,
+                    label=x.heading,
                     ticks=quarters(max(*numbers, plot.reference or 0.0)),
                     show=y.show,
                     lines=lines,
@@ -139,7 +139,7 @@ class BenchTable(Table):
                     reference=plot.reference,
                     order=plot.order,
                 )
-                note = f"one line per {plot.series}"
+                note = f"{y.heading}, one line per {plot.series}"
                 yield Table(title=plot.title, note=note, columns=(), rows=(), lines=chart)
 
 
