@@ -238,10 +238,8 @@ def test_one_repeat_is_no_verdict_and_has_no_command(pair: Path, monkeypatch, tm
     ]
     assert "K 2, padded was ahead, 1.5" in table.answers[0]
     assert "specgen generate" not in table.to_html()
-    assert table.more[0].rows == (), "no arm is called better than another"
     twice = last(job_of(pair, repeats=2), tmp_path)
     assert [row["verdict"] for row in twice.rows].count("best") == 2
-    assert twice.more[0].rows
     assert twice.answers[-1].startswith("Most tokens per second: specgen generate")
 
 
