@@ -16,6 +16,7 @@ from specgen.report.table import Column, Row, Table, csv_text, keys
 from specgen.report.terminal import Part
 
 Value = str | int | float | bool | None
+_WHAT = ("device", "model", "drafter", "prompts")  # conditions that a page begins with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +103,14 @@ class BenchTable(Table):
         }
 
     def to_html(self) -> str:
-        """A self-contained page: conditions, answers, plots, table and notes."""
+        """A self-contained page: what was measured, answers, plots, table and notes, and last how."""
         every = Table(title="Every row", columns=self.columns, rows=self.rows)
+        conditions = {name: str(value) for name, value in self.conditions.items()}
         return Page(
             title=self.title,
-            settings={name: str(value) for name, value in self.conditions.items()},
+            settings={name: text for name, text in conditions.items() if name in _WHAT},
+            notes={name: text for name, text in conditions.items() if name not in _WHAT},
+            notes_title="How it was measured",
             tables=[*self._plotted(), *self.details, *self.more, every],
             sentence="\n".join(self.answers),
             findings=self.notes,
