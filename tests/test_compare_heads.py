@@ -611,7 +611,7 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         ("--dataset", "-"): "can be read only once",
         ("--num-spec-tokens", "0"): "nothing to compare",
         ("--num-spec-tokens", "auto"): "every head would draft another number",
-        ("--drafter", target): f"^{target} is not a draft head .*not an EAGLE3 head",
+        ("--drafter", target): f"^{target} is not a draft head .*a whole model, LlamaForCausalLM",
         ("--model", str(tmp_path)): "has no drafter to compare",
         (str(tmp_path), "--drafter", "ngram"): "^drafter, output are given with directories",
         ("--export", "md", "--json"): "^export and json are both given: choose one",

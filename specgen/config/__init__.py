@@ -255,7 +255,9 @@ class SamplingParams:
         0.0, "Sampling", "The same once for each time that the output so far has the token; 0 is off."
     )
     seed: int = option(0, "Sampling", "With the request's id it determines all random numbers.")
-    stop: str | Sequence[str] = option((), "Sampling", "End a text before this string; may be repeated.")
+    stop: str | Sequence[str] = option(
+        (), "Sampling", "Stop at this string, which is left out; may be repeated."
+    )
     ignore_eos: bool = option(False, "Sampling", "Generate to the full length.")
     logit_bias: tuple[tuple[int, float], ...] = ()
     suppress_tokens: tuple[int, ...] = ()
@@ -265,7 +267,11 @@ class SamplingParams:
         check_types(self)
         # not ``require``, which would format every message for every request
         if not 1 <= self.max_tokens <= _LARGEST_COUNT:
-            _refuse("max-new-tokens", self.max_tokens, f"ask for at least 1, at most {_LARGEST_COUNT}")
+            _refuse(
+                "max_tokens (--max-new-tokens)",
+                self.max_tokens,
+                f"ask for at least 1, at most {_LARGEST_COUNT}",
+            )
         if not 0 <= self.temperature <= _HOTTEST:
             _refuse("temperature", self.temperature, f"use 0 (greedy) or more, up to {_HOTTEST}")
         if not 0 < self.top_p <= 1:

@@ -394,7 +394,7 @@ class _Work:
                 "let the others run with --max-failures"
             )
         if done + failed < total:
-            raise StoppedError(f"interrupted with {done} of {total} requests done")
+            raise StoppedError(f"interrupted with {done:,} of {total:,} requests done")
 
 
 def _all_failed(files: RunDirectory, first: Sequence[str]) -> bool:
