@@ -161,7 +161,7 @@ def test_a_key_that_is_there_twice_is_found_however_it_is_spaced(tmp_path, kind,
     path, row = tmp_path / kind, f'{{"id":"a","prompt":"x","prompt"{before}:"y"}}'
     path.write_text(f"[{row}]" if kind.endswith(".json") else row + "\n" * 3)
     (rejected,) = load(path)[1]
-    assert "'prompt' is there twice" in rejected.reason
+    assert "key 'prompt' appears twice" in rejected.reason
 
 
 def test_what_a_row_lacks_is_named_as_the_row_has_it(tmp_path):
