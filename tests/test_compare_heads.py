@@ -22,7 +22,7 @@ from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.experiments import heads_job
 from specgen.experiments.head_figures import Comparison, as_directory, compare_runs, read_runs, short_names
 from specgen.experiments.heads_job import HeadsJob, HeadsRun
-from specgen.experiments.heads_page import moved_texts, page
+from specgen.experiments.heads_page import last_words, moved_texts, page
 from specgen.experiments.heads_tables import exported, leads, mean_length, tables, verdicts
 from specgen.experiments.rounds import PLAIN, Repeat, Speeds, rounds_under
 from specgen.jobs import run as run_module
@@ -264,6 +264,13 @@ def test_texts_of_the_requests_that_moved_most_are_those_of_both_heads(
     assert "data-draft=" in page
     plain = moved_texts(found, None)
     assert {span.style for entry in plain.entries for text in entry.texts for span in text.spans} == {""}
+
+
+def test_a_long_prompt_is_cut_between_words() -> None:
+    assert last_words("<|user|>What is 1 + 1?\n<|end|>") == "What is 1 + 1?"
+    words = [f"request{at}" for at in range(20)]
+    assert last_words(" ".join(words)) == "… " + " ".join(words[12:])
+    assert last_words("x" * 100) == "… " + "x" * 80
 
 
 def test_every_category_is_once_on_the_page(tmp_path: Path) -> None:

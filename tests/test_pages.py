@@ -181,7 +181,7 @@ def test_a_table_is_folded_behind_its_chart_and_only_then(pages: Mapping[str, st
     for name, html in pages.items():
         for section in re.findall(r"<section class=\"card.*?</section>", html, re.DOTALL):
             if "<table" in section:
-                assert ("<svg" in section) == ("<details><summary>Table" in section), name
+                assert ("<svg" in section) == ("<details><summary>Table: " in section), name
 
 
 def test_a_bench_begins_with_its_answer_and_ends_with_its_method(pages: Mapping[str, str]) -> None:
