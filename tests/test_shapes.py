@@ -158,7 +158,7 @@ def test_a_key_that_is_there_twice_is_found_whatever_the_setting(tmp_path: Path)
     assert num_together(tmp_path / "a.jsonl") == 18
     prompts = DataSource(dataset=str(tmp_path / "a.jsonl")).open()
     assert [each.reason for each in prompts if isinstance(each, Rejected)] == [
-        "line 19: 'seed' is there twice in one object: keep the one that is meant"
+        "line 19: key 'seed' appears twice in one object: remove one"
     ]
 
 
