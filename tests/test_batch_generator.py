@@ -115,7 +115,7 @@ def test_a_bad_row_fails_alone(generator: BatchGenerator, answers: dict[str, str
     assert found["error"][0] is None
     for reason, part in zip(
         found["error"][1:],
-        ("max_tokens (max-new-tokens) is 0", "'wat'", "sampling_params is [3]", "no prompt"),
+        ("max_tokens (--max-new-tokens) is 0", "'wat'", "sampling_params is [3]", "no prompt"),
         strict=True,
     ):
         assert part in reason

@@ -103,7 +103,7 @@ BAD = [
     (chat(max_tokens=10**30), f"max_tokens is {10**30}: use a whole number of at most 64 bits"),
     (
         chat(max_tokens=2**40),
-        f"max_tokens (max-new-tokens) is {2**40}: ask for at least 1, at most 2147483647",
+        f"max_tokens (--max-new-tokens) is {2**40}: ask for at least 1, at most 2147483647",
     ),
     (chat(top_k=2**31), "top-k is 2147483648: use 0 (off) or a number of tokens, at most 2147483647"),
     (chat(top_k=10**20), f"top_k is {10**20}: use a whole number of at most 64 bits"),
@@ -119,7 +119,7 @@ BAD = [
     (chat(temperature=1e30), "temperature is 1e+30: use 0 (greedy) or more, up to 1000000"),
     (chat(logit_bias={"1": 1e30}), "logit-bias of token 1 is 1e+30: use -100 to 100"),
     (chat(logit_bias={"-1": 1}), "logit_bias has the key '-1': use a token id"),
-    (chat(max_tokens=0), "max_tokens (max-new-tokens) is 0"),
+    (chat(max_tokens=0), "max_tokens (--max-new-tokens) is 0"),
     (chat(temperature=-1), "temperature is -1: use 0 (greedy) or more"),
     (chat(temperature=True), "temperature is True: use a number"),
     (chat(temperature=float("nan")), "temperature is nan: use a number"),

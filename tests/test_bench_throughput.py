@@ -152,7 +152,7 @@ def test_synthetic_weights_get_random_tokens_as_long_as_the_texts(models: Models
     assert len({request.prompt_token_ids for request in prompts.requests}) == 5
     limit = SHAPE.max_positions
     assert prompts.notes == (f"left out: 1 prompts that with 200 new tokens exceed a context of {limit}",)
-    assert prompts.description == f"random tokens, as long as 5 of 2 first turns of {data}"
+    assert prompts.description == f"random tokens, as long as 2 first turns of {data}, repeated to 5"
     with pytest.raises(UserError, match=r"no prompt of .* can run: left out: 3 prompts"):
         make_prompts(replace(SMALL, dataset=str(data), max_new_tokens=limit), models, 5)
 
@@ -392,7 +392,7 @@ def test_batch_and_k(pair: Path) -> None:
     assert rows[1, 2]["acceptance_length"] < rows[1, 4]["acceptance_length"]
     assert [note.split(":")[0] for note in table.answers] == ["batch 1", "batch 3"]
     assert "weights synthetic" in table.conditions["model"]
-    assert "6 of 9 random tokens" in table.conditions["prompts"]
+    assert "6 prompts of 9 random tokens" in table.conditions["prompts"]
     assert "Output tokens per second" in table.to_html()
     assert max(map(len, render(table.parts(), 80).splitlines())) <= 80
 

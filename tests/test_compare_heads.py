@@ -24,7 +24,7 @@ from specgen.experiments import heads_job
 from specgen.experiments.head_figures import Comparison, as_directory, compare_runs, read_runs, short_names
 from specgen.experiments.heads_export import exported
 from specgen.experiments.heads_job import HeadsJob, HeadsRun
-from specgen.experiments.heads_page import moved_texts, page
+from specgen.experiments.heads_page import last_words, moved_texts, page
 from specgen.experiments.heads_tables import leads, mean_length, notes, tables, verdicts
 from specgen.experiments.rounds import BUSY, PLAIN, Repeat, Rounds, Speeds, rounds_under
 from specgen.jobs import run as run_module
@@ -272,12 +272,19 @@ def test_texts_of_the_requests_that_moved_most_are_those_of_both_heads(
     assert {span.style for entry in plain.entries for text in entry.texts for span in text.spans} == {""}
 
 
+def test_a_long_prompt_is_cut_between_words() -> None:
+    assert last_words("<|user|>What is 1 + 1?\n<|end|>") == "What is 1 + 1?"
+    words = [f"request{at}" for at in range(20)]
+    assert last_words(" ".join(words)) == "… " + " ".join(words[12:])
+    assert last_words("x" * 100) == "… " + "x" * 80
+
+
 def test_every_category_is_once_on_the_page(tmp_path: Path) -> None:
     paths = [
         a_run(tmp_path / head, head, simulated(0.5, n, 45), groups=9, group="<b>")
         for n, head in enumerate("ab")
     ]
-    shown = page(compare_runs(read_runs(paths), {}), {})
+    shown = page(compare_runs(read_runs(paths), {}), {}, tmp_path)
     titles = re.findall(r"<h2>mine: by category \((\d of \d)\)</h2>", shown)
     assert titles == ["1 of 3", "2 of 3", "3 of 3"]
     assert [shown.count(f'<th scope="row">&lt;b&gt; {n}</th>') for n in range(9)] == [1] * 9
@@ -634,7 +641,12 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         ("--dataset", "-"): "can be read only once",
         ("--num-spec-tokens", "0"): "nothing to compare",
         ("--num-spec-tokens", "auto"): "every head would draft another number",
-        ("--model", target, "--drafter", target): f"^{target} is not a draft head .*not an EAGLE3 head",
+        (
+            "--model",
+            target,
+            "--drafter",
+            target,
+        ): f"^{target} is not a draft head .*a whole model, LlamaForCausalLM",
         ("--drafter", heads()[0]): f"^drafter '{heads()[0]}' is given without a model: name its target",
         ("--model", str(tmp_path)): "has no drafter to compare",
         (str(tmp_path), "--drafter", "ngram"): "^drafter, output are given with directories",

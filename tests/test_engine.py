@@ -22,6 +22,7 @@ from specgen.config.bundled import pair
 from specgen.engine.conversations import first_turns
 from specgen.prompts import Rejected
 from specgen.record.record_rows import EngineRow, PassRow
+from specgen.report.display import clip
 from specgen.text.tokenizer import load_tokenizer
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import write_byte_level
@@ -69,6 +70,21 @@ def test_string_prompts_get_their_index_as_id(engine: Engine) -> None:
     metrics = outputs["0"].metrics
     assert metrics.num_spec_steps + metrics.num_accepted_draft_tokens >= 7
     assert list(outputs["0"].to_row())[:3] == ["id", "prompt", "text"]
+
+
+def test_engines_and_outputs_are_one_short_line(engine: Engine) -> None:
+    (good,) = engine.generate(["a"], SamplingParams(max_tokens=90, ignore_eos=True))
+    assert good.metrics is not None
+    assert repr(good) == (
+        f"RequestOutput(id='0', text={clip(good.text, 60)!r}, finish_reason='length', 90 tokens, acceptance length "
+        f"{good.metrics.mean_acceptance_length:.2f})"
+    )
+    assert repr(RequestOutput(id="1", error="too long", finish_reason="error")) == (
+        "RequestOutput(id='1', error='too long')"
+    )
+    assert (
+        repr(engine) == f"<Engine: {engine.config.model} with {engine.config.drafter}, K 4, float32 on cpu>"
+    )
 
 
 def test_invalid_prompts_are_returned_as_failed_outputs(engine: Engine) -> None:

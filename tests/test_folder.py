@@ -319,10 +319,12 @@ def test_the_page_has_a_rank_for_every_row_and_column(tmp_path: Path) -> None:
     text = (tmp_path / "index.html").read_text()
     page = Page(text)
     assert "script" not in page.tags
-    columns = [value for key, value in page.attributes if key == "class" and re.fullmatch(r"by\d+", value)]
+    columns = [
+        value for key, value in page.attributes if key == "class" and re.fullmatch(r"by\d+ down", value)
+    ]
     at = next(
         number
-        for number, heading in enumerate(re.findall(r'class="by\d+"[^>]*>([^<]*)<', text))
+        for number, heading in enumerate(re.findall(r'class="by\d+ down"[^>]*>([^<]*)<', text))
         if heading == "length"
     )
     ranks = [

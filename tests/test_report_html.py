@@ -131,7 +131,8 @@ def test_the_page_is_self_contained():
     text = render(a_run(), {}, "A run")
     page = Page(text)
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
-    assert not {"src", "href", "srcset", "data"} & {name for name, _ in page.attributes}
+    assert not {"src", "srcset", "data"} & {name for name, _ in page.attributes}
+    assert all(value.startswith("#") for name, value in page.attributes if name == "href")
     assert "url(" not in text
     assert "@import" not in text
     assert "http" not in text

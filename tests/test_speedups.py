@@ -10,9 +10,10 @@ import msgspec
 import pytest
 from scipy import stats
 
+from specgen.engine.arms import Arm
 from specgen.experiments.rounds import Ranking, Repeat, Repeats
 from specgen.experiments.throughput import wall_tables
-from specgen.experiments.tune import best_line
+from specgen.experiments.tune import best_line, tune_table
 from specgen.experiments.turns import balanced_order, digest
 from specgen.record.record_rows import Touched
 from specgen.report.timings import LatencyStats, WallTime
@@ -127,6 +128,20 @@ def test_the_best_line_has_the_arms_that_none_beats_in_both() -> None:
     assert [row["arm"] for row in table.rows] == ["f", "b", "a"]
     assert [(row["per_user"], row["speed"]) for row in table.rows] == [(1, 20), (8, 9), (10, 5)]
     assert best_line({}).rows == ()
+
+
+@pytest.mark.parametrize(("number", "named"), [(1, []), (2, ["fast"])])
+def test_arms_of_one_repeat_are_on_no_front(number: int, named: list[str]) -> None:
+    arms = {name: Arm(name=name, changes={"batch": 1, "K": k}) for k, name in enumerate(("plain", "fast"))}
+    runs = {
+        name: Repeats(each={str(n): replace(repeat(seconds), tpot=SPREAD) for n in range(number)})
+        for name, seconds in (("plain", 2.0), ("fast", 1.0))
+    }
+    runs["plain"] = Repeats(
+        each={n: replace(each, tpot=replace(SPREAD, median=4.0)) for n, each in runs["plain"].each.items()}
+    )
+    table = tune_table(arms, {1: Ranking(plain="plain", arms=runs)}, {}, (), lambda arm: "a command")
+    assert [row["arm"] for row in table.more[0].rows] == named
 
 
 def test_the_wall_time_is_that_of_the_middle_repeat() -> None:

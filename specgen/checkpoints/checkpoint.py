@@ -45,6 +45,12 @@ def open_checkpoint(path_or_hub_id: str) -> Checkpoint:
     ``UserError`` when it is neither, or when its files are missing, broken or unsafe.
     """
     path = Path(path_or_hub_id)
+    if os.path.isdir(path) or path.suffix == ".gguf":
+        gguf = next((each.name for each in (path, *path.glob("*.gguf")) if each.suffix == ".gguf"), None)
+        require(
+            gguf is None or os.path.exists(path / "config.json"),
+            f"{path_or_hub_id} holds {gguf}, a GGUF, which is not read: give the model's safetensors",
+        )
     if not os.path.isdir(path):  # false also for names that no file can have
         path = _download(path_or_hub_id)
     generation, separate = path / "generation_config.json", path / "hf_quant_config.json"

@@ -109,9 +109,10 @@ def print_notes_and_exit(
 
 def print_files(output: Path | Url, page: str) -> None:
     """The location of the files, on stderr."""
-    # no browser opens the URL of a store
-    open_it = f"the report is {page}" if isinstance(output, Url) else f"open {output / page} in a browser"
-    print(f"Files are in {output}; {open_it}.", file=sys.stderr)
+    if isinstance(output, Path):
+        print(f"Files are in {output}; open {output / page} in a browser.", file=sys.stderr)
+    else:  # which no browser opens
+        print(f"Files are in {output}; {page} there is the page.", file=sys.stderr)
 
 
 def print_failures(first: Sequence[str], num_failures: int, where_all_are: str) -> None:

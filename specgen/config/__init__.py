@@ -256,7 +256,7 @@ class SamplingParams:
     )
     seed: int = option(0, "Sampling", "With the request's id it determines all random numbers.")
     stop: str | Sequence[str] = option(
-        (), "Sampling", "Stop at this string, which is left out of the text; may be repeated."
+        (), "Sampling", "Stop at this string, which is left out; may be repeated."
     )
     ignore_eos: bool = option(False, "Sampling", "Generate to the full length.")
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -268,7 +268,7 @@ class SamplingParams:
         # not ``require``, which would format every message for every request
         if not 1 <= self.max_tokens <= _LARGEST_COUNT:
             _refuse(
-                "max_tokens (max-new-tokens)",
+                "max_tokens (--max-new-tokens)",
                 self.max_tokens,
                 f"ask for at least 1, at most {_LARGEST_COUNT}",
             )

@@ -9,6 +9,7 @@ from specgen.core.sequence import Completion, FinishReason, Request, TokenLogpro
 from specgen.prompts import Prompt, Rejected, failure, prompt_ids
 from specgen.record.record_rows import RequestRow, conversation_of, units_of
 from specgen.report.acceptance import RequestMetrics
+from specgen.report.display import clip, plain, several
 from specgen.report.report import Report, report_of
 from specgen.text.reasoning import split
 from specgen.text.tokenizer import StopStrings, Tokenizer
@@ -45,6 +46,16 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     record: RequestRow | None = field(default=None, compare=False, repr=False)
+
+    def __repr__(self) -> str:
+        """One short line: of a failed request its error, else the beginning of the text and the figures."""
+        if self.error is not None:
+            return f"RequestOutput(id={self.id!r}, error={self.error!r})"
+        length = None if self.metrics is None else self.metrics.mean_acceptance_length
+        return (
+            f"RequestOutput(id={self.id!r}, text={clip(self.text, 60)!r}, finish_reason={self.finish_reason!r}, "
+            f"{several(len(self.token_ids), 'token')}, acceptance length {plain(length)})"
+        )
 
     def to_row(self) -> dict[str, Any]:
         """The row of ``completions.jsonl``; of a failed request that of ``errors.jsonl``. The id comes first."""

@@ -82,6 +82,12 @@ class Engine:
             raise DeviceLost(lost.reason, ()) from lost  # what was tried meanwhile is no caller's request
         self._loaded: tuple[Models, EngineCore] | None = (models, core)
 
+    def __repr__(self) -> str:
+        config, k = self.config, self.config.draft_length
+        drafts = f"with {config.drafter}, K {k.kind if k.auto else k.most}" if k.most else "alone"
+        closed = ", closed" * (self._loaded is None)
+        return f"<Engine: {config.model} {drafts}, {config.dtype} on {config.device}{closed}>"
+
     @property
     def models(self) -> Models:
         """Weights and tokenizer, for another engine over the same target."""

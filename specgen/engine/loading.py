@@ -105,8 +105,9 @@ def load_models(config: EngineConfig, checkpoints: Checkpoints, expected: Sampli
 def _note_unread(checkpoint: Checkpoint) -> None:
     keys = unread(checkpoint.config, checkpoint.tensors.keys())
     if keys:
-        text = "%s: nothing reads %s in config.json: results are those without it"
-        logging.getLogger("specgen").warning(text, checkpoint.name, listed(keys))
+        text = "%s: nothing reads %s in config.json: results are those without %s"
+        them = "them" if len(keys) > 1 else "it"
+        logging.getLogger("specgen").warning(text, checkpoint.name, listed(keys), them)
 
 
 def load_share(config: EngineConfig, checkpoints: Checkpoints, peers: Peers) -> Models:

@@ -19,6 +19,7 @@ from specgen.experiments.matrices import RANDOM, Workload
 from specgen.prompts import DataSource, Message, Prompt, Rejected, failure, prompt_ids
 from specgen.prompts.load import RAW
 from specgen.record.record_rows import turn_id
+from specgen.report.display import several
 from specgen.text.tokenizer import Tokenizer
 
 _WARM_UP = 192  # positions per sequence during warm-up
@@ -58,7 +59,7 @@ def make_prompts(
         lengths = [(workload.prompt_tokens, workload.max_new_tokens)] * count
         return Prompts(
             requests=_random(lengths, models),
-            description=f"{count} of {workload.prompt_tokens} random tokens",
+            description=f"{several(count, 'prompt')} of {workload.prompt_tokens} random tokens",
             notes=(),
         )
     data = DataSource(
@@ -79,7 +80,8 @@ def make_prompts(
     requests, notes = _fitting(asked, models, workload)
     notes += sampled + _in_short(failures)
     require(bool(requests), f"no prompt of {workload.dataset} can run: {'; '.join(notes[:_SHOWN])}")
-    description = f"{count} of {min(len(requests), count)} {turns} of {workload.dataset}"
+    again = f", repeated to {count}" if len(requests) < count else ""
+    description = f"{min(len(requests), count)} {turns} of {workload.dataset}{again}"
     requests = _filled(requests, count)
     if models.synthetic:
         lengths = [(len(request.prompt_token_ids), request.sampling.max_tokens) for request in requests]

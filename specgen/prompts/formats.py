@@ -321,7 +321,7 @@ class Reading:
         "Prompts",
         "A text is the user's message in the chat template, or is taken as it is.",
         off="raw",
-        shown="depends on the fields of the row",
+        shown="depends on the row's fields",
     )
 
     def __post_init__(self) -> None:

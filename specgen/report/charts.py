@@ -79,10 +79,10 @@ class Chart:
 class Lines(Chart):
     """Lines by name over columns; ``label`` is the x axis's. A line without points still takes a style.
 
-    With ``named`` the names stand at the ends of the lines; without, there is a legend and points are dodged. Charts
-    with the same ``order`` of names (see ``styles_of``) draw the same name in the same style. Columns that have no
-    order of their own, such as data sets, are not ``joined``. ``reference`` is a value that others are read against,
-    such as 1.0 for a ratio, and is drawn as a line.
+    With ``named`` the names stand at the ends of the lines, wherever those are; without, there is a legend and points
+    are dodged. Charts with the same ``order`` of names (see ``styles_of``) draw the same name in the same style.
+    Columns that have no order of their own, such as data sets, are not ``joined``. ``reference`` is a value that others
+    are read against, such as 1.0 for a ratio, and is drawn as a line.
     """
 
     label: str
@@ -169,17 +169,19 @@ def _draw_lines(chart: Lines) -> Iterator[Markup]:
         yield _text(x, _HEIGHT - _BOTTOM + 16, clip(name, max(_SHORT, int(width / len(columns) / _LETTER))))
     yield _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 6, chart.label)
     apart = 0 if chart.named else min(9, 0.7 * width / max(len(columns), 1) / len(chart.lines))
-    ends_at: dict[str, float] = {}
+    ends_at: dict[float, dict[str, float]] = {}  # heights of the names, by where they begin
     for index, (name, points) in enumerate(chart.lines.items()):
         shift = apart * (index - (len(chart.lines) - 1) / 2)
         seen = [(middles[point.name] + shift, point) for point in points if point.number is not None]
         if seen:
-            ends_at[name] = _height(chart, seen[-1][1].number)
+            x, last = seen[-1]
+            begins = _LEFT + width + 4 if last.name == columns[-1] else x + 7
+            ends_at.setdefault(begins, {})[name] = _height(chart, last.number)
             marks = Markup("").join(_draw_line(chart, name, seen))
             yield Markup('<g class="{}">{}</g>').format(chart.styles[name], marks)
-    if chart.named:
-        for name, y in zip(ends_at, _apart(list(ends_at.values())), strict=True):
-            yield _text(_LEFT + width + 4, y + 4, names[name], "start", f"end {chart.styles[name]}")
+    for x, heights in ends_at.items() if chart.named else ():
+        for name, y in zip(heights, _apart(list(heights.values())), strict=True):
+            yield _text(x, y + 4, names[name], "start", f"end {chart.styles[name]}")
 
 
 def _draw_levels(chart: Chart, width: float) -> Iterator[Markup]:
