@@ -15,7 +15,6 @@ from specgen.checkpoints.weight_files import (
     MASK_EMBEDDING,
     TensorInfo,
     are_equal,
-    file_state,
     read_json,
     tensor_infos,
 )
