@@ -32,7 +32,7 @@ from specgen.models.model_config import HeadConfig, LayerConfig, TargetConfig
 from specgen.models.mtp import mtp_layers
 from specgen.models.protocols import Head, Target
 from specgen.ops import bind_ops
-from specgen.storage import cached_files, hub_id
+from specgen.storage import cached_files, file_state, hub_id
 
 _TIED = ("lm_head.weight", *EMBEDDINGS)
 _TABLES = ("int64", "int32", "bool")  # of d2t and t2d
