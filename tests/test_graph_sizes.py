@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Hashable
 from itertools import count
+from typing import TypeVar
 
 import pytest
 import torch
 
 from specgen.config import EngineConfig, SamplingParams
 from specgen.config.bundled import data_directory
-from specgen.core.graphs import GraphSizes, Runner, StepGraphs, bucket
+from specgen.core.graphs import GraphSizes, PassGraphs, Runner, StepGraphs, bucket
 from specgen.core.scheduler import Limits
 from specgen.engine import engine as engine_module
 from specgen.engine.engine import Engine
@@ -99,7 +100,14 @@ class _Replayed:
         return "replayed"
 
 
-def graphs_of(patch: pytest.MonkeyPatch, short: Callable[[int], bool] = lambda number: False) -> StepGraphs:
+Graphs = TypeVar("Graphs", bound=StepGraphs)
+
+
+def graphs_of(
+    patch: pytest.MonkeyPatch,
+    short: Callable[[int], bool] = lambda number: False,
+    kind: type[Graphs] = StepGraphs,  # type: ignore[assignment]
+) -> Graphs:
     """Without a GPU, which has no memory for the captures whose number ``short`` says."""
     numbers = count()
     patch.setattr("specgen.core.graphs._capture_stream", lambda device: None)
@@ -107,7 +115,7 @@ def graphs_of(patch: pytest.MonkeyPatch, short: Callable[[int], bool] = lambda n
     patch.setattr("specgen.core.graphs._capture", lambda *_: None if short(next(numbers)) else _Replayed())
     patch.setattr(torch.cuda, "current_device", lambda: 0)
     patch.setattr(StepGraphs, "_pool", None)
-    return StepGraphs()
+    return kind()
 
 
 def decode(graphs: StepGraphs, num_sequences: int) -> tuple[int, str]:
@@ -139,6 +147,25 @@ def test_a_capture_without_memory_is_tried_again_and_a_larger_graph_is_used_unti
         (4, False),
         (4, False),
         (4, True),
+    ]
+
+
+@pytest.mark.parametrize("failed", [0, 1, 2])
+def test_the_pieces_of_a_step_are_captured_in_the_order_in_which_they_run(
+    monkeypatch: pytest.MonkeyPatch, failed: int
+) -> None:
+    """Else what a piece gives may lie where one that was captured before it, and runs after it, computes."""
+    graphs = graphs_of(monkeypatch, lambda number: number == failed, PassGraphs)
+
+    def step() -> list[str]:
+        rows = graphs.choose_rows(4, (1, None))
+        return [graphs.piece((name, rows, 1, None), lambda: "launched") for name in "abc"]
+
+    assert {piece for _ in range(257) for piece in step()} == {"launched"}
+    assert step() == ["replayed"] * 3
+    captured = [(capture.key[0], capture.fits) for capture in graphs.take_captures()]
+    assert captured == [(name, name != "abc"[failed]) for name in "abc"[: failed + 1]] + [
+        (name, True) for name in "abc"
     ]
 
 

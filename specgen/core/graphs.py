@@ -157,8 +157,8 @@ class StepGraphs(Runner):
     def __init__(self) -> None:
         self._captures: list[Capture] = []
         self._graphs: dict[Key, _Graph] = {}
-        self._next_try: dict[Key, float] = {}  # of a capture without memory: the step from which on
-        self._num_failed = Counter[Key]()
+        self._next_try: dict[Hashable, float] = {}  # of captures without memory: the step from which on
+        self._num_failed = Counter[Hashable]()
         self._sizes = GraphSizes()
         self._chosen: tuple[Hashable, int] | None = None  # what the decode step is of, and its rows
         self._stream = _capture_stream(torch.cuda.current_device())
@@ -211,7 +211,7 @@ class StepGraphs(Runner):
         if graph is not None:
             return cast(T, graph.replay(inputs))
         result = function(*inputs)
-        if self._sizes.num_steps >= self._next_try.get(key, 0):
+        if self._sizes.num_steps >= self._next_try.get(self._together(key), 0):
             synchronize()  # a capture does so anyway; what was launched before is not its time
             began = time.perf_counter()
             graph = _capture(function, inputs, self._pool, self._stream)
@@ -223,14 +223,24 @@ class StepGraphs(Runner):
                 self._graphs[key] = graph
         return result
 
+    def _together(self, key: Key) -> Hashable:
+        """What names the graphs that are tried again together: with peers, who had the memory, each alone."""
+        return key if self.has_peers else key[1:]
+
     def _wait(self, key: Key) -> None:
-        """There was no memory to capture ``key``. With peers, who had it, none is tried again: all would have to."""
+        """There was no memory to capture ``key``. With peers it is not tried again: all of them would have to.
+
+        The other pieces of its step are given up too. All graphs share a pool, so what one gives may lie where one that
+        was captured before it computes: those of one step have to be captured in the order in which they run.
+        """
+        together = self._together(key)
         if self.has_peers:
-            self._next_try[key] = math.inf
+            self._next_try[together] = math.inf
             return
-        until = self._sizes.num_steps + (_PATIENCE << self._num_failed[key])
-        self._num_failed[key] += 1
-        self._next_try[key] = until
+        self._graphs = {each: graph for each, graph in self._graphs.items() if each[1:] != together}
+        until = self._sizes.num_steps + (_PATIENCE << self._num_failed[together])
+        self._num_failed[together] += 1
+        self._next_try[together] = until
         if self._chosen is not None:
             self._sizes.shortage(*self._chosen, until)
 
