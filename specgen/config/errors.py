@@ -57,6 +57,8 @@ def stand_in(start: bytes) -> str | None:
 
 def require_no_stand_in(file: Path) -> None:
     """``UserError`` where ``file`` is something else in its place, as its library says it less plainly."""
+    if not file.is_file():  # a pipe, whose reader waits for a writer
+        return
     try:
         with file.open("rb") as content:
             other = stand_in(content.read(64))
