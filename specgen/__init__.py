@@ -8,11 +8,13 @@ from specgen.config import VERSION
 from specgen.config.errors import did_you_mean
 
 if TYPE_CHECKING:
+    from specgen.checkpoints.weight_files import saved_head
     from specgen.config import EngineConfig, SamplingParams, UserError
-    from specgen.engine.conversations import RequestOutput
+    from specgen.engine.conversations import RequestOutput, summarize
     from specgen.engine.engine import Engine
     from specgen.jobs.batch_generator import BatchGenerator
     from specgen.prompts import Prompt
+    from specgen.report.report import Report, read_run
     from specgen.text.tokenizer import Message
 
 # GNU OpenMP reads it when torch loads. By default waiting threads spin for milliseconds on cores that another run
@@ -28,9 +30,13 @@ __all__ = [
     "EngineConfig",
     "Message",
     "Prompt",
+    "Report",
     "RequestOutput",
     "SamplingParams",
     "UserError",
+    "read_run",
+    "saved_head",
+    "summarize",
 ]
 _HOMES = {
     "BatchGenerator": "jobs.batch_generator",
@@ -38,9 +44,13 @@ _HOMES = {
     "EngineConfig": "config",
     "Message": "text.tokenizer",
     "Prompt": "prompts",
+    "Report": "report.report",
     "RequestOutput": "engine.conversations",
     "SamplingParams": "config",
     "UserError": "config",
+    "read_run": "report.report",
+    "saved_head": "checkpoints.weight_files",
+    "summarize": "engine.conversations",
 }
 
 

@@ -1,19 +1,21 @@
-"""Objects in stores through fsspec, its errors as one line each; copies of them in the user's cache directory."""
+"""Objects in stores through fsspec, its errors as one line each; files and digests in the user's cache directory."""
 
 import fcntl
 import hashlib
 import io
+import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from specgen.config import UserError, first_line, require
 from specgen.config.urls import Url, is_url, without_secrets
@@ -21,6 +23,7 @@ from specgen.config.urls import Url, is_url, without_secrets
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
+T = TypeVar("T")
 _LIBRARIES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 # What stores call the digest or the time of a content, in lower case. Listings may give times in another way.
 _DIGESTS = ("etag", "md5hash", "blob_id")
@@ -312,3 +315,101 @@ def _fetch(url: Url, found: Mapping[str, StoredObject], into: Path) -> None:
     with ThreadPoolExecutor(_FETCHERS) as fetchers:
         list(fetchers.map(fetch, found))
     partial.rename(into)
+
+
+# --- small files of the cache, any of which may be lost or damaged ------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheFiles:
+    """Those of one ``kind``, by key; ``what`` each of them holds is named in the log."""
+
+    kind: str
+    what: str
+
+    def _file(self, key: bytes) -> Path:
+        return cache_directory(self.kind) / f"{hashlib.sha256(key).hexdigest()}.json"
+
+    def read(self, key: bytes, check: Callable[[Any], T | None]) -> T | None:
+        """What ``check`` makes of the JSON kept for ``key``; None where there is no file.
+
+        ``check`` gives None, or raises, for what was not written there: that costs a line in the log.
+        """
+        file = self._file(key)
+        try:
+            found = check(json.loads(file.read_bytes()))
+            if found is not None:
+                return found
+            reason = "it is not what was written there"
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+        _log(f"{self.what} kept in {file} not used ({reason})")
+        return None
+
+    def write(self, key: bytes, value: object) -> None:
+        """Replace the file of ``key`` as a whole; where it cannot be written, that costs a line in the log."""
+        file = self._file(key)
+        mine = file.with_suffix(f".{os.getpid()}")  # another process may write at the same time
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            mine.write_text(json.dumps(value))
+            os.replace(mine, file)
+        except OSError as error:
+            with suppress(OSError):
+                mine.unlink(missing_ok=True)
+            _log(f"{self.what} cannot be kept in {file} ({error.strerror})")
+
+    def forget(self) -> None:
+        """Remove all of them."""
+        for file in cache_directory(self.kind).glob("*"):
+            file.unlink(missing_ok=True)
+
+
+def _log(line: str) -> None:
+    logging.getLogger("specgen").warning("%s", line)
+
+
+# --- digests of files ---------------------------------------------------------------------------
+
+_LARGE = 64 << 20  # bytes of a file whose digest is kept: a core reads about 1.5 GB/s
+_SETTLED = 60.0  # seconds since a file was changed, after which its times would tell of another change
+_KEPT = CacheFiles(kind="digests", what="a file's digest")
+
+
+def file_state(file: Path) -> tuple[int, ...]:
+    """What identifies a changed file: device, inode, size and times."""
+    found = file.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def file_digest(file: Path) -> str:
+    """SHA-256 of ``file``, read once as long as its state is the same; a large file's is kept for other processes."""
+    return _digest(file.absolute(), file_state(file))
+
+
+@lru_cache(maxsize=4096)
+def _digest(file: Path, state: tuple[int, ...]) -> str:
+    _, _, size, *times = state
+    is_settled = max(times) < (time.time() - _SETTLED) * 1e9
+    if size < _LARGE or not is_settled:
+        return _read(file)
+    known = [str(file), *state]
+
+    def same(found: Any) -> str | None:  # noqa: ANN401
+        digest = found["sha256"]
+        if not (isinstance(digest, str) and len(bytes.fromhex(digest)) == 32):
+            return None
+        return digest if found["file"] == known else ""
+
+    digest = _KEPT.read(os.fsencode(file), same)
+    if not digest:
+        digest = _read(file)
+        _KEPT.write(os.fsencode(file), {"file": known, "sha256": digest})
+    return digest
+
+
+def _read(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

@@ -23,6 +23,7 @@ for (const frame of document.querySelectorAll("iframe")) {
   const page = frame.contentDocument, root = page.documentElement
   const name = element => (element.getAttribute("aria-label") || element.textContent).slice(0, 60)
   const place = element => element.getBoundingClientRect()
+  for (const folded of page.querySelectorAll("details")) folded.open = true
   const tables = [...page.querySelectorAll(".wide")].map(wide => ({
     name: name(wide), width: wide.scrollWidth, room: wide.clientWidth, whole: !!wide.closest(".whole"),
     scrolls: getComputedStyle(wide).overflowX === "auto" && wide.tabIndex === 0,
@@ -37,8 +38,9 @@ for (const frame of document.querySelectorAll("iframe")) {
   const sorted = page.querySelector(".sorted"), orders = {}
   for (const input of sorted ? sorted.querySelectorAll("th input") : []) {
     input.click()
+    const way = input.classList.contains("up") ? " reversed" : ""
     const rows = [...sorted.querySelectorAll("tbody tr")].sort((a, b) => place(a).top - place(b).top)
-    orders[name(input.parentElement)] = rows.map(row => row.cells[0].textContent)
+    orders[name(input.parentElement) + way] = rows.map(row => row.cells[0].textContent)
   }
   found[frame.title] = {width: root.scrollWidth, room: root.clientWidth, tables, outside, marks, orders}
 }
@@ -50,7 +52,8 @@ def measured(pages: Mapping[str, str], widths: Sequence[int]) -> dict[str, dict[
     """What each page is at each width in pixels, by ``NAME at WIDTH``.
 
     ``width`` and ``room`` of the page and of each of its ``tables``, elements ``outside`` of their cards, ``marks``
-    outside of their charts, and the ``orders`` of a sorted table's rows by heading.
+    outside of their charts, and the ``orders`` of a sorted table's rows by heading, also reversed;
+    folded tables are open.
     """
     frames = "".join(
         f'<iframe title="{name} at {width}" style="width:{width}px;height:{_HEIGHT}px;border:0" '

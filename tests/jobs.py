@@ -27,6 +27,7 @@ HOW_IT_WENT = (
     "rows",
     "num_cached_tokens",
     "num_lost_tokens",
+    "busy",
 )
 _TIMED = {
     "report.json": HOW_IT_WENT,

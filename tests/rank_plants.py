@@ -16,7 +16,7 @@ from specgen.engine.loading import Models
 
 def together(models: Models, plant: Any, config: EngineConfig, *arguments: Any) -> None:
     """Call ``plant`` in the other ranks of ``models`` alone."""
-    with models.peers.together("function", config, plant, *arguments):
+    with models.peers.calling(plant, config, *arguments):
         pass
 
 

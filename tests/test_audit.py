@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 from typer.testing import Result
 
-from specgen.config import SamplingParams, UserError
+from specgen.cli.evaluating import _study
+from specgen.config import EngineConfig, SamplingParams, UserError
+from specgen.config.bundled import data_directory, pair
 from specgen.core import scheduler, step
 from specgen.core.sequence import Request
 from specgen.decoding.verify import accept_greedy
 from specgen.engine.build import prefill_logits
 from specgen.experiments.audit import Divergence, distinct, first_difference, gap, rounding
 from specgen.experiments.study_tables import _places, of_audit, verdict
+from specgen.prompts.load import RAW
 from specgen.report.terminal import render as in_terminal
 from tests.commands import specgen, write_rows
 from tests.engines import Pair, config_of
@@ -207,6 +210,22 @@ def test_rows_that_ask_for_sampled_texts_are_decoded_greedily(tmp_path: Path) ->
     few = ("--num-prompts", 2, "--max-new-tokens", 1, "--batch-sizes", 1, "--device", "cpu")
     result = verify(*few, "--dataset", own)
     assert "padded, batch 1: no step had drafts, so its texts tell nothing of speculation" in result.stderr
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-1].startswith("Nothing was tested: no step had drafts")
+
+
+def test_a_chat_model_that_ends_raw_text_at_once_is_no_proof(tmp_path: Path) -> None:
+    end = json.loads((data_directory() / "demo" / "target" / "config.json").read_text())["eos_token_id"]
+    own = tmp_path / "own.jsonl"
+    write_rows(own, [{"prompt": "Tom has 5", "logit_bias": {str(end): 100}}])
+    arguments = ("--dataset", own, "--batch-sizes", 1, "--device", "cpu")
+    result = verify(*arguments)
+    assert result.exit_code == 1
+    assert f"specgen: warning: {RAW}" in result.stderr
+    text = " ".join(result.stdout.split())
+    assert "1 of 1 texts are empty" in text
+    assert "Nothing changed" not in text
+    assert RAW not in verify(*arguments, "--raw").stderr
 
 
 @pytest.mark.slow
@@ -244,6 +263,16 @@ def test_batches_that_hold_all_requests_are_run_once(
     assert distinct(asked, num_requests) == run
 
 
+def test_ngrams_have_no_drafter_batch_and_one_arm() -> None:
+    asked = ("--drafter", "ngram", "--num-prompts", "2", "--max-new-tokens", "8", "--batch-sizes", "1")
+    found = json.loads(verify(*asked, "--json").stdout)
+    assert [arm["name"] for arm in found["arms"]] == ["padded"]
+    model, _ = pair()
+    engines = (EngineConfig(model=model, drafter="ngram"), EngineConfig(model=model, drafter=model))
+    arms = [[arm.name for arm in _study("word_problems", None, None, engine).arms] for engine in engines]
+    assert arms == [["padded", "baseline"], ["padded", "non-padded", "baseline"]]
+
+
 def test_a_place_is_shown_once_with_all_arms_that_diverge_there() -> None:
     here, there = divergence(), divergence(position=9)
     other = divergence(token=7)
@@ -276,7 +305,7 @@ def test_a_text_that_ends_early_is_shown_so() -> None:
     engine = dict.fromkeys(("model", "drafter", "device", "dtype", "attention"), "x")
     engine |= {"num_spec_tokens": 4, "spec_length": "fixed"}
     found = {"reference": {"name": "plain", "batch_size": 1}, "dtype": "float32", "num_unexplained": 1}
-    found |= {"failures": ["b: the prompt is empty"]}
+    found |= {"failures": ["b: the prompt is empty"], "num_empty": 0}
     line = next(
         line
         for line in render(found | {"arms": [arm], "manifest": {"engine": engine}}).splitlines()
@@ -287,8 +316,8 @@ def test_a_text_that_ends_early_is_shown_so() -> None:
 
 
 def test_the_verdict_is_one_sentence() -> None:
-    arms = [{"num_requests": 6, "num_identical": 5}]
-    same = {"arms": [{"num_requests": 6, "num_identical": 6}], "dtype": "bfloat16", "num_unexplained": 0}
+    arms = [{"num_requests": 6, "num_identical": 5, "mean_acceptance_length": 2.5}]
+    same = {"arms": [arms[0] | {"num_identical": 6}], "dtype": "bfloat16", "num_unexplained": 0}
     assert verdict(same).startswith("Nothing changed: all 6")
     assert "so close" in verdict({"arms": arms, "dtype": "bfloat16", "num_unexplained": 0})
     assert "cannot explain" in verdict({"arms": arms, "dtype": "bfloat16", "num_unexplained": 1})

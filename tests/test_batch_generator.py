@@ -1,6 +1,10 @@
 """``BatchGenerator``: columns in, the same columns and answers out, in pipelines and from several threads."""
 
+import os
 import pickle
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -111,7 +115,7 @@ def test_a_bad_row_fails_alone(generator: BatchGenerator, answers: dict[str, str
     assert found["error"][0] is None
     for reason, part in zip(
         found["error"][1:],
-        ("max-new-tokens is 0", "'wat'", "sampling_params is [3]", "no prompt"),
+        ("max_tokens (--max-new-tokens) is 0", "'wat'", "sampling_params is [3]", "no prompt"),
         strict=True,
     ):
         assert part in reason
@@ -195,11 +199,36 @@ def test_a_short_call_does_not_wait_for_a_long_one(generator: BatchGenerator) ->
     assert first.result()["num_generated_tokens"] == [300] * 3
 
 
-def test_draws_depend_on_the_row_and_not_on_the_call(generator: BatchGenerator) -> None:
+def test_draws_depend_on_prompt_and_seed_alone(generator: BatchGenerator) -> None:
     own = {"temperature": 1.0, "seed": 5, "max_tokens": 16}
-    alone = generator({"prompt": QUESTIONS[1:2], "sampling_params": [own]})["generated_text"]
-    among = generator({"prompt": QUESTIONS[:3], "sampling_params": [own] * 3})["generated_text"]
-    assert among[1] == alone[0]
+
+    def drawn(prompts: list[str], *owns: Any, **more: Any) -> list[str]:
+        columns = {"prompt": prompts, "sampling_params": [*owns], **more}
+        return list(generator(columns)["generated_text"])
+
+    (alone,) = drawn(QUESTIONS[1:2], own)
+    assert drawn(QUESTIONS[:3], own, own, own)[1] == alone
+    assert drawn(QUESTIONS[1:2] * 3, *[own] * 3) == [alone] * 3, "repeated"
+    spelled = {"max_tokens": 16.0, "stop": None, "top_p": 1, "seed": np.int64(5), "temperature": 1}
+    assert drawn(QUESTIONS[1:2], spelled, messages=[None], prompt_token_ids=[pandas.NA]) == [alone]
+    assert alone.startswith(drawn(QUESTIONS[1:2], own | {"max_tokens": 8})[0])
+    others = drawn(QUESTIONS[1:2] * 3, *({**own, "seed": seed} for seed in (6, 7, 8)))
+    assert len({alone, *others}) == 4, "samples of one prompt"
+
+
+def test_draws_follow_the_seed_of_the_generator() -> None:
+    sampling = SamplingParams(temperature=1.0, seed=5, max_tokens=16, ignore_eos=True)
+    sampled = BatchGenerator(CONFIG, sampling)
+    (alone,) = sampled({"prompt": QUESTIONS[1:2]})["generated_text"]
+    for own in (None, {}, {"seed": None}, {"seed": 5}, pandas.NA, np.nan):
+        assert sampled({"prompt": QUESTIONS[1:2], "sampling_params": [own]})["generated_text"] == [alone]
+
+
+def test_many_equal_rows_take_no_longer_than_others(generator: BatchGenerator) -> None:
+    begin = time.perf_counter()
+    found = generator({"prompt": [" "] * 20_000})
+    assert found["error"] == ["prompt is empty"] * 20_000
+    assert time.perf_counter() - begin < 15, "they were numbered by trying, which took minutes"
 
 
 def test_it_is_pickled_without_its_engine(generator: BatchGenerator, answers: dict[str, str]) -> None:
@@ -219,6 +248,51 @@ def test_datasets_map_takes_it(generator: BatchGenerator, answers: dict[str, str
     assert found["number"] == list(range(13))
     assert found["error"][:-1] == [None] * 12
     assert "no prompt" in found["error"][-1]
+
+
+FORKED = """
+import multiprocessing, sys
+from specgen import BatchGenerator, Engine, EngineConfig, SamplingParams
+from specgen.config.bundled import pair
+
+model, drafter = pair()
+config, sampling = EngineConfig(model=model, drafter=drafter, device="cpu"), SamplingParams(max_tokens=2)
+
+def ask(use):
+    try:
+        use()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "answered"
+
+generator = BatchGenerator(config, sampling)
+engine = Engine(config)
+list(engine.generate(["Tom has 3 apples"] * 8, sampling))
+uses = lambda: generator({"prompt": ["Tom"]}), lambda: list(engine.generate("Tom"))
+answers = multiprocessing.get_context("fork").Queue()
+child = multiprocessing.get_context("fork").Process(target=lambda: answers.put([ask(use) for use in uses]))
+child.start()
+print(*answers.get(timeout=60), sep="\\n")
+"""
+
+
+@pytest.mark.slow
+def test_a_fork_of_a_process_with_an_engine_refuses() -> None:
+    """As in ``datasets.map`` with ``num_proc``: work there would wait for OpenMP's threads for ever."""
+
+    def run(num_threads: int) -> list[str]:
+        environment = os.environ | {"OMP_NUM_THREADS": str(num_threads)}
+        command = [sys.executable, "-c", FORKED]
+        done = subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=90, env=environment
+        )
+        return done.stdout.splitlines()
+
+    found = run(2)
+    assert len(found) == 2
+    for line in found:
+        assert re.match(r"UserError: an engine has run in process \d+, .* leave num_proc out", line)
+    assert run(1) == ["answered", "answered"], "there are no threads to wait for"
 
 
 def test_files_with_and_without_a_failed_row_are_read_together(

@@ -33,7 +33,7 @@ def test_a_chat_request(tmp_path):
     parts = [{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}]
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
     (prompt,) = read(tmp_path, batch({"messages": messages}))
-    said = (Message(role="system", content="Be brief."), Message(role="user", content="One.\nTwo."))
+    said = (Message(role="system", content="Be brief."), Message(role="user", content=("One.", "Two.")))
     assert prompt == Prompt(id="r", messages=said, endpoint=CHAT)
     assert prompt.where == "line 1"
 
@@ -52,6 +52,7 @@ OF_NO_EFFECT = {"user": "me", "metadata": {"a": "b"}, "store": True, "n": 1, "st
     [
         (chat(max_tokens=5, max_completion_tokens=7), {"max_tokens": 7}),
         (chat(max_tokens=5, max_completion_tokens=None), {"max_tokens": 5}),
+        (chat(max_tokens=5.0), {"max_tokens": 5}),
         (chat(temperature=0.5, top_p=1, seed=-3), {"temperature": 0.5, "top_p": 1, "seed": -3}),
         (chat(stop="\n"), {"stop": ("\n",)}),
         (text(stop=["a", "b"], top_k=-1, min_p=0.1), {"stop": ("a", "b"), "top_k": 0, "min_p": 0.1}),
@@ -98,9 +99,12 @@ BAD = [
     (chat(**{"x" * 10_000: 1}), "'xxxxx"),
     (chat(max_tokens="5"), "max_tokens is '5': use a whole number"),
     (chat(max_tokens=True), "max_tokens is True: use a whole number"),
-    (chat(max_tokens=5.0), "max_tokens is 5.0: use a whole number"),
+    (chat(max_tokens=5.5), "max_tokens is 5.5: use a whole number"),
     (chat(max_tokens=10**30), f"max_tokens is {10**30}: use a whole number of at most 64 bits"),
-    (chat(max_tokens=2**40), f"max-new-tokens is {2**40}: ask for at least 1, at most 2147483647"),
+    (
+        chat(max_tokens=2**40),
+        f"max_tokens (--max-new-tokens) is {2**40}: ask for at least 1, at most 2147483647",
+    ),
     (chat(top_k=2**31), "top-k is 2147483648: use 0 (off) or a number of tokens, at most 2147483647"),
     (chat(top_k=10**20), f"top_k is {10**20}: use a whole number of at most 64 bits"),
     (chat(top_k=-2), "top-k is -2: use 0 (off)"),
@@ -115,7 +119,7 @@ BAD = [
     (chat(temperature=1e30), "temperature is 1e+30: use 0 (greedy) or more, up to 1000000"),
     (chat(logit_bias={"1": 1e30}), "logit-bias of token 1 is 1e+30: use -100 to 100"),
     (chat(logit_bias={"-1": 1}), "logit_bias has the key '-1': use a token id"),
-    (chat(max_tokens=0), "max-new-tokens is 0"),
+    (chat(max_tokens=0), "max_tokens (--max-new-tokens) is 0"),
     (chat(temperature=-1), "temperature is -1: use 0 (greedy) or more"),
     (chat(temperature=True), "temperature is True: use a number"),
     (chat(temperature=float("nan")), "temperature is nan: use a number"),
@@ -128,6 +132,10 @@ BAD = [
     (
         batch({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
         "a part of a message is of type 'image_url': use text",
+    ),
+    (
+        batch({"messages": [{"role": "user", "content": [{"type": "text", "text": " "}]}]}),
+        "the content of a user message is empty",
     ),
     (
         batch({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}, *HI]}),

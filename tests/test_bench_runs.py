@@ -377,6 +377,16 @@ def test_lines_stand_at_their_numbers() -> None:
     assert [text.text for text in _marks(chart, "text")][:5] == ["0", "1", "2", "3", "4"]
 
 
+def test_a_line_that_ends_early_has_its_name_there() -> None:
+    chart = _chart({"5": [("1", 3.0)], "1": [("1", 1.0), ("8", 1.0)]})
+    names = [text for text in _marks(chart, "text") if "end" in text.get("class", "").split()]
+    (alone, *_), (*_, last) = ([*group.iter("circle")] for group in _marks(chart, "g"))
+    for name, mark in zip(names, (alone, last), strict=True):
+        assert float(mark.get("cx", "")) < float(name.get("x", "")) < float(mark.get("cx", "")) + 120
+    assert float(names[0].get("x", "")) < float(last.get("cx", ""))
+    assert float(names[0].get("y", "")) == pytest.approx(float(alone.get("cy", "")) + 4)
+
+
 @pytest.mark.parametrize("end", [0.0, 0.5, 1.0])
 def test_names_of_lines_that_end_at_one_height_stand_apart(end) -> None:
     chart = _chart({"high": [("0", 1.0)]} | {f"line {i}": [("0", 1.0), ("1", end)] for i in range(5)})

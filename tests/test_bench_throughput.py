@@ -152,7 +152,7 @@ def test_synthetic_weights_get_random_tokens_as_long_as_the_texts(models: Models
     assert len({request.prompt_token_ids for request in prompts.requests}) == 5
     limit = SHAPE.max_positions
     assert prompts.notes == (f"left out: 1 prompts that with 200 new tokens exceed a context of {limit}",)
-    assert prompts.description == f"random tokens, as long as 5 of 2 first turns of {data}"
+    assert prompts.description == f"random tokens, as long as 2 first turns of {data}, repeated to 5"
     with pytest.raises(UserError, match=r"no prompt of .* can run: left out: 3 prompts"):
         make_prompts(replace(SMALL, dataset=str(data), max_new_tokens=limit), models, 5)
 
@@ -287,17 +287,46 @@ def test_dice_accept_in_place_of_the_target(pair: Path, tmp_path: Path) -> None:
         list(throughput(other, tmp_path))
 
 
+def test_a_synthetic_length_is_the_one_measured_at_each_k(pair: Path) -> None:
+    workload = replace(SMALL, num_prompts=16, max_new_tokens=40)
+    job = job_of(pair, "batch-and-k", "batch=8", "K=1,3", workload=workload, repeats=1)
+    *_, found = throughput(replace(job, engine=replace(job.engine, synthetic_acceptance=2.5)), None)
+    (k3,) = (row["acceptance_length"] for row in found.rows)  # K = 1 cannot have it
+    assert k3 == pytest.approx(
+        2.5, abs=0.15
+    )  # a chance of 0.6, which any number of drafts would need, gives 2.18
+    assert "a mean acceptance length of 2.5 at each K" in str(found.conditions["synthetic acceptance"])
+    assert any("K = 1 drafts yields at most 2 tokens" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(("length", "k", "chance"), [(1, 3, 0.0), (4, 3, 1.0), (1.8, 1, 0.8), (1.75, 2, 0.5)])
+def test_one_chance_is_solved_for_a_synthetic_length(
+    pair: Path, length: float, k: int, chance: float
+) -> None:
+    config = engine_of(pair, num_spec_tokens=k, synthetic_acceptance=float(length))
+    assert config.synthetic_chances() == pytest.approx((chance,))
+    with pytest.raises(UserError, match="n-grams may draft fewer than K tokens"):
+        replace(config, drafter="ngram").synthetic_chances()
+
+
+def test_a_synthetic_length_that_no_arm_can_have_is_refused(pair: Path) -> None:
+    job = job_of(pair, "batch-and-k", "batch=2", "K=0,3", repeats=1)
+    with pytest.raises(
+        UserError, match=r"synthetic-acceptance is 4.5, but a step of K = 3 drafts yields at most 4"
+    ):
+        list(throughput(replace(job, engine=replace(job.engine, synthetic_acceptance=4.5)), None))
+
+
 @pytest.mark.parametrize(
-    ("text", "rates"),
-    [("0.8,0.6", (0.8, 0.6)), ("1", (1.0,)), ("0", (0.0,)), ("4", (0.75,)), ("1.25", (pytest.approx(0.2),))],
+    ("text", "rates"), [("0.8,0.6", (0.8, 0.6)), ("0,0", (0.0, 0.0)), ("1", 1.0), ("3.2", 3.2)]
 )
-def test_synthetic_acceptance_is_chances_or_a_length(text: str, rates: tuple[float, ...]) -> None:
+def test_synthetic_acceptance_is_chances_or_a_length(text: str, rates: tuple[float, ...] | float) -> None:
     assert acceptance_rates(text) == rates
 
 
-@pytest.mark.parametrize("text", ["", "x", "0.5,1.2", "-0.1", "nan", "inf", "2,3", "0.5,"])
+@pytest.mark.parametrize("text", ["", "x", "0.5,1.2", "-0.1", "0.8", "0", "nan", "inf", "2,3", "0.5,"])
 def test_other_synthetic_acceptances_are_refused(text: str) -> None:
-    with pytest.raises(UserError, match="use chances from 0 to 1 such as"):
+    with pytest.raises(UserError, match="use a mean acceptance length of 1 to K \\+ 1 such as"):
         acceptance_rates(text)
 
 
@@ -363,7 +392,7 @@ def test_batch_and_k(pair: Path) -> None:
     assert rows[1, 2]["acceptance_length"] < rows[1, 4]["acceptance_length"]
     assert [note.split(":")[0] for note in table.answers] == ["batch 1", "batch 3"]
     assert "weights synthetic" in table.conditions["model"]
-    assert "6 of 9 random tokens" in table.conditions["prompts"]
+    assert "6 prompts of 9 random tokens" in table.conditions["prompts"]
     assert "Output tokens per second" in table.to_html()
     assert max(map(len, render(table.parts(), 80).splitlines())) <= 80
 

@@ -25,7 +25,7 @@ from specgen.record import mirror
 from specgen.record.interrupt import StoppedError
 from specgen.record.mirror import fetched
 from specgen.storage import Store
-from tests.commands import printed, refused, rows, specgen
+from tests.commands import printed, refused, rows, specgen, write_rows
 from tests.jobs import Silent, conversations, files, keep_in_memory, untimed
 from tests.object_server import BUCKET, KEY, SECRET, S3Server, s3_server
 
@@ -483,6 +483,29 @@ def test_a_finished_run_with_failures_does_them_again(
     run(job, MEMORY, Silent())
     assert result(MEMORY, tmp_path)["completions.jsonl"] == expected(whole)["completions.jsonl"]
     assert (tmp_path / "result" / "completions.jsonl").read_bytes() == kept["completions.jsonl"]
+
+
+def test_a_corrected_row_is_mended_at_a_url(job: Job, tmp_path: Path) -> None:
+    run(job, MEMORY, Silent())
+    on_another_machine(tmp_path)
+    assert job.data.data_path is not None
+    asked = rows(Path(job.data.data_path))
+    asked[3]["turns"] = ["Describe a castle."]
+    mended = replace(job.data, data_path=write_rows(tmp_path / "mended.jsonl", asked))
+    follower = Counted()
+    report = run(replace(job, data=mended, retry_errors=True), MEMORY, follower).report
+    assert (report.num_errors, report.num_requests, follower.count) == (0, 9, 1)
+    on_another_machine(tmp_path)
+    again = replace(job, data=mended)
+    assert run(again, MEMORY, follower).report.num_requests == 9
+    assert follower.count == 1
+
+
+class Counted(Silent):
+    count = 0
+
+    def advance(self) -> None:
+        self.count += 1
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specgen.checkpoints import fingerprint as fingerprints
+from specgen import storage
 from specgen.checkpoints import weight_files
 from specgen.checkpoints.checkpoint import (
     draft_to_target,
@@ -303,19 +303,19 @@ def large(
 ) -> Callable[..., tuple[str, int]]:
     """The fingerprint of a checkpoint whose files count as large, in a new process each, and how many it read."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(fingerprints, "_LARGE", 1000)
+    monkeypatch.setattr(storage, "_LARGE", 1000)
     path, read = _copy(target_path, tmp_path / "target"), list[str]()
     monkeypatch.setattr(
-        fingerprints,
+        storage,
         "_read",
         lambda file: (read.append(file.name), hashlib.sha256(file.read_bytes()).hexdigest())[1],
     )
 
     def fresh(*, later: float = 100.0) -> tuple[str, int]:
-        fingerprints._digest.cache_clear()
+        storage._digest.cache_clear()
         read.clear()
         now = time.time() + later
-        monkeypatch.setattr(fingerprints.time, "time", lambda: now)
+        monkeypatch.setattr(storage.time, "time", lambda: now)
         found = fingerprint(open_checkpoint(str(path)))
         return found, len([name for name in read if name == "model.safetensors"])
 
@@ -512,10 +512,20 @@ def test_an_eos_token_that_the_model_has_not_is_refused(tmp_path: Path, target_p
 def test_a_target_named_as_the_head_is_distinguished_by_its_path(target_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         drafter_config(open_checkpoint(str(target_path)), None)
-    assert str(caught.value).startswith(
-        f"{target_path} is not a draft head (no hidden_norm.weight: the checkpoint is not a DFlash or "
+    assert str(caught.value) == (
+        f"{target_path} is not a draft head (it is a whole model, LlamaForCausalLM): name one with --drafter, or use "
+        "--drafter ngram"
     )
-    assert str(caught.value).endswith("): name one with --drafter, or use --drafter ngram")
+
+
+def test_a_gguf_is_called_that(tmp_path: Path) -> None:
+    file = tmp_path / "model-Q4_K_M.gguf"
+    file.write_bytes(b"GGUF")
+    for given in (tmp_path, file):
+        with pytest.raises(
+            UserError, match=r"holds model-Q4_K_M\.gguf, a GGUF, which is not read: give the model's"
+        ):
+            open_checkpoint(str(given))
 
 
 def test_harmless_tensors_are_ignored(tmp_path: Path, target_path: Path) -> None:
@@ -683,7 +693,7 @@ def test_heads_that_would_draft_badly_are_refused(
 def test_a_target_is_refused_as_head_and_a_head_as_target(
     tmp_path: Path, target: Llama, target_path: Path
 ) -> None:
-    with pytest.raises(UserError, match="the checkpoint is not an EAGLE3 head"):
+    with pytest.raises(UserError, match="it is a whole model, LlamaForCausalLM"):
         _load_head(target_path, target)
     write_head(tmp_path, target.config)
     with pytest.raises(UserError, match="is a draft head and no target: name it with --drafter"):

@@ -513,6 +513,36 @@ def test_empty_answers_are_called_so_with_the_likely_remedy():
     assert compare(runs).sentence.endswith(" Empty answers: 2 of 3 of padded.")
 
 
+def test_answers_without_a_verify_step_are_no_comparison():
+    runs = [arm("padded", [1, 0], accepted=1), arm("baseline", [1, 0])]
+    assert "texts identical" in compare(runs).sentence
+    ended = fold(itertools.chain(*(request(f"r{i}", []) for i in range(3))), num_spec_tokens=3)
+    found = compare([replace(runs[0], report=ended), runs[1]])
+    assert found.sentence.startswith("Nothing was tested: no step had drafts")
+    assert "identical" not in found.sentence
+    assert found.arms[0].ratio is None
+
+
+def test_answers_cut_by_the_token_limit_are_said():
+    runs = [arm(name, [1, 0], accepted=1) for name in ("padded", "baseline")]
+    assert "cut" not in compare(runs).sentence
+    report = replace(
+        runs[0].report, finish_reasons={"stop": 1, "length": 2}, ended_in_reasoning={"length": 1}
+    )
+    compared = compare([replace(runs[0], report=report), runs[1]])
+    assert " Answers cut at the token limit: 1 of 3 of padded; raise --max-new-tokens." in compared.sentence
+    assert [each.num_cut for each in compared.arms] == [1, 0]
+
+
+def test_tokens_per_step_stand_beside_a_length_that_texts_did_not_get():
+    runs = [arm("padded", [1, 0], accepted=3), arm("baseline", [1, 0])]
+    assert "per step" not in tables(compare(runs))
+    short = fold([*request("a", [(3, 3)], dropped=3), *request("b", [(3, 1)], dropped=1)], num_spec_tokens=3)
+    found = compare([replace(runs[0], report=short), runs[1]])
+    assert (found.arms[0].mean_acceptance_length, found.arms[0].received) == (3, 1)
+    assert "per step" in " ".join(tables(found).split())
+
+
 def test_several_tasks_have_figures_each():
     def with_tasks(run, *accepted):
         reports = (arm("", [], number).report for number in accepted)

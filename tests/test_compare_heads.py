@@ -8,6 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from specgen.engine import loading
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.experiments import heads_job
 from specgen.experiments.head_figures import Comparison, as_directory, compare_runs, read_runs, short_names
+from specgen.experiments.heads_export import exported
 from specgen.experiments.heads_job import HeadsJob, HeadsRun
-from specgen.experiments.heads_page import moved_texts, page
-from specgen.experiments.heads_tables import exported, leads, mean_length, tables, verdicts
-from specgen.experiments.rounds import PLAIN, Repeat, Speeds, rounds_under
+from specgen.experiments.heads_page import last_words, moved_texts, page
+from specgen.experiments.heads_tables import leads, mean_length, notes, tables, verdicts
+from specgen.experiments.rounds import BUSY, PLAIN, Repeat, Rounds, Speeds, rounds_under
 from specgen.jobs import run as run_module
 from specgen.prompts.load import DataSource
 from specgen.record.files import RowFile
@@ -127,6 +129,7 @@ def test_figures_are_those_of_the_rows(compared: tuple[Path, list[str], str]) ->
         assert len(units) == 5 < len(of_run) + (run["data"] == "gsm8k")
         length, half, *_ = interval_by_scipy(units)
         assert run["length_over_all_steps"] == pytest.approx(length)
+        assert 1 + sum(run["acceptance_over_all_steps"]) == pytest.approx(length)
         low, high = max(1, length - half), min(K + 1, length + half)
         assert run["length_over_all_steps_ci95"] == pytest.approx([low, high])
         recorded = [step for row in of_run.values() for step in RequestRow.of_row(row).steps or ()]
@@ -150,6 +153,9 @@ def test_figures_are_those_of_the_rows(compared: tuple[Path, list[str], str]) ->
         parts = (h - h.sum() / t.sum() * t) / t.sum() - (oh - oh.sum() / ot.sum() * ot) / ot.sum()
         error = np.sqrt(len(both) / (len(both) - 1) * np.sum(parts**2))
         length = pair["figures"][0]
+        each = [figure["difference"] for figure in pair["figures"][1:]]
+        assert len(each) == K
+        assert sum(each) == pytest.approx(length["difference"]), "of n-grams too"
         difference = h.sum() / t.sum() - oh.sum() / ot.sum()
         half = stats.t.ppf(0.975, len(both) - 1) * error
         assert length["difference"] == pytest.approx(difference)
@@ -266,12 +272,19 @@ def test_texts_of_the_requests_that_moved_most_are_those_of_both_heads(
     assert {span.style for entry in plain.entries for text in entry.texts for span in text.spans} == {""}
 
 
+def test_a_long_prompt_is_cut_between_words() -> None:
+    assert last_words("<|user|>What is 1 + 1?\n<|end|>") == "What is 1 + 1?"
+    words = [f"request{at}" for at in range(20)]
+    assert last_words(" ".join(words)) == "… " + " ".join(words[12:])
+    assert last_words("x" * 100) == "… " + "x" * 80
+
+
 def test_every_category_is_once_on_the_page(tmp_path: Path) -> None:
     paths = [
         a_run(tmp_path / head, head, simulated(0.5, n, 45), groups=9, group="<b>")
         for n, head in enumerate("ab")
     ]
-    shown = page(compare_runs(read_runs(paths), {}), {})
+    shown = page(compare_runs(read_runs(paths), {}), {}, tmp_path)
     titles = re.findall(r"<h2>mine: by category \((\d of \d)\)</h2>", shown)
     assert titles == ["1 of 3", "2 of 3", "3 of 3"]
     assert [shown.count(f'<th scope="row">&lt;b&gt; {n}</th>') for n in range(9)] == [1] * 9
@@ -358,7 +371,14 @@ def test_a_comparison_that_ran_is_put_beside_published_figures(tmp_path: Path) -
     told = ("--against", "vllm-ci-gemma-4-e4b")
     asked = ("--dataset", f"mt-bench:vllm={prompts}", "--num-prompts", "3", "--num-spec-tokens", "2")
     text = call(
-        "--drafter", heads()[0], *asked, "--max-new-tokens", "16", "--repeats", "0", "--output", out, *told
+        *("--model", data_directory() / "demo" / "target", "--drafter", heads()[0], *asked),
+        "--max-new-tokens",
+        "16",
+        "--repeats",
+        "0",
+        "--output",
+        out,
+        *told,
     )
     row = re.search(r"^mt-bench:vllm +drafter +mean length over requests +2\.28 +(\S+) ", text, re.MULTILINE)
     (run,) = json.loads(printed("report", out, "--json", *told))["against"]["runs"]
@@ -406,7 +426,7 @@ def a_run(
     manifest = {
         "engine": {"model": "target", "drafter": f"heads/{head}", "num_spec_tokens": K, "dtype": "float32"},
         "sampling": {"temperature": 0.0, "max_tokens": 9},
-        "data": {"dataset": data, "sha256": "ab" * 32, "num_prompts": None},
+        "data": {"dataset": data, "sha256": sha256(data.encode()).hexdigest(), "num_prompts": None},
         "fingerprints": {"model": "cd" * 32, "drafter": head * 9},
         "settings": {"model": "target", "drafter": head, "data": data, "sampling": "greedy"},
     }
@@ -447,6 +467,8 @@ def test_a_head_that_drafts_in_some_steps_is_judged_by_all(tmp_path: Path) -> No
     found = compare_runs(read_runs(paths), {})
     a, b = found.length("mine", "a"), found.length("mine", "b")
     assert a.value == reports[0]["mean_acceptance_length"]
+    empty = replace(found.runs[0], report=replace(found.runs[0].report, num_empty=3))
+    assert any("a on mine: 3 of 30 texts are empty" in note for note in notes(replace(found, runs=(empty,))))
     assert b.value == pytest.approx(1 + reports[1]["num_accepted_tokens"] / (4 * 30))
     assert leads(found, "mine")
     (sentence,) = verdicts(found)
@@ -517,8 +539,8 @@ def test_options_without_effect_are_refused(tmp_path: Path, option: str) -> None
         ("sampling", "temperature", 0.7, r"sampling.temperature \(0.0 in .*/a, 0.7 in .*/b\)"),
         ("sampling", "max_tokens", 10, r"sampling.max_tokens \(9 in .*/a, 10 in .*/b\)"),
         ("fingerprints", "model", "ef" * 32, r"fingerprints.model \(cdcdcdcdcdcd in"),
-        ("data", "sha256", "ef" * 32, r"data.sha256 \(abababababab in"),
-        ("data", "num_prompts", 4, r"data.num_prompts \(None in .*/a, 4 in"),
+        ("data", "sha256", "ef" * 32, r"data.sha256 \(\w{12} in .*/a, efefefefefef in"),
+        ("data", "shard", "0/2", r"data.shard \(None in .*/a, 0/2 in"),
         ("fingerprints", "drafter", "a" * 9, r"/a and .*/b are both of heads/b on mine: leave one out"),
     ],
 )
@@ -530,6 +552,14 @@ def test_unlike_runs_are_refused(tmp_path: Path, section: str, field: str, value
     (paths[1] / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=says):
         read_runs(paths)
+
+
+def test_equal_prompts_are_one_data_set_by_any_name(tmp_path: Path) -> None:
+    paths = [a_run(tmp_path / head, head, [[1, 2], [3]]) for head in "ab"]
+    manifest = json.loads((paths[1] / "manifest.json").read_text())
+    manifest["data"] |= {"dataset": "/elsewhere/mine.jsonl", "num_prompts": 2}
+    (paths[1] / "manifest.json").write_text(json.dumps(manifest))
+    assert read_runs(paths).data == ("mine",)
 
 
 def test_other_settings_are_named(tmp_path: Path) -> None:
@@ -600,7 +630,7 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     target = str(data_directory() / "demo" / "target")
     two = ("--drafter", "ngram", "--drafter", "ngram:3")
     copy = shutil.copytree(heads()[0], tmp_path / "copy")
-    same = ("--drafter", heads()[0], "--drafter", heads()[1], "--drafter", str(copy))
+    same = ("--model", target, "--drafter", heads()[0], "--drafter", heads()[1], "--drafter", str(copy))
     refusals = {
         ("--repeats", "1"): "one run has no spread",
         two: "drafter 'ngram:3' is given twice",
@@ -611,7 +641,13 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         ("--dataset", "-"): "can be read only once",
         ("--num-spec-tokens", "0"): "nothing to compare",
         ("--num-spec-tokens", "auto"): "every head would draft another number",
-        ("--drafter", target): f"^{target} is not a draft head .*not an EAGLE3 head",
+        (
+            "--model",
+            target,
+            "--drafter",
+            target,
+        ): f"^{target} is not a draft head .*a whole model, LlamaForCausalLM",
+        ("--drafter", heads()[0]): f"^drafter '{heads()[0]}' is given without a model: name its target",
         ("--model", str(tmp_path)): "has no drafter to compare",
         (str(tmp_path), "--drafter", "ngram"): "^drafter, output are given with directories",
         ("--export", "md", "--json"): "^export and json are both given: choose one",
@@ -686,21 +722,26 @@ def test_every_arm_is_warm_and_has_the_same_requests_tokenized_before_and_anothe
     at_work(bundled, tmp_path, Stop(1 << 30))
     at_work(replace(bundled, repeats=3), tmp_path, Stop(1 << 30))  # goes on with the third
     arms = [PLAIN, "drafter", "drafter-two-layers"]
-    assert (
-        [name for name, _ in runs]
-        == [
-            *arms,  # warm-ups
-            *arms,
-            *(arms[1:] + arms[:1]),
-            *arms,
-            *(arms[2:] + arms[:2]),
-        ]
-    )
+    turns = [*(0, 1, 2), *(0, 1, 2), *(1, 0, 2), *(0, 1, 2), *(2, 0, 1)]  # warm-ups first, of both commands
+    assert [name for name, _ in runs] == [arms[at] for at in turns]
     done = rows(tmp_path / "bundled" / "drafter")
     tokenizer = load_tokenizer(str(data_directory() / "demo" / "target"))
     asked = sorted(tuple(encode(tokenizer, row["prompt"])) for row in done.values())
     assert len(asked) == 4
     assert [sorted(requests) for _, requests in runs] == [asked] * len(runs)
+
+
+def test_what_makes_speeds_doubtful_stands_beside_them(tmp_path: Path) -> None:
+    rounds, (one, two) = Rounds(), ({"x": "1"}, {"x": "2"})
+    for texts in (one, two):
+        plain = Repeat(seconds=1.0, num_tokens=9, texts=one, disturbances=(BUSY,))
+        rounds.add({PLAIN: plain, "a": replace(plain, texts=texts)})
+    found = comparison(tmp_path, {"mine": rounds}, a=simulated(0.4, 1))
+    busy = f"Speeds on mine: every arm: {BUSY}."
+    shown = page(found, {})
+    assert 0 < shown.index(busy) < shown.index("<svg"), "with the answer"
+    assert "Speeds on mine: a: 1 of 1 texts differ from repeat to repeat." in shown
+    assert busy in exported(found, "md")
 
 
 # --- going on -------------------------------------------------------------------------------------
@@ -806,12 +847,24 @@ def test_csv_has_a_line_for_every_run_and_category(compared: tuple[Path, list[st
     lines = list(csv.DictReader(io.StringIO(call(compared[0], "--export", "csv"))))
     assert all(None not in line and None not in line.values() for line in lines)
     named = {(line["data"], line["head"]): line for line in lines if not line["category"]}
+    means = [
+        named.pop(("(mean of the data sets)", head)) for head in ("drafter", "drafter-two-layers", "ngram:3")
+    ]
+    assert all(float(mean["length_low"]) < float(mean["length_over_all_steps"]) for mean in means)
     assert len(named) == len(found["runs"])
     for run in found["runs"]:
         line = named[run["data"], run["head"]]
         assert float(line["length_over_all_steps"]) == run["length_over_all_steps"]
         assert int(line["num_steps_without_drafts"]) == run["report"]["num_steps_without_drafts"]
-        assert float(line["acceptance_2"]) == run["report"]["acceptance"][2]["rate"]
+        assert float(line["acceptance_2"]) == run["acceptance_over_all_steps"][2]
+        assert float(line["acceptance_2_low"]) == run["acceptance_over_all_steps_ci95"][2][0]
+        assert float(line["conditional_1_high"]) == run["report"]["acceptance"][1]["conditional_ci95"][1]
+        assert float(line["auc"]) == run["report"]["confidence"]["auc"]
+        levels = run["report"]["confidence"]["levels"]
+        assert [int(line[f"confidence_{each['at_least']:g}_drafts"]) for each in levels] == [
+            each["drafts"] for each in levels
+        ]
+        assert int(line["num_conversations"]) == 5
         rounds = found["speeds"][run["data"]]
         assert float(line["times_plain_low"]) == min(each[run["head"]] / each[PLAIN] for each in rounds)
         of_run = [each for each in lines if (each["data"], each["head"]) == (run["data"], run["head"])]
@@ -820,6 +873,7 @@ def test_csv_has_a_line_for_every_run_and_category(compared: tuple[Path, list[st
         if pair["against"] == "drafter":
             line = named[pair["data"], pair["head"]]
             assert float(line["p_holm"]) == pair["figures"][0]["p_holm"]
+            assert float(line["difference_1"]) == pair["figures"][2]["difference"]
 
 
 def test_no_name_in_a_csv_is_a_formula(tmp_path: Path) -> None:
@@ -845,11 +899,16 @@ def test_markdown_rows_have_the_same_cells(compared: tuple[Path, list[str], str]
 def test_latex_is_balanced(tmp_path: Path) -> None:
     found = comparison(tmp_path, a_100=simulated(0.3, 1), b=simulated(0.7, 2))
     text = exported(found, "latex")
-    assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 1
+    assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 3
+    columns = 0
     for line in text.splitlines():
         assert line.count("{") == line.count("}")
+        if line.startswith(r"\begin{tabular}"):
+            columns = len(line.removeprefix(r"\begin{tabular}{").removesuffix("}"))
         if line.endswith(r"\\"):
-            assert line.count("&") == 1
+            assert line.count("&") == columns - 1
+    assert r"data & head & token 0 & token 1 & token 2 \\" in text
+    assert r"data & category & a\_100 & b & b - a\_100 & p \\" in text
     assert r"a\_100 & " in text
     caption = text.partition(r"\caption{$\tau$: Mean acceptance length over all steps")[2].partition("\n")[0]
     assert "model target" in caption
@@ -858,6 +917,20 @@ def test_latex_is_balanced(tmp_path: Path) -> None:
     (best,) = (run for run in found.runs if (run.data, run.head) == ("mine", "b"))
     assert rf"b & \textbf{{{best.report.mean_acceptance_length:.2f}}} {{\scriptsize [" in text
     assert text.count("textbf") == 1
+
+
+def test_a_caption_has_no_path_and_no_machine(tmp_path: Path) -> None:
+    path = a_run(tmp_path / "a", "a", simulated(0.4, 1))
+    own = {"model": "/home/me/org/target", "attention": "sdpa", "batch": "at most 32", "sampling": "greedy"}
+    change_json(path / "manifest.json", settings=own)
+    for name, comment in (
+        ("latex", "% attention sdpa; batch at most 32"),
+        ("md", "<!-- attention sdpa; batch"),
+    ):
+        text = exported(compare_runs(read_runs([path]), {}), name)
+        assert "model org/target; sampling greedy." in text
+        assert "/home" not in text
+        assert text.count("sdpa") == text.count(comment) == 1
 
 
 def test_a_data_set_named_mean_is_not_the_mean(tmp_path: Path) -> None:

@@ -380,6 +380,8 @@ def test_keys_that_nothing_reads_are_named(tmp_path: Path, caplog: pytest.LogCap
     change_json(
         tmp_path / "target" / "config.json", norm_gain=2, attention_sink=False, softer=None, temperature=0.5
     )
+    harmless = {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}}
+    change_json(tmp_path / "target" / "config.json", **harmless)
     late = {"use_aux_hidden_state": True, "fusion": "late"}
     change_json(tmp_path / "head" / "config.json", head_gain=3, eagle_config=late)
     text = describe(*paths).to_text()
@@ -387,7 +389,7 @@ def test_keys_that_nothing_reads_are_named(tmp_path: Path, caplog: pytest.LogCap
     assert "not read    fusion, head_gain\n" in text
     load_models(config, open_checkpoints(config))
     for path, keys in zip(paths, ("attention_sink, norm_gain", "fusion, head_gain"), strict=True):
-        assert f"{path}: nothing reads {keys} in config.json: results are those without it" in caplog.text
+        assert f"{path}: nothing reads {keys} in config.json: results are those without them" in caplog.text
 
 
 def test_parameters_of_another_kind_of_scaling_are_named() -> None:

@@ -5,18 +5,24 @@ import json
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
+from shutil import copytree
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import specgen
 from specgen import Engine, EngineConfig, Message, Prompt, RequestOutput, SamplingParams, UserError
+from specgen.checkpoints.checkpoint import open_checkpoint, target_config
 from specgen.config.bundled import pair
 from specgen.engine.conversations import first_turns
 from specgen.prompts import Rejected
 from specgen.record.record_rows import EngineRow, PassRow
+from specgen.report.display import clip
 from specgen.text.tokenizer import load_tokenizer
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import write_byte_level
@@ -64,6 +70,21 @@ def test_string_prompts_get_their_index_as_id(engine: Engine) -> None:
     metrics = outputs["0"].metrics
     assert metrics.num_spec_steps + metrics.num_accepted_draft_tokens >= 7
     assert list(outputs["0"].to_row())[:3] == ["id", "prompt", "text"]
+
+
+def test_engines_and_outputs_are_one_short_line(engine: Engine) -> None:
+    (good,) = engine.generate(["a"], SamplingParams(max_tokens=90, ignore_eos=True))
+    assert good.metrics is not None
+    assert repr(good) == (
+        f"RequestOutput(id='0', text={clip(good.text, 60)!r}, finish_reason='length', 90 tokens, acceptance length "
+        f"{good.metrics.mean_acceptance_length:.2f})"
+    )
+    assert repr(RequestOutput(id="1", error="too long", finish_reason="error")) == (
+        "RequestOutput(id='1', error='too long')"
+    )
+    assert (
+        repr(engine) == f"<Engine: {engine.config.model} with {engine.config.drafter}, K 4, float32 on cpu>"
+    )
 
 
 def test_invalid_prompts_are_returned_as_failed_outputs(engine: Engine) -> None:
@@ -155,6 +176,81 @@ def test_engines_share_weights(engine: Engine) -> None:
     ours, theirs = (by_id(list(each.generate(["Tom has"], SHORT))) for each in (engine, plain))
     assert ours["0"].token_ids == theirs["0"].token_ids
     assert plain.models is engine.models
+
+
+def drafts_of(engine: Engine) -> list[list[list[int]]]:
+    """Of every step, by prompt."""
+    outputs = by_id(list(engine.generate(["Tom has", "5 bags"], SHORT)))
+    assert all(output.record is not None and output.record.steps for output in outputs.values())
+    return [[list(step.drafts) for step in outputs[name].record.steps] for name in sorted(outputs)]  # type: ignore[union-attr]
+
+
+def other_head(path: Path, directory: Path, seed: int) -> str:
+    """Writes one for the target of ``path``."""
+    write_head(
+        directory, target_config(open_checkpoint(str(path / "target"))), draft_vocab_size=100, seed=seed
+    )
+    return str(directory)
+
+
+def test_a_head_beside_a_loaded_target_is_that_of_the_config(
+    engine: Engine, path: Path, tmp_path: Path
+) -> None:
+    config = replace(engine.config, drafter=other_head(path, tmp_path / "other", 5))
+    alone = drafts_of(Engine(config))
+    assert alone != drafts_of(engine), "the heads differ"
+    beside = Engine(config, models=engine.models)
+    assert drafts_of(beside) == alone
+    assert beside.models.target is engine.models.target
+    assert Engine(config, models=beside.models).models is beside.models, "the same head is not read again"
+    other_head(path, tmp_path / "other", 6)  # as a training loop writes the next one
+    later = Engine(config, models=beside.models)
+    assert drafts_of(later) == drafts_of(Engine(config)) != alone
+
+
+def test_models_of_another_target_are_refused(engine: Engine, path: Path, tmp_path: Path) -> None:
+    copytree(path / "target", tmp_path / "target")
+    differing: list[tuple[dict[str, Any], str]] = [
+        (
+            {"model": str(tmp_path / "target")},
+            "model is .*/target and the models were loaded with .*/target: use",
+        ),
+        ({"model": "/nope"}, "'/nope' is neither a directory"),
+        ({"drafter": "/nope"}, "'/nope' is neither a directory"),
+        ({"dtype": "bfloat16"}, "dtype is bfloat16 and the models were loaded with float32: use the same"),
+        ({"tensor_parallel": 2}, "tensor-parallel is 2 and the models were loaded with 1: use the same"),
+    ]
+    for changed, reason in differing:
+        with pytest.raises(UserError, match=reason):
+            Engine(replace(engine.config, **changed), models=engine.models)
+
+
+def test_a_target_that_was_written_anew_is_not_shared(path: Path, tmp_path: Path) -> None:
+    copytree(path, tmp_path, dirs_exist_ok=True)
+    config = EngineConfig(model=str(tmp_path / "target"), drafter=str(tmp_path / "drafter"), device="cpu")
+    with Engine(config) as engine:
+        write_target(tmp_path / "target", vocab_size=352)
+        with pytest.raises(
+            UserError, match=r"the files of model .*/target have changed since they were loaded"
+        ):
+            Engine(config, models=engine.models)
+
+
+def test_a_head_in_memory_drafts_beside_a_loaded_target(engine: Engine, path: Path, tmp_path: Path) -> None:
+    directory = Path(other_head(path, tmp_path, 5))
+    config, tensors = (
+        json.loads((directory / "config.json").read_text()),
+        load_file(directory / "model.safetensors"),
+    )
+    tensors["fc.weight"] = tensors["fc.weight"].clone().requires_grad_()
+    with specgen.saved_head(config, tensors) as drafter:
+        ours = Engine(replace(engine.config, drafter=drafter), models=engine.models)
+    assert not Path(drafter).exists()
+    assert drafts_of(ours) == drafts_of(Engine(replace(engine.config, drafter=str(directory))))
+    with pytest.raises(UserError, match="state_dict"), specgen.saved_head(config, {"fc": 3}):  # type: ignore[dict-item]
+        pass
+    with pytest.raises(UserError, match="no JSON"), specgen.saved_head({"dtype": torch.float32}, tensors):
+        pass
 
 
 def test_public_names_are_imported_lazily() -> None:

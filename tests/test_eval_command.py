@@ -118,7 +118,9 @@ def test_three_arms_answer_alike_and_leave_their_numbers(study: tuple[Path, str]
 
 @pytest.mark.slow
 def test_answers_without_the_template_are_called_empty() -> None:
-    printed = " ".join(call("word_problems", "--limit", 2, "--arms", "padded").split())
+    result = specgen("eval", "word_problems", "--limit", 2, "--arms", "padded", columns=80)
+    printed = " ".join(result.stdout.split())
+    assert "Add --apply-chat-template to ask them as a chat" in result.stderr
     assert (
         "Empty answers: 2 of 2 of padded; the model has a chat template: add --apply-chat-template."
         in printed
@@ -201,6 +203,14 @@ def test_prompts_that_lost_their_start_are_counted(tmp_path: Path) -> None:
     )
     assert sentence in " ".join(printed.split())
     assert json.loads((out / "comparison.json").read_text())["sentence"].endswith(sentence)
+    (tmp_path / "main").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").rename(tmp_path / "main" / f"{split}.jsonl")
+    again = ("gsm8k", "--data-path", tmp_path / "main", *arguments[2:], "--output", out)
+    assert call(*again) == printed, "the same rows by another path"
+    (tmp_path / "main" / "test.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    with pytest.raises(UserError, match=r"differs in (--data-path|the prompts)"):
+        call(*again)
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """A failure concerns its own requests only: they are retried once, alone, and all others continue."""
 
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -261,6 +261,17 @@ def test_a_device_lost_at_start_up_fails_no_request(
     with pytest.raises(DeviceLost) as raised:
         engine.warm_up()
     assert raised.value.requests == ()
+
+
+def test_what_had_finished_comes_before_the_error_of_a_source(random_pair: Pair) -> None:
+    def source() -> Iterator[Request]:
+        yield Request(id="empty", prompt_token_ids=(), sampling=GREEDY)
+        raise ZeroDivisionError
+
+    completions = engine_of(random_pair).generate(source())
+    assert next(completions).request.id == "empty"
+    with pytest.raises(ZeroDivisionError):
+        next(completions)
 
 
 def test_a_lost_device_ends_the_run_and_names_the_requests_in_flight(

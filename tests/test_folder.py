@@ -3,7 +3,10 @@
 import json
 import os
 import re
+import socket
+import subprocess
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from click.testing import Result
 
 from specgen.config import UserError
 from specgen.experiments.output import BenchTable
+from specgen.record.results import locked
 from specgen.report.display import checkpoint_name, printable
 from specgen.report.folder import listed, may_replace
 from tests.commands import specgen
@@ -115,6 +119,25 @@ def test_an_unfinished_run_says_how_far_it_is_and_has_no_numbers(tmp_path: Path,
     (run / "manifest.json").unlink()
     (run / "report.json").unlink()
     assert of(tmp_path)["a"]["state"].startswith(f"not finished: {state}")  # while rows are read
+
+
+def test_a_run_whose_process_was_killed_is_stopped(tmp_path: Path) -> None:
+    run, process = a_directory(tmp_path / "a"), subprocess.Popen(["true"])
+    process.wait()
+    host, own = socket.gethostname(), os.getpid()
+    gone = f"not finished: stopped: process {process.pid} is gone, 12 of 64 done"
+    running = "not finished: running, 12 of 64 done, written"
+    status = {"state": "running", "done": 12, "total": 64, "updated": "2026-11-23T23:11:00+00:00"}
+    for pid, where, held, said in (
+        (process.pid, host, False, gone),
+        (process.pid, host, True, running),  # of a container with numbers of its own
+        (process.pid, "elsewhere", False, running),
+        (own, host, True, running),
+        (None, None, False, running),
+    ):
+        write(run / "status.json", status | {"pid": pid, "host": where})
+        with locked(run) if held else nullcontext():
+            assert of(tmp_path)["a"]["state"].startswith(said)
 
 
 def _no_manifest(run: Path) -> None:
@@ -296,10 +319,12 @@ def test_the_page_has_a_rank_for_every_row_and_column(tmp_path: Path) -> None:
     text = (tmp_path / "index.html").read_text()
     page = Page(text)
     assert "script" not in page.tags
-    columns = [value for key, value in page.attributes if key == "class" and re.fullmatch(r"by\d+", value)]
+    columns = [
+        value for key, value in page.attributes if key == "class" and re.fullmatch(r"by\d+ down", value)
+    ]
     at = next(
         number
-        for number, heading in enumerate(re.findall(r'class="by\d+"[^>]*>([^<]*)<', text))
+        for number, heading in enumerate(re.findall(r'class="by\d+ down"[^>]*>([^<]*)<', text))
         if heading == "length"
     )
     ranks = [

@@ -231,7 +231,10 @@ def test_texts_of_a_run_are_those_of_transformers_with_the_same_file(
         manifest["sampling"].items() >= (HOLDS | {"suppress_tokens": [226, 1200], "temperature": 0}).items()
     )
     assert manifest["settings"]["generation config"] == LINE
-    assert "greedy, repetition penalty 1.5, at most 16 new tokens" in manifest["settings"]["sampling"]
+    assert (
+        "greedy, repetition penalty 1.5, suppress tokens (2), at most 16 new tokens"
+        in manifest["settings"]["sampling"]
+    )
     assert "holds: repetition_penalty 1.5" in (out / "report.html").read_text()
 
 

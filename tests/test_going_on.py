@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from specgen import storage
 from specgen.config import FormatName, SamplingParams, UserError
 from specgen.core.scheduler import Scheduler
 from specgen.core.sequence import NOT_FINITE, Sequence
@@ -24,6 +25,7 @@ from specgen.jobs.prompt_index import index_prompts
 from specgen.jobs.run import TooManyFailuresError
 from specgen.jobs.shards import WHOLE
 from specgen.prompts import DataSource
+from specgen.prompts.formats import Reading
 from specgen.record.files import swapped
 from specgen.record.interrupt import StoppedError
 from specgen.record.progress import Status, Tally
@@ -258,6 +260,76 @@ def test_failed_requests_are_retried(job: Job, tmp_path: Path, refusing: set[str
         assert getattr(report, name) == getattr(clean, name)
 
 
+def retrying(job: Job, file: Path, **corrected: str | None) -> Job:
+    """The job over a new ``file`` with these prompts; None leaves one out."""
+    names = [name for name in NAMES if corrected.get(name, "") is not None]
+    write_prompts(file, names, **{name: text for name, text in corrected.items() if text is not None})
+    return replace(job, data=DataSource(dataset=str(file)), retry_errors=True)
+
+
+def test_failed_rows_are_mended_by_a_corrected_file(job: Job, tmp_path: Path, refusing: set[str]) -> None:
+    broken = retrying(job, tmp_path / "broken.jsonl", p3="", p6="Tom has " * 9000)
+    out = tmp_path / "run"
+    with pytest.raises(
+        UserError, match=r"retry-errors is given, but output '.*' holds no run yet: leave it out"
+    ):
+        run.run(broken, out, Follower())
+    assert not out.exists()
+    refusing.add("p1")
+    first = run.run(replace(broken, retry_errors=False), out, Follower()).report
+    assert (first.num_errors, ids(out / "errors.jsonl")) == (3, ["p1", "p3", "p6"])
+    before = content(out)
+    for changed, says in (
+        (
+            {"p0": "Tom had"},
+            "'p0' has an answer, but its row in .*other.jsonl is not what was asked: --retry-e",
+        ),
+        ({"p0": ""}, "'p0' has an answer, but its row in .*other.jsonl is not what was asked"),
+        ({"p0": None}, "'p0' has an answer, but no row in .*other.jsonl: --retry-errors takes other rows"),
+    ):
+        with pytest.raises(UserError, match=says):
+            run.run(retrying(job, tmp_path / "other.jsonl", **changed), out, Follower())
+        with pytest.raises(UserError, match="differs in --max-new-tokens 6 -> 7: "):
+            run.run(
+                with_changes(replace(broken, retry_errors=True), {"sampling": {"max_tokens": 7}}),
+                out,
+                Follower(),
+            )
+        assert content(out) == before
+    refusing.clear()
+    mended = retrying(job, tmp_path / "mended.jsonl", p3="Tom has 33")
+    with pytest.raises(UserError, match="differs in --dataset"):
+        run.run(replace(mended, retry_errors=False), out, Follower())
+    stopped(mended, out, 1)
+    follower = Follower()
+    assert run.run(mended, out, follower).report.num_errors == 0
+    assert follower.count < 3, "one was mended before the stop"
+    clean = replace(mended, retry_errors=False)
+    run.run(clean, tmp_path / "clean", Follower())
+    texts = [
+        [(row["id"], row["text"]) for row in map(json.loads, (each / "completions.jsonl").open())]
+        for each in (out, tmp_path / "clean")
+    ]
+    assert texts[0] == texts[1]
+    assert run.run(clean, out, follower := Follower()).report.num_errors == follower.count == 0, (
+        "one run of it"
+    )
+    with pytest.raises(UserError, match=r"but no row of the run in '.*' failed: leave it out"):
+        run.run(mended, out, Follower())
+
+
+def test_a_later_turn_is_corrected_alone(job: Job, tmp_path: Path) -> None:
+    job = replace(job, data=DataSource(dataset="mt-bench", data_path=tmp_path / "q.jsonl"), retry_errors=True)
+    turns = ["Tom has", "And now? " * 5000]
+    write_rows(tmp_path / "q.jsonl", [{"question_id": "q", "turns": turns}])
+    report = run.run(replace(job, retry_errors=False), tmp_path / "run", Follower()).report
+    assert (report.num_requests, report.num_errors) == (1, 1)
+    write_rows(tmp_path / "q.jsonl", [{"question_id": "q", "turns": [turns[0], "And now?"]}])
+    follower = Follower()
+    assert run.run(job, tmp_path / "run", follower).report.num_requests == 2
+    assert follower.count == 1
+
+
 def test_too_many_failures_end_the_run(job: Job, tmp_path: Path, refusing: set[str]) -> None:
     refusing |= {"p1", "p2"}
     assert run.run(replace(job, max_failures=2), tmp_path / "two", Follower()).report.num_errors == 2
@@ -278,6 +350,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_warns(
     warnings: list[str] = []
     follower = Follower()
     follower.warn = warnings.append  # type: ignore[method-assign]
+    job = replace(job, data=replace(job.data, how=Reading(chat=False)))
     run.run(job, None, follower)
     assert warnings == []
     pair = Path(job.engine.model).parent
@@ -402,10 +475,11 @@ def with_changes(job: Job, changed: dict[str, Any]) -> Job:
     )
 
 
-def test_what_changes_no_text_may_differ(job: Job, tmp_path: Path) -> None:
+def test_what_changes_no_text_may_differ(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped(job, tmp_path / "run", 1)
+    monkeypatch.setattr("specgen.jobs.run.load_models", load_models)  # and not those kept in memory
     models = tmp_path / "elsewhere"
-    shutil.copytree(Path(job.engine.model).parent, models)
+    shutil.copytree(Path(job.engine.model).parent, models)  # with the prompts
     changed = {
         "model": str(models / "target"),
         "drafter": str(models / "drafter"),
@@ -414,7 +488,12 @@ def test_what_changes_no_text_may_differ(job: Job, tmp_path: Path) -> None:
         "kv_memory": 1 << 20,
         "prefix_cache": False,
     }
-    run.run(with_changes(job, {"engine": changed}), tmp_path / "run", Follower())
+    moved = {"dataset": str(models / "own.jsonl"), "num_prompts": len(NAMES)}
+    read = list[Path]()
+    digest = storage._read
+    monkeypatch.setattr(storage, "_read", lambda file: read.append(file) or digest(file))
+    run.run(with_changes(job, {"engine": changed, "data": moved}), tmp_path / "run", Follower())
+    assert read.count(models / "own.jsonl") == 1, "it is hashed once, however often it is looked at"
     assert ids(tmp_path / "run" / "completions.jsonl") == NAMES
 
 
@@ -425,7 +504,10 @@ def test_what_changes_no_text_may_differ(job: Job, tmp_path: Path) -> None:
         "target/model.safetensors",
     ),
 )
-def test_another_checkpoint_of_the_same_name_is_refused(job: Job, tmp_path: Path, file: str) -> None:
+def test_another_checkpoint_of_the_same_name_is_refused(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    monkeypatch.setattr("specgen.jobs.run.load_models", load_models)  # and not those kept in memory
     models = tmp_path / "pair"
     shutil.copytree(Path(job.engine.model).parent, models)
     job = with_changes(job, {"engine": {"model": str(models / "target"), "drafter": str(models / "drafter")}})

@@ -81,16 +81,22 @@ def test_a_run_at_its_own_k_is_measured_and_others_are_of_the_next_larger(tmp_pa
 
 @pytest.mark.parametrize(
     ("kwargs", "mode"),
-    [({}, "thinking_off"), ({"enable_thinking": True}, "thinking_on"), ({"thinking": False}, "thinking_off")],
+    [
+        ({}, "thinking_unknown"),
+        ({"enable_thinking": True}, "thinking_on"),
+        ({"thinking": False}, "thinking_off"),
+    ],
 )
 def test_the_file_has_one_model_and_one_mode(tmp_path: Path, kwargs: dict[str, bool], mode: str) -> None:
     engine = {"model": "org/target: new", "chat_template_kwargs": kwargs}
-    run = a_run(tmp_path / "a", 4, STEPS, engine=engine, sampling={"temperature": 0.5})
+    sampling = {"temperature": 0.5, "repetition_penalty": 1.5, "logit_bias": [[40, 5.0]], "stop": []}
+    run = a_run(tmp_path / "a", 4, STEPS, engine=engine, sampling=sampling)
     text = curve_of([run]).to_yaml()
     # of 12 steps 10, 8, 5 and 3 accepted more than 0, 1, 2 and 3 drafts
     assert yaml.safe_load(text) == {"org/target: new": {mode: {1: 1.83, 2: 2.5, 3: 2.92, 4: 3.17}}}
     comments = [line for line in text.splitlines() if line.startswith("#")]
-    assert "# dataset: gsm8k | temperature: 0.5 | top_p: 1.0 | output_len: 9 | requests: 4" in comments
+    asked = "# dataset: gsm8k | temperature: 0.5 | top_p: 1.0 | output_len: 9 | requests: 4"
+    assert f"{asked} | repetition_penalty: 1.5 | logit_bias: [[40, 5.0]]" in comments
     assert "# drafter: org/head | draft_sampling: greedy" in comments
     assert "# K 1, 2, 3: estimated by min(accepted, K) of the steps of the run with K 4" in comments
 
@@ -109,7 +115,7 @@ def test_the_command_writes_and_prints_it(tmp_path: Path) -> None:
         report["mean_acceptance_length_ci95"],
     )
     curve = {1: round(one["length"], 2), 2: round(two["length"], 2)}
-    assert yaml.safe_load(file.read_text()) == {"demo/target": {"thinking_off": curve}}
+    assert yaml.safe_load(file.read_text()) == {"demo/target": {"thinking_unknown": curve}}
     file.unlink()
     text = printed("report", run, "--golden", file)
     assert f"2                    {two['length']:.2f}" in text
@@ -128,7 +134,7 @@ def test_the_command_writes_and_prints_it(tmp_path: Path) -> None:
         ("sampling", {"temperature": 1.0}, r"sampling\.temperature \(0\.0 in .*, 1\.0 in"),
         ("sampling", {"max_tokens": 10}, r"sampling\.max_tokens"),
         ("data", {"sha256": "ef"}, r"data\.sha256"),
-        ("data", {"dataset": "mine"}, r"data\.dataset"),
+        ("data", {"dataset": "mine", "sha256": "ef" * 32}, r"data\.dataset"),
         ("fingerprints", {"drafter": "e"}, r"fingerprints\.drafter"),
         ("fingerprints", {"model": "e"}, r"fingerprints\.model"),
         ("engine", {"draft_sampling": "probabilistic"}, r"engine\.draft_sampling"),
@@ -154,6 +160,10 @@ def test_what_has_no_curve_is_refused(tmp_path: Path) -> None:
         curve_of([a_run(tmp_path / "plain", 0, [[0, 0], [0]])])
     with refused("chose K at every step"):
         curve_of([a_run(tmp_path / "auto", 4, STEPS, engine={"spec_length": "auto"})])
+    with refused("rows of .*/own set their own max_tokens, top_k, so there is no one setting"):
+        curve_of(
+            [a_run(tmp_path / "own", 4, STEPS, data={"own_parameters": ["max_tokens", "seed", "top_k"]})]
+        )
     (first / "status.json").write_text(json.dumps({"state": "stopped", "total": 9}))
     (first / "passes.jsonl").write_text("")
     with refused("This run is not finished"):

@@ -1,13 +1,15 @@
 """Sizes of CUDA graphs: a batch that drains captures few, one that stays gets its own, and no text changes."""
 
 from collections.abc import Callable, Hashable
+from itertools import count
+from typing import TypeVar
 
 import pytest
 import torch
 
 from specgen.config import EngineConfig, SamplingParams
 from specgen.config.bundled import data_directory
-from specgen.core.graphs import GraphSizes, Runner, StepGraphs, bucket
+from specgen.core.graphs import GraphSizes, PassGraphs, Runner, StepGraphs, bucket
 from specgen.core.scheduler import Limits
 from specgen.engine import engine as engine_module
 from specgen.engine.engine import Engine
@@ -91,15 +93,6 @@ def test_an_engine_delays_captures_but_where_all_graphs_are_asked_for(
     assert asked == [64, 0, -1, 64]
 
 
-def test_graphs_choose_by_what_is_captured() -> None:
-    graphs = StepGraphs.__new__(StepGraphs)  # without a GPU
-    graphs._sizes, graphs._graphs = GraphSizes(), {}
-    graphs.delay_captures(2)
-    assert [graphs.choose_rows(number, (4, None)) for number in (8, 5, 6, 5, 8)] == [8, 8, 8, 6, 8]
-    graphs.forget()
-    assert graphs.choose_rows(6, (4, None)) == 6
-
-
 class _Replayed:
     """A graph that was captured."""
 
@@ -107,27 +100,101 @@ class _Replayed:
         return "replayed"
 
 
+Graphs = TypeVar("Graphs", bound=StepGraphs)
+
+
+def graphs_of(
+    patch: pytest.MonkeyPatch,
+    short: Callable[[int], bool] = lambda number: False,
+    kind: type[Graphs] = StepGraphs,  # type: ignore[assignment]
+) -> Graphs:
+    """Without a GPU, which has no memory for the captures whose number ``short`` says."""
+    numbers = count()
+    patch.setattr("specgen.core.graphs._capture_stream", lambda device: None)
+    patch.setattr("specgen.core.graphs.synchronize", lambda: None)
+    patch.setattr("specgen.core.graphs._capture", lambda *_: None if short(next(numbers)) else _Replayed())
+    patch.setattr(torch.cuda, "current_device", lambda: 0)
+    patch.setattr(StepGraphs, "_pool", None)
+    return kind()
+
+
+def decode(graphs: StepGraphs, num_sequences: int) -> tuple[int, str]:
+    """The rows that a step ran in, and how."""
+    rows = graphs.choose_rows(num_sequences, (1, None))
+    return rows, graphs.step(("step", rows, 1, None), lambda: "launched")
+
+
+def test_graphs_choose_by_what_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = graphs_of(monkeypatch)
+    graphs.delay_captures(2)
+    assert [graphs.choose_rows(number, (4, None)) for number in (8, 5, 6, 5, 8)] == [8, 8, 8, 6, 8]
+    graphs.forget()
+    assert graphs.choose_rows(6, (4, None)) == 6
+
+
+def test_a_capture_without_memory_is_tried_again_and_a_larger_graph_is_used_until_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graphs = graphs_of(monkeypatch, lambda number: number in (1, 2))
+    assert [decode(graphs, 32), decode(graphs, 32)] == [(32, "launched"), (32, "replayed")]
+    assert decode(graphs, 4) == (4, "launched"), "no memory"
+    assert {decode(graphs, 4) for _ in range(255)} == {(32, "replayed")}
+    assert decode(graphs, 4) == (4, "launched"), "nor now"
+    assert {decode(graphs, 4) for _ in range(511)} == {(32, "replayed")}, "twice as long"
+    assert [decode(graphs, 4), decode(graphs, 4)] == [(4, "launched"), (4, "replayed")]
+    assert [(capture.key[1], capture.fits) for capture in graphs.take_captures()] == [
+        (32, True),
+        (4, False),
+        (4, False),
+        (4, True),
+    ]
+
+
+@pytest.mark.parametrize("failed", [0, 1, 2])
+def test_the_pieces_of_a_step_are_captured_in_the_order_in_which_they_run(
+    monkeypatch: pytest.MonkeyPatch, failed: int
+) -> None:
+    """Else what a piece gives may lie where one that was captured before it, and runs after it, computes."""
+    graphs = graphs_of(monkeypatch, lambda number: number == failed, PassGraphs)
+
+    def step() -> list[str]:
+        rows = graphs.choose_rows(4, (1, None))
+        return [graphs.piece((name, rows, 1, None), lambda: "launched") for name in "abc"]
+
+    assert {piece for _ in range(257) for piece in step()} == {"launched"}
+    assert step() == ["replayed"] * 3
+    captured = [(capture.key[0], capture.fits) for capture in graphs.take_captures()]
+    assert captured == [(name, name != "abc"[failed]) for name in "abc"[: failed + 1]] + [
+        (name, True) for name in "abc"
+    ]
+
+
+def test_without_a_larger_graph_steps_are_launched_until_the_next_try(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graphs = graphs_of(monkeypatch, lambda number: number == 0)
+    assert {decode(graphs, 4) for _ in range(257)} == {(4, "launched")}
+    assert decode(graphs, 4) == (4, "replayed")
+
+
+def test_a_rank_with_peers_keeps_to_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = graphs_of(monkeypatch, lambda number: number == 1)
+    graphs.has_peers = True
+    assert decode(graphs, 32) == (32, "launched")
+    assert {decode(graphs, 4) for _ in range(600)} == {(4, "launched")}
+
+
 def test_a_capture_that_failed_is_tried_again_when_limits_have_risen(monkeypatch: pytest.MonkeyPatch) -> None:
-    captured: list[_Replayed | None] = [None, _Replayed(), _Replayed()]
-    graphs = StepGraphs.__new__(StepGraphs)  # without a GPU
-    graphs._graphs, graphs._captures, graphs._stream = {}, [], None  # type: ignore[assignment]
-    monkeypatch.setattr("specgen.core.graphs.synchronize", lambda: None)
-    monkeypatch.setattr("specgen.core.graphs._capture", lambda *_: captured.pop(0))
-    monkeypatch.setattr(StepGraphs, "_pool", None)
+    graphs = graphs_of(monkeypatch, lambda number: number == 0)
     small, large = ("step", 4, 1, None), ("step", 8, 1, None)
     for key in (large, small):
         assert graphs.step(key, lambda: "launched") == "launched"
     assert graphs.step(small, lambda: "launched") == "replayed"
     assert graphs.step(large, lambda: "launched") == "launched"
-    assert len(captured) == 1, "there is no memory for it, and nothing has changed"
+    assert len(graphs.take_captures()) == 2, "there is no memory for it, and nothing has changed"
     graphs.try_again()
     assert graphs.step(large, lambda: "launched") == "launched"
     assert graphs.step(large, lambda: "launched") == graphs.step(small, lambda: "launched") == "replayed"
-    assert [(capture.key, capture.fits) for capture in graphs.take_captures()] == [
-        (large, False),
-        (small, True),
-        (large, True),
-    ]
 
 
 def test_the_engine_tries_again_where_limits_rise(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

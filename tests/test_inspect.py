@@ -81,6 +81,7 @@ TEXT = """
   KV cache    1,536 bytes per token
 
 {head}: an EAGLE3 head
+  named       'LlamaForCausalLMEagle3' in config.json
   dialect     EAGLE, SpecForge
   features    the target's residual stream at the inputs of layers 2, 3, 3
   rule        no ids given: the default layer inputs 2, L//2, L-3 of a target of L layers
@@ -179,7 +180,16 @@ def test_every_misfit_is_listed(tmp_path: Path, target_path: Path, config: Targe
     assert _json(description)["fit"] is False
     for reason in ("an unknown tensor, 'odd.weight", "d2t maps to", "129 tokens", "input of layer 7"):
         assert any(reason in misfit for misfit in description.misfits), reason
+        assert all(misfit.count(str(tmp_path)) <= 1 for misfit in description.misfits)
         assert reason in description.to_text()
+
+
+def test_the_architecture_of_a_head_is_said_beside_what_it_is_read_as(
+    tmp_path: Path, config: TargetConfig
+) -> None:
+    write_head(tmp_path, config, changed_config={"architectures": ["MedusaModel"]})
+    text = describe(str(tmp_path)).to_text()
+    assert "an EAGLE3 head\n  named       'MedusaModel' in config.json\n" in text
 
 
 def test_two_of_a_kind_are_not_a_pair(tmp_path: Path, target_path: Path, config: TargetConfig) -> None:
@@ -217,7 +227,7 @@ def test_a_new_architecture_is_one_table_entry(
     assert "Target and head fit" in text
     target = load_target(open_checkpoint(str(tmp_path / "target")), torch.float32, torch.device("cpu"))
     assert load_drafter(open_checkpoint(str(tmp_path / "head")), target).config.family == "OTHER"
-    with pytest.raises(UserError, match="no OTHER"):
+    with pytest.raises(UserError, match="it is a whole model, OtherForCausalLM"):
         load_drafter(open_checkpoint(str(tmp_path / "target")), target)
 
 

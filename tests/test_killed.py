@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import random
+import re
 import signal
 import time
 import traceback
@@ -22,6 +23,7 @@ from specgen.record import results
 from specgen.record.files import RowFile
 from specgen.record.record_rows import PassRow, RequestRow, Session, read_passes
 from specgen.record.results import RunDirectory
+from specgen.report.report import status_of
 from tests.jobs import Silent, conversations, files, keep_in_memory
 
 add_completion = RunDirectory.add_completion
@@ -117,6 +119,8 @@ def work(job: Job, out: Path, kill: Kill | None = None) -> bool:
     require_passes(out)
     if os.WIFSIGNALED(status):
         assert os.WTERMSIG(status) == signal.SIGKILL
+        state = status_of(out).get("state", "finished")  # killed before there was a status, or behind the end
+        assert state == "finished" or re.fullmatch(r"stopped: process \d+ is gone", state)
         return True
     assert os.WEXITSTATUS(status) == 0, out.with_suffix(".traceback").read_text()
     return False

@@ -155,6 +155,7 @@ def _repeated(path: Path) -> None:
 
 
 EVIL = _Call(os.system, "touch evil")
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 NESTED = "[" * 100_000 + "]" * 100_000
 # damage to the target's directory -> the reason
 REFUSED: dict[str, tuple[Damage, str]] = {
@@ -263,6 +264,15 @@ SAME_REASON: dict[str, dict[str, Damage]] = {
         "shape-text": _header(shape="32"),
         "shape-zero": _header(shape=[0, HUGE]),
     },
+    ": this is a Git LFS pointer, not the file: run git lfs pull": {
+        "weights-pointer": _bytes(lambda data: LFS_POINTER),
+        "pickle-pointer": _pickled(lambda value, file: file.write_bytes(LFS_POINTER)),
+        "config-pointer": _text("config.json", LFS_POINTER),
+    },
+    ": this is a web page, perhaps of a login or an error: check the link": {
+        "weights-page": _bytes(lambda data: b"\n<!DOCTYPE html>\n<html>"),
+        "pickle-page": _pickled(lambda value, file: file.write_text("<html>")),
+    },
     "is not a regular file": {
         "config-pipe": _replaced("config.json", os.mkfifo),
         "config-device": _replaced("config.json", lambda file: file.symlink_to("/dev/zero")),
@@ -285,7 +295,7 @@ SAME_REASON: dict[str, dict[str, Damage]] = {
         "pickle-empty": _pickled(_cut(torch.save, 0)),
         "pickle-cut": _pickled(_cut(torch.save, 20_000)),
         "pickle-cut-before-1.6": _pickled(_cut(_legacy, -3000)),
-        "pickle-text": _pickled(lambda value, file: file.write_text("<html>")),
+        "pickle-text": _pickled(lambda value, file: file.write_text("<xml>")),
         "pickle-module": _pickled(lambda value, file: torch.save(torch.nn.Linear(2, 2), file)),
     },
     "is not valid JSON": {

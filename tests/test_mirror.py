@@ -5,7 +5,9 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -52,7 +54,7 @@ def there(name: str = "completions") -> str:
         return (path / f"{name}.jsonl").read_text()
 
 
-def state() -> dict[str, object]:
+def state() -> dict[str, Any]:
     return dict(json.loads(Store.at(URL).read("parts.json")))
 
 
@@ -232,6 +234,39 @@ def test_starting_over_keeps_a_copy() -> None:
         assert (path / "completions.jsonl").read_text() == "a\n"
 
 
+def test_starting_over_may_be_killed_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy, fs = Store.copy, type(fsspec.filesystem("memory"))
+    remove = fs.rm
+    for left in count():
+        fsspec.filesystem("memory").store.clear()
+        with killed() as each:
+            add(each.path, completions="a\n", passes="b\n")
+            each.claim()
+        steps = iter(range(left))
+
+        def kill(steps: Iterator[int] = steps) -> None:
+            if next(steps, None) is None:
+                raise Killed
+
+        with suppress(Killed), monkeypatch.context() as patch:
+            patch.setattr(Store, "copy", lambda *asked: (kill(), copy(*asked)))
+            patch.setattr(fs, "rm", lambda self, names: [(kill(), remove(self, name)) for name in names])
+            mirror._set_aside(Store.at(URL))
+        num_left = len(list(steps))
+        with mirrored(URL, restart=True) as each:
+            assert not each.path.exists()
+            add(each.path, completions="c\n")
+            each.claim()
+        assert there() == "c\n"
+        copies = [Url(f"{URL}.{number}") for number in (1, 2)]
+        whole = [url for url in copies if "parts.json" in Store.at(url).top()]
+        with fetched(whole[0]) as path:
+            assert (path / "completions.jsonl").read_text() == "a\n"
+        if num_left:
+            break
+    assert left > 8
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -254,6 +289,22 @@ def test_a_manifest_that_is_none_is_refused(content: bytes) -> None:
     Store.at(URL).write("parts.json", content)
     with refused(f"^{URL}/parts.json is not as it was written"), mirrored(URL):
         raise AssertionError
+
+
+@pytest.mark.parametrize("lost", ["a file", "a part"])
+def test_a_manifest_that_has_lost_an_entry_is_refused(lost: str) -> None:
+    with killed() as each:
+        add(each.path, completions="a\n")
+        each.claim()
+    manifest = state()
+    if lost == "a file":
+        del manifest["files"]["completions.jsonl"]
+    else:
+        manifest["files"]["completions.jsonl"].pop()
+    Store.at(URL).write("parts.json", json.dumps(manifest).encode())
+    for read in (mirrored, fetched):
+        with refused(f"^{URL}/parts.json is not as it was written .*restore it"), read(URL):
+            raise AssertionError
 
 
 def test_a_slow_upload_of_an_end_replaces_nothing_of_another_process(

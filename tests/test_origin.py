@@ -1,6 +1,7 @@
 """A page that is passed on still says when, where and how its numbers were measured."""
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -8,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from specgen.experiments.output import BenchTable
-from specgen.record.provenance import FREE_IN_A_RUN, cpu_name, differences, machine_state, now
-from specgen.report.origin import origin
+from specgen.record import provenance
+from specgen.record.provenance import FREE_IN_A_RUN, busy, cpu_name, differences, machine_state, now
+from specgen.report.origin import origin, unlike_settings
 from specgen.report.page import Page
 from specgen.report.table import Column
 
@@ -80,12 +82,48 @@ def test_another_load_is_no_other_run():
     assert differences(RECORD, {**RECORD, "state": {"load": 7, "cpus": 8}}) == []
 
 
+def test_prompts_are_compared_by_content() -> None:
+    one = {"data": {"dataset": "a/d.jsonl", "data_path": None, "num_prompts": None, "sha256": "ab" * 32}}
+    same = {"data": {"dataset": "gsm8k", "data_path": "/x/d.jsonl", "num_prompts": 6, "sha256": "ab" * 32}}
+    assert differences(one, same) == []
+    assert unlike_settings([one, same]) == {}
+    other = {"data": {**same["data"], "sha256": "cd" * 32}}
+    named = [
+        "--dataset a/d.jsonl -> gsm8k",
+        "--data-path not given -> /x/d.jsonl",
+        "--num-prompts not given -> 6",
+    ]
+    assert differences(one, other) == named
+    assert {"data.dataset", "data.sha256"} < set(unlike_settings([one, same, other]))
+    for without in (
+        {"tasks": ["gsm8k"], "data_path": "/x"},
+        {"dataset": "gsm8k"},
+    ):  # nothing else to judge by
+        assert differences({"data": without}, {"data": dict.fromkeys(without, "b")}) != []
+    bench, moved = ({"data": {"dataset": name, "requests": "ab" * 32}} for name in "ab")
+    assert differences(bench, moved) == []
+
+
 def test_a_busy_machine_is_called_so():
     assert origin({"state": {"load": 1.1, "cpus": 2}})["state"].endswith(
         "at the start: BUSY, so speeds are doubtful"
     )
     assert "BUSY" in origin({"state": {"gpu_use_percent": 90.0}})["state"]
     assert origin({"state": {}}) == {}
+
+
+def test_the_load_is_that_of_other_programs(monkeypatch: pytest.MonkeyPatch):
+    clock = iter((0.0, 60.0, 120.0))
+    used = iter((60.0, 60.0))  # CPU seconds in the first minute, and none in the second
+    monkeypatch.setattr(provenance.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(provenance.os, "times", lambda: (next(used), 0.0, 0.0, 0.0, 0.0))
+    monkeypatch.setattr(provenance.os, "getloadavg", lambda: (1.0, 0.0, 0.0))
+    own = provenance._OwnLoad()
+    assert own.now() == pytest.approx(1 - math.exp(-1)), "the kernel's average has come as far"
+    monkeypatch.setattr(provenance, "_OWN", own)
+    assert machine_state()["load"] == round(1 - (1 - math.exp(-1)) * math.exp(-1), 2)
+    assert busy({"load": 0.9, "cpus": 2}, {}) == ""
+    assert busy({}, {"load": 1.1, "cpus": 2}) == "load 1.1 of other programs on 2 CPUs"
 
 
 def _nvidia_smi(path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:

@@ -1,6 +1,7 @@
 """`specgen report` of the directory of an evaluation or a bench."""
 
 import json
+import os
 import re
 
 import pytest
@@ -79,5 +80,8 @@ def test_benches_are_printed_again(tmp_path):
             *("batch time [us] share bound", f"8 {number} 33.8 % 0.004", "Two were not run."),
         )
     ]
-    documents = [json.loads(line) for line in call(tmp_path, "--json").stdout.splitlines()]
-    assert documents == [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two")]
+    documents = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two")}
+    assert json.loads(call(tmp_path, "--json").stdout) == documents, "one document"
+    assert json.loads(call(wide, "--json").stdout)["title"] == "Wide"
+    os.mkfifo(tmp_path / "large.json")  # which waits for ever if it is read
+    assert json.loads(call(tmp_path, "--json").stdout) == documents

@@ -274,6 +274,6 @@ def test_a_row_with_a_key_twice_is_refused_and_the_rest_runs(tmp_path: Path, arr
     reasons = [row.reason for row in found if isinstance(row, Rejected)]
     place = "row" if array else "line"
     assert reasons == [
-        f"{place} {number}: {key!r} is there twice in one object: keep the one that is meant"
+        f"{place} {number}: the key {key!r} appears twice in one object: remove one"
         for number, key in enumerate(("temperature", "content", "prompt", "prompt"), start=1)
     ]

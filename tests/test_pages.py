@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from specgen.experiments.output import BenchTable
 from specgen.experiments.rounds import PLAIN
 from specgen.experiments.study_tables import page as eval_page
 from specgen.experiments.tune import COLUMNS, _plots
-from specgen.report.charts import svg
+from specgen.report.charts import Lines, svg
+from specgen.report.display import value
 from specgen.report.folder import listed
 from specgen.report.origin import run_title
+from specgen.report.page import Page as Content
 from specgen.report.page import width_class
 from specgen.report.report import Report
-from specgen.report.table import Column, Table, pairs
+from specgen.report.table import Column, Table, keys, pairs
 from specgen.report.tables import page as run_page
 from tests import browser
 from tests.test_compare import a_study
@@ -59,7 +62,7 @@ def of_a_comparison(root: Path) -> str:
             paths.append(path)
     rounds = [{PLAIN: 1000.0, **dict.fromkeys(HEADS, 1234.5 * turn)} for turn in (1, 2, 3)]
     speeds = {"mt-bench": rounds_of(rounds)}
-    return compare_page(compare_runs(read_runs(paths), speeds), {})
+    return compare_page(compare_runs(read_runs(paths), speeds), {}, root)
 
 
 def of_a_tune() -> str:
@@ -80,7 +83,7 @@ def of_a_tune() -> str:
     table = BenchTable(
         name="tune",
         title="K, drafter batch and batch size",
-        conditions={"device": "a CPU"},
+        conditions={"device": "a CPU", "repeats": "in turns"},
         columns=COLUMNS,
         rows=tuple(rows),
         plots=tuple(_plots(rows)),
@@ -125,7 +128,7 @@ def test_no_page_is_wider_than_its_window(seen: dict[str, dict[str, Any]]) -> No
 def test_a_table_that_does_not_fit_scrolls_and_shows_it(seen: dict[str, dict[str, Any]]) -> None:
     wider = [(name, table) for name, found in seen.items() for table in found["tables"]]
     wider = [(name, table) for name, table in wider if table["width"] > table["room"]]
-    assert {name.split(" at ")[0] for name, _ in wider} >= {"run", "comparison", "tune", "folder"}
+    assert {name.split(" at ")[0] for name, _ in wider} >= {"run", "comparison", "tune"}
     for name, table in wider:
         assert table["scrolls"], (name, table)
         assert table["cue"], (name, table)
@@ -143,15 +146,78 @@ def test_labels_and_their_text_need_not_scroll_on_a_phone(seen: dict[str, dict[s
         assert tables[name]["width"] <= tables[name]["room"]
 
 
-def test_a_heading_sorts_without_a_script(seen: dict[str, dict[str, Any]]) -> None:
-    orders = seen[f"folder at {DESKTOP}"]["orders"]
+def test_a_phone_shows_the_whole_of_every_run_of_a_folder(seen: dict[str, dict[str, Any]]) -> None:
+    for width in (SMALL_PHONE, PHONE):
+        (table,) = seen[f"folder at {width}"]["tables"]
+        assert table["width"] <= table["room"]
+
+
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+def test_a_heading_sorts_without_a_script(seen: dict[str, dict[str, Any]], width: int) -> None:
+    orders = seen[f"folder at {width}"]["orders"]
     names = [f"run-{at}-of-a-rather-long-name" for at in range(3)]
     assert orders["directory"] == ["broken", *names]
     assert orders["length"] == [names[1], names[2], names[0], "broken"]
     assert orders["what"][:3] != orders["directory"][:3]
+    for heading, order in list(orders.items()):
+        if not heading.endswith(" reversed"):
+            assert orders[f"{heading} reversed"] == order[::-1]
 
 
 # --- by rule, where there is no browser -------------------------------------------------------------
+
+
+def test_every_section_of_a_long_page_is_in_the_row_of_links(pages: Mapping[str, str]) -> None:
+    for name, html in pages.items():
+        ids = re.findall(r'<section class="card[^>]* id="([^"]+)"><h2>', html)
+        assert len(set(ids)) == len(ids) == html.count("<h2>"), name
+        assert re.findall(r'<a href="#([^"]+)">', html) == (ids if len(ids) >= 4 else []), name
+    assert '<a href="#by-category">By category</a>' in pages["run"]
+    twice = Content(title="", settings={}, tables=[pairs("a b", [("", "", "")])] * 2)
+    assert list(twice.anchors()) == ["a-b", "a-b-1"]
+
+
+def test_a_table_is_folded_behind_its_chart_and_only_then(pages: Mapping[str, str]) -> None:
+    for name, html in pages.items():
+        for section in re.findall(r"<section class=\"card.*?</section>", html, re.DOTALL):
+            if "<table" in section:
+                assert ("<svg" in section) == ("<details><summary>Table: " in section), name
+
+
+def test_a_bench_begins_with_its_answer_and_ends_with_its_method(pages: Mapping[str, str]) -> None:
+    order = [
+        "a CPU",
+        "At batch 1: K 3.",
+        "<nav",
+        "<svg",
+        "<h2>Every row",
+        "<h2>How it was measured",
+        "in turns",
+    ]
+    places = [pages["tune"].index(each) for each in order]
+    assert places == sorted(places)
+    assert pages["tune"].count(">batch</text>") == 4, "the x axis is titled by what it shows"
+
+
+def test_an_odd_table_behind_charts_has_no_empty_space_beside_it() -> None:
+    small, wide = (
+        pairs("", [("a", "1", "")]),
+        Table(title="", columns=COLUMNS, rows=(dict.fromkeys(keys(COLUMNS)),)),
+    )
+    lines = Lines(title="", label="", ticks=(0, 1), show=value, lines={})
+    chart = Table(title="", columns=(), rows=(), lines=lines)
+
+    def classes(*tables: Table) -> list[str]:
+        return [width for _, width in Content(title="", settings={}, tables=tables).cards()]
+
+    assert classes(chart, chart, small, wide) == ["", "", "whole", "whole"]
+    assert classes(chart, small, wide) == ["", "", "whole"]
+    assert classes(small, small, small, wide) == ["", "", "", "whole"], "which columns balance"
+    assert classes(small) == [""]
+
+
+def test_a_comparison_links_the_report_of_every_run(pages: Mapping[str, str]) -> None:
+    assert '<a href="mt-bench/drafter/report.html">mt-bench/<wbr>drafter</a>' in pages["comparison"]
 
 
 def test_every_table_is_in_a_box_that_scrolls_and_can_be_reached(pages: Mapping[str, str]) -> None:
@@ -173,22 +239,24 @@ def test_only_tables_that_half_a_page_cannot_hold_have_the_whole() -> None:
 
     assert width_class(numbers(3)) == ""
     assert width_class(numbers(4)) == ""
-    assert width_class(numbers(6)) == "whole beside"
-    assert width_class(numbers(9)) == "whole"
+    assert width_class(numbers(6)) == "opens", "while its table is open"
+    assert width_class(replace(numbers(6), bars="")) == "whole"
     assert width_class(pairs("", [("a label", "1,234", "with a note that is long " * 9)])) == ""
     assert width_class(Table(title="", columns=(), rows=())) == ""
 
 
 def test_the_classes_of_wide_tables_are_on_the_pages(pages: Mapping[str, str]) -> None:
-    whole = {name: re.findall(r'class="card whole[^"]*"><h2>([^<]*)<', html) for name, html in pages.items()}
+    whole = {
+        name: re.findall(r'class="card whole" id="[^"]*"><h2>([^<]*)<', html) for name, html in pages.items()
+    }
     assert whole["tune"] == ["Every row"]
-    assert "By category" in whole["run"]
+    assert 'class="card opens" id="by-category"' in pages["run"]
     assert "mt-bench: paired differences" in whole["comparison"]
     assert whole["folder"] == ["Runs, comparisons, evaluations and benches"]
 
 
 def test_sentences_of_a_comparison_have_lines_of_their_own(pages: Mapping[str, str]) -> None:
-    (text,) = re.findall(r'<p class="finding">([^<]*)</p>\n<div class="columns">', pages["comparison"])
+    (text,) = re.findall(r'<p class="finding">([^<]*)</p>\n<nav ', pages["comparison"])
     first, *others = text.split("\n")
     assert first.startswith("In short: ")
     assert [line.split(":")[0] for line in others] == ["mt-bench", "humaneval-with-a-long-name-of-its-own"]

@@ -137,10 +137,15 @@ def test_p_is_corrected_over_all_runs_and_lengths_apart_from_positions(compared)
         assert len(figures) == number
 
 
-def test_steps_of_several_lengths_pair_their_mean_alone(compared):
+def test_positions_of_steps_of_several_lengths_are_over_all_steps(compared):
     first = [row("a", [3, 1]), row("b", [2])]
     (found,) = compared(first, [row("a", [3, 0], drafted=4), row("b", [2])])
-    assert [each.figure for each in found.figures] == [LENGTH]
+    length, *positions = found.figures
+    assert [each.figure for each in positions] == [
+        f"acceptance at token {i} over all steps" for i in range(3)
+    ]
+    assert [each.ours for each in positions] == pytest.approx([2 / 3, 2 / 3, 1 / 3])
+    assert sum(each.paired.difference for each in positions) == pytest.approx(length.paired.difference)
     (shorter,) = compared(first, [row("a", [1], k=1), row("b", [0], k=1)])
     assert [each.figure for each in shorter.figures] == [LENGTH, "acceptance at token 0"]
 
@@ -167,7 +172,7 @@ def test_a_run_without_rows_shares_none(tmp_path):
 
 def test_a_torn_last_line_is_left_out_and_another_row_refused(tmp_path):
     whole = a_directory(tmp_path / "whole", [row("a", [3]), row("b", [1])])
-    torn = a_directory(tmp_path / "torn", [row("a", [3]), row("b", [1])], end="")
+    torn = a_directory(tmp_path / "torn", [row("a", [3])], end='\n{"id": "b", "prompt": {}')
     assert shared_requests([whole, torn])[0].num_requests == 1
     bad = a_directory(tmp_path / "bad", [row("a", [3]), {"text": "b"}])
     with refused(r"completions.jsonl line 2 is not a completion .*generate into a new"):

@@ -1,5 +1,6 @@
 """Repetition, presence and frequency penalties are exact with speculation: every row is judged by the text up to it."""
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -177,6 +178,53 @@ def test_preemption_and_chunks_change_no_text(
     assert tight.num_preempted > 2
     chunks = generate(demo_pair, demo_asked, num_spec_tokens=4, drafter_batch=batch, max_prefill_tokens=7)
     assert tight.texts == chunks.texts == demo_texts
+
+
+def random_sampling(rng: random.Random, vocab_size: int) -> SamplingParams:
+    """Some of everything that a row may ask for; many rows ask for little."""
+
+    def tokens(most: int) -> list[int]:
+        return rng.sample(range(3, vocab_size), rng.choice([0, 0, 1, most]))
+
+    return SamplingParams(
+        max_tokens=rng.choice([rng.randint(1, 40), 40]),
+        ignore_eos=rng.random() < 0.9,
+        temperature=rng.choice([0.0, 0.0, 0.7, 1.3]),
+        seed=rng.randint(0, 9),
+        top_k=rng.choice([0, 0, 5]),
+        top_p=rng.choice([1.0, 1.0, 0.9]),
+        logit_bias=tuple((token, rng.choice([-100.0, -2.0, 1.5])) for token in tokens(6)),
+        suppress_tokens=tuple(tokens(3)),
+        logprobs=rng.choice([None, None, 0, 2]),
+        **rng.choice(KINDS),  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("seed", mostly_slow(range(12), 0))
+def test_heavy_preemption_changes_no_text_of_rows_that_ask_for_their_own(
+    random_pair: Pair, device_like: Callable[..., None], seed: int
+) -> None:
+    rng = random.Random(seed)
+    device_like(rng.random() < 0.7)
+    vocab_size = random_pair.models.target.config.vocab_size
+    plain = random_requests(12, vocab_size, SamplingParams(), lengths=(1, 16), seed=seed)
+    asked = [replace(each, sampling=random_sampling(rng, vocab_size)) for each in plain]
+    settings: dict[str, Any] = {
+        "num_spec_tokens": rng.choice([0, 1, 3, 5]) if seed else 3,
+        "drafter_batch": rng.choice(["padded", "non-padded"]),
+        "draft_sampling": rng.choice(["greedy", "probabilistic"]),
+        "prefix_cache": rng.random() < 0.5,
+    } | rng.choice([{}, {}, {"drafter": "ngram:2"}])
+    free = generate(random_pair, asked, max_batch_size=12, **settings)
+    assert free.num_preempted == 0
+    memory, most = 19 * page_bytes(random_pair), rng.choice([16, 2048])
+    tight = generate(
+        random_pair, asked, max_batch_size=12, kv_memory=memory, max_prefill_tokens=most, **settings
+    )
+    assert tight.texts == free.texts
+    assert tight.num_preempted >= 4
+    for name, completion in tight.completions.items():
+        assert completion.finish_reason == free.completions[name].finish_reason
 
 
 def test_tokens_of_a_cached_prefix_count(

@@ -1,10 +1,13 @@
 """Every data set format, every row that cannot be run, and the token ids of every turn."""
 
+import bz2
 import gc
 import gzip
 import io
 import json
+import lzma
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -12,11 +15,14 @@ import tracemalloc
 from collections import Counter
 from pathlib import Path
 
+import datasets
+import pandas
 import pytest
 
 from specgen.config import UserError
 from specgen.config.bundled import data_directory
 from specgen.prompts import DATASETS, DataSource, Message, Prompt, Rejected, json_rows, prompt_ids
+from specgen.prompts.formats import Reading
 from specgen.text.tokenizer import load_tokenizer
 from tests.commands import refused
 from tests.tiny_tokenizers import write_byte_level
@@ -161,7 +167,7 @@ def test_a_key_that_is_there_twice_is_found_however_it_is_spaced(tmp_path, kind,
     path, row = tmp_path / kind, f'{{"id":"a","prompt":"x","prompt"{before}:"y"}}'
     path.write_text(f"[{row}]" if kind.endswith(".json") else row + "\n" * 3)
     (rejected,) = load(path)[1]
-    assert "'prompt' is there twice" in rejected.reason
+    assert "the key 'prompt' appears twice" in rejected.reason
 
 
 def test_what_a_row_lacks_is_named_as_the_row_has_it(tmp_path):
@@ -419,6 +425,7 @@ def test_later_turns_take_their_ids_too(tmp_path):
 
 # --- rows that cannot be run ------------------------------------------------------------------------------
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 BAD = [  # row, id, reason
     (
         "{",
@@ -432,9 +439,11 @@ BAD = [  # row, id, reason
     ({"id": "x" * 513, "prompt": "x"}, "line 2", "id has 513 characters: use at most 512"),
     ({"id": "x\n", "prompt": "x"}, "line 2", "id is 'x\\n': use characters that can be printed"),
     ({"id": "", "prompt": "x"}, "line 2", "id is empty"),
+    ({"id": 2.0**60, "prompt": "x"}, "line 2", "id is 1.152921504606847e+18: use a string or a whole number"),
     ({"id": 1.5, "prompt": "x"}, "line 2", "id is 1.5: use a string or a whole number"),
     ({"id": True, "prompt": "x"}, "line 2", "id is True"),
     (OWN, "a (line 2)", "an earlier row has the same id 'a': give every row its own"),
+    ({"id": "x", "prompt": None}, "x", "no prompt: prompt is null: a row takes one of prompt, messages"),
     ({"id": "x"}, "x", "no prompt: a row takes one of prompt, messages, prompt_token_ids"),
     ({"id": "x", "prompt": "x", "messages": []}, "x", "prompt and messages: a row takes one of"),
     ({"id": "x", "prompt": 3}, "x", "prompt is 3, not a string"),
@@ -462,6 +471,24 @@ BAD = [  # row, id, reason
     ({"id": "x", "prompt_token_ids": [1, -1]}, "x", "prompt_token_ids must be integers of 0 or more"),
     ({"id": "x", "prompt_token_ids": [1.0]}, "x", "prompt_token_ids must be integers of 0 or more"),
 ]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "arrow"])
+def test_whole_numbers_that_a_gap_has_made_floats_are_whole(tmp_path, kind):
+    frame = pandas.DataFrame(
+        {"prompt": ["a", "b"], "max_tokens": [5, None], "top_k": [-1, None], "seed": [None, 3]}
+    )
+    path = tmp_path / f"rows.{kind}"
+    if kind == "arrow":  # as numpy has them: with NaN, not null
+        datasets.Dataset.from_dict({name: frame[name].to_numpy() for name in frame}).save_to_disk(path)
+    else:
+        frame.to_csv(path, index=False) if kind == "csv" else frame.to_parquet(path)
+    assert [each.sampling for each in load(path)[0]] == [{"max_tokens": 5, "top_k": 0}, {"seed": 3}]
+
+
+def test_ids_and_categories_may_be_such_numbers(tmp_path):
+    (prompt,), _ = load(write_lines(tmp_path / "own.jsonl", {"id": 7.0, "prompt": "x", "category": 3.0}))
+    assert (prompt.id, prompt.category) == ("7", "3")
 
 
 @pytest.mark.parametrize(("row", "row_id", "reason"), BAD)
@@ -611,6 +638,77 @@ def test_a_truncated_file_is_refused(tmp_path, name):
     path.write_bytes(gzip.compress(json.dumps(OWN).encode())[:-9] if name.endswith(".gz") else b"PAR1")
     with refused(r"cannot be read .*: check that it is whole"):
         load("gsm8k", path)
+
+
+# --- tables, and what is no file of rows ---
+
+_TEXTS = [f"prompt {number}" for number in range(5)]
+
+
+def _saved(path: Path, texts: list[str], **options: int) -> None:
+    datasets.Dataset.from_dict({"id": texts, "prompt": texts}).save_to_disk(path, **options)
+
+
+def test_a_data_set_that_datasets_has_saved(tmp_path):
+    _saved(tmp_path / "in" / "saved", _TEXTS, num_shards=2)
+    datasets.load_from_disk(tmp_path / "in" / "saved").map(lambda row: {"prompt": "cached"})
+    assert len([*(tmp_path / "in" / "saved").glob("*.arrow")]) == 3
+    for path in (tmp_path / "in" / "saved", tmp_path / "in"):
+        prompts, rejected = load(path)
+        assert [prompt.text for prompt in prompts] == _TEXTS
+        assert not rejected
+    next((tmp_path / "in" / "saved").glob("data-00001*")).unlink()
+    with refused(r"data-00001-of-00002.arrow is missing: .*state.json names it; save the data set again"):
+        load(tmp_path / "in")
+
+
+def test_the_splits_that_datasets_has_saved(tmp_path):
+    splits = {"train": _TEXTS[:2], "test": _TEXTS[2:]}
+    found = {name: datasets.Dataset.from_dict({"prompt": texts}) for name, texts in splits.items()}
+    datasets.DatasetDict(found).save_to_disk(tmp_path)
+    with refused(r"split is 'a' but dataset is .*, which has none: leave --split out"):
+        DataSource(dataset=str(tmp_path / "test"), how=Reading(split="a")).open()
+    with refused(r"has the splits train, test: name one with --split, or its directory"):
+        load(tmp_path)
+    for source in (
+        DataSource(dataset=str(tmp_path), how=Reading(split="test")),
+        DataSource(dataset=str(tmp_path / "test")),
+    ):
+        assert [prompt.text for prompt in source.open()] == _TEXTS[2:]
+
+
+@pytest.mark.parametrize("name", ["a.arrow", "a.feather", "a.pq", "a.parquet", "a"])
+def test_tables_are_known_by_their_content(tmp_path, name):
+    frame, path = pandas.DataFrame({"prompt": _TEXTS * 1000}), tmp_path / name
+    frame.to_feather(path) if name in ("a.arrow", "a.feather") else frame.to_parquet(path)
+    prompts, _ = load(path)
+    assert [prompt.text for prompt in prompts] == _TEXTS * 1000
+    assert prompts[-1].where == "row 5000"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "a.jsonl.bz2",
+            bz2.compress(b"{}"),
+            "compressed as bzip2, which is not read: unpack it, or compress it with gzip",
+        ),
+        ("a.jsonl", lzma.compress(b"{}"), "compressed as xz, which"),
+        ("a.zip", b"PK\x03\x04", "compressed as zip, which"),
+        ("a.parquet", LFS_POINTER, "this is a Git LFS pointer, not the file: run git lfs pull"),
+        ("a.txt", LFS_POINTER, "this is a Git LFS pointer"),
+        (
+            "a.json",
+            b"<!DOCTYPE html><html>",
+            "this is a web page, perhaps of a login or an error: check the link",
+        ),
+    ],
+)
+def test_what_is_no_file_of_rows_is_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with refused(rf"^{re.escape(str(tmp_path / name))}: {message}"):
+        load(tmp_path / name)
 
 
 # --- the hub ----------------------------------------------------------------------------------------------

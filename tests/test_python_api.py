@@ -10,9 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-from specgen import Engine, EngineConfig, Message, Prompt, RequestOutput, SamplingParams, UserError
+from specgen import (
+    Engine,
+    EngineConfig,
+    Message,
+    Prompt,
+    Report,
+    RequestOutput,
+    SamplingParams,
+    UserError,
+    read_run,
+    summarize,
+)
 from specgen.config import DraftLength
 from specgen.config.bundled import pair
+from tests.commands import printed, refused, write_rows
 
 MODEL, DRAFTER = pair()
 QUESTION = Message(role="user", content="Tom has 3 apples and buys 2 more. How many?")
@@ -43,6 +55,21 @@ def test_one_string_is_one_stop_string_wherever_it_is_given(engine: Engine) -> N
         assert answer(SamplingParams(), stop=several) == before
     assert SamplingParams(stop=stop) == SamplingParams(stop=[stop])
     assert hash(SamplingParams(stop=stop)) == hash(SamplingParams(stop=[stop]))
+
+
+def test_a_stop_string_that_is_a_special_token_ends_a_text_where_the_token_does(engine: Engine) -> None:
+    def answer(sampling: SamplingParams, **own: Any) -> tuple[str | None, tuple[int, ...], str]:
+        prompt = Prompt(id="a", messages=(QUESTION,), sampling=own)
+        (output,) = engine.generate([prompt], sampling)
+        return output.finish_reason, output.token_ids, output.text
+
+    ended = answer(SamplingParams())
+    assert ended[0] == "stop"
+    assert answer(SamplingParams(ignore_eos=True, stop="<|end|>")) == ended
+    assert answer(SamplingParams(), ignore_eos=True, stop=("\n\n\n", "<|end|>")) == ended
+    last = ended[2][-1]
+    reason, ids, text = answer(SamplingParams(ignore_eos=True, stop=f"{last}<|end|>"))
+    assert (reason, ids, text) == ("stop", ended[1], ended[2][:-1])
 
 
 def test_one_prompt_is_one_request(engine: Engine) -> None:
@@ -229,6 +256,37 @@ def test_one_string_is_one_later_turn() -> None:
 def test_wrong_messages_are_refused(role: str, content: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         Message(role=role, content=content)
+
+
+def test_outputs_and_runs_have_the_numbers_of_the_report(engine: Engine, tmp_path: Path) -> None:
+    asked = [{"id": f"r{n}", "prompt": f"Tom has {n % 4} apples.", "category": "ab"[n % 2]} for n in range(6)]
+    prompts = [Prompt(id=row["id"], text=row["prompt"], category=row["category"]) for row in asked]
+    data = write_rows(tmp_path / "rows.jsonl", asked)
+    outputs = [*engine.generate(prompts, SHORT), RequestOutput(id="bad", finish_reason="error", error="no")]
+    report = summarize(outputs)
+    command = ("generate", "--dataset", data, "--max-new-tokens", SHORT.max_tokens, "--ignore-eos")
+    printed(*command, "--output", tmp_path / "run")
+    run = read_run(tmp_path / "run")
+    timed = {
+        "busy",
+        "num_errors",
+        "wall",
+        "wall_seconds",
+        "ttft_seconds",
+        "tpot_seconds",
+        "steps",
+        "num_cached_tokens",
+    }
+    for each in fields(Report):
+        if each.name not in timed:
+            assert getattr(report, each.name) == getattr(run, each.name), each.name
+    assert report.mean_acceptance_length_ci95 is not None
+    assert len(report.categories) == 2
+    assert (report.num_errors, run.num_errors) == (1, 0)
+    with refused("none of 1 outputs has an answer"):
+        summarize(outputs[-1:])
+    with refused("give a directory that"):
+        read_run(tmp_path)
 
 
 def test_every_field_of_an_output_is_in_its_help() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -204,6 +205,23 @@ def test_on_gpus_a_lost_rank_limits_the_end_of_the_process(
     assert team.diagnose(RuntimeError("CUDA error")) == "rank 0 of 3 on cuda:0: CUDA error"
     assert registered == [exit_within, worker_group.GRACE]
     assert all(worker.process.poll() == -signal.SIGKILL for worker in workers)
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(0.002, 22), (0.05, 100), (1.0, 1050)])
+def test_a_long_pass_is_seldom_looked_at(monkeypatch: pytest.MonkeyPatch, seconds: float, most: int) -> None:
+    now, looks = [0.0], list[float]()
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda pause: now.append(now.pop() + pause))
+    monkeypatch.setattr(worker_group, "time", clock)
+    team = worker_group.WorkerGroup.__new__(worker_group.WorkerGroup)
+    team._supervisor = Supervisor(workers=(), timeout=9.0)
+
+    def ready() -> bool:
+        looks.append(now[0])
+        return now[0] >= seconds
+
+    team.wait(ready)
+    assert len(looks) <= most
+    assert looks[-1] <= seconds * 17 / 16 + 1e-4, "seen soon"
 
 
 def test_a_rank_says_that_it_still_reads_weights() -> None:

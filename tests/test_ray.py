@@ -138,8 +138,38 @@ def whole(pair: EngineConfig, data: Path, tmp_path_factory: pytest.TempPathFacto
 def require_same(path: Path, whole: dict[str, Any]) -> None:
     on_ray = files(path)
     assert on_ray["manifest.json"]["settings"].pop("workers") == "2 on Ray, at once"
-    del on_ray["config.yaml"]  # of the command line
+    on_ray.pop("config.yaml", None)  # of the command line
     assert on_ray == whole
+
+
+@pytest.mark.slow
+def test_a_worker_may_be_killed_by_ray(
+    pair: EngineConfig, data: Path, whole: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an operator does, or Ray itself where memory runs out."""
+    import ray
+
+    pools = list[Any]()
+    add = ray_engine._Pool._add
+    monkeypatch.setattr(ray_engine._Pool, "_add", lambda self: (pools.append(self), add(self)))
+
+    class Killing(Silent):
+        num_done = 0
+
+        def advance(self) -> None:
+            self.num_done += 1
+            if self.num_done == 1:
+                ray.kill(next(iter(pools[0]._num_blocks)))
+
+    job = Job(
+        engine=replace(pair, attention="auto"),
+        sampling=SamplingParams(max_tokens=MAX_TOKENS),
+        data=DataSource(dataset=str(data)),
+        cluster=Cluster(num_workers=2),
+    )
+    run(job, tmp_path / "ray", Killing())
+    assert len(pools) == 3, "another took its place"
+    require_same(tmp_path / "ray", whole)
 
 
 @pytest.mark.slow
@@ -238,6 +268,40 @@ def test_blocks_give_the_output_of_one_engine(pair: EngineConfig, monkeypatch: p
     assert [row.number for row in passes] == list(range(len(passes))), "of all blocks"
     assert len({row.time for row in passes}) == len(passes)
     assert max(row.num_sequences for row in passes) == 2
+
+
+@pytest.mark.parametrize("skew", [-300.0, 0.5, 300.0])
+def test_a_clock_that_is_not_this_machines_moves_no_time(
+    pair: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, skew: float
+) -> None:
+    """Only so far as it cannot be told from the way of an answer."""
+    monkeypatch.setattr(ray_engine, "_connected", lambda cluster: nullcontext())
+    events = list[Any]()
+
+    class Skewed(InProcess):
+        def _answered(self, *asked: Any) -> Iterator[Any]:
+            for answer in super()._answered(*asked):
+                found = [ray_engine._moved(each, skew) for each in answer.records]
+                yield replace(answer, records=found, time=answer.time + skew)
+
+    engine = Skewed(
+        config=pair,
+        cluster=Cluster(num_workers=2),
+        record=events.append,
+        ready=lambda: events.append("ready"),
+    )
+    prompts = [Prompt(id=str(n), text="Tom has") for n in range(3)]
+    sampling = SamplingParams(max_tokens=2)
+    outputs = engine.generate(prompts, sampling, earlier={}, lost={}, until=lambda: False)
+    arrivals = [output.record.arrival for output in outputs if output.record]
+    assert len(arrivals) == 3
+    assert events[0] == "ready", "before the first pass"
+    assert events.count("ready") == 1
+    assert all(100 < time < 160 for time in (*arrivals, *(row.time for row in events[1:])))
+    said = [record.getMessage() for record in caplog.records]
+    way = "behind" if skew < 0 else "ahead of"
+    assert len(said) == (0 if abs(skew) < 1 else 2)
+    assert all(line.startswith(f"the clock of a worker's machine is 300 s {way} this one's") for line in said)
 
 
 def test_an_error_in_a_worker_is_raised_by_the_driver(
@@ -345,7 +409,7 @@ def test_stdout_belongs_to_the_consumer_of_the_outputs(
     def answered(self: RayEngine, *arguments: Any) -> Iterator[Any]:
         print("Ray works")
         outputs = [RequestOutput(id=name, finish_reason="stop") for name in "ab"]
-        yield ray_engine._Answer(worker="w", records=[*outputs])
+        yield ray_engine._Answer(worker="w", records=[*outputs], time=time.time())
 
     monkeypatch.setattr(ray_engine, "_start", lambda cluster: print("Ray starts"))
     monkeypatch.setattr(ray, "shutdown", lambda: print("Ray ends"))

@@ -9,7 +9,7 @@ import pytest
 from specgen.config import SamplingParams
 from specgen.core.sequence import Request, Sequence
 from specgen.text.reasoning import PartFinder, Parts, new_reader, part_finder, split, stop_finder
-from specgen.text.tokenizer import Message, Tokenizer, load_tokenizer
+from specgen.text.tokenizer import Message, StopStrings, Tokenizer, load_tokenizer
 from tests.tiny_tokenizers import HARMONY, THINK, write_byte_level, write_harmony, write_think
 
 USER = [Message(role="user", content="Why <think> 3?")]
@@ -181,6 +181,16 @@ def test_stop_strings_are_those_of_the_answer(name: str, text: str, request: pyt
         assert stop_finder(tokenizer, stops, prompt).feed(ids) == end
     assert stop_finder(tokenizer, ["here"], prompt).feed(ids) is None
     assert stop_finder(tokenizer, ["\n\n"], prompt).feed(ids) is None, "before the answer"
+
+
+def test_a_stop_string_may_name_the_end_of_the_answer(harmony: Tokenizer) -> None:
+    """Not of the reasoning, which ends with the same token."""
+    prompt = harmony.encode_rendered(harmony.render_chat(USER))
+    ids = harmony.encode_rendered(analysis("a 8") + NEXT + analysis("It is 8", "final") + "<|end|><|start|>")
+    for stop in ("<|end|>", " 8<|end|>"):
+        assert stop_finder(harmony, [stop], prompt).feed(ids) == len(ids) - 1
+        text = StopStrings(harmony, [stop]).text(split(harmony, prompt, ids[:-1]).answer)
+        assert text == "It is 8".removesuffix(stop.removesuffix("<|end|>"))
 
 
 def test_a_stop_string_ends_any_text_without_parts(think: Tokenizer) -> None:

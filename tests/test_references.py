@@ -189,6 +189,18 @@ def test_conditions_are_those_of_the_manifest():
     assert conditions_of(manifest(kwargs={"enable_thinking": False}), has_reasoning=True).thinking is False
     assert conditions_of(manifest(kwargs={"thinking": True})).thinking is True
     assert conditions_of(manifest(), has_reasoning=True).thinking is True
+    asked = manifest(temperature=1.0)
+    asked["sampling"] |= {
+        "max_tokens": 30,
+        "top_k": 1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.5,
+        "logit_bias": [[40, 5]],
+    }
+    said = "top k 1, repetition penalty 1.5, logit bias (1), at most 30 new tokens"
+    assert conditions_of(asked).besides == said
+    asked["data"]["own_parameters"] = ["logprobs", "seed", "stop", "top_p"]
+    assert conditions_of(asked).besides == f"{said}, where rows do not set their own stop, top_p"
     with refused("chose K at every step .*: generate with a fixed K"):
         conditions_of(manifest(spec_length="auto"))
 
@@ -225,6 +237,15 @@ def test_two_ways_of_thinking_need_a_word(tmp_path):
     with refused(r"2 figures for gsm8k, K 2, temperature 0 \(.*thinking on; .*thinking off\): say with"):
         reference.of(conditions())
     assert reference.of(conditions(thinking=False)).mean_acceptance_length == 2.0
+
+
+def test_what_else_a_run_sampled_with_stands_beside_a_reference(tmp_path):
+    run = report(2, [2, 1, 0], [1, 1, 0])
+    found = replace(against(tmp_path, run, read(tmp_path)), run=conditions(besides="at most 9 new tokens"))
+    assert "sampled here with at most 9 new tokens; see that the reference was" in render(
+        found, read(tmp_path)
+    )
+    assert "sampled here" not in render(against(tmp_path, run, read(tmp_path)), read(tmp_path))
 
 
 # --- a run beside a reference ---------------------------------------------------------------------

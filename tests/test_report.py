@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
@@ -64,7 +65,13 @@ def test_steps_without_drafts_are_counted_apart():
     report = as_json(request("a", [(3, 1), (0, 0), (3, 3), (0, 0)]))
     assert (report["num_drafts"], report["num_steps_without_drafts"]) == (2, 2)
     assert report["mean_acceptance_length"] == 3
-    assert "steps with drafts; 2 had none" in terminal.render(tables.of_run(Report.from_json(report), {}))
+    text = terminal.render(tables.of_run(Report.from_json(report), {}))
+    assert "steps with drafts; 2 had none" in text
+    assert re.search(r"^mean acceptance length +3\.00 no interval", text, re.MULTILINE)
+    assert re.search(r"^length over all steps +2\.00 ", text, re.MULTILINE), "as beside another run"
+    assert "over all steps" not in terminal.render(
+        tables.of_run(Report.from_json(as_json(request("a", [(3, 1)]))), {})
+    )
 
 
 def test_accepted_is_what_was_verified_and_tokens_are_what_was_kept():
@@ -72,6 +79,18 @@ def test_accepted_is_what_was_verified_and_tokens_are_what_was_kept():
     assert report["num_accepted_tokens"] == 6
     assert report["total_num_output_tokens"] == 1 + 4 + 1
     assert report["acceptance_histogram"] == [0, 0, 0, 2]
+    # the length is vLLM's, which counts what was accepted behind the end; what texts got stands beside it
+    assert (report["mean_acceptance_length"], report["tokens_per_step"]) == (4, (4 + 1) / 2)
+
+
+def test_tokens_per_step_are_shown_where_they_are_not_about_the_length():
+    short, long = ([*request("a", [(3, 3)] * n, dropped=3), *request("b", [(3, 0)])] for n in (1, 60))
+    text = terminal.render(tables.of_run(Report.from_json(as_json(short)), {}))
+    assert re.search(r"^mean acceptance length +2\.50 ", text, re.MULTILINE)
+    assert re.search(r"^tokens per step +1\.00 in the texts", text, re.MULTILINE)
+    assert "tokens per step = that texts got" in text
+    assert as_json(long)["tokens_per_step"] == pytest.approx((59 * 4 + 1 + 1) / 61)
+    assert "tokens per step" not in terminal.render(tables.of_run(Report.from_json(as_json(long)), {}))
 
 
 def test_intervals_treat_requests_and_not_steps_as_independent():
@@ -245,7 +264,11 @@ def test_plain_decoding():
 def test_a_dead_drafter_is_called_so():
     dead = as_json(request("a", [(3, 0)] * 30 + [(3, 1)]))
     alive = as_json(request("a", [(3, 0)] * 10 + [(3, 1)]))
-    assert "dead" in next(remarks(Report.from_json(dead)))
+    said = "Almost no draft was accepted: the mean acceptance length is under 1.05."
+    assert list(remarks(Report.from_json(dead))) == [f"{said} N-grams need text that repeats itself."]
+    of_head = fold([*request("a", [(3, 0)] * 30), padded_step(3, 0)], num_spec_tokens=3)
+    (sentence,) = remarks(of_head)
+    assert sentence.startswith(f"{said} Head and target probably do not match")
     assert list(remarks(Report.from_json(alive))) == []
     barely = as_json(request("a", [(3, 0)] * 19 + [(3, 1)]))
     assert barely["mean_acceptance_length"] == DEAD_LENGTH
@@ -265,6 +288,11 @@ def test_a_report_with_a_baseline():
         "sampled": False,
     }
     assert run.to_json()["baseline"] is None
+    without = fold(request("a", []), num_spec_tokens=3).with_baseline(plain, [True])
+    assert (without.baseline.ratio, without.baseline.identical) == (None, None), "nothing was verified"
+    text = terminal.render(tables.of_run(Report.from_json(without.to_json()), {}))
+    assert "no step had drafts, so nothing was compared" in text
+    assert "identical" not in text
     assert run.with_baseline(fold([], num_spec_tokens=0), []).to_json()["baseline"]["ratio"] is None
 
 
@@ -396,6 +424,7 @@ def test_empty_texts_are_counted_and_called_so():
     assert report["num_empty"] == 1
     (empty,) = remarks(Report.from_json(report))
     assert empty.startswith("1 of 2 texts are empty: the model ended them at once.")
+    assert "add --chat, or give rows with messages (in eval: --apply-chat-template)" in empty
     assert empty in " ".join(terminal.render(tables.of_run(Report.from_json(report), {}), 80).split())
     assert "texts are empty" in tables.page(Report.from_json(report), {}, "a run")
     reasoned = replace(other, parts=count_parts([(0, "reasoning")], other.steps, other.num_output_tokens, 3))

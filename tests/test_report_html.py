@@ -131,7 +131,8 @@ def test_the_page_is_self_contained():
     text = render(a_run(), {}, "A run")
     page = Page(text)
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
-    assert not {"src", "href", "srcset", "data"} & {name for name, _ in page.attributes}
+    assert not {"src", "srcset", "data"} & {name for name, _ in page.attributes}
+    assert all(value.startswith("#") for name, value in page.attributes if name == "href")
     assert "url(" not in text
     assert "@import" not in text
     assert "http" not in text
@@ -164,8 +165,8 @@ def test_charts_have_text_for_screen_readers():
         (as_json([]), "No verify step had drafts"),
         (as_json(refusal("a")), "1 errors"),
         (as_json(request("a", [(0, 0)] * 3), 0), "Plain decoding"),
-        (as_json(request("a", [(4, 0)] * 30), 4), "The drafter is dead"),
-        (a_run(categories=("alone",)), "over all steps"),
+        (as_json(request("a", [(4, 0)] * 30), 4), "Almost no draft was accepted"),
+        (a_run(categories=("alone",)), "no interval (one conversation, or all alike)"),
         (a_run(num_spec_tokens=1), "By category"),
         (a_run(num_spec_tokens=16), "By turn"),
     ],
@@ -174,6 +175,14 @@ def test_odd_runs_make_a_page(report, expected):
     page = Page(render(report, {}, "A run"))
     assert expected in " ".join(page.text)
     assert not {"None", "nan"} & set(" ".join(page.text).split())
+
+
+def test_only_what_is_wrong_is_an_alert():
+    said = {}
+    for k, steps in ((0, [(0, 0)]), (4, [(4, 0)] * 30)):
+        html = render(as_json(request("a", steps), k), {}, "A run")
+        said[k] = re.search(r'<p class="(\w+)">(Plain|Almost)', html).groups()
+    assert said == {0: ("finding", "Plain"), 4: ("alert", "Almost")}
 
 
 def test_plain_decoding_beside_plain_groups_draws_no_chart():
@@ -221,6 +230,27 @@ def test_a_position_that_no_step_reached_leaves_the_curve():
         if group.get("class") == style
     )
     assert (joint, conditional) == (2, 1)
+
+
+def test_a_drafter_that_expects_what_comes_is_on_the_diagonal():
+    levels = (
+        {"at_least": 0.0, "drafts": 40, "accepted": 20, "share": 0.5, "ci95": [0.4, 0.6]},
+        {"at_least": 0.6, "drafts": 20, "accepted": 16, "share": 0.8, "ci95": [0.7, 0.9]},
+    )
+    report = {**a_run(), "confidence": {"levels": levels, "auc": 0.7}}
+    chart = drawn(charts_of(report)["Accepted by the drafter's confidence"])
+    (diagonal,) = (path.get("d") for path in chart.iter(f"{SVG}path") if path.get("class") == "reference")
+    left, bottom, right, top = map(float, re.findall(r"[\d.]+", diagonal))
+    marks = [
+        ((float(mark.get("cx")) - left) / (right - left), (bottom - float(mark.get("cy"))) / (bottom - top))
+        for mark in chart.iter(f"{SVG}circle")
+    ]
+    assert marks == [pytest.approx((0.3, 0.5), abs=1e-3), pytest.approx((0.8, 0.8), abs=1e-3)]
+    text = in_terminal(of_run(report, {}))
+    assert re.search(
+        r"confidence of drafts +0\.70 \(AUC: .*\), ECE 0\.13$", text, re.MULTILINE
+    )  # 40 * 0.2 / 60
+    assert "AUC 0.70, ECE 0.13" in render(report, {}, "")
 
 
 @pytest.mark.parametrize("steps", [[5, 3, 2], [0, 0, 7], [100, *[1] * 16]])

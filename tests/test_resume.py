@@ -3,12 +3,13 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from specgen.config import UserError
 from specgen.record import results
-from specgen.record.files import RowFile
+from specgen.record.files import RowFile, Rows
 from specgen.record.record_rows import Session, read_passes
 from specgen.record.results import RunDirectory
 from specgen.report.paired_requests import shared_requests
@@ -16,6 +17,7 @@ from specgen.report.report import load_so_far, report_of
 from specgen.report.side_by_side import of_runs
 from specgen.report.tables import of_run
 from specgen.report.terminal import render
+from tests.commands import refused
 from tests.streams import decode_steps, fold, refusal, request, write_session
 
 FIRST = [*request("a", [(2, 1), (2, 2)]), *decode_steps(2, 2), *refusal("bad")]
@@ -112,6 +114,51 @@ def test_rows_that_another_program_has_rewritten_are_still_done(tmp_path: Path) 
         '{"id":"a","n":1}\n{"a": 0, "id": "b", "n": 2}\n { "n": 3, "id": "c" }\n[1, {}]\n{"id": 4}\n{}\n'
     )
     assert {row_id: row["n"] for row_id, row in RowFile(path).items()} == {"a": 1, "b": 2, "c": 3}
+
+
+REWRITTEN = {
+    "line breaks of Windows": lambda lines: "".join(f"{line}\r\n" for line in lines),
+    "a byte order mark": lambda lines: "\ufeff" + "".join(f"{line}\n" for line in lines),
+    "blank lines": lambda lines: "\n" + "".join(f"{line}\n\n" for line in lines),
+    "no last line break": "\n".join,
+    "spaces": lambda lines: "".join(f" {json.dumps(json.loads(line), indent=None)} \n" for line in lines),
+}
+
+
+@pytest.mark.parametrize("how", REWRITTEN)
+def test_files_that_another_program_has_rewritten_are_the_same_run(tmp_path: Path, how: str) -> None:
+    write_session(tmp_path, [*FIRST, *request("z", [(2, 1)])])
+    expected, shared = report_in(tmp_path), shared_requests([tmp_path, tmp_path])
+    for name in ("completions.jsonl", "passes.jsonl"):
+        lines = (tmp_path / name).read_text(encoding="utf-8").splitlines()
+        (tmp_path / name).write_text(REWRITTEN[how](lines), encoding="utf-8", newline="")
+    assert shared_requests([tmp_path, tmp_path]) == shared
+    assert len(Rows(tmp_path / "completions.jsonl")) == 2, "also before a process repairs it"
+    assert report_in(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda record: record.update(counts={"num_steps": 3}),
+        lambda record: record["counts"].update(more=1),
+        lambda record: record["counts"].pop("histogram"),
+        lambda record: record["counts"]["accepted"].append(1),
+        lambda record: record["counts"]["accepted"].__setitem__(0, "1"),
+        lambda record: record["counts"].update(without_drafts=None),
+        lambda record: record.pop("arrival"),
+        lambda record: record.update(ended="now"),
+        lambda record: record.update(session=None),
+    ],
+)
+def test_a_record_that_another_program_has_damaged_is_named(tmp_path: Path, damage: Any) -> None:
+    write_session(tmp_path, FIRST)
+    path = tmp_path / "completions.jsonl"
+    row = json.loads(path.read_text())
+    damage(row["record"])
+    path.write_text(json.dumps(row) + "\n")
+    with refused("completions.jsonl: the row of 'a' is damaged .*: remove that line, and run the same"):
+        report_in(tmp_path)
 
 
 # --- reports of runs that have not finished ---

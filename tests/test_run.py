@@ -13,7 +13,8 @@ from typer.testing import Result
 from specgen.cli import main as cli
 from specgen.config import UserError
 from specgen.jobs import run as job
-from tests.commands import printed, rows, specgen, write_rows
+from specgen.prompts.load import RAW
+from tests.commands import printed, refused, rows, specgen, write_rows
 from tests.jobs import untimed
 from tests.marks import mostly_slow
 from tests.tiny_checkpoints import write_head, write_target
@@ -101,6 +102,23 @@ def test_a_run_leaves_its_files_and_its_numbers_agree(pair: Path, data: Path, tm
     assert "acceptance at token" in page
     figures, _, _ = specgen("report", out).stdout.partition("\n\nmean acceptance length =")
     assert figures in result.stdout
+
+
+def test_a_busy_machine_is_named_where_the_speed_is(
+    pair: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It became busy after the run had begun."""
+    loads = iter((0.0,))  # for the manifest
+    monkeypatch.setattr("os.getloadavg", lambda: (next(loads, 99.0), 0.0, 0.0))
+    out = tmp_path / "run"
+    done = run(pair, "--dataset", "mt-bench", "--data-path", data, "--output", out, "--baseline")
+    for text in (done.stdout, printed("report", out)):
+        assert re.search(r"output tokens/s .*\); BUSY$", text, re.MULTILINE)
+        assert re.search(r"BUSY: load 9\d\S* of other programs on \d+ CPUs, so speeds are doubtful", text)
+        assert re.search(r"plain decoding \(.* texts identical; BUSY", " ".join(text.split()))
+    tile = '<div class="card">against plain decoding<b>.*identical; BUSY'
+    assert re.search(tile, (out / "report.html").read_text())
+    assert "finished, BUSY" in printed("report", tmp_path)
 
 
 @pytest.mark.parametrize("kept", mostly_slow([[], ["--no-steps"]], []))
@@ -470,6 +488,21 @@ def test_an_old_run_is_never_overwritten(pair: Path, data: Path, tmp_path: Path)
     result = run(pair, "--dataset", "mt-bench", "--data-path", data, "--output", tmp_path)
     assert "is not empty" in str(result.exception)
     assert (tmp_path / "kept.txt").read_text() == "mine"
+    for place in ("/", "."):
+        result = run(pair, "--output", place)
+        assert str(result.exception).endswith("holds no run: name a new or an empty directory"), (
+            "not: remove it"
+        )
+
+
+def test_errors_are_tried_again_in_a_directory(pair: Path) -> None:
+    for output in ((), ("--output", "-")):
+        with refused(
+            "retry-errors is about the failed rows .*: add --output DIR, or leave out --retry-errors"
+        ):
+            raise run(pair, "--retry-errors", *output).exception or AssertionError
+    with refused("restart and retry-errors are both given: .*choose one"):
+        raise run(pair, "--retry-errors", "--restart", "--output", "x").exception or AssertionError
 
 
 def test_the_options_are_a_decision() -> None:
@@ -481,7 +514,7 @@ def test_the_options_are_a_decision() -> None:
         "max_new_tokens temperature top_p top_k min_p repetition_penalty presence_penalty "
         "frequency_penalty seed stop ignore_eos max_batch_size max_prefill_tokens kv_memory device "
         "tensor_parallel dtype kv_dtype attention cuda_graphs gpu_memory_utilization prefix_cache "
-        "executor num_workers address output restart format served_model_name no_steps max_failures "
+        "executor num_workers address output restart retry_errors format served_model_name no_steps max_failures "
         "baseline as_json quiet return"
     )
     assert sorted(command.callback.__annotations__) == sorted(names.split())
@@ -524,10 +557,11 @@ def test_fields_that_look_misspelt_are_reported_once_with_a_count(pair: Path, tm
     write_rows(own, lines)
     result = run(pair, "--dataset", own)
     assert result.exit_code == 0, result.output
-    assert warnings(result) == [
+    assert warnings(result)[:-1] == [
         "2 rows have a field 'temprature', which is ignored: did you mean temperature?",
         "1 row has a field 'Max_Token', which is ignored: did you mean max_tokens?",
     ]
+    assert warnings(result)[-1] == RAW, "before the run"
     own.write_text('{"question": "5 bags", "temprature": 1}\n')  # another's row has its own fields
     assert warnings(run(pair, "--dataset", "gsm8k", "--data-path", own)) == []
 
@@ -560,7 +594,7 @@ def test_options_without_effect_are_said(
 ) -> None:
     own = tmp_path / "own.jsonl"
     own.write_text(json.dumps({"prompt": "Tom has", **row}) + "\n")
-    found = warnings(run(pair, "--dataset", own, *options))
+    found = warnings(run(pair, "--dataset", own, "--raw", *options))
     # ``run`` has options of its own
     assert [each for each in found if "is given 2 times" not in each] == lines
 
@@ -568,9 +602,10 @@ def test_options_without_effect_are_said(
 def test_a_failure_names_its_line_once(pair: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.jsonl"
     own.write_text('{"prompt": "Tom has"}\n{bad\n{"id": "b"}\n')
-    result = run(pair, "--dataset", own)
+    result = run(pair, "--dataset", own, "--output", tmp_path / "run")
     failed = [line for line in result.stderr.splitlines() if line.startswith("specgen: failed: ")]
     assert failed[0].startswith("specgen: failed: line 2: not valid JSON")
+    assert "correct them in the prompts and add --retry-errors" in result.stderr.splitlines()[-1]
     assert failed[1].startswith("specgen: failed: b: line 3: no prompt")
 
 

@@ -1,5 +1,7 @@
 """Scheduling: batch slots, pages, prefill budget, preemption."""
 
+from typing import Any
+
 import pytest
 
 from specgen.config import SamplingParams
@@ -132,6 +134,37 @@ def test_cached_tokens_do_not_trigger_a_prefill() -> None:
     for index in range(9):
         sched.submit(sequence(f"late {index}", 601))
     assert [bool(prefill(sched)) for _ in range(8)] == [False] * 7 + [True]
+
+
+class Counted(dict[bytes, int]):
+    """Counts its look-ups."""
+
+    num_asked = 0
+
+    def get(self, key: bytes, default: Any = None) -> Any:
+        self.num_asked += 1
+        return super().get(key, default)
+
+
+def test_what_waiting_prompts_share_is_looked_up_once() -> None:
+    sched = scheduler(num_pages=1000, max_batch_size=16, max_prefill_tokens=2000)
+    sched._allocator = PageAllocator(1000, 4, prefix_cache=True)
+    for index in range(16):
+        sched.submit(sequence(str(index), 401, max_tokens=40))
+    prefill(sched)
+    sched.retire(sched.running[0])
+    for index in range(32):
+        sched.submit(sequence(f"late {index}", 403))
+    asked = sched._allocator._page_of = Counted(sched._allocator._page_of)
+    counts = []
+    for _ in range(3):
+        assert prefill(sched) == [], "3 rows each are no pass"
+        counts.append(asked.num_asked)
+        asked.num_asked = 0
+    assert counts[0] >= 32 * 100
+    assert max(counts[1:]) <= 32 * 3
+    sched._allocator.forget()
+    assert prefill(sched), "nothing is known any more"
 
 
 def test_a_prefill_is_not_delayed_while_nothing_decodes() -> None:

@@ -18,6 +18,7 @@ from specgen.jobs.prompt_index import index_prompts
 from specgen.jobs.shards import WHOLE, Shard
 from specgen.prompts import DataSource, Prompt, PromptRun, Rejected
 from specgen.prompts.formats import Reading
+from specgen.prompts.load import RAW
 from specgen.text.tokenizer import load_tokenizer
 from tests.commands import refused
 from tests.engines import Pair
@@ -158,7 +159,7 @@ def test_a_key_that_is_there_twice_is_found_whatever_the_setting(tmp_path: Path)
     assert num_together(tmp_path / "a.jsonl") == 18
     prompts = DataSource(dataset=str(tmp_path / "a.jsonl")).open()
     assert [each.reason for each in prompts if isinstance(each, Rejected)] == [
-        "line 19: 'seed' is there twice in one object: keep the one that is meant"
+        "line 19: the key 'seed' appears twice in one object: remove one"
     ]
 
 
@@ -244,7 +245,7 @@ def test_every_answer_is_a_request_behind_what_was_said_before(models: Models, t
     assert asked.index("How many apples?") < asked.index("Tom has three apples.") < asked.index("And pears?")
     assert "Two." not in asked
     assert (first.turn, second.turn) == (1, 2)
-    assert prompts.description == "4 of 3 turns of sharegpt"
+    assert prompts.description == "3 turns of sharegpt, repeated to 4"
     assert [note.split(": ")[:2] for note in prompts.notes] == [["left out", "b"], ["left out", "d"]]
 
 
@@ -259,6 +260,7 @@ def test_own_rows_say_how_long_they_are(models: Models, tmp_path: Path) -> None:
         "left out: y: it has no answer whose length to take, nor max_tokens; "
         "--output-lens fixed needs neither",
     )
+    assert RAW in make_prompts(replace(workload, output_lens="fixed"), models, 2).notes
     rows.write_text('{"id": "y", "prompt": "Ann has"}\n')
     with refused(r"no prompt of .* can run: left out: y: it has no answer whose length"):
         make_prompts(workload, models, 2)

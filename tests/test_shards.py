@@ -24,6 +24,7 @@ from specgen.report.report import report_of
 from tests.commands import refused, specgen
 from tests.jobs import Silent, conversations, files, keep_in_memory, untimed
 from tests.streams import recorded, request
+from tests.tiny_checkpoints import change_json
 
 pytestmark = pytest.mark.xdist_group("shards")  # the runs of all shards for all
 
@@ -99,8 +100,10 @@ def test_merged_shards_are_the_run_of_one_process(job: Job, tmp_path: Path, samp
     failed = [json.loads(line)["id"] for line in whole["errors"].splitlines()]
     assert failed[:2] == ["broken", "long/turn-2"]
     assert json.loads((shards[-2] / "report.json").read_text())["num_requests"] == 0, "a shard of broken rows"
+    change_json(shards[1] / "report.json", busy="load 9")
     merge(tmp_path / "merged", shards, "jsonl")
     assert outcome(tmp_path / "merged") == whole
+    assert json.loads((tmp_path / "merged" / "report.json").read_text())["busy"] == "load 9"
     slowest = max(json.loads((shard / "report.json").read_text())["wall_seconds"] for shard in shards)
     assert json.loads((tmp_path / "merged" / "report.json").read_text())["wall_seconds"] == slowest
     run(job, tmp_path / "merged", Silent())  # tries what has failed again, like any run
@@ -183,7 +186,18 @@ def test_wrong_sets_of_shards_are_refused(
     with pytest.raises(UserError, match=re.escape(words)) as refused:
         merge(tmp_path / "merged", shards, "jsonl")
     assert "\n" not in str(refused.value)
-    assert not (tmp_path / "merged").exists()
+    assert [each.name for each in tmp_path.iterdir()] == ["damaged"][: damage is not None]
+
+
+def test_shards_of_equal_prompts_are_merged_whatever_their_path_is_called(
+    finished: Path, tmp_path: Path
+) -> None:
+    shards = [Path(shutil.copytree(finished / f"shard {i}", tmp_path / str(i))) for i in range(COUNT)]
+    edit(shards[1] / "manifest.json", lambda m: m["data"].update(data_path="question.jsonl"))
+    edit(
+        shards[2] / "manifest.json", lambda m: m["data"].update(dataset="/mnt/question.jsonl", data_path=None)
+    )
+    assert merge(tmp_path / "merged", shards, "jsonl").report.num_requests > 0
 
 
 def test_some_of_many_missing_shards_are_named(finished: Path, tmp_path: Path) -> None:

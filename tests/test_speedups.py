@@ -2,16 +2,19 @@
 
 import math
 import random
+from collections import Counter
 from dataclasses import asdict, replace
+from itertools import chain, pairwise
 
 import msgspec
 import pytest
 from scipy import stats
 
+from specgen.engine.arms import Arm
 from specgen.experiments.rounds import Ranking, Repeat, Repeats
 from specgen.experiments.throughput import wall_tables
-from specgen.experiments.tune import best_line
-from specgen.experiments.turns import digest
+from specgen.experiments.tune import best_line, tune_table
+from specgen.experiments.turns import balanced_order, digest
 from specgen.record.record_rows import Touched
 from specgen.report.timings import LatencyStats, WallTime
 
@@ -127,6 +130,20 @@ def test_the_best_line_has_the_arms_that_none_beats_in_both() -> None:
     assert best_line({}).rows == ()
 
 
+@pytest.mark.parametrize(("number", "named"), [(1, []), (2, ["fast"])])
+def test_arms_of_one_repeat_are_on_no_front(number: int, named: list[str]) -> None:
+    arms = {name: Arm(name=name, changes={"batch": 1, "K": k}) for k, name in enumerate(("plain", "fast"))}
+    runs = {
+        name: Repeats(each={str(n): replace(repeat(seconds), tpot=SPREAD) for n in range(number)})
+        for name, seconds in (("plain", 2.0), ("fast", 1.0))
+    }
+    runs["plain"] = Repeats(
+        each={n: replace(each, tpot=replace(SPREAD, median=4.0)) for n, each in runs["plain"].each.items()}
+    )
+    table = tune_table(arms, {1: Ranking(plain="plain", arms=runs)}, {}, (), lambda arm: "a command")
+    assert [row["arm"] for row in table.more[0].rows] == named
+
+
 def test_the_wall_time_is_that_of_the_middle_repeat() -> None:
     earlier = replace(repeat(3.0), wall=None)
     arms = [({"batch": 8}, repeats({1: 5.0, 2: 4.0, 3: 2.0})), ({"batch": 1}, Repeats(each={"1": earlier}))]
@@ -147,3 +164,25 @@ def test_the_wall_time_is_that_of_the_middle_repeat() -> None:
     }
     assert list(row) == [column.name for column in table.columns]
     assert list(wall_tables(arms[1:], 2e12)) == []
+
+
+@pytest.mark.parametrize("num", range(2, 8))
+def test_every_arm_is_at_every_place_and_behind_every_other_equally_often(num: int) -> None:
+    arms = [f"arm {number}" for number in range(num)]
+    orders = [balanced_order(arms, number) for number in range(num * (1 + num % 2))]
+    assert all(sorted(order) == arms for order in orders)
+    behind = Counter(chain.from_iterable(map(pairwise, orders)))
+    assert len(behind) == num * (num - 1)
+    assert len(set(behind.values())) == 1
+    assert len(set(Counter((at, arm) for order in orders for at, arm in enumerate(order)).values())) == 1
+    assert len({order[0] for order in orders[:num]}) == num, "each begins one of the first rounds"
+
+
+def test_texts_that_differ_from_repeat_to_repeat_are_told() -> None:
+    steady, other = repeats({1: 1.0, 2: 1.0}), repeats({1: 1.0, 2: 1.0})
+    assert steady.same_texts(other) == 1
+    assert steady.disturbances == ["late"]
+    changed = replace(other.each["round 2"], texts={"a": digest((1, 3))})
+    unsteady = Repeats(each={**other.each, "round 2": changed})
+    assert steady.same_texts(unsteady) == unsteady.same_texts(steady) == 0, "the first repeats are the same"
+    assert unsteady.disturbances == ["late", "1 of 1 texts differ from repeat to repeat"]

@@ -4,14 +4,17 @@ import io
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from specgen.cli import progress_bar
+from specgen.cli.printing import print_files
 from specgen.cli.progress_bar import progress
 from specgen.config import Cluster, EngineConfig, SamplingParams, UserError
 from specgen.config.bundled import data_directory
+from specgen.config.urls import Url
 from specgen.core.engine_core import EngineCore
 from specgen.core.running_batch import Columns
 from specgen.core.spec_length import StepPlan
@@ -20,10 +23,11 @@ from specgen.engine.engine import Engine
 from specgen.jobs.ray_engine import _resources
 from specgen.ops.jit_modules import Module
 from specgen.record.progress import Tally
-from specgen.record.record_rows import Captured, OutOfMemory
+from specgen.record.record_rows import Captured, EngineRow, OutOfMemory
 from specgen.record.startup import phase, startup_line, watched
 from specgen.report.display import clock
 from tests.commands import printed, specgen
+from tests.streams import decode_steps, pass_row
 
 
 def test_phases_and_the_rest_make_up_the_time() -> None:
@@ -133,7 +137,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def followed(monkeypatch: pytest.MonkeyPatch, file: io.StringIO, *, quiet: bool = False) -> str:
+def followed(
+    monkeypatch: pytest.MonkeyPatch, file: io.StringIO, *passes: EngineRow, quiet: bool = False
+) -> str:
     """What is written to ``file`` of ten requests, of which three were done and a second goes by between two."""
     now = 0.0
     monkeypatch.setattr("sys.stderr", file)
@@ -141,7 +147,9 @@ def followed(monkeypatch: pytest.MonkeyPatch, file: io.StringIO, *, quiet: bool 
     monkeypatch.setattr(progress_bar, "_BETWEEN", 3)
     shown = progress(quiet)
     shown.warn("look out")
-    shown.start("padded", Tally(), 10, 3)
+    shown.start("padded", tally := Tally(), 10, 3)
+    for row in passes:
+        tally.see(row)
     for event in (SHORT, GRAPH):
         shown.see(event)
     for _ in range(7):
@@ -151,6 +159,14 @@ def followed(monkeypatch: pytest.MonkeyPatch, file: io.StringIO, *, quiet: bool 
     return file.getvalue()
 
 
+def test_a_speed_so_far_counts_no_start_of_workers() -> None:
+    tally = Tally()
+    for ended in (20.0, 16.5, 18.0):
+        tally.see(pass_row(time=ended, seconds=0.5, num_tokens=10))
+    assert tally.tokens_per_second == 30 / 4
+    assert Tally().tokens_per_second is None
+
+
 def test_a_file_gets_a_line_now_and_then(monkeypatch):
     lines = followed(monkeypatch, io.StringIO()).split("\n")
     assert lines == [
@@ -158,17 +174,27 @@ def test_a_file_gets_a_line_now_and_then(monkeypatch):
         "padded: 3 of 10 requests",
         "out of GPU memory: continuing with a batch of 2 and 64 prefill tokens",
         "CUDA graph of a step of 8 sequences: captured in 1.5 s",
-        "padded: 6 of 10 requests in 0:03, 0:04 to go, 0 tok/s, acceptance length 1.00",
-        "padded: 9 of 10 requests in 0:06, 0:01 to go, 0 tok/s, acceptance length 1.00",
-        "padded: 10 of 10 requests in 0:07, 0:00 to go, 0 tok/s, acceptance length 1.00",
+        "padded: 6 of 10 requests in 0:03, 0:04 to go, 0 tok/s",
+        "padded: 9 of 10 requests in 0:06, 0:01 to go, 0 tok/s",
+        "padded: 10 of 10 requests in 0:07, 0:00 to go, 0 tok/s",
         "",
     ]
 
 
 def test_a_terminal_gets_a_bar(monkeypatch):
     drawn = followed(monkeypatch, Terminal())
-    assert re.search(r"\rpadded: 100%.*10/10 .*0 tok/s, acceptance length 1.00", drawn)
+    assert re.search(r"\rpadded: 100%.*10/10 .*0 tok/s\]", drawn)
     assert "look out\n" in drawn
+
+
+def test_a_narrow_terminal_has_room_for_the_numbers(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "50")
+    (step,) = decode_steps(4)
+    step = replace(step, num_drafting=2, num_accepted=3, num_tokens=5, time=1.0)
+    drawn = followed(monkeypatch, Terminal(), step)
+    assert re.search(r"\r10/10 \[\S+ left, 5 tok/s, length 2\.50\]", drawn)
+    monkeypatch.setenv("COLUMNS", "120")
+    assert "5 tok/s, acceptance length 2.50]" in followed(monkeypatch, Terminal(), step)
 
 
 def test_a_quiet_run_shows_what_goes_wrong(monkeypatch):
@@ -192,7 +218,12 @@ def test_a_quiet_command_prints_its_result_alone(tmp_path):
     assert "mean acceptance length" in result.stdout
     loud = specgen(*asked[:-1], f"--output={tmp_path}")
     assert "Prompt:" in loud.stdout
-    assert "Files are in" in loud.stderr
+    assert f"Files are in {tmp_path}; open {tmp_path / 'report.html'} in a browser." in loud.stderr
+
+
+def test_no_browser_is_asked_to_open_a_bucket(capsys):
+    print_files(Url("s3://lake/out"), "report.html")
+    assert capsys.readouterr().err == "Files are in s3://lake/out; report.html there is the page.\n"
 
 
 def test_rows_on_stdout_are_not_shown_again_beside_them():

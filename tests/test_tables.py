@@ -47,6 +47,8 @@ def test_lengths_of_drafters_that_drafted_at_times_are_also_shown_over_all_steps
     assert cells(text, "mean acceptance length")[1] == "3.00"
     assert cells(text, "  over all steps")[:2] == [cells(text, "mean acceptance length")[0], "2.00"]
     assert "over all steps" not in compare([("head", a_run()), ("again", a_run())])
+    ended = as_json(request("a", [(3, 3)], dropped=3), 3)
+    assert cells(compare([("head", at_times), ("ended", ended)]), "tokens per step")[:2] == ["2.00", "1.00"]
 
 
 def whole_label(text, start):
@@ -191,7 +193,7 @@ def test_long_names_stand_above_the_table():
 def test_a_dead_drafter_is_called_so_beside_others():
     alive = as_json(request("a", [(3, 1)] * 30))
     text = compare([("good", alive), ("bad", as_json(request("a", [(3, 0)] * 30)))])
-    assert "bad: The drafter is dead" in text
+    assert "bad: Almost no draft was accepted" in text
     assert "good:" not in text
 
 

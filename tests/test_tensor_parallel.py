@@ -16,6 +16,7 @@ from calibrated_weights import Source
 from make_calibrated_pair import HeadKind, chosen_cycle, chosen_layer, chosen_shape, write_pair
 
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
+from specgen.config.bundled import data_directory
 from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Request, ScoreRequest
 from specgen.core.spec_length import StepCosts
@@ -23,7 +24,7 @@ from specgen.engine import build, worker_group
 from specgen.engine.build import build_engine, kv_page_bytes, prefill_logits
 from specgen.engine.choices import require_devices, resolve
 from specgen.engine.engine import Engine
-from specgen.engine.loading import Models, OneTarget, load_models, open_checkpoints
+from specgen.engine.loading import Models, OneTarget, load_models, open_checkpoints, over_target
 from specgen.prompts import Prompt
 from specgen.record.record_rows import EngineRow
 from specgen.text.tokenizer import Message
@@ -197,14 +198,20 @@ def test_a_request_that_is_refused_and_one_that_fails(shared: Models, alone: Mod
 
 
 @pytest.mark.slow
-def test_another_head_is_loaded_by_every_rank(shared: Models) -> None:
+def test_another_head_is_loaded_by_every_rank(shared: Models, alone: Models) -> None:
     asked = ranks_config(shared.peers.ranks.size)
     target = OneTarget(lambda *_: replace(shared, head=None))
-    target._heads.clear()
     plain = replace(asked, num_spec_tokens=0, drafter=None)
     target.load(plain, open_checkpoints(plain))
     models = target.load(asked, open_checkpoints(asked))
     assert run(models, GREEDY).texts == run(shared, GREEDY).texts
+    other = str(data_directory() / "demo" / "drafter-two-layers")
+    several, one = (
+        run(over_target(each, config, open_checkpoints(config)), GREEDY, drafter=other)
+        for each in (shared, alone)
+        for config in (ranks_config(each.peers.ranks.size, drafter=other),)
+    )
+    assert several.verified == one.verified != run(shared, GREEDY).verified
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

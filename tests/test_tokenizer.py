@@ -1,11 +1,13 @@
 """The tokenizer against transformers, and stop strings against decoding the whole text at every token."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from fnmatch import fnmatch
+from functools import partial
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,10 @@ from tests.tiny_tokenizers import (
     write_think,
 )
 
+READ_PARTS = (
+    "{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %}"
+)
 CHAT = [
     Message(role="system", content="Be brief."),
     Message(role="user", content="Café?\n"),
@@ -138,6 +144,14 @@ def test_a_directory_without_a_tokenizer_is_one_line(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
+def test_a_tokenizer_that_git_lfs_has_not_fetched_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n"
+    )
+    with refused(r"^\S+tokenizer.json: this is a Git LFS pointer, not the file: run git lfs pull$"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_a_hub_id_is_downloaded_once_and_then_read_from_disk(monkeypatch, byte_level_path):
     asked = []
 
@@ -174,8 +188,8 @@ def test_loading_the_tokenizer_does_not_load_torch(byte_level_path):
 
 def kept_by_brute_force(tokenizer: Tokenizer, stops: Sequence[str], token_ids: Sequence[int]) -> int | None:
     for count in range(1, len(token_ids) + 1):
-        text = tokenizer.decode(token_ids[:count])
-        if any(stop in text for stop in stops):
+        texts = tokenizer.decode(token_ids[:count]), tokenizer.decode_with_special(token_ids[:count])
+        if any(stop in texts["<|end|>" in stop] for stop in stops):
             return count
     return None
 
@@ -197,6 +211,7 @@ STOPS = st.lists(
     st.one_of(
         st.text(alphabet="ap S.\n\u00e9€日🙂", min_size=1, max_size=4),
         st.sampled_from(["Stop", "STOP", " apples", "\n\n", "€", "🙂🙃", "a", "süßen Tee", "each. Stop"]),
+        st.sampled_from(["<|end|>", "<|end|>a", ".<|end|>\n", "€<|end|>", "<|end|><|end|>", " a<|end|>€"]),
     ),
     min_size=1,
     max_size=3,
@@ -298,10 +313,37 @@ def test_the_text_is_cut_before_the_first_of_several_stops(byte_level):
     assert stop_strings.text(byte_level.encode_text(TEXT[0])) == "Tom has "
 
 
-def test_a_special_token_is_never_part_of_a_stop_string(byte_level):
-    stop, end = byte_level.encode_text("Stop")[1:], byte_level.eos_token_id
-    assert StopStrings(byte_level, ["<|end|>"]).feed([*stop, end]) is None
-    spread = [token_id for piece in stop for token_id in (*[end] * 9, piece)]
+@pytest.mark.parametrize(
+    ("written", "stop", "end", "text"),
+    [
+        ("It is 8.<|end|>more", "<|end|>", "It is 8.<|end|>", "It is 8."),
+        ("It is 8.<|end|>\nmore", "<|end|>\n", "It is 8.<|end|>\n", "It is 8."),
+        ("a<|end|>b<|end|>\nmore", "<|end|>\n", "a<|end|>b<|end|>\n", "ab"),
+        ("It is 8 €.<|end|>more", " €.<|end|>", "It is 8 €.<|end|>", "It is 8"),
+        ("<|end|><|end|>more", "<|end|><|end|>", "<|end|><|end|>", ""),
+        ("each. Stop<|end|>", "op<|end|>", "each. Stop<|end|>", "each. St"),
+        ("St<|end|>op", "Stop", "St<|end|>op", ""),  # as in the text that is shown
+    ],
+)
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+def test_a_stop_string_may_name_a_special_token(request, name, written, stop, end, text):
+    tokenizer = request.getfixturevalue(name)
+    # of SentencePiece in bytes, as it would put a space behind each special token
+    in_bytes = partial(ids_in_bytes, tokenizer)
+    encode = (
+        tokenizer.encode_rendered
+        if name == "byte_level"
+        else lambda text: in_bytes(re.split(r"(<\|end\|>)", text))
+    )
+    token_ids, kept = encode(written), encode(end)
+    assert StopStrings(tokenizer, [stop]).feed(token_ids) == len(kept)
+    assert StopStrings(tokenizer, [stop]).text(kept) == text
+    assert StopStrings(tokenizer, [stop]).text(token_ids) == text
+
+
+def test_special_tokens_do_not_hide_a_stop_string(byte_level):
+    spread = [token_id for piece in byte_level.encode_text("Stop")[1:] for token_id in (*[4] * 9, piece)]
+    assert byte_level.decode_with_special(spread[:2]) == "<|end|>" * 2
     assert StopStrings(byte_level, ["Stop"]).feed(spread) == len(spread)
 
 
@@ -341,6 +383,45 @@ def test_a_stop_of_broken_bytes_may_end_with_a_whole_one(byte_fallback):
 
 
 # --- chat templates ---
+
+
+@pytest.mark.parametrize(
+    ("template", "system", "user"),
+    [
+        ("{{ m.content }}", "A B", "Add:   3 and\n 4"),
+        ("{{ '' + m.content }}", "A B", "Add:   3 and\n 4"),  # no string and list together
+        ("{{ m.content | tojson }}", '"A B"', '"Add:   3 and\\n 4"'),
+        (READ_PARTS, "[A][B]", "[Add: ][ 3 and\n][4]"),
+        (
+            "{% if m.role == 'system' %}{{ m.content | trim }}{% else %}" + READ_PARTS + "{% endif %}",
+            "A B",
+            None,
+        ),
+    ],
+)
+def test_parts_are_read_by_the_template_or_joined(tmp_path, template, system, user):
+    loop = "{% for m in messages %}" + template + "|{% endfor %}"
+    tokenizer = load_tokenizer(str(write_byte_level(tmp_path, chat_template=loop)))
+    chat = [
+        Message(role="system", content=("A", "B")),
+        Message(role="user", content=("Add: ", " 3 and\n", "4")),
+        Message(role="assistant", content="7"),
+        Message(role="user", content=["Thanks"]),
+    ]
+    told, asked, answered, thanked, _ = tokenizer.render_chat(chat).split("|")
+    assert (told, asked) == (system, user or "[Add: ][ 3 and\n][4]")
+    assert answered.strip('"') == "7"
+    assert thanked.strip('"[]') == "Thanks"
+
+
+def test_parts_are_rendered_as_by_transformers(tmp_path):
+    loop = "{% for m in messages %}" + READ_PARTS + "{% endfor %}"
+    path = write_byte_level(tmp_path, chat_template=loop)
+    parts = [{"type": "text", "text": "Add: "}, {"type": "text", "text": "3"}]
+    theirs = reference_tokenizer(path).apply_chat_template(
+        [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
+    )
+    assert load_tokenizer(str(path)).render_chat([Message(role="user", content=("Add: ", "3"))]) == theirs
 
 
 USER = [Message(role="user", content="Why?")]

@@ -15,6 +15,7 @@ from specgen.config import DraftLength, EngineConfig, UserError
 from specgen.engine import build
 from specgen.engine.arms import Arm
 from specgen.experiments import tune as tuning
+from specgen.experiments import turns
 from specgen.experiments.matrices import Workload
 from specgen.experiments.output import BenchTable
 from specgen.experiments.rounds import Ranking
@@ -50,9 +51,8 @@ def test_arms_of_a_batch_take_turns_and_slow_ones_are_dropped(pair: Path, monkey
     assert [c.max_batch_size for c in timed.order] == sorted(c.max_batch_size for c in timed.order)
     first = [(c.draft_length.most, c.drafter_batch) for c in timed.order[5:15]]
     arms = [(0, "padded"), *list(RUN)[1:]]
-    assert first == [*arms, *arms[1:], arms[0]], (
-        "after the warm-ups, in turns, and in each round another first"
-    )
+    orders = [(0, 1, 4, 2, 3), (1, 0, 2, 4, 3)]
+    assert first == [arms[at] for order in orders for at in order], "after the warm-ups, in balanced turns"
     assert sum("dropped: batch 1, K 4, padded: 0.50x of K 2, padded" in text for text in said) == 1
     assert {text.partition(":")[0] for text in said} == {"dropped"}
     verdicts = {(row["batch"], row["K"], row["drafter_batch"]): row["verdict"] for row in table.rows}
@@ -229,6 +229,19 @@ def test_a_budget_does_not_leave_out_the_same_arms_again(pair: Path, monkeypatch
     assert measured[0] < measured[1] == 5
 
 
+def test_where_a_round_no_longer_fits_the_fastest_get_theirs(pair: Path, monkeypatch) -> None:
+    timed = install(monkeypatch, lambda config, number: {0: 3.0, 2: 4.0, 4: 2.0}[config.draft_length.most])
+    monkeypatch.setattr("time.monotonic", lambda: timed.clock)
+    table = last(job_of(pair, batches=(4,), budget=42.0))  # 15 s for the warm-ups and for each round
+    assert [(row["K"], row["repeats"]) for row in table.rows] == [(0, 3), (2, 1), (2, 1), (4, 3), (4, 2)]
+    assert table.answers[0].startswith("At batch 4: K 4, padded, 1.50x")
+    timed = install(monkeypatch, usual)
+    monkeypatch.setattr("time.monotonic", lambda: timed.clock)
+    short = last(job_of(pair, batches=(4,), budget=25.0))  # too short for all: fewer arms, and a verdict
+    assert len(short.rows) < 5
+    assert "best" in {row["verdict"] for row in short.rows}
+
+
 def test_one_repeat_is_no_verdict_and_has_no_command(pair: Path, monkeypatch, tmp_path: Path) -> None:
     install(monkeypatch, usual)
     table = last(job_of(pair, repeats=1), tmp_path)
@@ -292,6 +305,16 @@ def test_an_arm_with_other_texts_is_named(pair: Path, monkeypatch) -> None:
     )
     wrong = [note for note in notes if note.startswith("wrong: batch 4, K 2, padded: ")]
     assert len(wrong) == 1, "a cycle of tokens is no row of fives"
+
+
+def test_a_busy_machine_is_named_where_the_answer_is(pair: Path, monkeypatch) -> None:
+    install(monkeypatch, usual)
+    quiet = last(job_of(pair, batches=(4,)))
+    assert not any("BUSY" in text for text in (*quiet.answers, *quiet.notes))
+    monkeypatch.setattr(turns, "machine_state", lambda: {"load": 9.0, "cpus": 2})
+    table = last(job_of(pair, batches=(4,)))
+    said = "every arm: other programs kept the machine BUSY, so speeds are doubtful"
+    assert [answer for answer in table.answers if "BUSY" in answer] == [said]
 
 
 def test_a_tune_whose_arms_all_fail_says_why(pair: Path, monkeypatch) -> None:

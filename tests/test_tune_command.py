@@ -115,6 +115,9 @@ def test_the_command_measures_real_engines_and_goes_on(pair: Path, tmp_path: Pat
     assert document["rows"][1]["wrong_tokens"] == 0
     assert "Speed-up over plain decoding, padded" in (tmp_path / "tune.html").read_text()
     assert "x_plain_ci95_low" in (tmp_path / "tune.csv").read_text().splitlines()[0]
+    settings = json.loads((tmp_path / "tune.settings.json").read_text())
+    settings["data"]["dataset"] = settings["bench"]["workload"]["dataset"] = "elsewhere/the-same.jsonl"
+    (tmp_path / "tune.settings.json").write_text(json.dumps(settings))
     again = invoke(pair, *arguments, "--output", str(tmp_path), "--json")
     assert "warmed up" not in again.stderr
     assert json.loads(again.stdout)["rows"] == document["rows"]

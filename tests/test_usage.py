@@ -181,9 +181,10 @@ def test_a_matrix_is_suggested() -> None:
 
 def test_a_row_without_a_prompt_says_how_to_name_its_field(tmp_path: Path) -> None:
     file = tmp_path / "own.jsonl"
-    file.write_text('{"a": "x"}\n')
-    (rejected,) = DataSource(dataset=str(file)).open()
+    file.write_text('{"a": "x"}\n{"id": 1, "prompt": null}\n')
+    rejected, null = DataSource(dataset=str(file)).open()
     assert "name a field with --prompt-field; this one has 'a'" in rejected.reason
+    assert "this one has 'id, prompt (null)'" in null.reason
 
 
 def test_case_and_hyphens_do_not_count_and_a_known_name_is_no_mistake() -> None:

@@ -93,7 +93,7 @@ class SdpaBackend(Backend):
     """Groups sequences of like shape, gathers their pages and calls ``scaled_dot_product_attention`` on each group."""
 
     name = "sdpa"
-    summary = "PyTorch's own attention runs everywhere"
+    summary = "PyTorch SDPA, which runs everywhere"
     capabilities = Capabilities(
         devices=("cpu", "cuda"),
         uniform_q_max=None,

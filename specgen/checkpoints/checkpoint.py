@@ -11,7 +11,13 @@ from torch import Tensor
 from specgen.checkpoints.fingerprint import BESIDES
 from specgen.checkpoints.rank_share import RankShare
 from specgen.checkpoints.tensor_reader import E4M3, Checkpoint, TensorReader, uploading
-from specgen.checkpoints.weight_files import MASK_EMBEDDING, TensorInfo, are_equal, read_json, tensor_infos
+from specgen.checkpoints.weight_files import (
+    MASK_EMBEDDING,
+    TensorInfo,
+    are_equal,
+    read_json,
+    tensor_infos,
+)
 from specgen.config import UserError, first_line, require, shown
 from specgen.config.urls import Url, is_url
 from specgen.device import SINGLE_RANK, Ranks
@@ -26,7 +32,7 @@ from specgen.models.model_config import HeadConfig, LayerConfig, TargetConfig
 from specgen.models.mtp import mtp_layers
 from specgen.models.protocols import Head, Target
 from specgen.ops import bind_ops
-from specgen.storage import cached_files, hub_id
+from specgen.storage import cached_files, file_state, hub_id
 
 _TIED = ("lm_head.weight", *EMBEDDINGS)
 _TABLES = ("int64", "int32", "bool")  # of d2t and t2d
@@ -38,16 +44,24 @@ def open_checkpoint(path_or_hub_id: str) -> Checkpoint:
     ``UserError`` when it is neither, or when its files are missing, broken or unsafe.
     """
     path = Path(path_or_hub_id)
+    if os.path.isdir(path) or path.suffix == ".gguf":
+        gguf = next((each.name for each in (path, *path.glob("*.gguf")) if each.suffix == ".gguf"), None)
+        require(
+            gguf is None or os.path.exists(path / "config.json"),
+            f"{path_or_hub_id} holds {gguf}, a GGUF, which is not read: give the model's safetensors",
+        )
     if not os.path.isdir(path):  # false also for names that no file can have
         path = _download(path_or_hub_id)
     generation, separate = path / "generation_config.json", path / "hf_quant_config.json"
     config = read_json(path / "config.json")
+    tensors = _by_usual_names(tensor_infos(path), path_or_hub_id)
     return Checkpoint(
         name=path_or_hub_id,
         path=path,
         config=with_modelopt(config, read_json(separate)) if separate.exists() else config,
         generation=read_json(generation) if generation.exists() else generation_defaults(config),
-        tensors=_by_usual_names(tensor_infos(path), path_or_hub_id),
+        tensors=tensors,
+        state=frozenset(map(file_state, {path / "config.json", *(info.file for info in tensors.values())})),
     )
 
 

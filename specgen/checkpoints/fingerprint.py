@@ -1,19 +1,15 @@
 """The fingerprint of a checkpoint: by it a run knows its weights again, wherever they are."""
 
 import hashlib
-import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from specgen.checkpoints.cache_files import CacheFiles
 from specgen.checkpoints.tensor_reader import Checkpoint
-from specgen.checkpoints.weight_files import MASK_EMBEDDING, file_state
+from specgen.checkpoints.weight_files import MASK_EMBEDDING
 from specgen.config import UserError
-from specgen.storage import StoredObject
+from specgen.storage import StoredObject, file_digest
 
 BESIDES = (
     MASK_EMBEDDING,
@@ -22,10 +18,7 @@ BESIDES = (
     "*.model",
     "merges.txt",
 )  # what is needed besides the weights; tokenizers among them
-_LARGE = 64 << 20  # bytes of a file whose digest is kept: a core reads about 1.5 GB/s
-_SETTLED = 60.0  # seconds since a file was changed, after which its times would tell of another change
 _READERS = 8
-_DIGESTS = CacheFiles(kind="digests", what="a file's digest")
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
@@ -62,33 +55,6 @@ def state_of(file: Path | StoredObject) -> dict[str, Any]:
 
 def _digest_of(file: Path) -> str:
     try:
-        return _digest(file.absolute(), file_state(file))
+        return file_digest(file)
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror}): give it read permission") from error
-
-
-@lru_cache(maxsize=4096)
-def _digest(file: Path, state: tuple[int, ...]) -> str:
-    """SHA-256 of ``file``, read once as long as its ``state`` is the same: a comparison asks for every run."""
-    _, _, size, *times = state
-    is_settled = max(times) < (time.time() - _SETTLED) * 1e9
-    if size < _LARGE or not is_settled:
-        return _read(file)
-    known = [str(file), *state]
-
-    def same(found: Any) -> str | None:  # noqa: ANN401
-        digest = found["sha256"]
-        if not (isinstance(digest, str) and len(bytes.fromhex(digest)) == 32):
-            return None
-        return digest if found["file"] == known else ""
-
-    digest = _DIGESTS.read(os.fsencode(file), same)
-    if not digest:
-        digest = _read(file)
-        _DIGESTS.write(os.fsencode(file), {"file": known, "sha256": digest})
-    return digest
-
-
-def _read(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()

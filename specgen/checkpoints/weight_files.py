@@ -3,6 +3,7 @@
 They are untrusted data: a pickle is loaded only if it contains plain tensors, and no code in it is run.
 """
 
+import json
 import os
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from pickletools import genops
+from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 import torch
@@ -18,8 +20,10 @@ from torch import Tensor
 
 from specgen.checkpoints.rank_share import Cut
 from specgen.config import UserError, first_line, require, shown
+from specgen.config.errors import require_no_stand_in
 from specgen.config.json_fields import load_json
 from specgen.models.dflash import MASK_ID_TENSOR, MASK_TENSOR
+from specgen.storage import file_state
 
 _STEMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))  # in order of preference
 MASK_EMBEDDING = "mask_embedding.pt"  # of some DFlash heads, beside their weights
@@ -120,10 +124,32 @@ def _are_equal(one: tuple[str, TensorInfo], other: tuple[str, TensorInfo], state
     return all(torch.equal(*pieces) for pieces in zip(ours, theirs, strict=True))
 
 
-def file_state(file: Path) -> tuple[int, ...]:
-    """What identifies a changed file: device, inode, size and times."""
-    found = file.stat()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+@contextmanager
+def saved_head(config: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> Iterator[str]:
+    """Save a draft head that is in memory; yields its directory, the ``drafter`` of an ``EngineConfig``.
+
+    ``config`` holds what the head's ``config.json`` would, ``state_dict`` its tensors by the names of its checkpoint.
+    The directory is temporary: it is removed at the end of the ``with`` block. ``UserError`` for a ``config`` that is
+    no JSON and for values that are no tensors.
+    """
+    from safetensors.torch import save_file
+
+    for name, value in state_dict.items():
+        require(isinstance(value, Tensor), f"state_dict[{name!r}] is {shown(value)}: give tensors alone")
+    try:
+        said = json.dumps(dict(config))
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"the head's config is no JSON ({error}): give what its config.json would hold"
+        ) from error
+    with TemporaryDirectory(prefix="specgen-head-") as directory:
+        Path(directory, "config.json").write_text(said)
+        # copies, as tensors that share memory are refused
+        tensors = {
+            name: value.detach().to("cpu", copy=True).contiguous() for name, value in state_dict.items()
+        }
+        save_file(tensors, Path(directory, "model.safetensors"))
+        yield directory
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -213,6 +239,7 @@ def _safetensors(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt") as handle:
             yield handle
     except Exception as error:  # the library raises whatever its parsers raise
+        require_no_stand_in(file)
         raise UserError(
             f"{file} cannot be read as safetensors ({first_line(error)}): download it again"
         ) from error
@@ -240,6 +267,7 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
             zipped = content.read(len(_ZIP)) == _ZIP
         return _mapped(file, file_state(file)) if zipped else _unpickled(file, zipped)
     except Exception as error:  # the library raises whatever its parsers raise
+        require_no_stand_in(file)
         remedy = "download it again" if file.name == MASK_EMBEDDING else "use a safetensors version"
         raise UserError(f"{file} cannot be read as tensors ({first_line(error)}): {remedy}") from error
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specgen.cli.measuring import turns
-from specgen.cli.options import ON_A_DEVICE, Only, given_fields, repeating, with_options
+from specgen.cli.options import ON_A_DEVICE, Only, given_fields, is_given, repeating, with_options
 from specgen.cli.printing import kept_in, print_files, print_found, stoppable
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import EngineConfig, ExportName, SamplingParams, option, require
@@ -98,7 +98,7 @@ def compare(
     else:
         from specgen.experiments.heads_job import HeadsJob  # imports torch
 
-        drafters = _drafters(engine, drafter or [])
+        drafters = _drafters(engine, drafter or [], is_given(ctx, "model"))
         given = given_fields(ctx)
         sources = _sources(dataset, data)
         if reference is not None:
@@ -126,12 +126,14 @@ def _require_only_read(ctx: typer.Context) -> None:
     )
 
 
-def _drafters(engine: EngineConfig, given: "Sequence[str]") -> tuple[str, ...]:
+def _drafters(engine: EngineConfig, given: "Sequence[str]", has_model: bool) -> tuple[str, ...]:
     """The drafters as given, or those bundled for the bundled target."""
-    bundled = engine.model == pair(None, None, engine.draft_length)[0]
+    bundled = engine.model == pair()[0]
     require(
         bool(given) or bundled, f"model {engine.model!r} has no drafter to compare: name each with --drafter"
     )
+    for each in () if has_model else given:
+        pair(None, each)  # refuses a head without a model
     return tuple(given) or heads()
 
 
@@ -200,7 +202,8 @@ def print_comparison(
 ) -> None:
     """Print it as tables and sentences, in the format ``export``, or as one JSON document, beside ``reference``."""
     from specgen.experiments.head_figures import published
-    from specgen.experiments.heads_tables import exported, of_heads
+    from specgen.experiments.heads_export import exported
+    from specgen.experiments.heads_tables import of_heads
     from specgen.report.references import of_figures
 
     if export is not None:

@@ -80,7 +80,7 @@ def evaluate(
     """Whether speculation changed the answers, and how much faster it was: lm-eval's tasks, arm by arm, compared."""
     changes: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "max_batch_size": max_batch_size}
     given = {name: value for name, value in changes.items() if value is not None}
-    chosen = replace(_study(tasks, study, arms), **given)
+    chosen = replace(_study(tasks, study, arms, engine), **given)
     require(output is not None or not log_samples, "log-samples needs a directory: name one with --output")
     os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's own bars; read when tqdm is imported
     from specgen.experiments.study import StudyJob  # imports torch and lm-eval
@@ -97,15 +97,16 @@ def evaluate(
         _run(job, output, output if log_samples else None, repeating(ctx), quiet)
 
 
-def _study(tasks: str | None, study: str | None, arms: str | None) -> "Study":
+def _study(tasks: str | None, study: str | None, arms: str | None, engine: EngineConfig) -> "Study":
     """The study of a file, whose tasks and arms options replace, or the named arms on ``tasks``."""
-    from specgen.experiments.studies import ALL_NAMED, Study, load_study, named_arms
+    from specgen.experiments.studies import ALL_NAMED, OF_NGRAMS, Study, load_study, named_arms
 
     require(tasks is not None or study is not None, "no task is given: try word_problems, or use --study")
     names = None if tasks is None else tuple(name.strip() for name in tasks.split(","))
     if study is None:
         assert names is not None
-        return Study(name=str(tasks), tasks=names, arms=named_arms(arms or ALL_NAMED))
+        own = ALL_NAMED if engine.ngram is None else OF_NGRAMS
+        return Study(name=str(tasks), tasks=names, arms=named_arms(arms or own))
     loaded = load_study(study)
     return replace(
         loaded, tasks=names or loaded.tasks, arms=loaded.arms if arms is None else named_arms(arms)
@@ -160,7 +161,7 @@ def verify(
 ) -> None:
     """Show that speculation changes no greedy text: every arm against plain decoding, token by token.
 
-    Exit code 1 if texts diverge by more than the rounding of the dtype explains.
+    Exit code 1 if texts diverge by more than the rounding of the dtype explains, or if no step had drafts to test.
     """
     sizes = numbers("batch-sizes", batch_sizes)
     config = None if output is None else output.with_suffix(".config.yaml")
@@ -170,7 +171,7 @@ def verify(
             f"output {str(file)!r} exists: name a new file, or remove it first",
         )
     from specgen.experiments.audit import AuditJob, audit  # imports torch
-    from specgen.experiments.study_tables import of_audit
+    from specgen.experiments.study_tables import is_tested, of_audit
     from specgen.record.files import naming, writable, write_json, write_text
 
     job = AuditJob(engine=engine, sampling=sampling, data=data, batch_sizes=sizes)
@@ -184,5 +185,5 @@ def verify(
     print_found(found, of_audit(found), as_json)
     failures = found["failures"]
     print_failures(failures[:_FAILURES_SHOWN], len(failures), "--json and --output have all")
-    if found["num_unexplained"]:
+    if found["num_unexplained"] or not is_tested(found):
         raise typer.Exit(1)

@@ -39,6 +39,12 @@ _OUTPUT = option(
 )
 
 
+_MENDING = (
+    "specgen: the same command tries failed rows again; where rows have to be corrected, correct them in the prompts "
+    "and add --retry-errors. Answers are kept."
+)
+
+
 @with_options
 def generate(
     *,
@@ -69,6 +75,11 @@ def generate(
         not job.restart or (output is not None and output != Path("-")),
         "restart keeps the directory of --output and starts over, and no directory is given: add --output DIR, or "
         "leave out --restart",
+    )
+    require(
+        not job.retry_errors or (output is not None and output != Path("-")),
+        "retry-errors is about the failed rows of an earlier run, and no directory is given: add --output DIR, or "
+        "leave out --retry-errors",
     )
     require(
         output is not None or job.shard == WHOLE,
@@ -102,7 +113,7 @@ def _run_and_print(job: Job, output: Path | Url | None, as_json: bool, quiet: bo
             print_found(result.report.to_json(), show(result.report, result.settings), as_json)
     except DeviceLost as lost:
         restart_process(lost, job, output)
-    print_notes_and_exit(result, output, quiet)
+    print_notes_and_exit(result, output, quiet, _MENDING)
 
 
 def _cluster(executor: ExecutorName, num_workers: int | None, address: str | None) -> Cluster | None:

@@ -1,10 +1,9 @@
 """``--help`` as plain text in sections, so that every option can be copied at 80 columns; and errors as one line."""
 
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -15,12 +14,7 @@ from specgen.config.urls import require_no_secrets
 _WIDEST = 26  # columns of the options' names; a longer one is alone on its line
 _LONGEST = 1000  # characters of a command's sentence in the list of commands
 _UsageError: Any = typer.BadParameter.__base__  # typer does not export it
-_REMEDIES = {  # by what typer says of a value
-    "valid integer": "use a whole number",
-    "valid number": "use a number",
-    "greater than or equal to": "use {}",
-    "valid boolean": "use true or false",
-}
+_REMEDIES = {int: "use a whole number", float: "use a number", bool: "use true or false"}
 
 
 class Command(TyperCommand):
@@ -74,7 +68,8 @@ class Command(TyperCommand):
         reason = str(error.message).removeprefix("Value error, ").rstrip(".")
         if param is None or param.param_type_name == "argument":
             return f"{name}: {reason}".removeprefix(": ")
-        choices = re.findall(r"'([^']*)'", reason.partition("is not one of")[2])
+        kind = _kind(ctx, param)
+        choices = [str(each) for each in get_args(kind)] if get_origin(kind) is Literal else []
         source = ctx.get_parameter_source(param.name)
         if source and source.name == "DEFAULT_MAP":
             value = ctx.default_map[param.name]
@@ -86,11 +81,11 @@ class Command(TyperCommand):
             near = nearest(str(value), choices, likeness=0.8)
             meant = "" if near is None else f" (did you mean {near}?)"
             return f"{said}{meant}: use one of {', '.join(choices)}"
-        known = next((remedy for words, remedy in _REMEDIES.items() if words in reason), None)
-        if known is None:
+        if kind not in _REMEDIES:
             return f"{said}: {reason[:1].lower()}{reason[1:]}"
-        least = re.search(r"greater than or equal to (\S+)", reason)
-        return f"{said}: {known.format(f'at least {least[1]}' if least else '')}"
+        least, number = getattr(param, "min", None), _number(value)
+        too_small = least is not None and number is not None and number < least
+        return f"{said}: {f'use at least {least}' if too_small else _REMEDIES[kind]}"
 
     def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]  # noqa: ANN401
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -137,6 +132,21 @@ def _on_one_line(ctx: Any) -> Iterator[None]:  # noqa: ANN401
         if type(error).__name__ == "NoArgsIsHelpError":
             raise
         raise UserError(_one_line(ctx, error)) from error
+
+
+def _kind(ctx: Any, param: Any) -> Any:  # noqa: ANN401
+    """The type of the values of ``param``, as its command declares it; of several or optional values that of one."""
+    kind = ctx.command.callback.__annotations__[param.name]
+    while get_origin(kind) not in (None, Literal):
+        kind = next(each for each in get_args(kind) if each is not type(None))
+    return kind
+
+
+def _number(value: object) -> float | None:
+    try:
+        return float(str(value))
+    except ValueError:
+        return None
 
 
 def _name(param: Any) -> str:  # noqa: ANN401

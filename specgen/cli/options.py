@@ -17,7 +17,7 @@ from specgen.config.errors import UserError, did_you_mean, first_line
 from specgen.config.urls import refuse_url
 
 # What a file cannot say: what asks for no run, and what would start the same run over each time it is repeated.
-_NOT_SETTINGS = {"config", "help", "restart"}
+_NOT_SETTINGS = {"config", "help", "restart", "retry_errors"}
 
 # Fields of ``EngineConfig`` that are options of every command with an engine
 ON_A_DEVICE = "device tensor_parallel dtype kv_dtype attention cuda_graphs"

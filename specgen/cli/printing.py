@@ -81,10 +81,12 @@ def print_samples(result: "RunResult", file: TextIO) -> None:
         print(f"Prompt:\n{_indented(asked)}\nAnswer:\n{_indented(answered)}\n", file=file)
 
 
-def print_notes_and_exit(result: "RunResult", output: Path | Url | None, quiet: bool = False) -> None:
+def print_notes_and_exit(
+    result: "RunResult", output: Path | Url | None, quiet: bool = False, remedy: str = ""
+) -> None:
     """Failed requests and the location of the files, on stderr; exit code 3 if a request failed, in a baseline too.
 
-    Without files this is the only place of the reasons, so more of them are shown.
+    Without files this is the only place of the reasons, so more of them are shown; with them ``remedy`` is said.
     """
     num_errors, num_plain_errors = result.report.num_errors, result.report.num_plain_errors
     if output is None or output == Path("-"):
@@ -100,12 +102,17 @@ def print_notes_and_exit(result: "RunResult", output: Path | Url | None, quiet: 
         )
         print(f"specgen: requests that failed in plain decoding: {num_plain_errors}{kept}", file=sys.stderr)
     if num_errors or num_plain_errors:
+        if remedy and output is not None and output != Path("-"):
+            print(remedy, file=sys.stderr)
         raise typer.Exit(3)
 
 
 def print_files(output: Path | Url, page: str) -> None:
     """The location of the files, on stderr."""
-    print(f"Files are in {output}; open {output / page} in a browser.", file=sys.stderr)
+    if isinstance(output, Path):
+        print(f"Files are in {output}; open {output / page} in a browser.", file=sys.stderr)
+    else:  # which no browser opens
+        print(f"Files are in {output}; {page} there is the page.", file=sys.stderr)
 
 
 def print_failures(first: Sequence[str], num_failures: int, where_all_are: str) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 QUIET = option(False, "Results", "No progress or sample answers: results, warnings and errors alone.")
 _BETWEEN = 10.0  # seconds between two lines
+_NARROW = 80  # columns, below which a description and a bar leave no room for numbers
 
 
 def progress(quiet: bool, name: str | None = None) -> Progress:
@@ -48,6 +49,8 @@ class ProgressLines(Warnings):
 
     A line at the start, at the end, and between them not more than one in ten seconds.
     """
+
+    _shown = _done = 0
 
     def note(self, sentence: str) -> None:
         self._say(f"specgen: {sentence}")
@@ -95,17 +98,20 @@ class ProgressLines(Warnings):
         if self._done > self._first:
             seconds = self._last - self._began
             left = seconds * (self._total - self._done) / (self._done - self._first)
-            line += f" in {clock(seconds)}, {clock(left)} to go, {self._speed()}"
+            line += f" in {clock(seconds)}, {clock(left)} to go, {self._speed('acceptance length')}"
         self._say(line)
 
-    def _speed(self) -> str:
-        speed, length = self._tally.tokens_per_second or 0, self._tally.acceptance_length or 1
-        return f"{speed:.0f} tok/s, acceptance length {length:.2f}"
+    def _speed(self, length: str) -> str:
+        """The speed, and behind the word for it the acceptance length, if there were drafts."""
+        found = self._tally.acceptance_length
+        of_drafts = "" if found is None else f", {length} {found:.2f}"
+        return f"{self._tally.tokens_per_second or 0:.0f} tok/s{of_drafts}"
 
 
 class ProgressBar(ProgressLines):
     """The same for a terminal, as a bar."""
 
+    _bar: "tqdm[NoReturn] | None" = None
     _reading: "tqdm[NoReturn] | None" = None
     _compiling: "tqdm[NoReturn] | None" = None
 
@@ -132,9 +138,12 @@ class ProgressBar(ProgressLines):
     def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None:
         from tqdm import tqdm
 
+        from specgen.report.terminal import width_of  # imports rich
+
         self._end_of_reading()
-        self._tally = tally
+        self._tally, self._is_narrow = tally, width_of(sys.stderr) < _NARROW
         self._bar = tqdm(
+            bar_format="{n_fmt}/{total_fmt} [{remaining} left{postfix}]" if self._is_narrow else None,
             total=num_requests,
             initial=num_done,
             desc=self._name or what,
@@ -144,11 +153,15 @@ class ProgressBar(ProgressLines):
         )
 
     def advance(self) -> None:
-        self._bar.set_postfix_str(self._speed(), refresh=False)
+        assert self._bar is not None
+        self._bar.set_postfix_str(
+            self._speed("length" if self._is_narrow else "acceptance length"), refresh=False
+        )
         self._bar.update()
 
     def finish(self) -> None:
-        self._bar.close()
+        if self._bar is not None:  # else workers did not start
+            self._bar.close()
 
     def _say(self, line: str) -> None:
         from tqdm import tqdm

@@ -100,8 +100,8 @@ def _report(
         and len(directories) == 1
         and (documents := benches(directories[0]))
     ):
-        for bench in documents:
-            print_found(bench, of_bench(bench), as_json)
+        found = next(iter(documents.values())) if len(documents) == 1 else documents
+        print_found(found, chain.from_iterable(map(of_bench, documents.values())), as_json)
         return
     require(golden is None or against is None, "golden and against are both given: choose one")
     if golden is not None:

@@ -255,7 +255,9 @@ class SamplingParams:
         0.0, "Sampling", "The same once for each time that the output so far has the token; 0 is off."
     )
     seed: int = option(0, "Sampling", "With the request's id it determines all random numbers.")
-    stop: str | Sequence[str] = option((), "Sampling", "End a text before this string; may be repeated.")
+    stop: str | Sequence[str] = option(
+        (), "Sampling", "Stop at this string, which is left out; may be repeated."
+    )
     ignore_eos: bool = option(False, "Sampling", "Generate to the full length.")
     logit_bias: tuple[tuple[int, float], ...] = ()
     suppress_tokens: tuple[int, ...] = ()
@@ -265,7 +267,11 @@ class SamplingParams:
         check_types(self)
         # not ``require``, which would format every message for every request
         if not 1 <= self.max_tokens <= _LARGEST_COUNT:
-            _refuse("max-new-tokens", self.max_tokens, f"ask for at least 1, at most {_LARGEST_COUNT}")
+            _refuse(
+                "max_tokens (--max-new-tokens)",
+                self.max_tokens,
+                f"ask for at least 1, at most {_LARGEST_COUNT}",
+            )
         if not 0 <= self.temperature <= _HOTTEST:
             _refuse("temperature", self.temperature, f"use 0 (greedy) or more, up to {_HOTTEST}")
         if not 0 < self.top_p <= 1:
@@ -305,14 +311,22 @@ class SamplingParams:
     def in_words(self) -> str:
         """How tokens are chosen, and how many, as a report says it."""
         how = "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"
-        names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-        off = SamplingParams()
-        penalties = "".join(
-            f", {name.replace('_', ' ')} {getattr(self, name):g}"
-            for name in names
+        return f"{how}, {self.besides()}, seed {self.seed}"
+
+    def besides(self) -> str:
+        """What decides texts beside temperature and seed: ``top p 0.9, 2 logit biases, at most 128 new tokens``."""
+        off, filters = SamplingParams(), ("top_p", "top_k", "min_p") if self.temperature > 0 else ()
+        found = [
+            f"{name.replace('_', ' ')} {getattr(self, name):g}"
+            for name in (*filters, "repetition_penalty", "presence_penalty", "frequency_penalty")
             if getattr(self, name) != getattr(off, name)
-        )
-        return f"{how}{penalties}, at most {self.max_tokens} new tokens, seed {self.seed}"
+        ]
+        found += [
+            f"{name.replace('_', ' ')} ({len(each)})"
+            for name in ("logit_bias", "suppress_tokens", "stop_strings")
+            if (each := getattr(self, name))
+        ]
+        return ", ".join([*found, f"{'' if self.ignore_eos else 'at most '}{self.max_tokens} new tokens"])
 
     def _check_penalties(self) -> None:
         least, most = REPETITION_PENALTIES
@@ -418,9 +432,10 @@ class EngineConfig:
     max_batch_size: int = option(32, "Running", "Sequences per batch.")
     max_prefill_tokens: int = option(2048, "Running", "Prompt tokens per prefill pass.")
     page_size: int = 0  # tokens; 0: the default of the attention backend
-    # Drafts are accepted by dice, with these chances by position behind accepted ones: texts are not the model's, so
-    # only a bench that shows none takes it. Empty: by the target
-    synthetic_acceptance: tuple[float, ...] = ()
+    # Drafts are accepted by dice, with these chances by position behind accepted ones, or with one chance that makes
+    # this mean acceptance length: texts are not the model's, so only a bench that shows none takes it. Empty: by the
+    # target
+    synthetic_acceptance: tuple[float, ...] | float = ()
     kv_memory: int | None = option(
         None,
         "Running",
@@ -506,6 +521,30 @@ class EngineConfig:
         """The checkpoint that drafts, or ``MTP``; None for n-grams and plain decoding."""
         return self.drafter if self.draft_length.most and self.ngram is None else None
 
+    def synthetic_chances(self) -> tuple[float, ...]:
+        """The chances of ``synthetic_acceptance`` at this K (of ``auto``, the largest), the last for later drafts too.
+
+        ``UserError`` for a length that steps of K drafts cannot have.
+        """
+        length, k = self.synthetic_acceptance, self.draft_length.most
+        if isinstance(length, tuple) or k == 0:
+            return length if isinstance(length, tuple) else ()
+        require(
+            1 <= length <= k + 1,
+            f"synthetic-acceptance is {length:g}, but a step of K = {k} drafts yields at most {k + 1} tokens: use a "
+            "mean acceptance length of 1 to K + 1",
+        )
+        require(
+            self.ngram is None,
+            f"synthetic-acceptance is {length:g}, but n-grams may draft fewer than K tokens, so no chance gives them a "
+            "length: use chances such as 0.8,0.6",
+        )
+        low, high = 0.0, 1.0
+        for _ in range(60):  # the length rises with the chance: 1 + p + ... + p^K
+            middle = (low + high) / 2
+            low, high = (middle, high) if sum(middle**i for i in range(k + 1)) < length else (low, middle)
+        return (low,)
+
     @property
     def formats(self) -> str:
         """The number formats of a resolved configuration, as a report names them."""
@@ -532,24 +571,22 @@ class EngineConfig:
         return fields | auto | {"chat_template_kwargs": self.template_kwargs.values}
 
 
-def acceptance_rates(text: str) -> tuple[float, ...]:
-    """``0.8,0.6``: the chance of each draft behind accepted ones, the last one's for all later ones; or a length.
+def acceptance_rates(text: str) -> tuple[float, ...] | float:
+    """``3.2``: a mean acceptance length. Or ``0.8,0.6``: chances of drafts behind accepted ones, by position.
 
-    A length above 1, such as ``3.2``, is that of a head with one chance everywhere and any number of drafts:
-    1 / (1 - chance). ``UserError`` for anything else.
+    ``UserError`` for anything else.
     """
     try:
         numbers = tuple(float(each) for each in text.split(","))
     except ValueError:
         numbers = ()
-    if len(numbers) == 1 and 1 < numbers[0] < inf:
-        return (1 - 1 / numbers[0],)
+    is_length = len(numbers) == 1
     require(
-        bool(numbers) and all(0 <= each <= 1 for each in numbers),
-        f"synthetic-acceptance is {shown(text)}: use chances from 0 to 1 such as 0.8,0.6, or a mean acceptance length "
-        "above 1",
+        bool(numbers) and all(1 <= each < inf if is_length else 0 <= each <= 1 for each in numbers),
+        f"synthetic-acceptance is {shown(text)}: use a mean acceptance length of 1 to K + 1 such as 3.2, or chances "
+        "from 0 to 1, at least two, such as 0.8,0.6",
     )
-    return numbers
+    return numbers[0] if is_length else numbers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 import reprlib
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 
 _LONGEST_SHOWN = 200  # characters
 _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
@@ -41,6 +42,29 @@ def shown(value: object) -> str:
     """``value`` on one short line, however large it is."""
     text = _short.repr(value)
     return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "..."
+
+
+def stand_in(start: bytes) -> str | None:
+    """What a file that begins with ``start`` is in place of the one that was meant, with the remedy; None: itself."""
+    if start.startswith(b"version https://git-lfs.github.com/"):
+        return "this is a Git LFS pointer, not the file: run git lfs pull"
+    if start.lstrip().lower().startswith((b"<!doctype html", b"<html")):
+        return (
+            "this is a web page, perhaps of a login or an error: check the link, and download the file again"
+        )
+    return None
+
+
+def require_no_stand_in(file: Path) -> None:
+    """``UserError`` where ``file`` is something else in its place, as its library says it less plainly."""
+    if not file.is_file():  # a pipe, whose reader waits for a writer
+        return
+    try:
+        with file.open("rb") as content:
+            other = stand_in(content.read(64))
+    except OSError:
+        return  # for who reads it to say
+    require(other is None, f"{file}: {other}")
 
 
 def is_text(text: str) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.config import UserError, first_line, require, shown
-from specgen.config.errors import did_you_mean
+from specgen.config.errors import did_you_mean, require_no_stand_in
 
 
 def load_json(path: Path, remedy: str) -> dict[str, Any]:
@@ -18,6 +18,7 @@ def load_json(path: Path, remedy: str) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): {remedy}") from error
     except (ValueError, RecursionError) as error:
+        require_no_stand_in(path)
         raise UserError(f"{path} is not valid JSON ({first_line(error)}): {remedy}") from error
     require(isinstance(value, dict), f"{path} is not a JSON object: {remedy}")
     return dict(value)

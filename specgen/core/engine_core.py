@@ -22,7 +22,7 @@ from specgen.decoding.outcome import NO_DRAFT
 from specgen.decoding.sampling import request_seed
 from specgen.device import use
 from specgen.models.model_config import TargetConfig
-from specgen.record.record_rows import EngineRow, Step
+from specgen.record.record_rows import EngineRow, Step, drawn_as
 from specgen.record.startup import phase
 from specgen.text.reasoning import part_finder, stop_finder
 from specgen.text.tokenizer import Tokenizer
@@ -103,7 +103,11 @@ class EngineCore:
 
     @spec_length.setter
     def spec_length(self, spec_length: SpecLength) -> None:
-        self._peers.broadcast("spec_length", spec_length)
+        self.use_spec_length(spec_length)
+
+    def use_spec_length(self, spec_length: SpecLength) -> None:
+        """Let ``spec_length`` say it from now on."""
+        self._peers.broadcast(EngineCore.use_spec_length, spec_length)
         self._spec_length = spec_length
 
     def generate(
@@ -116,7 +120,9 @@ class EngineCore:
 
         A request is pulled from ``requests`` when the batch has room for it; None: there is none now. ``follow_up``
         may answer a completion with the next request of the same conversation. Once ``until``, which is asked between
-        steps, is true, what the passes in flight have finished is yielded, and the other requests are dropped.
+        steps, is true, what the passes in flight have finished is yielded, and the other requests are dropped. Where
+        ``requests`` raises, or the device is lost, so are they; what had finished is yielded first, without asking
+        ``follow_up``, as no next request could be answered.
         """
         return rarely_collecting(self._generate(iter(requests), follow_up, until))
 
@@ -128,13 +134,14 @@ class EngineCore:
     ) -> Generator[Completion, None, None]:
         try:
             while not until():
-                finished = [*self._pull_requests(source), *self.step()]
-                if finished and self._lookahead and not self._in_flight:
-                    try:  # the device would have nothing to do while they are handed out
-                        finished += [*self._pull_requests(source), *self.step()]
-                    except Exception:  # of the source, or the device is lost
-                        yield from finished
-                        raise
+                finished = list[Completion]()
+                try:
+                    self._work(source, finished)
+                    if finished and self._lookahead and not self._in_flight:
+                        self._work(source, finished)  # or the device would wait while they are handed out
+                except Exception:  # of the source, or the device is lost
+                    yield from finished
+                    raise
                 for completion in finished:
                     yield completion
                     while (request := follow_up(completion)) is not None:
@@ -147,6 +154,11 @@ class EngineCore:
             yield from self.drain()
         finally:  # also where the caller has seen enough, or something failed
             self.abandon()
+
+    def _work(self, source: Iterator[Request | None], finished: list[Completion]) -> None:
+        """Pull requests and do a step; what was ``finished`` before something failed is kept."""
+        finished.extend(self._pull_requests(source))
+        finished.extend(self.step())
 
     def score(self, requests: Iterable[ScoreRequest]) -> Iterator[Scored]:
         """Yield the scores of given texts as they are found, in no fixed order; nothing is drafted or recorded.
@@ -202,7 +214,7 @@ class EngineCore:
 
         A run that is timed is not to capture what it did not when it was warmed up.
         """
-        self._peers.broadcast("delay_captures", num_steps)
+        self._peers.broadcast(EngineCore.delay_captures, num_steps)
         self._runner.delay_captures(num_steps)
 
     def sizes(self, max_sequences: int) -> list[int]:
@@ -234,7 +246,7 @@ class EngineCore:
 
     def submit(self, request: Request) -> Completion | None:
         """Queue ``request``; a completion with the reason comes back at once if it can never run."""
-        self._peers.broadcast("submit", request)
+        self._peers.broadcast(EngineCore.submit, request)
         sequence = self._new_sequence(request)
         reason = self._refusal(sequence)
         if reason is None:
@@ -263,7 +275,7 @@ class EngineCore:
             tokens=prompt,
             max_length=min(asked, context),
             ends_by="length" if asked <= context else "context",
-            seed=request_seed(sampling.seed, request.id),
+            seed=request_seed(sampling.seed, drawn_as(request.id)),
             alone=request.alone,
             eos_token_ids=frozenset() if sampling.ignore_eos else self._eos_token_ids,
             stop=stop_finder(self._tokenizer, sampling.stop_strings, prompt),
@@ -312,7 +324,7 @@ class EngineCore:
         """Read the passes in flight, and launch nothing. Fails as ``step`` does."""
 
         def read() -> None:
-            with self._peers.working("drain"):
+            with self._peers.working(EngineCore.drain):
                 self._read_all_but(0)
 
         self._guard(read)
@@ -320,7 +332,7 @@ class EngineCore:
 
     def abandon(self) -> None:
         """Drop all requests in hand without an answer. Asks nothing of the device, which may be the reason."""
-        self._peers.broadcast("abandon")
+        self._peers.broadcast(EngineCore.abandon)
         self._forget_passes()
         self._scheduler.clear()
         self._batch.reset()
@@ -339,7 +351,7 @@ class EngineCore:
     @torch.inference_mode()
     def _advance(self) -> None:
         use(self.device)  # another engine of this process may be on another
-        with self._peers.working("step"):
+        with self._peers.working(EngineCore.step):
             ahead = bool(self._in_flight)
             prefilled = self._prefill()
             if self._lookahead == 0:  # so that no step is spent on a text that its first token ended

@@ -2,11 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 from specgen.config import EngineConfig, SamplingParams
 from specgen.core.graphs import Runner
 from specgen.device import SINGLE_RANK, HostCopy, Ranks
 
+if TYPE_CHECKING:
+    from specgen.core.engine_core import EngineCore
+
+P = ParamSpec("P")
 _NOTHING = nullcontext()
 
 
@@ -19,16 +24,25 @@ class Peers:
 
     ranks: Ranks = SINGLE_RANK
 
-    def broadcast(self, call: str, *arguments: object) -> None:
-        """Send ``call`` to the peers' engines; raises nothing."""
+    def broadcast(
+        self, call: "Callable[Concatenate[EngineCore, P], object]", *arguments: P.args, **named: P.kwargs
+    ) -> None:
+        """Have the peers' engines do ``call``, a method of theirs; raises nothing."""
 
-    def working(self, call: str, *arguments: object) -> AbstractContextManager[None]:
+    def working(self, call: "Callable[[EngineCore], object]") -> AbstractContextManager[None]:
         """``broadcast``, around the work that the peers share: it may wait for them."""
         return _NOTHING
 
     @contextmanager
-    def together(self, call: str, *arguments: object) -> Iterator[None]:
-        """``working``, and at the end ``UserError`` with what a peer has refused."""
+    def loading(self, config: EngineConfig) -> Iterator[None]:
+        """Around the loading of a model or a head; at the end ``UserError`` with what a peer has refused."""
+        yield
+
+    @contextmanager
+    def calling(
+        self, function: Callable[..., object], config: EngineConfig, *arguments: object
+    ) -> Iterator[None]:
+        """The same around ``function(config, models, *arguments)``; one that the peers can import."""
         yield
 
     def of_engine(self, config: EngineConfig, expected: SamplingParams) -> "Peers":

@@ -182,14 +182,17 @@ class Scheduler:
         if free <= 0:
             return False
         self._slots_wasted += min(free, len(self.waiting))
-        rows = sum(self._rows_to_compute(sequence) for sequence in self.waiting)
         last = self.wants_request
-        return (
-            not self.running
-            or last
-            or rows >= _FULL_PASS
-            or 2 * self._slots_wasted >= self.limits.max_batch_size
-        )
+        waited = 2 * self._slots_wasted >= self.limits.max_batch_size
+        return not self.running or last or waited or self._fills_a_pass()
+
+    def _fills_a_pass(self) -> bool:
+        rows = 0
+        for sequence in self.waiting:
+            rows += self._rows_to_compute(sequence)
+            if rows >= _FULL_PASS:
+                return True
+        return False
 
     def _admit(self, sequence: Sequence) -> bool:
         alone = any(each.alone for each in (sequence, *self.prefilling, *self.running))
@@ -212,8 +215,9 @@ class Scheduler:
         return num_rows
 
     def _rows_to_compute(self, sequence: Sequence) -> int:
-        known = self._allocator.num_known(self._digests(sequence, sequence.num_reusable))
-        return sequence.num_prefill_tokens - known * self.page_size
+        digests = self._digests(sequence, sequence.num_reusable)
+        sequence.num_known = self._allocator.num_known(digests, sequence.num_known)
+        return sequence.num_prefill_tokens - sequence.num_known * self.page_size
 
     def _digests(self, sequence: Sequence, num_positions: int) -> list[bytes]:
         """What names the pages that the first ``num_positions`` fill."""

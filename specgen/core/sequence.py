@@ -100,6 +100,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     state_slot: int = 0  # of its recurrent state, while it has pages
     digests: list[bytes] = field(default_factory=list)  # of its pages, see ``prefix_cache``
+    num_known: int = 0  # of these pages somebody has computed so many, when it was last asked
     prefix_root: bytes = b""  # sequences share pages only with those of the same
     num_cached: int = 0  # positions that another sequence had computed
     num_cached_prompt: int = 0  # of the prompt, when its first token was found

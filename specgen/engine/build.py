@@ -99,7 +99,7 @@ def assemble(
             drafter=drafter,
             runner=runner,
             experts=ExpertSize.of(target.config, target.dtype.itemsize),
-            synthetic_acceptance=config.synthetic_acceptance,
+            synthetic_acceptance=config.synthetic_chances(),
         ),
         batch=RunningBatch(
             max_rows=runner.num_rows(num_sequences),
@@ -329,7 +329,7 @@ def prefill_logits(config: EngineConfig, models: Models) -> Callable[[Sequence[i
     """
 
     def logits(token_ids: Sequence[int]) -> Tensor:
-        with models.peers.together("function", config, _prefill, token_ids):
+        with models.peers.calling(_prefill, config, token_ids):
             found = HostCopy(_prefill(config, models, token_ids))
             models.peers.wait(found)
             return found.tensor()

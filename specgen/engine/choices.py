@@ -1,7 +1,9 @@
 """What will run: ``auto`` becomes a device, number formats, a backend and graphs; the modules that they need."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -110,6 +112,26 @@ def choose_device(name: str) -> torch.device:
     index, count = int(number) if number else torch.cuda.current_device(), torch.cuda.device_count()
     require(index < count, f"device is {name!r} and there are {count} GPUs: use cuda:0 to cuda:{count - 1}")
     return torch.device("cuda", index)
+
+
+@cache
+def _first_process() -> int:
+    """Where an engine was first made; a forked child has its parent's answer."""
+    return os.getpid()
+
+
+def require_not_forked(device: torch.device) -> None:
+    """``UserError`` in a fork of a process that has made an engine: work would wait there for ever, or fail.
+
+    The threads of OpenMP do not come along, and CUDA cannot be used.
+    """
+    first = _first_process()
+    require(
+        first == os.getpid() or (device.type == "cpu" and torch.get_num_threads() == 1),
+        f"an engine has run in process {first}, of which this one is a fork, so none can run here: leave num_proc out "
+        "(one engine answers whole batches), start processes by spawn, or make the first engine in them"
+        + (", or set OMP_NUM_THREADS=1 before the start" if device.type == "cpu" else ""),
+    )
 
 
 def require_devices(first: torch.device, count: int) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 from specgen.config import SamplingParams, UserError, require
 from specgen.core.sequence import Completion, FinishReason, Request, TokenLogprobs
 from specgen.prompts import Prompt, Rejected, failure, prompt_ids
-from specgen.record.record_rows import RequestRow
+from specgen.record.record_rows import RequestRow, conversation_of, units_of
 from specgen.report.acceptance import RequestMetrics
+from specgen.report.display import clip, plain, several
+from specgen.report.report import Report, report_of
 from specgen.text.reasoning import split
 from specgen.text.tokenizer import StopStrings, Tokenizer
 
@@ -44,6 +46,16 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     record: RequestRow | None = field(default=None, compare=False, repr=False)
+
+    def __repr__(self) -> str:
+        """One short line: of a failed request its error, else the beginning of the text and the figures."""
+        if self.error is not None:
+            return f"RequestOutput(id={self.id!r}, error={self.error!r})"
+        length = None if self.metrics is None else self.metrics.mean_acceptance_length
+        return (
+            f"RequestOutput(id={self.id!r}, text={clip(self.text, 60)!r}, finish_reason={self.finish_reason!r}, "
+            f"{several(len(self.token_ids), 'token')}, acceptance length {plain(length)})"
+        )
 
     def to_row(self) -> dict[str, Any]:
         """The row of ``completions.jsonl``; of a failed request that of ``errors.jsonl``. The id comes first."""
@@ -228,3 +240,32 @@ def greedy(requests: Iterable[Request]) -> tuple[list[Request], tuple[str, ...]]
 def _placed(prompt: Prompt, reason: str) -> str:
     """``reason`` after the prompt's line in its file, where it comes from one."""
     return f"{prompt.where}: {reason}" if prompt.where else reason
+
+
+def summarize(outputs: Iterable[RequestOutput]) -> Report:
+    """The report of ``outputs``: what `specgen generate` says of the same requests.
+
+    Pooled acceptance by position, category and turn with 95 % intervals over conversations, confidence, latencies. The
+    time is from the first request's arrival to the last one's end; of engine steps (``steps``, ``wall``) it knows
+    nothing. ``UserError`` for outputs of several K, and where none has an answer.
+    """
+    found = list(outputs)
+    lengths = {output.metrics.num_spec_tokens for output in found if output.metrics is not None}
+    require(bool(lengths), f"none of {len(found)} outputs has an answer: there is nothing to summarize")
+    require(len(lengths) == 1, f"the outputs are of K = {sorted(lengths)}: summarize those of each K alone")
+    units = units_of(
+        (output.id, hash(output.prompt)) for output in found if output.turn == 1 and output.record
+    )
+    rows = [
+        replace(
+            output.record,
+            reason="context" if output.context_is_full else output.finish_reason,
+            category=output.category,
+            is_empty=not output.text.strip(),
+            unit=units.get(conversation_of(output.id, output.turn), ""),
+        )
+        for output in found
+        if output.record is not None
+    ]
+    failed = sum(output.record is None for output in found)
+    return replace(report_of(rows, (), num_spec_tokens=lengths.pop(), num_errors=failed), wall=None)

@@ -4,7 +4,6 @@ import gc
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
 from inspect import GEN_RUNNING, getgeneratorstate
 from itertools import starmap
 from typing import Self
@@ -16,10 +15,10 @@ from specgen.config.errors import DeviceLost
 from specgen.core.engine_core import EngineCore, discard, never_stop
 from specgen.core.sequence import Completion
 from specgen.engine.build import DRAWN, build_engine, most_demanding, require_memory
-from specgen.engine.choices import resolve
+from specgen.engine.choices import choose_device, require_not_forked, resolve
 from specgen.engine.conversations import Conversations, RequestOutput
 from specgen.engine.generation_config import generation_config
-from specgen.engine.loading import Models, load_models, open_checkpoints
+from specgen.engine.loading import Models, load_models, open_checkpoints, over_target
 from specgen.engine.step_costs import capture_all
 from specgen.prompts import Prompt, Rejected
 from specgen.record.record_rows import EngineRow, StepCounts
@@ -39,9 +38,10 @@ class Engine:
 
     ``close``, or the end of a ``with`` block, frees its memory. ``record`` takes a row for every pass, capture of a
     CUDA graph and shortage of memory (see ``record_rows``); an output has the record of its request. ``models`` are
-    weights that another engine of the same model and number format has loaded (its ``models``); without them they are
-    read. ``expected`` asks for as much as any request will: on a GPU, passes of greedy decoding alone leave more memory
-    to the KV cache.
+    those of another engine (its ``models``), whose target is used again: model, number format, device and ranks must be
+    the same. The head is used again too if it is the one that ``config`` names, and read if not. Without ``models``
+    all is read. ``expected`` asks for as much as any request will: on a GPU, passes of greedy decoding alone leave
+    more memory to the KV cache.
 
     ``default_sampling`` is what ``generate`` does without sampling parameters: greedy, with what the checkpoint says
     (see ``EngineConfig.generation_config``).
@@ -61,7 +61,8 @@ class Engine:
             not config.synthetic_acceptance,
             "synthetic_acceptance is set: its texts are not the model's, use specgen bench throughput",
         )
-        checkpoints = open_checkpoints(config) if models is None else models.checkpoints
+        require_not_forked(choose_device(config.device))
+        checkpoints = open_checkpoints(config)
         self.config = resolve(config, checkpoints)
         require_memory(self.config)
         said = generation_config(checkpoints["model"], self.config.generation_config)
@@ -70,7 +71,7 @@ class Engine:
         models = (
             load_models(self.config, checkpoints, expected)
             if models is None
-            else _with_template(models, self.config)
+            else over_target(models, self.config, checkpoints)
         )
         self._running: Generator[Completion, None, None] | None = None
         try:
@@ -81,9 +82,15 @@ class Engine:
             raise DeviceLost(lost.reason, ()) from lost  # what was tried meanwhile is no caller's request
         self._loaded: tuple[Models, EngineCore] | None = (models, core)
 
+    def __repr__(self) -> str:
+        config, k = self.config, self.config.draft_length
+        drafts = f"with {config.drafter}, K {k.kind if k.auto else k.most}" if k.most else "alone"
+        closed = ", closed" * (self._loaded is None)
+        return f"<Engine: {config.model} {drafts}, {config.dtype} on {config.device}{closed}>"
+
     @property
     def models(self) -> Models:
-        """Weights and tokenizer, for another engine of the same model and number format."""
+        """Weights and tokenizer, for another engine over the same target."""
         return self._require_open()[0]
 
     @property
@@ -149,6 +156,7 @@ class Engine:
         new process can go on.
         """
         self._require_open()
+        require_not_forked(torch.device(self.config.device))
         if not isinstance(sampling, SamplingParams | None):
             raise UserError(
                 f"sampling is {shown(sampling)}: use SamplingParams(...); a prompt's own are Prompt(sampling=...)"
@@ -192,13 +200,6 @@ class Engine:
             self._running is None, "the engine is generating already: exhaust or close that iterator first"
         )
         return loaded
-
-
-def _with_template(models: Models, config: EngineConfig) -> Models:
-    """``models`` of another engine, whose chats are rendered as ``config`` says."""
-    if models.tokenizer.template_kwargs == config.template_kwargs:
-        return models
-    return replace(models, tokenizer=models.tokenizer.with_template_kwargs(config.template_kwargs))
 
 
 def _named(

@@ -8,7 +8,7 @@ import torch
 
 from specgen.checkpoints.checkpoint import load_drafter, load_target, mtp_part, open_checkpoint
 from specgen.checkpoints.tensor_reader import Checkpoint
-from specgen.config import MTP, EngineConfig, SamplingParams
+from specgen.config import MTP, EngineConfig, SamplingParams, require
 from specgen.core.peers import Peers
 from specgen.device import Ranks, use
 from specgen.engine.choices import DTYPES, Checkpoints, needed_modules
@@ -91,7 +91,7 @@ def load_models(config: EngineConfig, checkpoints: Checkpoints, expected: Sampli
             _note_unread(checkpoint)
 
     def load() -> Models:
-        with phase("weights"), peers.together("load", config):
+        with phase("weights"), peers.loading(config):
             return load_share(config, checkpoints, peers)
 
     with compiled_meanwhile(needed_modules(config, checkpoints, expected)):
@@ -105,8 +105,9 @@ def load_models(config: EngineConfig, checkpoints: Checkpoints, expected: Sampli
 def _note_unread(checkpoint: Checkpoint) -> None:
     keys = unread(checkpoint.config, checkpoint.tensors.keys())
     if keys:
-        text = "%s: nothing reads %s in config.json: results are those without it"
-        logging.getLogger("specgen").warning(text, checkpoint.name, listed(keys))
+        text = "%s: nothing reads %s in config.json: results are those without %s"
+        them = "them" if len(keys) > 1 else "it"
+        logging.getLogger("specgen").warning(text, checkpoint.name, listed(keys), them)
 
 
 def load_share(config: EngineConfig, checkpoints: Checkpoints, peers: Peers) -> Models:
@@ -131,26 +132,60 @@ def _load(
     return Models(target=target, head=head, tokenizer=tokenizer, checkpoints=checkpoints, peers=peers)
 
 
+def over_target(models: Models, config: EngineConfig, checkpoints: Checkpoints) -> Models:
+    """``models`` for a resolved ``config`` of the same target; the head is read unless ``models`` has it.
+
+    ``UserError`` where the target's weights, its number format, device or ranks are others.
+    """
+    target, held = models.target, models.checkpoints["model"]
+    for name, ours, asked in (
+        ("model", held.name, config.model),
+        ("dtype", str(target.dtype).removeprefix("torch."), config.dtype),
+        ("device", str(target.device), config.device),
+        ("tensor-parallel", models.peers.ranks.size, config.tensor_parallel),
+    ):
+        differs = held.state != checkpoints["model"].state if name == "model" else ours != asked
+        changed = f"the files of model {asked} have changed since they were loaded"
+        require(
+            not differs,
+            (changed if ours == asked else f"{name} is {asked} and the models were loaded with {ours}")
+            + ": use the same, or make the engine without models, which loads them",
+        )
+    if config.head is not None and (
+        models.head is None or _head_of(models.checkpoints) != _head_of(checkpoints)
+    ):
+        with models.peers.loading(config):
+            head = load_drafter(checkpoints["drafter"], target)
+        models = replace(models, head=head, checkpoints=checkpoints)
+    if models.tokenizer.template_kwargs == config.template_kwargs:
+        return models
+    return replace(models, tokenizer=models.tokenizer.with_template_kwargs(config.template_kwargs))
+
+
+def _head_of(checkpoints: Checkpoints) -> object:
+    """What tells heads apart, also parts of one file."""
+    head = checkpoints.get("drafter")
+    return head and (head.state, head.tensors.keys())
+
+
 @dataclass
 class OneTarget:
-    """Loads pairs over one target, whose weights are read once; a head stays in memory beside those before it."""
+    """Loads pairs over one target, whose weights are read once; a head stays in memory as long as its files do."""
 
     first: Callable[[EngineConfig, Checkpoints], Models] = load_models  # loads the target, with a head
     _first: Models | None = None
-    _heads: dict[str, Head] = field(default_factory=dict)
+    _with_head: dict[str, Models] = field(default_factory=dict)
 
     def load(self, config: EngineConfig, checkpoints: Checkpoints) -> Models:
         """As ``load_models``, for configurations of one model, device and number format."""
         if self._first is None:
             self._first = self.first(config, checkpoints)
-            if config.head is not None and self._first.head is not None:
-                self._heads[config.head] = self._first.head
-        if config.head is not None and config.head not in self._heads:
-            with self._first.peers.together("load", config):
-                self._heads[config.head] = load_drafter(checkpoints["drafter"], self._first.target)
-        return replace(
-            self._first,
-            head=None if config.head is None else self._heads[config.head],
-            tokenizer=self._first.tokenizer.with_template_kwargs(config.template_kwargs),
-            checkpoints=checkpoints,
-        )
+            models = self._first
+        else:
+            models = over_target(self._with_head.get(str(config.head), self._first), config, checkpoints)
+        if config.head is None:
+            return replace(models, head=None, checkpoints=checkpoints)
+        kept = self._with_head.items()
+        self._with_head = {name: each for name, each in kept if each.checkpoints["drafter"].path.exists()}
+        self._with_head[config.head] = models
+        return models

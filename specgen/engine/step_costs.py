@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from specgen.checkpoints.cache_files import CacheFiles
 from specgen.checkpoints.tensor_reader import Checkpoint
 from specgen.config import CONFIDENCE_LEVELS, DraftLength, EngineConfig, SamplingParams, require
 from specgen.core.engine_core import EngineCore
@@ -29,6 +28,7 @@ from specgen.engine.choices import Checkpoints
 from specgen.ops.jit_modules import runs_on
 from specgen.record.provenance import device, machine_state, uuid, versions
 from specgen.record.record_rows import EngineRow, PassRow
+from specgen.storage import CacheFiles
 
 _UNTIMED = 3  # steps: the first compiles and captures, and the host is a step ahead
 _TIMED = 6

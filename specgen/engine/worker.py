@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
 
 from torch import distributed as dist
 
@@ -55,7 +54,7 @@ class _WorkerPeers(Peers):
 
 
 class Worker:
-    """Models and engines of one rank, by rank 0's numbers for them. ``WorkerGroup.broadcast`` calls public methods."""
+    """Models and engines of one rank, by rank 0's numbers for them, which ``WorkerGroup`` has call public methods."""
 
     def __init__(self, connection: Connection, rank: int) -> None:
         self._connection = connection
@@ -72,7 +71,7 @@ class Worker:
             while True:
                 self._number, call, arguments = self._connection.recv()
                 try:
-                    getattr(self, call)(*arguments)
+                    call(self, *arguments)
                 except UserError as error:
                     self._answer(error)
 
@@ -122,17 +121,16 @@ class Worker:
         config, models = self._planned.pop(engine)
         peers = _WorkerPeers(self._ranks)
         models = replace(models, peers=peers)
-        core = assemble(config, models, pages, RUNNERS[config.cuda_graphs](), _ignore)
+        runner = RUNNERS[config.cuda_graphs]()
+        runner.has_peers = True
+        core = assemble(config, models, pages, runner, _ignore)
         self._engines[engine] = core, peers
 
-    def engine(self, engine: int, checksum: int, call: str, *arguments: Any) -> None:  # noqa: ANN401
+    def engine(self, engine: int, checksum: int, call: Callable[..., object], *arguments: object) -> None:
         """A call of an engine, of which rank 0's has come to ``checksum``."""
         core, peers = self._engines[engine]
         peers.compare(checksum)
-        if call == "spec_length":
-            (core.spec_length,) = arguments
-        else:
-            getattr(core, call)(*arguments)
+        call(core, *arguments)
 
     def agree(self, engine: int, checksum: int) -> None:
         """Answer if it has come to ``checksum`` too."""
@@ -197,4 +195,6 @@ def main(descriptor: int, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    from specgen.engine import worker  # calls name its class by that
+
+    worker.main(int(sys.argv[1]), int(sys.argv[2]))

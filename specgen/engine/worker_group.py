@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
-from typing import IO, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec
 
 import torch
 from torch import distributed as dist
@@ -36,12 +36,19 @@ from specgen.core.peers import Peers
 from specgen.device import HostCopy, Ranks, RankUnreachable
 from specgen.engine.rank_group import ENVIRONMENT, Alive, Checksum, Failed, Place, join
 
+if TYPE_CHECKING:
+    from specgen.core.engine_core import EngineCore
+    from specgen.engine.worker import Worker
+
+P = ParamSpec("P")
 TIMEOUT = 900.0  # seconds for an answer, or for a pass: a first one may compile kernels for minutes
 _GATHER = 2.0  # seconds to collect the reports of a failure
 GRACE = 20.0  # seconds for rank 0 to come back from a pass that lost a rank
 END = 10.0  # seconds for a process to end
 _TICK = 0.5  # seconds between two looks at the clock
-_PAUSE = 1e-4  # seconds between two looks at whether a pass has ended; the device has the next one by then
+# Between two looks at whether a pass has ended: a share of the time waited, in seconds at least and at most. What is
+# seen so much later costs nothing, as the device has the next pass by then; each look holds the interpreter up.
+_PAUSE, _SHORTEST, _LONGEST = 1 / 16, 1e-4, 1e-3
 _worker_groups: "weakref.WeakValueDictionary[tuple[str, int], WorkerGroup]" = weakref.WeakValueDictionary()
 
 
@@ -219,6 +226,13 @@ class Supervisor:
         return f"no answer for {self.timeout:,.0f} s"
 
 
+def _worker() -> "type[Worker]":
+    """Whose methods are what is sent, each by its name; it imports this module."""
+    from specgen.engine.worker import Worker
+
+    return Worker
+
+
 def launch(place: Place) -> WorkerProcess:
     """Start the process of a rank, which waits for what ``Supervisor.send`` tells it."""
     ours, theirs = socket.socketpair()
@@ -248,7 +262,7 @@ class WorkerGroup:
         self._supervisor = Supervisor(workers=workers, timeout=place.timeout)
         self._numbers, self._ids = count(), count()
         self.ranks = Ranks()  # until they have met
-        self.deferred: deque[tuple[str, tuple[object, ...]]] = deque()  # sent before the next call
+        self.deferred: deque[tuple[Callable[[Worker, int], None], int]] = deque()  # sent before the next call
         self.runners: weakref.WeakSet[Runner] = weakref.WeakSet()
         self._leave = _leaving()
         weakref.finalize(self, _close, self._supervisor, self.runners, self._leave)
@@ -256,7 +270,7 @@ class WorkerGroup:
 
     def meet(self, store: TCPStore) -> None:
         """Form the process group of all ranks."""
-        with self.working("join") as number:
+        with self.working(_worker().join) as number:
             self.ranks = join(self._place, self._supervisor.alive, store)
         self.answers(number)
 
@@ -267,19 +281,27 @@ class WorkerGroup:
     def alive(self) -> None:
         self._supervisor.alive()
 
-    def broadcast(self, call: str, *arguments: object) -> int:
-        """Send ``call`` to every worker; returns the number of the message. A worker that is gone is noticed later."""
+    def broadcast(
+        self, call: "Callable[Concatenate[Worker, P], None]", *arguments: P.args, **named: P.kwargs
+    ) -> int:
+        """Have every worker do ``call``, a method of ``Worker``; returns the number of the message.
+
+        A worker that is gone is noticed later.
+        """
+        assert not named, "arguments are sent by position"
         if self._supervisor.closing:  # also as this process ends, when little is left of it
             return next(self._numbers)
         while self.deferred:
-            earlier, what = self.deferred.popleft()
-            self.broadcast(earlier, *what)
+            earlier, which = self.deferred.popleft()
+            self.broadcast(earlier, which)
         number = next(self._numbers)
         self._supervisor.send((number, call, arguments))
         return number
 
     @contextmanager
-    def working(self, call: str, *arguments: object) -> Iterator[int]:
+    def working(
+        self, call: "Callable[Concatenate[Worker, P], None]", *arguments: P.args, **named: P.kwargs
+    ) -> Iterator[int]:
         """``broadcast``, around what this rank does of it.
 
         What interrupts it, and is neither the device's failure nor a refusal, leaves this rank where the others are
@@ -288,7 +310,7 @@ class WorkerGroup:
         self._supervisor.require_all()
         self._supervisor.begin()
         try:
-            yield self.broadcast(call, *arguments)
+            yield self.broadcast(call, *arguments, **named)
         except (RuntimeError, UserError):
             raise
         except Exception as error:
@@ -323,7 +345,7 @@ class WorkerGroup:
             if ready():
                 return
             self._supervisor.require_before(began)
-            time.sleep(_PAUSE)
+            time.sleep(min(max(_PAUSE * (time.monotonic() - began), _SHORTEST), _LONGEST))
 
     def diagnose(self, error: BaseException) -> str:
         """Which rank caused ``error``, raised on this one, and why; ends the other ranks."""
@@ -408,7 +430,7 @@ def start(device: torch.device, size: int) -> WorkerGroup:
     ]
     workers = WorkerGroup(places[0], [launch(place) for place in places[1:]])
     try:
-        workers.answers(workers.broadcast("start", places))
+        workers.answers(workers.broadcast(_worker().start, places))
         workers.meet(store)
     except RuntimeError as error:
         raise DeviceLost(workers.diagnose(error), ()) from error
@@ -421,7 +443,7 @@ def _close(supervisor: Supervisor, runners: "weakref.WeakSet[Runner]", leave: Ca
         if supervisor.closing:
             return
         supervisor.closing = True
-    supervisor.send((-1, "close", ()))
+    supervisor.send((-1, _worker().close, ()))
     for runner in runners:
         runner.forget()
     leave()
@@ -456,17 +478,30 @@ class ModelPeers(Peers):
         self.ranks = workers.ranks
         self._workers = workers
         self._model = workers.next_id()
-        self._on_end("drop_model", self._model)
+        self._on_end(_worker().drop_model, self._model)
 
     @contextmanager
-    def together(self, call: str, *arguments: object) -> Iterator[None]:
-        with self._diagnosing(), self._workers.working(call, self._model, *arguments) as number:
+    def loading(self, config: EngineConfig) -> Iterator[None]:
+        with self._diagnosing(), self._workers.working(_worker().load, self._model, config) as number:
+            yield
+        with self._diagnosing():
+            self._workers.answers(number)
+
+    @contextmanager
+    def calling(
+        self, function: Callable[..., object], config: EngineConfig, *arguments: object
+    ) -> Iterator[None]:
+        called = self._workers.working(_worker().function, self._model, config, function, *arguments)
+        with self._diagnosing(), called as number:
             yield
         with self._diagnosing():
             self._workers.answers(number)
 
     def least(self, number: Callable[..., int], config: EngineConfig, models: object) -> int:
-        with self._diagnosing(), self._workers.working("number", self._model, config, number) as asked:
+        with (
+            self._diagnosing(),
+            self._workers.working(_worker().number, self._model, config, number) as asked,
+        ):
             mine = number(config, models)
         with self._diagnosing():
             others: list[int] = self._workers.answers(asked)
@@ -497,9 +532,9 @@ class ModelPeers(Peers):
         except RuntimeError as error:
             self.require(error, requests)
 
-    def _on_end(self, call: str, *arguments: object) -> None:
+    def _on_end(self, call: "Callable[[Worker, int], None]", which: int) -> None:
         """Send ``call`` once nothing refers to this: with the next call, as finalizers may run during a send."""
-        weakref.finalize(self, self._workers.deferred.append, (call, arguments)).atexit = False
+        weakref.finalize(self, self._workers.deferred.append, (call, which)).atexit = False
 
 
 class EnginePeers(ModelPeers):
@@ -512,26 +547,30 @@ class EnginePeers(ModelPeers):
         self._workers = workers
         gc.collect()  # an engine that nothing refers to any more may still be there
         self._engine = workers.next_id()
-        self._on_end("drop_engine", self._engine)
+        self._on_end(_worker().drop_engine, self._engine)
         self._asked = model, config, expected
         self._checksum = Checksum()
 
     def assemble(self, num_pages: Callable[[], int], runner: Runner) -> int:
         self._workers.runners.add(runner)
-        with self._diagnosing(), self._workers.working("build", self._engine, *self._asked) as number:
+        runner.has_peers = True
+        with self._diagnosing(), self._workers.working(_worker().build, self._engine, *self._asked) as number:
             mine = num_pages()
         with self._diagnosing():
             others: list[int] = self._workers.answers(number)
         pages = min(mine, *others)
-        self._workers.broadcast("assemble", self._engine, pages)
+        self._workers.broadcast(_worker().assemble, self._engine, pages)
         return pages
 
-    def broadcast(self, call: str, *arguments: object) -> None:
-        self._workers.broadcast("engine", self._engine, self._checksum.value, call, *arguments)
+    def broadcast(
+        self, call: "Callable[Concatenate[EngineCore, P], object]", *arguments: P.args, **named: P.kwargs
+    ) -> None:
+        assert not named, "arguments are sent by position"
+        self._workers.broadcast(_worker().engine, self._engine, self._checksum.value, call, *arguments)
 
     @contextmanager
-    def working(self, call: str, *arguments: object) -> Iterator[None]:
-        with self._workers.working("engine", self._engine, self._checksum.value, call, *arguments):
+    def working(self, call: "Callable[[EngineCore], object]") -> Iterator[None]:
+        with self._workers.working(_worker().engine, self._engine, self._checksum.value, call):
             yield
 
     def see(self, *numbers: int) -> None:
@@ -540,4 +579,6 @@ class EnginePeers(ModelPeers):
 
     def agree(self, requests: tuple[str, ...]) -> None:
         with self._diagnosing(requests):
-            self._workers.answers(self._workers.broadcast("agree", self._engine, self._checksum.value))
+            self._workers.answers(
+                self._workers.broadcast(_worker().agree, self._engine, self._checksum.value)
+            )

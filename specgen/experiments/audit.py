@@ -24,7 +24,7 @@ from specgen.engine.conversations import first_turns, greedy
 from specgen.engine.generation_config import FILE, generation_config
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.warm_engine import Run, WarmEngine
-from specgen.prompts.load import DataSource
+from specgen.prompts.load import RAW, DataSource
 from specgen.record.progress import Progress, Tally
 from specgen.record.provenance import manifest
 from specgen.record.record_rows import EngineRow
@@ -191,10 +191,14 @@ def audit(job: AuditJob, progress: Progress) -> dict[str, Any]:
         progress.note(f"{FILE}: {said}")
     models = load_models(config, checkpoints)
     asked, failures = first_turns(prompts, models.tokenizer, sampling)
+    if models.tokenizer.chat_template and opened.are_raw(prompts):
+        progress.warn(RAW)
     requests, notes = greedy(asked)
     for sentence in notes:
         progress.warn(sentence)
-    first, *others = _arms(distinct(job.batch_sizes, len(requests)))
+    # n-grams have no drafter batch
+    decodings = [each for each in DECODING if config.ngram is None or each != "non-padded"]
+    first, *others = _arms(decodings, distinct(job.batch_sizes, len(requests)))
     decode = partial(_decode, config=config, models=models, requests=requests, progress=progress)
     reference, target = decode(first).completions, Judge.of(config, models)
     failures += [f"{c.request.id}: {c.error}" for c in reference.values() if c.error]
@@ -218,6 +222,7 @@ def audit(job: AuditJob, progress: Progress) -> dict[str, Any]:
         "reference": _arm_json(first),
         "dtype": config.formats,
         "num_unexplained": sum(not each["explained"] for each in divergences),
+        "num_empty": sum(not models.tokenizer.decode(each.token_ids).strip() for each in answered.values()),
         "arms": arms,
         "failures": failures,
         "manifest": record | ({"settings": {"generation config": said}} if said else {}),
@@ -230,7 +235,7 @@ def distinct(batch_sizes: Sequence[int], num_requests: int) -> list[int]:
     return [size for at, size in enumerate(sizes) if at == 0 or sizes[at - 1] < num_requests]
 
 
-def _arms(batch_sizes: Sequence[int]) -> list[Arm]:
+def _arms(decodings: Sequence[str], batch_sizes: Sequence[int]) -> list[Arm]:
     """The arms: plain decoding at the smallest batch size first."""
     return [
         Arm(
@@ -239,7 +244,7 @@ def _arms(batch_sizes: Sequence[int]) -> list[Arm]:
             changes={"decoding": decoding, "batch": size}
             | ({"prefix_cache": False} if decoding == "plain" else {}),
         )
-        for decoding in DECODING
+        for decoding in decodings
         for size in batch_sizes
     ]
 

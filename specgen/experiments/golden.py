@@ -14,7 +14,7 @@ from specgen.report.display import checkpoint_name, plain
 from specgen.report.intervals import Interval
 from specgen.report.origin import unlike_settings
 from specgen.report.paired_requests import Answer, length_of, read_answers
-from specgen.report.references import Conditions, conditions_of
+from specgen.report.references import Conditions, conditions_of, own_parameters
 from specgen.report.report import load_so_far
 from specgen.report.table import Column, Table
 from specgen.report.terminal import Part
@@ -71,6 +71,8 @@ class Curve:
         names = ("temperature", "top_p", "top_k", "min_p")
         asked = {name: self.sampling[name] for name in names if name in self.sampling}
         asked |= {"output_len": self.sampling["max_tokens"], "requests": self.num_requests}
+        named = {*names, "max_tokens", "seed", "logprobs"}
+        asked |= {name: each for name, each in self.sampling.items() if each and name not in named}
         lines += [
             " | ".join(
                 f"{name}: {each}" for name, each in {"dataset": self.conditions.dataset, **asked}.items()
@@ -78,7 +80,9 @@ class Curve:
         ]
         lines += [f"drafter: {self.drafter} | draft_sampling: {self.conditions.draft_sampling or 'greedy'}"]
         curve = {point.num_spec_tokens: round(point.length, 2) for point in self.points}
-        mode = "thinking_on" if self.conditions.thinking else "thinking_off"
+        mode = {True: "thinking_on", False: "thinking_off", None: "thinking_unknown"}[
+            self.conditions.thinking
+        ]
         document: str = yaml.safe_dump({self.model: {mode: curve}}, sort_keys=False)
         return "".join(f"# {line}\n" for line in (*lines, *self._estimates())) + document
 
@@ -104,7 +108,11 @@ def curve_of(directories: Sequence[Path]) -> Curve:
     answers: dict[int, list[Answer]] = {}
     for directory, report, manifest in read:
         require(report.state is None, f"{directory}: {report.unfinished}")
-        k = conditions_of(manifest).num_spec_tokens
+        k, own = conditions_of(manifest).num_spec_tokens, own_parameters(manifest)
+        require(
+            not own,
+            f"rows of {directory} set their own {', '.join(own)}, so there is no one setting: generate without them",
+        )
         require(k not in answers, f"{directory} is a second run with K {k}: give one for each K")
         answers[k] = _whole(directory, k)
     _, report, manifest = max(read, key=lambda each: each[1].num_spec_tokens)

@@ -1,7 +1,7 @@
 """The figures of a comparison: lengths by data set and head, paired differences of every two heads, speeds."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, count
 from pathlib import Path
@@ -13,7 +13,7 @@ from specgen.experiments.rounds import PLAIN, Rounds, Speeds, rounds_under
 from specgen.record.files import Rows
 from specgen.report.display import from_here
 from specgen.report.folder import COMPARISON
-from specgen.report.intervals import Interval, student_t
+from specgen.report.intervals import Interval, Ratio, student_t
 from specgen.report.origin import unlike_settings
 from specgen.report.paired_requests import (
     Answer,
@@ -46,7 +46,7 @@ DECISIVE = (  # for acceptance; the others, such as the batch, the device or a v
     "sampling.",
     "fingerprints.model",
 )
-OF_DATA = ("data.num_prompts", "data.sha256", "data.shard")
+OF_DATA = ("data.num_prompts", "data.sha256", "data.shard")  # of which prompts a run is
 _DIGEST = 6  # characters that are shown of one
 _REMEDY = "generate them alike, or set them side by side with `specgen report`"
 
@@ -101,16 +101,17 @@ def read_runs(directories: Sequence[Path]) -> HeadRuns:
     unlike = unlike_settings(manifests)
     refuse_unlike(directories, {name: found for name, found in unlike.items() if name.startswith(DECISIVE)})
     heads = _heads(manifests)
-    sets = short_names(manifest["data"]["dataset"] for manifest in manifests)
+    sources = _sources(manifests)
+    sets = short_names(sources)
     runs = tuple(
         HeadRun(
             directory=directory,
             head=head,
-            data=sets[manifest["data"]["dataset"]],
+            data=sets[source],
             report=report,
             manifest=manifest,
         )
-        for (directory, report, manifest), head in zip(read, heads, strict=True)
+        for (directory, report, manifest), head, source in zip(read, heads, sources, strict=True)
     )
     _check_data(runs)
     named = {
@@ -199,6 +200,13 @@ def _heads(manifests: Sequence[Mapping[str, Any]]) -> list[str]:
     return [names[labels[digest]] for digest in weights]
 
 
+def _sources(manifests: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The data set of each run: equal prompts are one, also by another name, whose first name it has."""
+    names: dict[str, str] = {}
+    data = [manifest["data"] for manifest in manifests]
+    return [names.setdefault(each.get("sha256", each["dataset"]), each["dataset"]) for each in data]
+
+
 def _check_data(runs: Sequence[HeadRun]) -> None:
     """Every head at most once on every data set, with the same prompts."""
     for data in dict.fromkeys(run.data for run in runs):
@@ -270,16 +278,24 @@ class Length:
     variance: float | None  # of ``value``, over conversations; None with fewer than two
     freedom: float  # degrees of freedom of ``variance``
     most: int  # K + 1, which no length exceeds
+    num_conversations: int
+    # [K]: accepted drafts by position, also over all steps: 1 + their sum is ``value``; none of a mean
+    positions: Sequence[Ratio] = ()
 
     @classmethod
-    def of(cls, answers: Iterable[Answer], num_spec_tokens: int) -> Self | None:
+    def of(cls, answers: Collection[Answer], num_spec_tokens: int) -> Self | None:
         """None without a step."""
         found = length_of(answers)
         if found.rate is None:
             return None
         variance = found.variance() if found.groups > 1 else None
         return cls(
-            value=1 + found.rate, variance=variance, freedom=found.groups - 1, most=num_spec_tokens + 1
+            value=1 + found.rate,
+            variance=variance,
+            freedom=found.groups - 1,
+            most=num_spec_tokens + 1,
+            num_conversations=found.groups,
+            positions=[length_of(answers, slice(i, i + 1)) for i in range(num_spec_tokens)],
         )
 
     @classmethod
@@ -298,6 +314,7 @@ class Length:
             variance=total / len(known) ** 2 if complete else None,
             freedom=total**2 / math.fsum(v**2 / freedom for v, freedom in parts) if complete else 0,
             most=max(each.most for each in known),
+            num_conversations=sum(each.num_conversations for each in known),
         )
 
     @property
@@ -322,7 +339,7 @@ class HeadPair:
     first: str  # the head that is named first
     requests: Sequence[Pair]
     length: PairedFigure | None  # None without a request that has steps of both
-    positions: Sequence[PairedFigure]  # empty where steps drafted fewer than K tokens
+    positions: Sequence[PairedFigure]  # [K]
     categories: Mapping[str, PairedFigure]  # by category; empty where there is one
 
     def to_json(self) -> dict[str, Any]:
@@ -381,6 +398,10 @@ def _run(run: HeadRun, length: Length | None) -> dict[str, Any]:
         "directory": str(run.directory),
         "length_over_all_steps": length and length.value,
         "length_over_all_steps_ci95": length and length.interval,
+        "acceptance_over_all_steps": [each.rate for each in (length.positions if length else ())],
+        "acceptance_over_all_steps_ci95": [
+            each.share_interval() for each in (length.positions if length else ())
+        ],
         "report": run.report.to_json(),
     }
 

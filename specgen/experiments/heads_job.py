@@ -233,14 +233,24 @@ class HeadsRun:
         return {PLAIN: next(iter(heads.values())).plain(), **heads}
 
     def _conditions(self, runs: HeadRuns, data: str) -> str:
-        """A digest of what speeds on ``data`` depend on."""
+        """A digest of what speeds on ``data`` depend on; weights and prompts by content, wherever they are."""
         configs = {
             name: resolve(config, open_checkpoints(config)) for name, config in self._arms(data).items()
         }
         machine = now(next(iter(configs.values())).device)
         found = [
-            {name: config.to_json() for name, config in configs.items()},
-            [[run.manifest[name] for name in ("fingerprints", "sampling", "data")] for run in runs.on(data)],
+            {
+                name: {key: each for key, each in config.to_json().items() if key not in ("model", "drafter")}
+                for name, config in configs.items()
+            },
+            [
+                [
+                    run.manifest["fingerprints"],
+                    run.manifest["sampling"],
+                    [run.manifest["data"][name] for name in ("sha256", "shard")],
+                ]
+                for run in runs.on(data)
+            ],
             {name: value for name, value in machine.items() if name not in OF_THE_MOMENT},
             _METHOD,
         ]

@@ -1,18 +1,22 @@
 """``comparison.json`` and ``compare.html`` of a comparison."""
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from specgen.config.json_fields import load_json
 from specgen.experiments.head_figures import PLAN, Comparison, HeadPair, Length
 from specgen.experiments.heads_tables import (
     categories_table,
+    disturbances,
     lengths_table,
     notes,
     pairs_table,
+    positions,
     positions_table,
     settings,
     speeds_table,
@@ -22,13 +26,13 @@ from specgen.experiments.heads_tables import (
 from specgen.record.files import Rows, write_json, write_text
 from specgen.record.record_rows import RequestRow
 from specgen.report.charts import Lines, Point, lengths
-from specgen.report.display import checkpoint_name, clip, plain, several
+from specgen.report.display import checkpoint_name, plain, several
 from specgen.report.origin import origin
 from specgen.report.page import Page
 from specgen.report.paired_requests import Pair, with_steps
 from specgen.report.run_texts import keys_of, known_tokenizer, texts_of
 from specgen.report.table import Column, Table
-from specgen.report.tables import curve, curves
+from specgen.report.tables import curves
 from specgen.report.text_list import Entry, ShownText, TextList, sources, within
 from specgen.text.tokenizer import Tokenizer
 
@@ -44,17 +48,20 @@ def write_comparison(found: Comparison, path: Path) -> None:
     """Write the page and the figures of ``found`` into the comparison's directory ``path``."""
     record = load_json(path / PLAN, "compare again")
     texts = moved_texts(found, known_tokenizer(found.runs[0].manifest["engine"]["model"]))
-    write_text(path / "compare.html", page(found, record, texts))
+    write_text(path / "compare.html", page(found, record, path, texts))
     write_json(path / "comparison.json", found.to_json())
 
 
-def page(found: Comparison, record: dict[str, Any], texts: TextList | None = None) -> str:
-    """The comparison as HTML, ``texts`` last; ``record`` says when, where and by which command it was made."""
+def page(found: Comparison, record: dict[str, Any], path: Path, texts: TextList | None = None) -> str:
+    """The comparison as HTML for the directory ``path``, ``texts`` last.
+
+    ``record`` says when, where and by which command it was made.
+    """
     return Page(
         title=_title(found),
         settings=settings(found),
-        sentence="\n".join(verdicts(found)),
-        tables=list(_tables(found)),
+        sentence="\n".join([*verdicts(found), *disturbances(found)[0]]),
+        tables=[*_tables(found), _runs_table(found, path)],
         notes=dict(terms(found)),
         findings=list(notes(found)),
         origin=origin(record),
@@ -80,7 +87,6 @@ def _tables(found: Comparison) -> Iterator[Table]:
             yield _of_data(pairs_table(found), data)
         yield from _categories(found, data)
         yield _of_data(speeds_table(found), data)
-    yield _runs_table(found)
 
 
 def _of_data(table: Table, data: str, lines: Lines | None = None) -> Table:
@@ -109,7 +115,7 @@ def _chart(
 
 def _curves(found: Comparison, data: str) -> Lines:
     """Joint acceptance over draft position, a line for each head."""
-    by_head = {run.head: curve(run.report.acceptance) for run in found.on(data)}
+    by_head = {run.head: positions(found, data, run.head) for run in found.on(data)}
     lines = {head: by_head.get(head, []) for head in found.heads}  # one style for one head everywhere
     return curves(f"Acceptance by draft position on {data}", lines)
 
@@ -136,18 +142,26 @@ def _categories(found: Comparison, data: str) -> Iterator[Table]:
         yield replace(whole, title=title, rows=rows, lines=chart)
 
 
-def _runs_table(found: Comparison) -> Table:
-    """Where each run is, with its own report."""
+def _runs_table(found: Comparison, path: Path) -> Table:
+    """Where each run is, seen from ``path``, with a link to its own report."""
+    below = [Path(os.path.relpath(run.directory, path)) for run in found.runs]
     rows = tuple(
-        {"data": run.data, "head": run.head, "drafter": run.drafter, "directory": str(run.directory)}
-        for run in found.runs
+        {
+            "data": run.data,
+            "head": run.head,
+            "drafter": checkpoint_name(run.drafter),
+            "directory": str(directory),
+            "report": quote(os.fsencode(directory / "report.html")),
+        }
+        for run, directory in zip(found.runs, below, strict=True)
     )
     return Table(
         title="Runs",
         note="each directory holds report.html, completions.jsonl and passes.jsonl of one run",
         columns=(
             Column(name="data"),
-            *(Column(name=name, wraps=True) for name in ("head", "drafter", "directory")),
+            *(Column(name=name, wraps=True) for name in ("head", "drafter")),
+            Column(name="directory", wraps=True, link="report"),
         ),
         rows=rows,
     )
@@ -168,9 +182,12 @@ def gain(pair: Pair) -> float:
 
 
 def last_words(prompt: object) -> str:
-    """The end of a prompt as the model saw it, without the tokens of chat templates."""
+    """The end of a prompt as the model saw it, without the tokens of chat templates; cut between words."""
     words = " ".join(_SPECIAL.sub(" ", str(prompt)).split())
-    return clip(words[::-1], _PROMPT)[::-1]
+    if len(words) <= _PROMPT:
+        return words
+    end = words[-_PROMPT:]
+    return f"… {end.partition(' ')[2] or end}"
 
 
 def moved_texts(found: Comparison, tokenizer: Tokenizer | None) -> TextList | None:

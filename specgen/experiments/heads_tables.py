@@ -1,16 +1,16 @@
 """The tables of a comparison, for terminal and page."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from specgen.config import ExportName
 from specgen.experiments.head_figures import Comparison, HeadPair, Length, is_significant
-from specgen.experiments.rounds import PLAIN, MedianRange
-from specgen.report.acceptance import Speculation
+from specgen.experiments.rounds import PLAIN, MedianRange, disturbed
+from specgen.report.charts import Point
 from specgen.report.display import (
     DASH,
     Show,
     between,
+    checkpoint_name,
     count,
     from_here,
     hundredths,
@@ -22,8 +22,8 @@ from specgen.report.display import (
 )
 from specgen.report.paired_requests import PairedFigure, num_identical
 from specgen.report.report import DEFINITIONS
-from specgen.report.table import Column, Row, Table, csv_text
-from specgen.report.tables import failures
+from specgen.report.table import Column, Row, Table
+from specgen.report.tables import empty_texts, failures
 from specgen.report.terminal import Part, definitions, heading
 
 _LENGTH = (
@@ -34,6 +34,11 @@ _PAIRED = (
     "difference",
     "of the mean acceptance length, paired by request; p by t test over conversations, after Holm over its table's "
     "rows; omitted if all differences are equal",
+)
+_ACCEPTANCE = (
+    "acceptance at token i",
+    "steps that accepted more than i drafts / verify steps, those without drafts too (joint); 1 + their sum is the "
+    "length",
 )
 _POINTS = (
     "token i",
@@ -52,7 +57,7 @@ def of_heads(found: Comparison) -> Iterator[Part]:
     yield "\n".join(f"{head}  {from_here(paths[head])}" for head in found.heads)
     yield "\n".join(notes(found))
     yield from tables(found)
-    yield "\n".join(verdicts(found))
+    yield "\n".join([*verdicts(found), *disturbances(found)[0]])
     yield definitions(terms(found))
 
 
@@ -61,7 +66,7 @@ def settings(found: Comparison) -> dict[str, str]:
     own = {"drafter", "drafter batch", "data", "rows set their own"}
     first, *others = (run.manifest.get("settings", {}) for run in found.runs)
     return {
-        name: text
+        name: checkpoint_name(text) if name == "model" else text
         for name, text in first.items()
         if name not in own and all(each.get(name) == text for each in others)
     }
@@ -80,16 +85,32 @@ def notes(found: Comparison) -> Iterator[str]:
         if without := run.report.num_steps_without_drafts:
             steps = f"{count(without)} of {count(without + run.report.num_drafts)} steps"
             yield f"{run.head} on {run.data}: {steps} had no drafts and gave one token each."
+        if (got := run.report.received) is not None:
+            length = "the length also counts drafts accepted behind their ends"
+            yield f"{run.head} on {run.data}: texts got {plain(got)} tokens per step ({length})."
         if failed := failures(run.report):
             yield f"{run.head} on {run.data}: {failed}: see its errors.jsonl."
+        if number := run.report.num_empty:
+            yield f"{run.head} on {run.data}: {empty_texts(number, run.report.num_requests)}"
+    yield from disturbances(found)[1]
+
+
+def disturbances(found: Comparison) -> tuple[list[str], list[str]]:
+    """Of the rounds of speeds: that the machine was busy, and what else."""
+    each = [
+        (data, disturbed(rounds.measured((PLAIN, *found.heads)))) for data, rounds in found.speeds.items()
+    ]
+    busy, others = (
+        [f"Speeds on {data}: {text}." for data, told in each for text in told[at]] for at in (0, 1)
+    )
+    return busy, others
 
 
 def terms(found: Comparison) -> list[tuple[str, str]]:
     """Definitions of what the tables name."""
     paired = (_PAIRED, _POINTS) if any(pair.length for pair in found.pairs) else ()
     speeds = (_SPEED,) if any(map(len, found.speeds.values())) else ()
-    own = (each for each in DEFINITIONS if not each[0].startswith((_LENGTH[0], "conditional")))
-    return [_LENGTH, *own, *paired, *speeds]
+    return [_LENGTH, _ACCEPTANCE, DEFINITIONS[-1], *paired, *speeds]
 
 
 def tables(found: Comparison) -> Iterator[Table]:
@@ -143,12 +164,14 @@ def positions_table(found: Comparison) -> Table:
     rows = []
     for run in found.in_order():
         row: dict[str, Any] = {"data": run.data, "head": run.head}
-        for i, position in enumerate(run.report.acceptance):
-            row |= {f"token {i}": position.rate, f"token {i} ends": position.ci95}
+        points = positions(found, run.data, run.head)
+        points += [Point(name="", number=None)] * (num - len(points))
+        for i, point in enumerate(points):
+            row |= {f"token {i}": point.number, f"token {i} ends": point.interval}
         rows.append(row)
     return Table(
         title="Acceptance by position",
-        note="joint, with 95 % intervals",
+        note="joint, over all steps, with 95 % intervals",
         columns=(
             Column(name="data", title="acceptance"),
             Column(name="head", wraps=True),
@@ -157,6 +180,15 @@ def positions_table(found: Comparison) -> Table:
         rows=tuple(rows),
         num_keys=2,
     )
+
+
+def positions(found: Comparison, data: str, head: str) -> list[Point]:
+    """Acceptance by draft position over all steps; empty without a step."""
+    length = found.length(data, head)
+    return [
+        Point(name=str(i), number=each.rate, interval=each.share_interval())
+        for i, each in enumerate(length.positions if length else ())
+    ]
 
 
 def pairs_table(found: Comparison) -> Table:
@@ -185,7 +217,9 @@ def _pair(pair: HeadPair, num_positions: int) -> Row:
         "data": pair.data,
         "heads": f"{pair.ours} - {pair.first}",
         "requests": len(pair.requests),
-        "identical": num_identical(pair.requests),
+        "identical": num_identical(pair.requests)
+        if pair.length
+        else None,  # without a step nothing was verified
         **_paired(pair.length),
         **{f"token {i}": positions[i] if i < len(positions) else DASH for i in range(num_positions)},
     }
@@ -247,12 +281,13 @@ def speeds_table(found: Comparison) -> Table:
     """Output tokens per second, and ratios within a round: to plain decoding and to the first head."""
     first, rows = found.heads[0], []
     for data in found.data:
+        drafted = {run.head for run in found.on(data) if run.report.num_drafts}
         for arm in (PLAIN, *found.heads):
             if (speed := found.rounds(data).speed(arm)) is None:
                 continue
             row: dict[str, Any] = {"data": data, "arm": arm, **_spread("speed", speed, rate)}
             for name, other in (("plain", PLAIN), ("first", first)):
-                times = found.rounds(data).times(arm, other) if arm not in (other, PLAIN) else None
+                times = found.rounds(data).times(arm, other) if arm in drafted and arm != other else None
                 row |= _spread(name, times, ratio)
             rows.append(row)
     columns = [("speed", "tokens/s"), ("plain", "x plain")]
@@ -267,7 +302,10 @@ def speeds_table(found: Comparison) -> Table:
             *(
                 column
                 for name, title in columns
-                for column in (Column(name=name, title=title), Column(name=f"{name} range", title="range"))
+                for column in (
+                    Column(name=name, title=title),
+                    Column(name=f"{name} range", title=f"{title} range"),
+                )
             ),
         ),
         rows=tuple(rows),
@@ -330,6 +368,8 @@ def _overall(found: Comparison, compared: Sequence[str]) -> str:
 
 def _verdict(found: Comparison, data: str) -> str:
     first, margins = leader(found, data), _margins(found, data)
+    if all(figure is None for figure, _ in margins.values()):
+        return "nothing was compared: no request has steps of both heads."
     above = [f"{head} by {_difference(*each)}" for head, each in margins.items() if _is_ahead(*each)]
     others = [f"{head}, {_difference(*each)}" for head, each in margins.items() if not _is_ahead(*each)]
     parts = []
@@ -363,162 +403,3 @@ def _length(found: Comparison, data: str, head: str) -> float:
 def _and(parts: Sequence[str]) -> str:
     """``a, b and c``"""
     return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
-
-
-# --- a table for a paper --------------------------------------------------------------------------
-
-
-_COUNTED = ("num_requests", "num_drafts", "num_steps_without_drafts", "num_accepted_tokens")
-_SPECIAL = {
-    **{letter: f"\\{letter}" for letter in "&%$#_{}"},
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-}
-
-
-def exported(found: Comparison, name: ExportName) -> str:
-    """``found`` in the format ``name``; ends with a line break."""
-    return {"md": _markdown, "latex": _latex, "csv": _csv}[name](found)
-
-
-def _with_speed(found: Comparison) -> bool:
-    return any(found.rounds(data).times(head, PLAIN) for data in found.data for head in found.heads)
-
-
-def _note(found: Comparison) -> str:
-    speed = (
-        "speed: output tokens per second over plain decoding, the median of rounds in turns [lowest, highest]; "
-        if _with_speed(found)
-        else ""
-    )
-    shared = "; ".join(f"{name} {text}" for name, text in settings(found).items())
-    return (
-        "Mean acceptance length over all steps, with 95 % intervals over conversations; "
-        f"{'mean: of the data sets, each with the same weight; ' if len(found.data) > 1 else ''}{speed}"
-        "bold: leads every other head, paired by request, p < 0.05 after Holm. "
-        f"{' '.join((f'{shared}.', *notes(found)))}"
-    )
-
-
-def _table(
-    found: Comparison, bold: Callable[[str], str], small: Callable[[str], str]
-) -> tuple[list[tuple[str | None, str]], dict[str, list[str]]]:
-    """Columns (data set, or None for their mean, and figure), and the cells of each head."""
-    kinds = ("length", "speed") if _with_speed(found) else ("length",)
-    several = len(found.data) > 1
-    names: list[tuple[str | None, str]] = [(data, kind) for data in found.data for kind in kinds]
-    names += [(None, "length")] * several
-
-    def cells(head: str) -> Iterator[str]:
-        for data in found.data:
-            best = leads(found, data) and leader(found, data) == head
-            yield _cell(found.length(data, head), bold if best else str, small)
-            if "speed" in kinds:
-                times = found.rounds(data).times(head, PLAIN)
-                yield ratio(times.median) + small(between(times.ends, ratio)) if times else DASH
-        if several:
-            yield _cell(mean_length(found, head), str, small)
-
-    return names, {head: list(cells(head)) for head in found.heads}
-
-
-def _cell(length: Length | None, mark: Callable[[str], str], small: Callable[[str], str]) -> str:
-    if length is None:
-        return DASH
-    return mark(plain(length.value)) + (small(between(length.interval, plain)) if length.interval else "")
-
-
-def _markdown(found: Comparison) -> str:
-    names, cells = _table(found, lambda text: f"**{text}**", lambda text: f" {text}")
-    rows = [["head", *(f"{data or 'mean'} {kind}" for data, kind in names)], ["---", *["---:"] * len(names)]]
-    rows += [[head, *each] for head, each in cells.items()]
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return "\n".join([*lines, "", _note(found)]) + "\n"
-
-
-def _latex(found: Comparison) -> str:
-    """For the package booktabs."""
-    from pandas import DataFrame, MultiIndex  # takes half a second
-
-    names, cells = _table(found, lambda text: rf"\textbf{{{text}}}", lambda text: rf" {{\scriptsize {text}}}")
-    columns = [
-        (_escaped(data) if data else r"\emph{mean}", {"length": r"$\tau$"}.get(kind, kind))
-        for data, kind in names
-    ]
-    table = DataFrame(
-        list(cells.values()),
-        index=list(map(_escaped, cells)),
-        columns=MultiIndex.from_tuples(columns, names=["", "head"]),
-    )
-    text: str = table.style.to_latex(
-        hrules=True,
-        multicol_align="c",
-        column_format="l" + "r" * len(names),
-        position_float="centering",
-        caption=rf"$\tau$: {_escaped(_note(found))}",
-    )
-    return text + "% needs the package booktabs\n"
-
-
-def _escaped(text: str) -> str:
-    return "".join(_SPECIAL.get(letter, letter) for letter in text)
-
-
-# --- CSV ------------------------------------------------------------------------------------------
-
-
-def _csv(found: Comparison) -> str:
-    rows = list(_rows(found))
-    names = dict.fromkeys(name for row in rows for name in row)
-    return csv_text(names, rows)
-
-
-def _rows(found: Comparison) -> Iterator[dict[str, Any]]:
-    """A row for each run, and for each of its categories; unknown values are empty."""
-    first = found.heads[0]
-    for run in found.runs:
-        pair = found.pair(run.data, run.head, first) if run.head != first else None
-        groups: list[tuple[str | None, Speculation]] = [(None, run.report), *run.report.categories.items()]
-        for category, group in groups:
-            figure = None
-            if pair is not None:
-                figure = pair.length if category is None else pair.categories.get(category)
-            length = found.length(run.data, run.head, category)
-            yield {
-                "data": run.data,
-                "category": category or "",
-                "head": run.head,
-                "drafter": run.drafter,
-                "num_spec_tokens": run.report.num_spec_tokens,
-                **{name: getattr(group, name) for name in _COUNTED},
-                "length_over_all_steps": length and length.value,
-                **_ends("length", length.interval if length else None),
-                **{f"acceptance_{each.position}": each.rate for each in group.acceptance},
-                "against": first if figure else None,
-                "difference": figure and figure.paired.difference,
-                **_ends("difference", figure.paired.interval if figure else None),
-                "p": figure and figure.paired.p,
-                "p_holm": figure and figure.p,
-                **(_speed(found, run.data, run.head) if category is None else {}),
-            }
-
-
-def _ends(name: str, interval: Sequence[float] | None) -> dict[str, float | None]:
-    low, high = interval or (None, None)
-    return {f"{name}_low": low, f"{name}_high": high}
-
-
-def _speed(found: Comparison, data: str, head: str) -> dict[str, float | None]:
-    row: dict[str, float | None] = {}
-    spreads = {
-        "tokens_per_second": found.rounds(data).speed(head),
-        "times_plain": found.rounds(data).times(head, PLAIN),
-    }
-    for name, spread in spreads.items():
-        row[name] = spread.median if spread else None
-        row |= _ends(name, spread.ends if spread else None)
-    return row

@@ -284,16 +284,15 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         )
 
     def _row(self, completion: Completion) -> tuple[str, _Row]:
-        """The id, and a row with all tokens and the answer before the first stop string or end token.
+        """The id, and a row with all tokens and the answer before the first stop string or the end token.
 
         A task scores the answer alone, so its reasoning is in a separate field.
         """
         request = completion.request
         require(completion.error is None, f"a prompt of {request.category} cannot be run: {completion.error}")
         stops = request.sampling.stop_strings
-        ends = {self.eot_token_id, *(self._text.special_token_id(stop) for stop in stops)}
         parts = split(self._text, request.prompt_token_ids, completion.token_ids)
-        end = next((at for at, token in enumerate(parts.answer) if token in ends), len(parts.answer))
+        end = [*parts.answer, self.eot_token_id].index(self.eot_token_id)
         text = StopStrings(self._text, stops).text(parts.answer[:end])
         reasoning = {} if parts.reasoning is None else {"reasoning": parts.reasoning}
         return request.id, {

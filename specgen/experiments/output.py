@@ -16,6 +16,7 @@ from specgen.report.table import Column, Row, Table, csv_text, keys
 from specgen.report.terminal import Part
 
 Value = str | int | float | bool | None
+_WHAT = ("device", "model", "drafter", "prompts")  # conditions that a page begins with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +103,14 @@ class BenchTable(Table):
         }
 
     def to_html(self) -> str:
-        """A self-contained page: conditions, answers, plots, table and notes."""
+        """A self-contained page: what was measured, answers, plots, table and notes, and last how."""
         every = Table(title="Every row", columns=self.columns, rows=self.rows)
+        conditions = {name: str(value) for name, value in self.conditions.items()}
         return Page(
             title=self.title,
-            settings={name: str(value) for name, value in self.conditions.items()},
+            settings={name: text for name, text in conditions.items() if name in _WHAT},
+            notes={name: text for name, text in conditions.items() if name not in _WHAT},
+            notes_title="How it was measured",
             tables=[*self._plotted(), *self.details, *self.more, every],
             sentence="\n".join(self.answers),
             findings=self.notes,
@@ -131,7 +135,7 @@ class BenchTable(Table):
             if numbers:
                 chart = Lines(
                     title=plot.title,
-                    label=f"{y.unit} over {x.heading}" if y.unit else x.heading,
+                    label=x.heading,
                     ticks=quarters(max(*numbers, plot.reference or 0.0)),
                     show=y.show,
                     lines=lines,
@@ -139,7 +143,7 @@ class BenchTable(Table):
                     reference=plot.reference,
                     order=plot.order,
                 )
-                note = f"one line per {plot.series}"
+                note = f"{y.heading}, one line per {plot.series}"
                 yield Table(title=plot.title, note=note, columns=(), rows=(), lines=chart)
 
 

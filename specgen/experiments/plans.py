@@ -129,6 +129,7 @@ def prepare(
     for arm in arms:
         try:
             config = resolve(arm.configure(engine), checkpoints)
+            config.synthetic_chances()  # refuses a length that this K cannot have
         except UserError as error:
             reason = str(error)
             for axis in axes:  # its own option changes no arm
@@ -137,7 +138,8 @@ def prepare(
             continue
         requests = prompts.requests[: workload.count(config.max_batch_size)]
         plans.append(Plan.of(arm, config, models, requests))
-    require(bool(plans), f"no arm can run here: {notes[0] if notes else 'none is asked for'}")
+    any_drafts = any(plan.config.draft_length.most for plan in plans) or not engine.synthetic_acceptance
+    require(bool(plans) and any_drafts, f"no arm can run here: {notes[0] if notes else 'none is asked for'}")
     return Prepared(
         base=base,
         workload=workload,
@@ -202,7 +204,7 @@ class Yardstick:
     bytes_per_second: float
     flops_per_second: float  # of a large GEMM
     known: KnownText | None
-    synthetic_acceptance: tuple[float, ...] = ()
+    synthetic_acceptance: tuple[float, ...] | float = ()
 
     @property
     def conditions(self) -> dict[str, str]:
@@ -218,11 +220,13 @@ class Yardstick:
                 "bytes of those touched over that bandwidth"
             )
         if self.synthetic_acceptance:
-            rates = ", ".join(f"{rate:.3g}" for rate in self.synthetic_acceptance)
-            found["synthetic acceptance"] = (
-                f"{rates} by position, the last one's for later ones: drafts are accepted by dice, texts are not the "
-                "model's"
+            asked = self.synthetic_acceptance
+            rates = (
+                f"{', '.join(f'{rate:.3g}' for rate in asked)} by position, the last one's for later ones"
+                if isinstance(asked, tuple)
+                else f"a mean acceptance length of {asked:g} at each K"
             )
+            found["synthetic acceptance"] = f"{rates}: drafts are accepted by dice, texts are not the model's"
         if self.known is not None:
             made_for = f"the pair's head knows {display.percent(self.known.accept)} of it"
             found["wrong_tokens"] = f"of all repeats, against the pair's known text; {made_for}"

@@ -149,7 +149,7 @@ class Repeats:
 
     @property
     def touched(self) -> Touched | None:
-        """The experts that steps touched, in the first repeat; the others have the same texts."""
+        """The experts that steps touched, in the first repeat."""
         return self._first.touched
 
     @property
@@ -160,17 +160,25 @@ class Repeats:
 
     @property
     def disturbances(self) -> list[str]:
-        """The distinct ones of all repeats."""
-        return list(dict.fromkeys(text for repeat in self.each.values() for text in repeat.disturbances))
+        """The distinct ones of all repeats, and how many texts are not the same in all of them."""
+        found = list(dict.fromkeys(text for repeat in self.each.values() for text in repeat.disturbances))
+        if varying := sum(len(digests) > 1 for digests in self._digests.values()):
+            found.append(f"{varying} of {len(self.ids)} texts differ from repeat to repeat")
+        return found
 
     @property
     def ids(self) -> frozenset[str]:
         return frozenset(self._first.texts)
 
     def same_texts(self, other: "Repeats") -> float:
-        """The share of requests with the same tokens in ``other``, which has the same requests."""
-        mine, theirs = self._first.texts, other._first.texts
-        return sum(mine[name] == theirs[name] for name in mine) / len(mine)
+        """The share of requests with the same tokens in every repeat of both; ``other`` has the same requests."""
+        mine, theirs = self._digests, other._digests
+        return sum(len(mine[name] | theirs[name]) == 1 for name in mine) / len(mine)
+
+    @cached_property
+    def _digests(self) -> dict[str, set[str]]:
+        """Those of each request's texts in all repeats."""
+        return {name: {repeat.texts[name] for repeat in self.each.values()} for name in self.ids}
 
     @property
     def _first(self) -> Repeat:
@@ -187,6 +195,23 @@ def _welch(mine: Sequence[float], theirs: Sequence[float]) -> tuple[float, float
     return variance, variance**2 / weight if weight else min(freedom for _, freedom in parts)
 
 
+BUSY = "other programs kept the machine BUSY, so speeds are doubtful"  # a disturbance
+
+
+def disturbed(measured: Mapping[str, Repeats]) -> tuple[list[str], list[str]]:
+    """The disturbances of arms, each with the arms that had it: that the machine was ``BUSY``, and the others."""
+    arms: dict[str, list[str]] = {}
+    for arm, repeats in measured.items():
+        for text in repeats.disturbances:
+            arms.setdefault(text, []).append(arm)
+    lines = {
+        text: f"{'every arm' if len(each) == len(measured) > 1 else '; '.join(each)}: {text}"
+        for text, each in arms.items()
+    }
+    busy = [lines.pop(text) for text in (BUSY,) if text in lines]
+    return busy, list(lines.values())
+
+
 _KEPT = "what is measured is kept; fix that and run the same command again"
 _REMEDY = "name a new directory, or ask for the same"
 _EXTENDED = ("bench.repeats", "bench.precision")  # more of them only add rounds
@@ -194,7 +219,7 @@ _FINGERPRINTS = {"fingerprints.model", "fingerprints.drafter"}
 _TIMED = {"engine.device", "engine.tensor_parallel", "engine.cuda_graphs", "device.cpu", "device.threads"}
 PLAIN = "plain decoding"  # the arm of a comparison without a head
 LEAST_ROUNDS = 2  # for a ratio of a comparison: one round has no spread
-_FREE = {*FREE_IN_A_RUN, *_EXTENDED} - _TIMED
+_FREE = {*FREE_IN_A_RUN, *_EXTENDED, "bench.workload.dataset"} - _TIMED  # the data by the requests' digest
 
 
 class Rounds:
@@ -344,9 +369,10 @@ class Ranking:
 
     @cached_property
     def best(self) -> str:
-        return max(self.arms, key=self._strength)
+        return max(self.arms, key=self.strength)
 
-    def _strength(self, arm: str) -> float:
+    def strength(self, arm: str) -> float:
+        """Its speed over plain decoding; tokens per second where that has not run."""
         if self.plain in self.arms:
             return self.arms[arm].speedup(self.arms[self.plain]).ratio
         return self.arms[arm].speed.median

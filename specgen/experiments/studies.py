@@ -16,6 +16,7 @@ _SETTINGS = ("drafter_batch", "num_spec_tokens", "attention", "cuda_graphs", "dt
 _LATER = ("kv_dtype",)  # kept only where they are set, so that an evaluation of an earlier version goes on
 _NAMED = {"padded": "padded", "non-padded": "non-padded", "baseline": "plain"}  # name: decoding
 ALL_NAMED = ",".join(_NAMED)
+OF_NGRAMS = "padded,baseline"  # which have no drafter batch
 
 
 def named_arms(text: str) -> tuple[Arm, ...]:

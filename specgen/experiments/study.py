@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from specgen.experiments.studies import Study
 from specgen.experiments.study_comparison import ArmRun, StudyComparison, answers, compare, reference_of
 from specgen.record.files import write_json, write_text
 from specgen.record.progress import Progress
-from specgen.record.provenance import MACHINE, manifest, now, with_recorded_date
+from specgen.record.provenance import MACHINE, busy, machine_state, manifest, now, with_recorded_date
 from specgen.record.results import RunDirectory, require_same
 from specgen.report import tables
 from specgen.report.display import checkpoint_name, devices, from_here
@@ -41,6 +42,7 @@ from specgen.report.origin import origin
 from specgen.report.report import report_categories, report_of
 from specgen.report.run_texts import RunTexts
 from specgen.report.table import Column, Table
+from specgen.storage import file_digest
 
 _PYTHON_SEED, _SEED = 0, 1234  # lm-eval's defaults
 _FORMATS = {".jsonl": "json", ".parquet": "parquet"}  # suffix: builder of ``datasets``
@@ -214,6 +216,19 @@ class StudyJob:
             "data_path": str(self.data_path) if self.data_path else None,
         }
 
+    def data(self) -> dict[str, Any]:
+        """Tasks, and of rows in files of the user's their content; for manifests."""
+        found = {
+            "tasks": list(self.study.tasks),
+            "data_path": str(self.data_path) if self.data_path else None,
+        }
+        if self.data_path is None:
+            return found
+        digest = sha256()
+        for split, files in _splits(self.data_path)[1].items():
+            digest.update(f"{split} {[file_digest(Path(file)) for file in files]} ".encode())
+        return found | {"sha256": digest.hexdigest()}
+
 
 class StudyRun:
     """The arms of a study and their shared weights.
@@ -238,14 +253,20 @@ class StudyRun:
             progress.warn(f"arms {' and '.join(names)} are the same here: what sets them apart has no effect")
         self._began = now(next(iter(self._configs.values())).device)  # before this run makes the machine busy
         self._tasks = find_tasks(job.study.tasks, job.data_path)
+        tokenizer = load_chat_tokenizer(next(iter(self._configs.values())), self._checkpoints)
         if job.apply_chat_template:  # refused before there is a directory with it
-            config = next(iter(self._configs.values()))
-            load_chat_tokenizer(config, self._checkpoints).require_chat_template()
+            tokenizer.require_chat_template()
+        elif tokenizer.chat_template:
+            progress.warn(
+                "all prompts are raw text, but the model has a chat template: a chat model may end raw text at once. "
+                "Add --apply-chat-template to ask them as a chat"
+            )
         self._generation = generation_config(self._checkpoints["model"], job.engine.generation_config)
         if said := self._generation.sentence():
             progress.note(f"{FILE}: {said}")
         path.mkdir(parents=True, exist_ok=True)
-        require_same(path / "study.json", job.to_json(), free=(), remedy=_REMEDY)
+        own = {} if job.data_path is None else {"data": job.data()}
+        require_same(path / "study.json", job.to_json() | own, free=("data_path",), remedy=_REMEDY)
         self._loaded: dict[str, Models] = {}  # by dtype
         # once, as it reads all weights
         self._fingerprints = {name: fingerprint(each) for name, each in self._checkpoints.items()}
@@ -348,13 +369,14 @@ class StudyRun:
         assert results is not None, "only other ranks than the first get None"
         files.arrange(lm.order())
         texts = RunTexts(lm.texts)
+        report = report_of(
+            texts.watch(files.requests()), files.passes(), num_spec_tokens=config.draft_length.most
+        )
         run = ArmRun(
             name=arm.name,
             dtype=config.formats,
             seconds=lm.seconds,
-            report=report_of(
-                texts.watch(files.requests()), files.passes(), num_spec_tokens=config.draft_length.most
-            ),
+            report=replace(report, busy=busy(asked["state"], machine_state())),
             answers=answers(results["samples"], lm.generated),
             results=results,
             tasks=report_categories(files.requests(), num_spec_tokens=config.draft_length.most),
@@ -372,9 +394,9 @@ class StudyRun:
         return run
 
     def _manifest(self, config: EngineConfig, sampling: SamplingParams) -> dict[str, Any]:
-        path = self._job.data_path
-        data = {"tasks": list(self._job.study.tasks), "data_path": str(path) if path else None}
-        return manifest(engine=config, sampling=sampling, data=data, fingerprints=self._fingerprints)
+        return manifest(
+            engine=config, sampling=sampling, data=self._job.data(), fingerprints=self._fingerprints
+        )
 
 
 def _alike(configs: Mapping[str, EngineConfig], arms: Sequence[Arm]) -> list[list[str]]:

@@ -19,6 +19,8 @@ CHANGES = ("wrong text", "right to wrong", "wrong to right", "other score", "oth
 _FLIPS = {(1.0, 0.0): "right to wrong", (0.0, 1.0): "wrong to right"}
 Document = tuple[str, int]  # a task and the number of one of its documents
 
+_UNTESTED = "Nothing was tested: no step had drafts, so these answers say nothing of speculation."
+
 
 @dataclass(frozen=True, kw_only=True)
 class Generated:
@@ -185,6 +187,7 @@ class Figures:
     mean_acceptance_length: float | None
     mean_acceptance_length_ci95: Interval | None
     draft_acceptance_rate: float | None
+    received: float | None  # tokens per step that texts got, where they are less than the length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +199,7 @@ class ArmSummary(Figures):
     parts: Mapping[str, Speculation]  # of reasoning and answers; empty without reasoning
     ended_in_reasoning: int  # texts without an answer
     num_empty: int  # other texts without a character
+    num_cut: int  # answers that the token limit has cut
     tasks: Mapping[str, Figures]  # which run one after the other; empty for a single task
 
 
@@ -254,6 +258,7 @@ class StudyComparison:
     alarming: bool  # whether accuracy differs or decoding is wrong
     sentence: str
     samples: tuple[SampleTexts, ...]
+    busy: str = ""  # what else the machine did, where that makes speeds doubtful
 
     def to_json(self) -> dict[str, Any]:
         """All but the samples, whose texts are in the files of the arms."""
@@ -282,20 +287,29 @@ def compare(arms: Sequence[ArmRun], target: "Judge", *, template_unused: bool = 
     level = LEVEL / max(1, len(others) * len(_scores(reference)))
     against = tuple(_against(arm, reference, level, target) for arm in others)
     wrong = sum(not each.explained for arm in against for each in arm.divergences)
+    differs = bool(_significant(_tests(against)))
     return StudyComparison(
         reference=reference.name,
         arms=tuple(_summary(arm, reference) for arm in arms),
         against=against,
         num_unexplained=wrong,
-        alarming=wrong > 0 or bool(_significant(_tests(against))),
-        sentence=conclusion(reference.name, against)
+        alarming=wrong > 0 or differs,
+        sentence=(conclusion(reference.name, against) if differs or _is_tested(arms) else _UNTESTED)
         + _other_scales(left_out)
         + _cut(arms)
         + _unanswered(arms)
+        + _limited(arms)
         + _empty(arms, template_unused)
         + _alarm(wrong, reference.dtype),
         samples=side_by_side(arms, reference, against),
+        busy=next((arm.report.busy for arm in arms if arm.report.busy), ""),
     )
+
+
+def _is_tested(arms: Sequence[ArmRun]) -> bool:
+    """Whether a step had drafts, if there are arms with a drafter that answered questions."""
+    drafting = [arm.report for arm in arms if arm.report.num_spec_tokens and arm.report.num_requests]
+    return not drafting or any(report.num_drafts for report in drafting)
 
 
 def _comparable(arms: Sequence[ArmRun]) -> tuple[list[ArmRun], list[tuple[str, str]]]:
@@ -356,6 +370,7 @@ def _summary(arm: ArmRun, reference: ArmRun) -> ArmSummary:
         parts=arm.report.parts,
         ended_in_reasoning=sum(arm.report.ended_in_reasoning.values()),
         num_empty=arm.report.num_empty,
+        num_cut=num_cut(arm),
         tasks={
             task: Figures(**_figures(report, reference.tasks.get(task)))
             for task, report in (arm.tasks.items() if len(arm.tasks) > 1 else ())
@@ -365,7 +380,8 @@ def _summary(arm: ArmRun, reference: ArmRun) -> ArmSummary:
 
 def _figures(report: Report, reference: Report | None) -> dict[str, Any]:
     speed = report.output_tokens_per_second
-    base = None if reference is None else reference.output_tokens_per_second
+    verified = report.num_drafts or not report.num_spec_tokens  # else there is nothing that a ratio is of
+    base = reference.output_tokens_per_second if reference is not None and verified else None
     return {
         "num_requests": report.num_requests,
         "num_output_tokens": report.total_num_output_tokens,
@@ -374,6 +390,7 @@ def _figures(report: Report, reference: Report | None) -> dict[str, Any]:
         "mean_acceptance_length": report.mean_acceptance_length,
         "mean_acceptance_length_ci95": report.mean_acceptance_length_ci95,
         "draft_acceptance_rate": report.draft_acceptance_rate,
+        "received": report.received,
     }
 
 
@@ -496,6 +513,22 @@ def _unanswered(arms: Sequence[ArmRun]) -> str:
     if not ended:
         return ""
     return f" Answers that ended while reasoning: {', '.join(ended)}; raise --max-new-tokens."
+
+
+def _limited(arms: Sequence[ArmRun]) -> str:
+    """How many answers of each arm the token limit has cut, but for those that ``_unanswered`` names."""
+    cut = [
+        f"{count(number)} of {count(arm.report.num_requests)} of {arm.name}"
+        for arm in arms
+        if (number := num_cut(arm))
+    ]
+    return f" Answers cut at the token limit: {', '.join(cut)}; raise --max-new-tokens." if cut else ""
+
+
+def num_cut(arm: ArmRun) -> int:
+    """The answers that the token limit has cut."""
+    report = arm.report
+    return report.finish_reasons.get("length", 0) - report.ended_in_reasoning.get("length", 0)
 
 
 def _empty(arms: Sequence[ArmRun], template_unused: bool) -> str:

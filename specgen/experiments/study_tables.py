@@ -11,6 +11,7 @@ from specgen.experiments.study_comparison import (
     CHANGES,
     Accuracy,
     ArmComparison,
+    Figures,
     SampleTexts,
     SharedAnswer,
     StudyComparison,
@@ -33,7 +34,7 @@ from specgen.report.display import (
 )
 from specgen.report.page import Page
 from specgen.report.table import Column, Row, Table
-from specgen.report.tables import curve, curves
+from specgen.report.tables import RECEIVED, curve, curves, empty_texts
 from specgen.report.terminal import ALARMING, Part, definitions, heading
 from specgen.report.text_list import Entry, ShownText, Span, TextList, within
 
@@ -95,7 +96,11 @@ def of_comparison(comparison: StudyComparison, settings: Mapping[str, str]) -> I
         yield definitions(NOTES.items())
     texts, *others = _tables(comparison)
     yield from (texts, divergences(_worst(comparison)), *others)
-    yield comparison.sentence
+    yield "\n".join([*_busy(comparison), comparison.sentence])
+
+
+def _busy(comparison: StudyComparison) -> list[str]:
+    return [f"BUSY: {comparison.busy}, so speeds are doubtful."] if comparison.busy else []
 
 
 def page(
@@ -113,6 +118,7 @@ def page(
         alarming=comparison.alarming,
         tables=[*accuracies, *_tables(comparison)],
         notes=NOTES,
+        findings=_busy(comparison),
         origin=origin or {},
         texts=_text_list(comparison.samples) if comparison.samples else None,
     ).to_html()
@@ -189,10 +195,20 @@ def _acceptance(comparison: StudyComparison) -> Table:
     return Table(
         title="Acceptance by position",
         note="% of the verify steps, with 95 % intervals",
-        columns=(_ARM, _LENGTH, *(Column(name=token, show=percent) for token in tokens)),
+        columns=(
+            _ARM,
+            _LENGTH,
+            *_received(drafting),
+            *(Column(name=token, show=percent) for token in tokens),
+        ),
         rows=tuple(rows),
         lines=curves("Acceptance by draft position and arm", lines) if lines else None,
     )
+
+
+def _received(figures: Iterable[Figures]) -> tuple[Column, ...]:
+    """The column of the tokens per step, where one is less than its length."""
+    return (RECEIVED,) if any(each.received is not None for each in figures) else ()
 
 
 def _parts(comparison: StudyComparison) -> Table:
@@ -224,10 +240,11 @@ def _speed(comparison: StudyComparison) -> Table:
 
 def _tasks(comparison: StudyComparison) -> Table:
     """Acceptance and speed by task; no rows for a single task."""
+    figures = [each for arm in comparison.arms for each in arm.tasks.values()]
     return Table(
         title="By task",
         note=f"mean acceptance length with 95 % intervals; speed, and its ratio to {comparison.reference}",
-        columns=(Column(name="task", wraps=True), _ARM, *_LENGTH_AND_RATE, *_SPEED),
+        columns=(Column(name="task", wraps=True), _ARM, *_LENGTH_AND_RATE, *_received(figures), *_SPEED),
         rows=tuple(
             {"task": task, "name": arm.name, **vars(arm.tasks[task])}
             for task in comparison.arms[0].tasks
@@ -340,6 +357,8 @@ def of_audit(audit: Mapping[str, Any]) -> Iterator[Part]:
     yield divergences(rows[:_SHOWN])
     if (more := len(rows) - _SHOWN) > 0:
         yield f"and {count(more)} more; --json and --output have all"
+    if number := audit["num_empty"]:
+        yield empty_texts(number, next(arm["num_requests"] for arm in audit["arms"]))
     yield verdict(audit)
 
 
@@ -377,6 +396,8 @@ def verdict(audit: Mapping[str, Any]) -> str:
     """One sentence: did any text change, and does rounding explain it."""
     total = sum(arm["num_requests"] for arm in audit["arms"])
     differ = total - sum(arm["num_identical"] for arm in audit["arms"])
+    if not audit["num_unexplained"] and not is_tested(audit):
+        return "Nothing was tested: no step had drafts, so these texts say nothing of speculation."
     if differ == 0:
         return f"Nothing changed: all {count(total)} texts are those of the reference, token for token."
     found = f"{count(differ)} of {count(total)} texts differ from the reference"
@@ -386,6 +407,11 @@ def verdict(audit: Mapping[str, Any]) -> str:
         f"{found}, {count(wrong)} of them where rounding to {audit['dtype']} cannot explain it: "
         "decoding is wrong there."
     )
+
+
+def is_tested(audit: Mapping[str, Any]) -> bool:
+    """Whether a step of any arm had drafts."""
+    return any(arm["mean_acceptance_length"] is not None for arm in audit["arms"])
 
 
 def _heading(audit: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ from specgen.experiments.rounds import (
     MedianRange,
     Repeat,
     Repeats,
+    disturbed,
     kept_rounds,
     record_of,
     seen_rounds,
@@ -154,8 +155,8 @@ def table(
     """
     results = [(arm.changes, measured[arm.name]) for arm in matrix.arms if arm.name in measured]
     rows = [_row(matrix, *each, results, yardstick) for each in results]
+    busy, others = disturbed(measured)
     columns = tuple(_columns(matrix, any(repeats.touched for repeats in measured.values())))
-    disturbed = [f"{arm}: {text}" for arm, repeats in measured.items() for text in repeats.disturbances]
     return BenchTable(
         name=f"throughput-{matrix.name}",
         title=matrix.title,
@@ -163,8 +164,8 @@ def table(
         columns=columns,
         rows=selected(columns, rows),
         plots=tuple(_plots(matrix)),
-        answers=tuple(best_lengths(rows)),
-        notes=(*disturbed, *notes),
+        answers=(*best_lengths(rows), *busy),
+        notes=(*others, *notes),
         details=tuple(wall_tables(results, yardstick.flops_per_second)),
         num_keys=2,
     )

@@ -27,6 +27,7 @@ from specgen.experiments.rounds import (
     Rounds,
     Search,
     Speedup,
+    disturbed,
     kept_rounds,
     record_of,
     seen_rounds,
@@ -211,8 +212,8 @@ class _Tuning:
         notes = [*self._ready.notes, *self._turns.notes]
         if missing and self._job.budget is not None:
             notes.append(
-                f"budget: {display.duration(self._job.budget)} for prompts, weights, warm-ups and rounds; what would "
-                "not have ended in time did not begin: raise it to measure more"
+                f"budget: {display.duration(self._job.budget)} for prompts, weights, warm-ups and rounds; rounds that "
+                "would have exceeded it were skipped: raise --budget"
             )
         if missing:
             further = "the same command goes on" if self._rounds.are_kept else "with --output it can go on"
@@ -245,10 +246,9 @@ def _conditions(job: TuneJob, ready: Prepared, yardstick: Yardstick) -> Row:
         "time": "of generate, prefill included; no prefix cache; after one warm-up run of the workload",
         "repeats": f"at most {job.repeats}, until the interval of x_plain is {display.percent(job.precision)} to "
         "either side, in turns; speeds and latencies are medians",
-        "95 %": "Student's t for the mean logarithm of the ratios within a round; of arms that never met in one, "
-        "Welch's. The best arm is chosen by the same numbers: among 15 equal arms its interval covers 82 to 85 %, of 2 "
-        "94 %",
-        "in_batch": "mean sequences in a decode step: fewer than the batch where the last requests run out",
+        "95 %": "Student's t for the mean logarithm of the ratios within a round; Welch's test for arms never in the "
+        "same round. Picking the best of 15 equal arms, the interval holds the truth in 82-85 % of cases (94 % with 2)",
+        "in_batch": "mean sequences in a decode step, below the batch size because the batch empties at the end",
         "per_user": "1 / median time per output token",
         "same_texts": "share of the texts that are identical to plain decoding at that batch size",
         **{name: text for name, text in yardstick.conditions.items() if name == "wrong_tokens"},
@@ -290,14 +290,16 @@ def tune_table(
         name: _row(arms[name], ranking) for ranking in known.values() for name in arms if name in ranking.arms
     }
     repeats = {name: found for ranking in known.values() for name, found in ranking.arms.items()}
+    busy, others = disturbed(repeats)
+    judged = {name: rows[name] for each in known.values() if each.is_judged for name in each.arms}
     sentences = [sentence(batch, ranking, arms) for batch, ranking in known.items()]
+    sentences += busy  # where the speeds are
     bests = [ranking.best for ranking in known.values() if ranking.is_judged]
     if bests:
         fastest = max(bests, key=lambda name: repeats[name].speed.median)
         sentences.append(f"Most tokens per second: {command(arms[fastest])}")
-    disturbed = [f"{name}: {text}" for name, found in repeats.items() for text in found.disturbances]
-    judged = any(row["wrong_tokens"] is not None for row in rows.values())
-    shown = [column for column in COLUMNS if judged or column.name != "wrong_tokens"]
+    has_known_text = any(row["wrong_tokens"] is not None for row in rows.values())
+    shown = [column for column in COLUMNS if has_known_text or column.name != "wrong_tokens"]
     return BenchTable(
         name="tune",
         title="K, drafter batch and batch size",
@@ -306,8 +308,8 @@ def tune_table(
         rows=selected(shown, rows.values()),
         plots=tuple(_plots(tuple(rows.values()))),
         answers=tuple(sentences),
-        notes=(*_doubts(rows), *disturbed, *notes),
-        more=(best_line(rows),),
+        notes=(*_doubts(rows), *others, *notes),
+        more=(best_line(judged),),
         num_keys=3,
     )
 
@@ -393,7 +395,7 @@ def best_line(rows: Mapping[str, Row]) -> Table:
     }
     return Table(
         title="Tokens per second for one user and for all",
-        note="every other arm, at any batch size, is beaten by one of these in both",
+        note="Pareto front: no other setting is better for one user and in total",
         columns=(
             Column(name="arm", title=""),
             Column(name="per_user", unit="tokens/s", show=display.rate),

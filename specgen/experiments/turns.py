@@ -8,7 +8,7 @@ only.
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
@@ -21,9 +21,10 @@ from specgen.engine.loading import Models
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.experiments.bound import mean_step_bytes, mean_touched
 from specgen.experiments.plans import Plan, Yardstick
-from specgen.experiments.rounds import Repeat, Rounds
+from specgen.experiments.rounds import BUSY, JUDGED, Ranking, Repeat, Rounds
 from specgen.experiments.timing import free_memory
 from specgen.record.interrupt import StoppedError
+from specgen.record.provenance import busy, machine_state
 from specgen.record.record_rows import Captured, EngineRow, OutOfMemory, PassRow, RequestRow
 from specgen.report.timings import latency_stats
 
@@ -99,9 +100,12 @@ class Turns:
             asked = due(able, self.rounds) if due else self.rounds.incomplete(able, most)
             if not asked:
                 break
+            judged = any(self.rounds.count(name) >= JUDGED for name in able if name != plain)
             # those without repeats first: a deadline must not leave the same ones out every time
             for name in sorted((name for name in waiting if name in asked), key=self.rounds.count):
-                if not self._fits([name, name, *engines], deadline):  # its warm-up, then a round
+                # its warm-up and a round, then what the fastest arm needs for a verdict
+                verdict = [] if plain is None or judged else [plain, name]
+                if not self._fits([name, name, *engines, *verdict], deadline):
                     continue
                 plan = waiting.pop(name)
                 engine = self._attempt(name, partial(self._warm, plan))
@@ -113,9 +117,7 @@ class Turns:
             names = self._in_time(names, plain, deadline)
             if not names:
                 break
-            # another begins in every round, those of earlier commands too: no arm is always behind the same other
-            at = len(self.rounds) % len(names)
-            for name in names[at:] + names[:at]:
+            for name in balanced_order(names, len(self.rounds)):  # rounds of earlier commands count too
                 repeat = self._attempt(name, partial(self._repeat, name, engines[name]))
                 if repeat is not None:
                     found[name] = repeat
@@ -129,11 +131,21 @@ class Turns:
         free_memory()
 
     def _in_time(self, names: Sequence[str], plain: str | None, deadline: float) -> list[str]:
-        """Those of ``names`` of which a round would end in time: ``plain``, then those with the fewest repeats.
+        """``names`` where a round of them would end in time, else ``plain``, those without repeats and the two fastest.
 
-        None of several where only one would: a round of one compares nothing.
+        The fastest comes first until it can be called that. None of several where only one would end in time: a round
+        of one compares nothing.
         """
-        kept = sorted(names, key=lambda name: (name != plain, self.rounds.count(name)))
+        if self._fits(names, deadline):
+            return list(names)
+        ranking = Ranking(plain=plain or "", arms=self.rounds.measured(names))
+        fastest = sorted(
+            (name for name in ranking.arms if name != plain), key=ranking.strength, reverse=True
+        )[:2]
+        unjudged = [name for name in fastest[:1] if self.rounds.count(name) < JUDGED]
+        new = [name for name in names if name not in ranking.arms]
+        first = [name for name in names if name == plain]
+        kept = list(dict.fromkeys((*first, *unjudged, *new, *fastest)))
         while kept and not self._fits(kept, deadline):
             kept.pop()
         return [name for name in names if name in kept and len(kept) >= min(2, len(names))]
@@ -149,7 +161,8 @@ class Turns:
         return engine
 
     def _repeat(self, name: str, engine: WarmEngine) -> Repeat:
-        return repeat_of(self._run(name, engine), self.yardstick)
+        repeat = repeat_of(self._run(name, engine), self.yardstick)
+        return replace(repeat, disturbances=(*repeat.disturbances, BUSY)) if busy(machine_state()) else repeat
 
     def _run(self, name: str, engine: WarmEngine) -> Run:
         run = engine.run(until=self.until)
@@ -192,6 +205,18 @@ class Turns:
                 seconds_left=(left + self.turns_behind) * self._seconds / self._num_turns,
             )
         )
+
+
+def balanced_order(names: Sequence[str], number: int) -> list[str]:
+    """The order of ``names`` in round ``number``, counted from 0: a row of a Williams design.
+
+    Over as many rounds as there are names (twice that where they are odd) each is at every place, and directly behind
+    every other, equally often: what a turn leaves behind for the next, such as heat, favours none.
+    """
+    num = len(names)
+    sign = -1 if num % 2 and number % 2 else 1
+    steps = ((at + 1) // 2 if at % 2 else -(at // 2) for at in range(num))  # 0, 1, -1, 2, -2, ...
+    return [names[(number + sign * step) % num] for step in steps]
 
 
 # --- what was measured of a run --------------------------------------------------------------------

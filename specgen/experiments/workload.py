@@ -17,7 +17,9 @@ from specgen.engine.generation_config import GenerationConfig
 from specgen.engine.loading import Models
 from specgen.experiments.matrices import RANDOM, Workload
 from specgen.prompts import DataSource, Message, Prompt, Rejected, failure, prompt_ids
+from specgen.prompts.load import RAW
 from specgen.record.record_rows import turn_id
+from specgen.report.display import several
 from specgen.text.tokenizer import Tokenizer
 
 _WARM_UP = 192  # positions per sequence during warm-up
@@ -57,13 +59,14 @@ def make_prompts(
         lengths = [(workload.prompt_tokens, workload.max_new_tokens)] * count
         return Prompts(
             requests=_random(lengths, models),
-            description=f"{count} of {workload.prompt_tokens} random tokens",
+            description=f"{several(count, 'prompt')} of {workload.prompt_tokens} random tokens",
             notes=(),
         )
     data = DataSource(
         dataset=workload.dataset, data_path=workload.data_path, num_prompts=count, how=workload.how
     )
-    prompts = data.open()
+    opened = data.open()
+    prompts = list(opened)
     if workload.output_lens == "data":
         asked, failures = recorded_turns(
             prompts, models.tokenizer, workload.max_new_tokens, said.over(SamplingParams())
@@ -77,11 +80,14 @@ def make_prompts(
     requests, notes = _fitting(asked, models, workload)
     notes += sampled + _in_short(failures)
     require(bool(requests), f"no prompt of {workload.dataset} can run: {'; '.join(notes[:_SHOWN])}")
-    description = f"{count} of {min(len(requests), count)} {turns} of {workload.dataset}"
+    again = f", repeated to {count}" if len(requests) < count else ""
+    description = f"{min(len(requests), count)} {turns} of {workload.dataset}{again}"
     requests = _filled(requests, count)
     if models.synthetic:
         lengths = [(len(request.prompt_token_ids), request.sampling.max_tokens) for request in requests]
         requests, description = _random(lengths, models), f"random tokens, as long as {description}"
+    elif workload.output_lens == "fixed" and models.tokenizer.chat_template and opened.are_raw(prompts):
+        notes += (RAW,)
     return Prompts(requests=requests, description=description, notes=notes)
 
 
@@ -231,5 +237,5 @@ def _turns(prompt: Prompt, tokenizer: Tokenizer) -> Iterator[tuple[str, list[int
         if message.role == "assistant":
             token_ids = tokenizer.encode_rendered(tokenizer.render_chat(history))
             name = turn_id(prompt.id, at // 2 + 1)
-            yield name, token_ids, max(1, len(tokenizer.encode_rendered(message.content)))
+            yield name, token_ids, max(1, len(tokenizer.encode_rendered(message.text)))
         history += (message,)

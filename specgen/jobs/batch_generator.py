@@ -1,10 +1,11 @@
 """An engine as a function of batches of columns, as pipelines call one: Ray Data, ``datasets``, Daft, Spark."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from itertools import count
 from math import isnan
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from specgen.config import EngineConfig, SamplingParams, UserError, first_line, require, shown
@@ -12,7 +13,7 @@ from specgen.jobs.shared_engine import SharedEngine
 from specgen.prompts import Prompt, Rejected
 from specgen.prompts.fields import SAMPLING_FIELDS
 from specgen.prompts.own import CONTENT_FIELDS, parse_own
-from specgen.record.record_rows import EngineRow
+from specgen.record.record_rows import EngineRow, copy_id
 
 if TYPE_CHECKING:
     import pyarrow
@@ -40,7 +41,8 @@ class BatchGenerator:
 
     The engine is made by the first call, so that this can be pickled before, and is there until the process ends.
     Threads may call it at once: rows of all calls share the engine's batch, in the order of the calls. What is drawn
-    for a row depends on what the row says and on the seed, not on the call that it is in.
+    for a row depends on its prompt and its seed (its own, or that of ``sampling``) and on nothing else: rows that say
+    the same get the same draws. For several samples of a prompt give each row its own ``seed``.
     """
 
     def __init__(self, config: EngineConfig, sampling: SamplingParams | None = None) -> None:
@@ -51,8 +53,7 @@ class BatchGenerator:
 
     def _start(self) -> None:
         self._engine = SharedEngine(self._make, self._sampling)
-        self._ids: set[str] = set()  # of the rows of all calls
-        self._lock = Lock()  # for them
+        self._numbers = count()  # of the rows of all calls
 
     def _make(self, *, record: Callable[[EngineRow], None]) -> "Engine":
         from specgen.engine.engine import Engine
@@ -81,26 +82,12 @@ class BatchGenerator:
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         """``batch`` with an answer for each row; see the class."""
-        contents = _rows(batch, _num_rows(batch))
-        with self._lock:
-            ids = [self._new_id(content) for content in contents]
+        prompts = [_prompt(next(self._numbers), content) for content in _rows(batch, _num_rows(batch))]
         seen: list[RequestOutput | EngineRow] = []
-        try:
-            prompts = [_prompt(row_id, content) for row_id, content in zip(ids, contents, strict=True)]
-            self._engine.answer(prompts, seen.append)
-        finally:
-            with self._lock:
-                self._ids.difference_update(ids)
+        self._engine.answer(prompts, seen.append)
         outputs = {each.id: each for each in seen if not isinstance(each, EngineRow)}
-        found = [_columns(outputs[row_id]) for row_id in ids]
+        found = [_columns(outputs[prompt.id]) for prompt in prompts]
         return {**batch, **{name: [row[name] for row in found] for name in COLUMNS}}
-
-    def _new_id(self, content: Mapping[str, Any]) -> str:
-        """Of a row, by what it says; rows that are alike and asked at once are numbered."""
-        digest = blake2b(repr(sorted(content.items())).encode(), digest_size=12).hexdigest()
-        row_id = next(each for number in count() if (each := f"{digest}.{number}") not in self._ids)
-        self._ids.add(row_id)
-        return row_id
 
 
 def _num_rows(batch: object) -> int:
@@ -127,7 +114,8 @@ def _rows(batch: Mapping[str, Sequence[Any]], num_rows: int) -> list[dict[str, A
     return [{name: _plain(column[index]) for name, column in columns.items()} for index in range(num_rows)]
 
 
-def _prompt(row_id: str, content: Mapping[str, Any]) -> Prompt | Rejected:
+def _prompt(number: int, content: Mapping[str, Any]) -> Prompt | Rejected:
+    """Of a row, the ``number``-th of all; its id says what is drawn for it, by its prompt however that is spelled."""
     own = content.get(_SAMPLING)
     try:
         require(
@@ -141,9 +129,11 @@ def _prompt(row_id: str, content: Mapping[str, Any]) -> Prompt | Rejected:
         require(
             bool(given), f"no prompt: {' and '.join(name for name in content if name != _SAMPLING)} is None"
         )
-        return parse_own(row_id, given | asked)
+        prompt = parse_own("", given | asked)
     except UserError as error:
-        return Rejected(id=row_id, reason=first_line(error))
+        return Rejected(id=copy_id("", number), reason=first_line(error))
+    said = repr((prompt.messages, prompt.text, prompt.token_ids))
+    return replace(prompt, id=copy_id(blake2b(said.encode(), digest_size=12).hexdigest(), number))
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401
@@ -152,8 +142,11 @@ def _plain(value: Any) -> Any:  # noqa: ANN401
         value = value.tolist()
     elif hasattr(value, "as_py"):  # of Arrow
         value = value.as_py()
-    if isinstance(value, float) and isnan(value):
-        return None  # which numpy and pandas say in this way
+    pandas = sys.modules.get("pandas")
+    if (isinstance(value, float) and isnan(value)) or (
+        pandas and any(value is each for each in (pandas.NA, pandas.NaT))
+    ):
+        return None  # which numpy and pandas say in these ways
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value

@@ -41,6 +41,12 @@ class Job:
     restart: bool = option(
         False, "Results", "Start over; the existing directory is kept, renamed with the suffix .1."
     )
+    retry_errors: bool = option(
+        False,
+        "Results",
+        "Run the rows of --output's run that failed again, also as a corrected prompts file has them: rows with an "
+        "answer keep it and must be as they were.",
+    )
     format: FormatName = FORMAT
     served_model_name: str | None = option(
         None, "Results", "Name of the model in reports and OpenAI's bodies.", shown="its directory or hub id"
@@ -61,6 +67,10 @@ class Job:
         require(
             self.max_failures is None or self.max_failures >= 0,
             f"max-failures is {self.max_failures}: use 0 or more",
+        )
+        require(
+            not (self.restart and self.retry_errors),
+            "restart and retry-errors are both given: one starts over, the other keeps what is answered; choose one",
         )
         require(
             self.served_model_name != "", "served-model-name is empty: leave it out for the model's own name"

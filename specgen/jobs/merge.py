@@ -11,10 +11,10 @@ from specgen.config import FormatName, require
 from specgen.jobs.prompt_index import REQUESTS, read_requests
 from specgen.jobs.run_output import FinishedRun, RunResult
 from specgen.jobs.shards import WHOLE, Shard, parse_shard
-from specgen.record.files import id_of, replacement, write_json
+from specgen.record.files import id_of, replacement, whole_lines, write_json
 from specgen.record.provenance import FREE_IN_A_RUN, differences
 from specgen.record.record_rows import require_present_version
-from specgen.record.results import clear, directory
+from specgen.record.results import clear, directory, discarded_unless_done
 from specgen.report.report import load, status_of
 
 _NEEDED = ("completions.jsonl", "errors.jsonl", "passes.jsonl", "status.json", REQUESTS)
@@ -31,6 +31,7 @@ class _ShardRun:
     manifest: Mapping[str, Any]
     status: Mapping[str, Any]
     has_baseline: bool
+    busy: str  # see ``Report``
 
 
 def merge(output: Path, directories: Sequence[Path], format_name: FormatName) -> RunResult:
@@ -39,9 +40,10 @@ def merge(output: Path, directories: Sequence[Path], format_name: FormatName) ->
     Returns what is to be printed. Rows are streamed. ``output`` appears atomically, in ``format_name`` too.
     ``UserError`` where it exists already, and unless the shards are all those of one run, finished.
     """
-    require(not output.exists(), f"output {str(output)!r} exists: name a new directory, or remove it first")
+    require(not output.exists(), f"output {str(output)!r} exists: name a new directory")
     runs = _all_of_one_run([_open(path) for path in directories])
-    with directory(output.with_name(f"{output.name}.partial"), "manifest.json") as path:
+    partial = output.with_name(f"{output.name}.partial")
+    with directory(partial, "manifest.json") as path, discarded_unless_done(path):
         write_json(path / "manifest.json", _manifest(runs))
         clear(path)  # what a killed merge has left
         _join(path, [run.path for run in runs], runs)
@@ -49,7 +51,8 @@ def merge(output: Path, directories: Sequence[Path], format_name: FormatName) ->
         if baseline is not None:
             _join(baseline, [run.path / "baseline" for run in runs], runs)
         merged = FinishedRun(path)
-        report = merged.write_report(None if baseline is None else FinishedRun(baseline))
+        busy = next((run.busy for run in runs if run.busy), "")
+        report = merged.write_report(None if baseline is None else FinishedRun(baseline), busy_shard=busy)
         write_json(path / "status.json", {**runs[0].status, **report.status()})
         merged.export(format_name)
         result = merged.result()
@@ -75,7 +78,12 @@ def _open(path: Path) -> _ShardRun:
     missing = [name for name in _NEEDED if not (path / name).exists()]
     require(not missing, f"{str(path)!r} has no {', '.join(missing)}: copy the directory as it was left")
     return _ShardRun(
-        path=path, shard=shard, manifest=manifest, status=status, has_baseline=report.baseline is not None
+        path=path,
+        shard=shard,
+        manifest=manifest,
+        status=status,
+        has_baseline=report.baseline is not None,
+        busy=report.busy,
     )
 
 
@@ -132,14 +140,14 @@ def _join(into: Path, sources: Sequence[Path], runs: Sequence[_ShardRun]) -> Non
 
 def _lines_by_row(path: Path, requests: Path) -> Iterator[list[bytes]]:
     """Per row of a shard's input, the lines of ``path`` that are of its requests."""
-    with path.open("rb") as lines:
-        line = lines.readline()
-        for ids in read_requests(requests):
-            found = []
-            while line and id_of(line) in ids:
-                found.append(line)
-                line = lines.readline()
-            yield found
+    lines = ((id_of(line), line + b"\n") for _, line in whole_lines(path))
+    name, line = next(lines, ("", b""))
+    for ids in read_requests(requests):
+        found = []
+        while line and name in ids:
+            found.append(line)
+            name, line = next(lines, ("", b""))
+        yield found
 
 
 def _interleaved(rows: Sequence[Iterator[list[bytes]]]) -> Iterator[bytes]:

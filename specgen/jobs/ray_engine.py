@@ -32,6 +32,7 @@ from specgen.text.tokenizer import Tokenizer, load_tokenizer
 
 _AT_ONCE = 3  # blocks of a worker, which share its batch: others fill it while one ends
 _LOSSES = 3  # of every worker, without an answer meanwhile: what they are given, or where they run, is why
+_SYNCHRONISED = 2.0  # seconds that two clocks may differ unnoticed
 _POLL = 0.2  # seconds between two calls of ``until``
 _Record = EngineRow | RequestOutput | Exception
 _Rows = Iterable[Prompt | Rejected]
@@ -51,21 +52,23 @@ class _Answer:
 
     worker: str
     records: list[_Record]
+    time: float  # when, by the worker's clock
 
 
 @dataclass(frozen=True, kw_only=True)
 class RayEngine:
     """The engines of ``cluster``, each with the resolved ``config`` in its own process and on its own GPUs, if any.
 
-    ``record`` takes their rows, block by block; times count from the call of ``generate``. ``expected`` is that of
-    ``Engine``. ``UserError`` where this machine has too few GPUs, later where there is no cluster or a worker cannot
-    start.
+    ``record`` takes their rows, block by block; times count from the call of ``generate``. ``ready`` is called once the
+    first worker has started. ``expected`` is that of ``Engine``. ``UserError`` where this machine has too few GPUs,
+    later where there is no cluster or a worker cannot start.
     """
 
     config: EngineConfig
     cluster: Cluster
     record: Callable[[EngineRow], None]
     expected: SamplingParams = DRAWN
+    ready: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         num_gpus, num_workers = torch.cuda.device_count(), self.cluster.num_workers
@@ -97,10 +100,15 @@ class RayEngine:
         # of passes, by worker and its own number; -1 for one that is not seen yet
         numbers: dict[str, array[int]] = defaultdict(lambda: array("q"))
         others, num_passes = set[tuple[str, EngineRow]](), count()
+        ahead: dict[str, float] = {}  # the clock of each worker's machine, in seconds
         with _connected(self.cluster):
             for answer in _on_stderr(self._answered(blocks, sampling, lost, until)):
+                if not ahead:
+                    self.ready()
+                if answer.worker not in ahead:  # it has just started
+                    ahead[answer.worker] = _seconds_ahead(answer.time)
                 known = numbers[answer.worker]
-                for record in answer.records:
+                for record in (_moved(each, -ahead[answer.worker]) for each in answer.records):
                     match record:
                         case RequestOutput(record=RequestRow() as row):
                             yield replace(record, record=row.numbered(known))
@@ -232,11 +240,27 @@ class _Worker:
         except Exception as error:
             error.__notes__ = ["".join(format_exception(error))]  # pickling loses the traceback
             records.append(error)  # raised by the driver: Ray would change type and fields
-        return _Answer(worker=self._name, records=[_moved(each, self._late) for each in records])
+        found = [_moved(each, self._late) for each in records]
+        return _Answer(worker=self._name, records=found, time=time.time())
+
+
+def _seconds_ahead(now: float) -> float:
+    """How far a clock is ahead that was ``now`` just before this: 0 as far as the way of an answer may be why."""
+    seconds = now - time.time()
+    if abs(seconds) < _SYNCHRONISED:
+        return 0.0
+    logging.getLogger("specgen").warning(
+        "the clock of a worker's machine is %.0f s %s this one's, by which its times are moved: synchronise them (NTP)",
+        abs(seconds),
+        "ahead of" if seconds > 0 else "behind",
+    )
+    return seconds
 
 
 def _moved(record: _Record, seconds: float) -> _Record:
     match record:
+        case _ if not seconds:
+            return record
         case RequestOutput():
             return record if record.record is None else replace(record, record=record.record.moved(seconds))
         case Exception():

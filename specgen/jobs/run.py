@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import islice
@@ -12,6 +12,7 @@ from typing import Any
 from specgen.checkpoints.fingerprint import files_of, fingerprint, state_of
 from specgen.config import VERSION, EngineConfig, TemplateKwargs, UserError, require, shown
 from specgen.config.errors import DeviceLost
+from specgen.config.json_fields import load_json
 from specgen.config.urls import Url
 from specgen.core.engine_core import never_stop
 from specgen.core.garbage import rarely_collected
@@ -34,13 +35,22 @@ from specgen.jobs.prompt_index import REQUESTS, PromptIndex, index_prompts, keep
 from specgen.jobs.ray_engine import RayEngine
 from specgen.jobs.run_output import MAIN_FILES, FinishedRun, RunResult, complete_run
 from specgen.jobs.shards import WHOLE
-from specgen.prompts import Prompt, PromptSet, failure
-from specgen.record.files import write_json_lines, write_text
+from specgen.prompts import Prompt, PromptSet, Rejected, failure
+from specgen.prompts.load import RAW
+from specgen.prompts.prompt import asked_digest
+from specgen.record.files import Rows, whole_lines, write_json, write_json_lines, write_text
 from specgen.record.interrupt import StoppedError
 from specgen.record.mirror import mirrored
 from specgen.record.progress import Progress, Status, Tally, kept_status
-from specgen.record.provenance import FREE_IN_A_RUN, manifest, timestamp, with_recorded_date
-from specgen.record.record_rows import EngineRow
+from specgen.record.provenance import (
+    FREE_IN_A_RUN,
+    NAMES_OF_DATA,
+    machine_state,
+    manifest,
+    timestamp,
+    with_recorded_date,
+)
+from specgen.record.record_rows import EngineRow, RequestRow
 from specgen.record.results import (
     PROMPTS,
     RunDirectory,
@@ -107,8 +117,13 @@ def _run(
             with phase("fingerprints"):
                 asked = work.manifest(with_fingerprints=output is not None)
             take_over(path, asked, free=FREE_IN_A_RUN)
+            is_corrected = job.retry_errors and work.take_corrections(path, asked)
             require_same(path / "manifest.json", asked, free=FREE_IN_A_RUN, remedy=_REMEDY)
             run = complete_run(path, job, status.admit(), work.index)
+            require(
+                run is None or not job.retry_errors or is_corrected,
+                f"retry-errors is given, but no row of the run in {str(path)!r} failed: leave it out",
+            )
             if run is not None:
                 status.put_back()
                 if not (path / MAIN_FILES[job.format]).exists():
@@ -127,7 +142,10 @@ def _run(
                     for name, file in MAIN_FILES.items():  # what an earlier command left lacks rows
                         if name == job.format or (path / file).exists():
                             run.export(name)
-                    status.finish(run.write_report(baseline).status())
+                    # ranks and workers are processes of their own, whose load is not told from that of others
+                    alone = job.cluster is None and work.config.tensor_parallel == 1
+                    states = (asked["state"], *([machine_state()] if alone else []))
+                    status.finish(run.write_report(baseline, *states).status())
         return run.result(work.first)
 
 
@@ -228,6 +246,47 @@ class _Work:
             "settings": self._settings(),
         }
 
+    def take_corrections(self, path: Path, asked: Mapping[str, Any]) -> bool:
+        """Make the run in ``path`` one of the prompts as they are now; whether they were others.
+
+        ``UserError`` without a run there, and where another setting or a row that has an answer is not as it was.
+        """
+        file = path / "manifest.json"
+        require(
+            file.exists(), f"retry-errors is given, but output {str(path)!r} holds no run yet: leave it out"
+        )
+        earlier, of_data = load_json(file, _REMEDY), {"data.sha256", *NAMES_OF_DATA}
+        require_same(file, asked, free=of_data.union(FREE_IN_A_RUN), remedy=_REMEDY)
+        if earlier["data"]["sha256"] == asked["data"]["sha256"]:
+            return False
+        for answered in (path, path / "baseline"):
+            self._require_unchanged(Rows(answered / "completions.jsonl"))
+        of_rows = {"data", "rows set their own"}
+        kept = {name: text for name, text in earlier["settings"].items() if name not in of_rows}
+        now = {name: text for name, text in asked["settings"].items() if name in of_rows}
+        changed = {"data": asked["data"], "files": asked["files"], "settings": kept | now}
+        write_json(file, {**earlier, **changed})
+        return True
+
+    def _require_unchanged(self, answered: Rows) -> None:
+        """``UserError`` unless every row with an answer is in the prompts, as it was asked."""
+        remedy = (
+            "--retry-errors takes other rows for failed ones alone; put it back, or start over with --restart"
+        )
+        gone = {*answered}
+        for prompt in self.prompts.select(self.index.rows):
+            for turn, name in enumerate(prompt.turn_ids, start=1):
+                if name in gone:
+                    gone.remove(name)
+                    was = RequestRow.of_row(answered[name]).asked
+                    require(
+                        isinstance(prompt, Prompt) and was == asked_digest(prompt, turn),
+                        f"{shown(name)} has an answer, but its row in {self.prompts.name} is not what was asked: "
+                        f"{remedy}",
+                    )
+        for name in gone:
+            raise UserError(f"{shown(name)} has an answer, but no row in {self.prompts.name}: {remedy}")
+
     def _settings(self) -> dict[str, str]:
         """The configuration as a report shows it, by label."""
         job, config, checkpoints = self.job, self.config, self.checkpoints
@@ -289,10 +348,17 @@ class _Work:
             self.progress.see(row)
             self.status.see(row)
 
+        def begin() -> None:
+            seconds, total, done = self.startup.take(), self.index.num_requests, len(files.completions)
+            if config.device != "cpu":
+                self.progress.ready(name, seconds)
+            self.status.begin(tally, total=total, done=done, startup=seconds)
+            self.progress.start(name, tally, total, done)
+
         name = "plain decoding" if config.draft_length.most == 0 else "speculative decoding"
-        if config.device != "cpu":
+        if config.device != "cpu" or self.job.cluster is not None:
             self.progress.prepare(name)
-        engine = self._engine(config, record)
+        engine = self._engine(config, record, begin)
         require(
             not self._has_changed(),
             f"{self.prompts.name} has changed since this run has read it: put back what it was, or start over "
@@ -300,15 +366,13 @@ class _Work:
         )
         if self.index.has_chats:
             engine.tokenizer.require_chat_template()
-        seconds = self.startup.take()
-        if config.device != "cpu":
-            self.progress.ready(name, seconds)
-        first = self._first_ids(files)
-        total, done = self.index.num_requests, len(files.completions)
-        self.status.begin(tally, total=total, done=done, startup=seconds)
-        self.progress.start(name, tally, total, done)
+        elif engine.tokenizer.chat_template and config is self.config and self.prompts.are_raw(self.first):
+            self.progress.warn(RAW)
+        if isinstance(engine, Engine):  # else its workers are still to start
+            begin()
+        first, done_rows, open_prompts = self._first_ids(files), files.completions, dict[str, Prompt]()
         outputs = engine.generate(
-            self.prompts.select(self.index.pending(files.completions)),
+            _noted(self.prompts.select(self.index.pending(done_rows)), done_rows, open_prompts),
             self.job.sampling,
             earlier=files.texts,
             lost=_read_lost(files.path),
@@ -317,7 +381,7 @@ class _Work:
         try:
             with rarely_collected():  # also while its texts are written
                 for output in outputs:
-                    self._keep(output, files)
+                    self._keep(_with_digest(output, open_prompts.pop(output.id, None)), files)
         except DeviceLost as lost:
             _note_lost(files.path, lost)
             if not self.until():
@@ -349,7 +413,9 @@ class _Work:
         rows = self.prompts.select(self.index.pending(files.completions))
         return [row.turn_ids[0] for row in islice((row for row in rows if isinstance(row, Prompt)), _FIRST)]
 
-    def _engine(self, config: EngineConfig, record: Callable[[EngineRow], None]) -> Engine | RayEngine:
+    def _engine(
+        self, config: EngineConfig, record: Callable[[EngineRow], None], ready: Callable[[], None]
+    ) -> Engine | RayEngine:
         sampling, config = self.job.sampling, _with_rows_for(self.index, config)
         asked = [sampling]
         for row in self.index.sampling:
@@ -357,7 +423,8 @@ class _Work:
                 asked.append(replace(sampling, **row))
         expected = most_demanding(asked)
         if self.job.cluster is not None:
-            return RayEngine(config=config, cluster=self.job.cluster, record=record, expected=expected)
+            cluster = self.job.cluster
+            return RayEngine(config=config, cluster=cluster, record=record, expected=expected, ready=ready)
         if self.models is None:
             self.models = (
                 load_models(config, self.checkpoints, expected)
@@ -384,17 +451,34 @@ class _Work:
         done, failed, total = len(files.completions), len(files.errors), self.index.num_requests
         if self._too_many(files):
             raise TooManyFailuresError(
-                f"{failed} requests failed, more than max-failures {self.job.max_failures}; "
-                f"{done} of {total} are done"
+                f"{failed:,} requests failed, more than max-failures {self.job.max_failures}; "
+                f"{done:,} of {total:,} are done"
             )
         if done + failed < total and _all_failed(files, first):
             reason = failure(first[0], str(files.errors[first[0]]["error"]))
             raise TooManyFailuresError(
-                f"the first {_FIRST} of {total} requests all failed, and none is done ({reason}): fix that, or "
+                f"the first {_FIRST} of {total:,} requests all failed, and none is done ({reason}): fix that, or "
                 "let the others run with --max-failures"
             )
         if done + failed < total:
-            raise StoppedError(f"interrupted with {done} of {total} requests done")
+            raise StoppedError(f"interrupted with {done:,} of {total:,} requests done")
+
+
+def _noted(
+    prompts: Iterator[Prompt | Rejected], done: Container[str], into: dict[str, Prompt]
+) -> Iterator[Prompt | Rejected]:
+    """``prompts``, each of them kept by the ids of its turns that are not ``done``."""
+    for prompt in prompts:
+        if isinstance(prompt, Prompt):
+            into.update((name, prompt) for name in prompt.turn_ids if name not in done)
+        yield prompt
+
+
+def _with_digest(output: RequestOutput, prompt: Prompt | None) -> RequestOutput:
+    """``output`` with what it was asked, a turn of ``prompt``, in its record."""
+    if prompt is None or output.record is None:
+        return output
+    return replace(output, record=replace(output.record, asked=asked_digest(prompt, output.turn)))
 
 
 def _all_failed(files: RunDirectory, first: Sequence[str]) -> bool:
@@ -419,7 +503,7 @@ def _read_lost(directory: Path) -> dict[str, list[str]]:
 
 def _lost_rows(directory: Path) -> list[dict[str, str]]:
     path = directory / _LOST
-    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+    return [json.loads(line) for _, line in whole_lines(path)] if path.exists() else []
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from itertools import accumulate, islice
@@ -15,6 +15,7 @@ from specgen.jobs.job import Job
 from specgen.jobs.prompt_index import PromptIndex
 from specgen.prompts import Prompt, failure
 from specgen.record.files import Rows, replacement, write_json, write_json_lines, write_text
+from specgen.record.provenance import busy
 from specgen.record.record_rows import RequestRow, read_passes
 from specgen.record.results import units_in
 from specgen.report import tables
@@ -91,8 +92,13 @@ class FinishedRun:
     def _manifest(self) -> dict[str, Any]:
         return load_json(self._path / "manifest.json", "generate into another directory")
 
-    def write_report(self, baseline: "FinishedRun | None") -> Report:
-        """Write ``report.json``, which is returned, and ``report.html``; ``baseline`` is the plain run."""
+    def write_report(
+        self, baseline: "FinishedRun | None", *states: Mapping[str, Any], busy_shard: str = ""
+    ) -> Report:
+        """Write ``report.json``, which is returned, and ``report.html``; ``baseline`` is the plain run.
+
+        ``states`` of the machine are those after its start; ``busy_shard`` is what a shard says of them.
+        """
         record = self._manifest
         texts, same = RunTexts(self._completions), list[bool]()
         report = self._report(
@@ -103,6 +109,7 @@ class FinishedRun:
             sampled |= "temperature" in record["data"].get("own_parameters", [])
             plain = baseline._report(0, baseline._requests(None, []))
             report = report.with_baseline(plain, same, sampled=sampled)
+        report = replace(report, busy=busy(record.get("state", {}), *states) or busy_shard)
         shown = (
             texts.shown(known_tokenizer(record["engine"]["model"]))
             if record.get("steps", True)

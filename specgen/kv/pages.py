@@ -61,9 +61,14 @@ class PageAllocator:
         given = [pages.pop() for _ in range(len(pages))]
         return [page for page in given if self._give_back(page)]
 
-    def num_known(self, digests: Sequence[bytes]) -> int:
-        """How many of the first pages of a text, by ``extend_digests``, somebody has computed."""
-        return len(self._known(digests))
+    def num_known(self, digests: Sequence[bytes], before: int = 0) -> int:
+        """About how many of the first pages of a text, by ``extend_digests``, somebody has computed.
+
+        ``before`` is what this has said of the text before: if the last of those pages is still known, so are, as a
+        rule, those in front of it, and only what may have come since is looked up.
+        """
+        first = before if self._known(digests[before - 1 : before]) else 0
+        return first + len(self._known(digests[first:]))
 
     def reuse(self, pages: list[int], digests: Sequence[bytes]) -> int:
         """Extend the empty ``pages`` by those pages; returns how many they are."""

@@ -15,6 +15,7 @@ def _names(text: str) -> frozenset[str]:
 
 _LONGEST, _MOST = 40, 12  # characters of a key, and keys, that are printed
 _OF_A_LAYER = "layers that do so are of other families, use a checkpoint of a supported one"
+_HALVES = "rotated numbers of a head are its halves: reorder the rows of q and k"
 _OFF = (None, False, 0)
 Only = Mapping[str, tuple[tuple[object, ...], str]]
 # Values that are supported, and why no other is. What other families compute with is held to having no effect.
@@ -25,8 +26,9 @@ _ONLY: Only = {
     "attention_chunk_size": ((None,), _OF_A_LAYER),
     **dict.fromkeys(
         ("is_neox_style", "rope_is_neox_style"),
-        ((True, None), "rotated numbers of a head are its halves: reorder the rows of q and k"),
+        ((True, None), _HALVES),
     ),
+    "rope_interleaved": ((False, None), _HALVES),
     "kv_sharing_modes": ((None,), _OF_A_LAYER),
     "per_layer_config": ((None, {}), "layers of one model have one shape here: use another checkpoint"),
     "fusion_config": ((None, {}), "remove it, or save the weights as it fuses them"),
@@ -67,7 +69,8 @@ _OF_HYBRIDS: Only = {
 # Why no logit depends on them, and the keys of that kind
 _NO_EFFECT: Mapping[str, str] = {
     "where it comes from": "_name_or_path name_or_path _commit_hash transformers_version model_type auto_map "
-    "synthetic_weights unsloth_fixed unsloth_version for_llm_compressor",  # code of a checkpoint is never run
+    "synthetic_weights unsloth_fixed unsloth_version for_llm_compressor is_llama_config "
+    "transformers.js_config",  # code of a checkpoint is never run
     "training": "attention_dropout hidden_dropout embd_pdrop resid_pdrop attn_pdrop classifier_dropout "
     "initializer_range gradient_checkpointing router_aux_loss_coef aux_loss_alpha seq_aux ep_size "
     "router_jitter_noise output_router_logits",

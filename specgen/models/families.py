@@ -161,6 +161,9 @@ def head_family_of(config: Raw, tensors: Set[str]) -> HeadFamily:
     for family in HEAD_FAMILIES.values():
         if family.recognize(config, tensors):
             return family
+    model = next((name for name in architectures(config) if name in FAMILIES), None)
+    is_whole = model is not None and any(name.endswith("embed_tokens.weight") for name in tensors)
+    require(not is_whole, f"it is a whole model, {model}")
     raise UserError("; ".join(family.refusal for family in HEAD_FAMILIES.values()))
 
 

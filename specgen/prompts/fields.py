@@ -18,6 +18,7 @@ _NAMES = frozenset(SAMPLING_FIELDS)
 _name_of = itemgetter(0)
 LONGEST_ID = 512  # characters
 _LIMIT = 2**63  # of the magnitude of an integer
+_EXACT = 2**53  # up to which floats have all integers
 # Of a row: that of the prompt.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _CONTENT_OF = {role: f"the content of a {role} message" for role in _ROLES}
@@ -60,8 +61,14 @@ def number(value: object, what: str) -> float:
     return value  # type: ignore[return-value]
 
 
+def unfloated(value: object) -> object:
+    """3 for 3.0, as tables hold whole numbers in a column with a gap; other values, also rounded ones, as they are."""
+    return int(value) if type(value) is float and value.is_integer() and abs(value) < _EXACT else value
+
+
 def whole(value: object, what: str) -> int:
-    """``value`` if it is an integer of 64 bits."""
+    """``value`` if it is an integer of 64 bits, which may be written as 3.0."""
+    value = unfloated(value)
     if type(value) is not int:
         raise UserError(f"{what} is {shown(value)}: use a whole number")
     if not -_LIMIT <= value < _LIMIT:
@@ -86,7 +93,7 @@ def token_ids(value: object, what: str) -> tuple[int, ...]:
 
 def category(row: Mapping[str, Any]) -> str | None:
     """The category of ``row``, which may have none; a whole number is as good a name."""
-    value = row.get("category")
+    value = unfloated(row.get("category"))
     if type(value) is int:
         return str(value)
     return None if value is None else checked_text(value, "category")
@@ -101,8 +108,7 @@ def label(row: Mapping[str, Any], name: str = "category") -> str | None:
 def chat(value: object) -> tuple[Message, ...]:
     """The messages of a chat that ends with the user.
 
-    ``content`` is a string or a list of text parts, joined by line breaks as in vLLM for templates that take strings.
-    The role ``developer`` is the newer name of ``system``.
+    ``content`` is a string or a list of text parts. The role ``developer`` is the newer name of ``system``.
     """
     messages = tuple(_message(item) for item in checked_list(value, "messages"))
     if messages[-1].role != "user":
@@ -120,16 +126,16 @@ def _message(value: object) -> Message:
     for name in ("tool_calls", "function_call"):
         if value.get(name):
             raise UserError(f"a message has {name}, which is not supported: give only its text")
-    if isinstance(content, list):
-        content = "\n".join(_part(item) for item in content)
-    return Message(role=known, content=checked_text(content, _CONTENT_OF[str(role)]))
+    parts = tuple(map(_part, content)) if isinstance(content, list) else None
+    text = checked_text(content if parts is None else "".join(parts), _CONTENT_OF[str(role)])
+    return Message(role=known, content=text if parts is None else parts)
 
 
 def _part(value: object) -> str:
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(value, dict) or kind != "text":
         raise UserError(f"a part of a message is of type {shown(kind)}: use text")
-    return checked_text(value.get("text"), "the text of a part")
+    return character_string(value.get("text"), "the text of a part")
 
 
 def read_sampling(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -321,7 +321,7 @@ class Reading:
         "Prompts",
         "A text is the user's message in the chat template, or is taken as it is.",
         off="raw",
-        shown="as its kind of row has it",
+        shown="depends on the row's fields",
     )
 
     def __post_init__(self) -> None:
@@ -353,7 +353,7 @@ class Reading:
         if len(prompt.messages) > 1 or prompt.follow_ups:
             raise UserError("several messages or turns need the chat template: leave out --raw")
         if prompt.messages:
-            return replace(prompt, text=prompt.messages[0].content, messages=())
+            return replace(prompt, text=prompt.messages[0].text, messages=())
         return prompt
 
 

@@ -132,7 +132,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         repeated = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
-        raise UserError(f"{shown(repeated)} is there twice in one object: keep the one that is meant")
+        raise UserError(f"the key {shown(repeated)} appears twice in one object: remove one")
     return found
 
 

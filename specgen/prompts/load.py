@@ -14,7 +14,7 @@ from typing import Any
 from specgen.config import UserError, bundled, option, require, shown
 from specgen.config.errors import did_you_mean, nearest
 from specgen.config.urls import Url, is_url, location
-from specgen.prompts.fields import LONGEST_ID, SAMPLING_FIELDS, checked_text
+from specgen.prompts.fields import LONGEST_ID, SAMPLING_FIELDS, checked_text, unfloated
 from specgen.prompts.formats import (
     AS_IT_IS,
     DATASETS,
@@ -38,7 +38,7 @@ _NAMES = ("bundled", *DATASETS)
 _LONGEST_REASON = 300  # characters, however long the row is
 _MEANT = (*CONTENT_FIELDS, *SAMPLING_FIELDS)  # what changes a text
 _KNOWN = frozenset((*_MEANT, "id", "custom_id", "category"))
-# what other engines or data sets heed
+# what other engines or data sets use
 _UNSUPPORTED = frozenset(
     (
         *("system", "system_prompt", "tools", "functions", "response_format", "n", "best_of"),
@@ -49,6 +49,10 @@ _LIKENESS = 0.82  # finds temprature and max_new_tokens, not the fields of data 
 _LONGEST_NAME = 64  # characters of a name that is compared
 _MOST = 16  # names
 _FEW = 8  # rows, of which one has a mistake
+RAW = (
+    "all prompts are raw text, but the model has a chat template: a chat model may end raw text at once. Add --chat to "
+    "ask them as a user's message (or give rows with messages), or --raw if they are meant as they are"
+)
 TEXT = "a text without fields: taken as it is, without the chat template"
 
 
@@ -199,6 +203,12 @@ class PromptSet:
         """Those that a user knows: none of the hub or of standard input."""
         return self.source.files if self.source.keeps is None else ()
 
+    def are_raw(self, prompts: Iterable[Prompt | Rejected]) -> bool:
+        """Whether ``prompts`` are a user's rows of raw text that nobody has said to leave raw (see ``RAW``)."""
+        found = [each for each in prompts if isinstance(each, Prompt)]
+        left_open = self.is_own and self.how.chat is None and bool(found)
+        return left_open and all(each.text is not None and each.endpoint is None for each in found)
+
     def key(self) -> str | None:
         """Equal for sets of one name that read equal files in the same way; None for data that are not in files."""
         content = self.source.digest()
@@ -220,8 +230,8 @@ class DataSource:
         "bundled, mt-bench, sharegpt, gsm8k, spec-bench, speed-bench, humaneval (mt-bench, gsm8k and humaneval also as "
         "a published table asks them: gsm8k:dspark, gsm8k:vllm), or a file of rows with prompt, messages or "
         "prompt_token_ids, of an OpenAI batch, or of a public set: JSON lines, CSV or lines of text, gzipped or "
-        "not, or Parquet, also as a URL (s3://, gs://, az://, hf://). - is standard input; with --split a data set on "
-        "the hub.",
+        "not, Parquet, Arrow, or a directory from save_to_disk of datasets; also as a URL (s3://, gs://, az://, "
+        "hf://). - is standard input; with --split a data set on the hub.",
     )
     data_path: Path | Url | None = option(
         None,
@@ -295,9 +305,14 @@ def _open(dataset: str, data_path: Path | Url | None, split: str | None) -> tupl
 def _open_split(dataset: str, split: str) -> Source:
     """A split of a data set on the hub, as ``ID`` or ``ID:CONFIG``, or of a directory laid out like one."""
     require(
-        dataset not in ("bundled", STDIN) and not is_url(dataset) and not Path(dataset).is_file(),
+        dataset not in ("bundled", STDIN)
+        and not is_url(dataset)
+        and not Path(dataset).is_file()
+        and not (Path(dataset) / "state.json").is_file(),  # one table, saved by ``datasets``
         f"split is {split!r} but dataset is {dataset!r}, which has none: leave --split out",
     )
+    if (Path(dataset) / "dataset_dict.json").is_file():  # saved by ``datasets``
+        return read_path(Path(dataset) / split)
     path, _, name = (dataset, "", "") if Path(dataset).exists() else dataset.partition(":")
     return read_hub(dataset, HubSource(path=path, name=name or None, split=split), _CHECK)
 
@@ -370,6 +385,7 @@ def _own_id(row: Mapping[str, Any], id_keys: Sequence[str]) -> str | None:
         return None
     if type(value) is str and value.isprintable() and len(value) <= LONGEST_ID and value.strip():
         return value
+    value = unfloated(value)
     if type(value) not in (str, int):  # not `require`, which would format its message for every row
         raise UserError(f"{key} is {shown(value)}: use a string or a whole number")
     row_id = checked_text(str(value), key)

@@ -46,9 +46,10 @@ def parse_own(row_id: str, row: Mapping[str, Any], *, endpoint: str | None = Non
     given = [key for key in CONTENT_FIELDS if row.get(key) is not None]
     if len(given) != 1:  # not `require`, which would format its message for every row
         near = "" if given else next(filter(None, map(_misspelt, row)), "")
+        fields = ", ".join(name if value is not None else f"{name} (null)" for name, value in row.items())
         raise UserError(
             f"{' and '.join(given) or 'no prompt'}: a row takes one of {', '.join(CONTENT_FIELDS)}{near}, or "
-            f"name a field with --prompt-field; this one has {shown(', '.join(row)) if row else 'none'}"
+            f"name a field with --prompt-field; this one has {shown(fields) if row else 'none'}"
         )
     name, content = given[0], row[given[0]]
     return Prompt(

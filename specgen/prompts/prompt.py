@@ -1,5 +1,6 @@
 """A prompt of a data set, and the token ids of its turns."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
@@ -99,8 +100,18 @@ class Prompt:
     def last_message(self) -> str:
         """The last message without the chat template, for printing."""
         if self.messages:
-            return self.messages[-1].content
+            return self.messages[-1].text
         return self.text if self.text is not None else f"{len(self.token_ids)} token ids"
+
+
+def asked_digest(prompt: Prompt, turn: int) -> str:
+    """16 digits for what ``turn``, counted from 1, asks and how: all of its row but its place and later turns."""
+    content = (
+        *(prompt.id, prompt.text, prompt.token_ids, prompt.category, prompt.endpoint),
+        *([(each.role, each.content) for each in prompt.messages], prompt.follow_ups[: turn - 1]),
+        sorted(prompt.sampling.items()),
+    )
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True)

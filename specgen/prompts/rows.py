@@ -1,4 +1,4 @@
-"""The sources of rows: files and stored objects (JSON, CSV, text, Parquet), directories, stdin, the hub."""
+"""The sources of rows: files and stored objects (JSON, CSV, text, Parquet, Arrow), directories, stdin, the hub."""
 
 import csv
 import gzip
@@ -17,13 +17,14 @@ from pathlib import Path, PurePath
 from typing import IO, Any, BinaryIO
 
 from specgen.config import UserError, first_line, require, shown
+from specgen.config.errors import stand_in
 from specgen.config.urls import Url
 from specgen.prompts.fields import SAMPLING_FIELDS
 from specgen.prompts.json_rows import Lines, OtherFormatError, Row, parsed, read_rows
 from specgen.prompts.json_rows import Source as JsonSource
-from specgen.storage import Store, StoredObject
+from specgen.storage import Store, StoredObject, file_digest
 
-_PARQUET_BATCH = 1024  # rows per read
+_BATCH = 1024  # rows of a table per read
 _LONGEST_CELL = 64 * 2**20  # characters
 # Of a CSV file: their cells are JSON values, but for a single stop string
 _JSON_COLUMNS = frozenset(SAMPLING_FIELDS)
@@ -31,12 +32,26 @@ _SAME_NAME = "two columns have the same name: rename one"
 _MARKS = {",": "comma", ";": "semicolon", "\t": "tab"}
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _OF_TEXT = (".jsonl", ".json", *_SEPARATORS, ".txt")
-_SUFFIXES = (*_OF_TEXT, *(f"{kind}.gz" for kind in _OF_TEXT), ".parquet")
+_OF_ARROW = (".arrow", ".feather")
+_SUFFIXES = (*_OF_TEXT, *(f"{kind}.gz" for kind in _OF_TEXT), ".parquet", *_OF_ARROW)
 _DOWNLOAD = "download it elsewhere and name the file or the directory with --data-path"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _OF_A_RUN = {".lock", "status.json"}  # from its start
 _OF_A_STORED_RUN = "parts.json"  # in a store, and in a copy from there
-_GZIP = b"\x1f\x8b"  # the start of a gzipped file, whatever its name
+# Starts of files, whatever their names
+_GZIP = b"\x1f\x8b"
+_PARQUET = b"PAR1"
+_ARROW_FILE, _ARROW_STREAM = b"ARROW1", b"\xff\xff\xff\xff"
+_PACKED = {
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"(\xb5/\xfd": "zstd",
+    b"PK\x03\x04": "zip",
+    b"7z\xbc\xaf": "7z",
+}
+_LONGEST_START = 64  # bytes
+# What ``save_to_disk`` of ``datasets`` writes beside its tables
+_STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 File = Path | StoredObject
 
 
@@ -82,9 +97,7 @@ class Source:
             ):  # what its store says is enough: to read it would take as long as a run
                 digest.update(f"{file.path.suffixes[-2:]} {file.size} {file.version} ".encode())
                 continue
-            digest.update(f"{file.suffixes[-2:]} {file.stat().st_size} ".encode())
-            with file.open("rb") as content:
-                digest.update(hashlib.file_digest(content, "sha256").digest())
+            digest.update(f"{file.suffixes[-2:]} {file_digest(file)} ".encode())
         return digest.hexdigest()
 
 
@@ -111,9 +124,10 @@ def read_hub(dataset: str, source: HubSource, remedy: str = _DOWNLOAD) -> Source
 def read_path(path: Path | Url, *, preferred: Sequence[str] = ()) -> Source:
     """The rows of a file, or of the data files of a directory in the order of their names; at a URL too.
 
-    Files are JSON lines, a JSON array, CSV or lines of text (all also gzipped), Parquet, or a pipe of JSON lines.
-    Of a directory hidden files and runs of specgen are left out, and of the others the first pattern of ``preferred``
-    that matches selects; where none does, all are read.
+    Files are JSON lines, a JSON array, CSV or lines of text (all also gzipped), Parquet, Arrow (Feather), or a pipe of
+    JSON lines. A directory may be what ``save_to_disk`` of ``datasets`` has written. Hidden files and runs of specgen
+    are left out, and of the others the first pattern of ``preferred`` that matches selects; where none does, all are
+    read.
     ``UserError`` for a path without data, and for a file that cannot be read.
     """
     if isinstance(path, Url):
@@ -156,11 +170,43 @@ def _of_files(path: Path | Url, files: Sequence[File], preferred: Sequence[str])
     """The rows of ``files``, which are ``path`` itself or all below it."""
     if [str(file) for file in files] == [str(path)]:
         return Source(read=partial(_read_file, files[0]), files=tuple(files))
-    data = [file for file in files if _pure(file).name.lower().endswith(_SUFFIXES)]
+    data = [file for file in _without_records(files) if _pure(file).name.lower().endswith(_SUFFIXES)]
     require(bool(data), f"{path} has no data file in it: use {', '.join(_SUFFIXES)}")
     choices = ([file for file in data if _pure(file).match(pattern)] for pattern in preferred)
     chosen = next((choice for choice in choices if choice), data)
     return Source(read=partial(_read_files, chosen), files=tuple(chosen))
+
+
+def _without_records(files: Sequence[File]) -> list[File]:
+    """``files`` without what is beside the tables of data sets that were saved by ``datasets``: records and caches."""
+    by_path = {_pure(file): file for file in files}
+    for path, file in by_path.items():
+        if path.name == _SPLITS:
+            splits = _json_of(file).get("splits", ())
+            require(
+                len(splits) == 1,
+                f"{path.parent} has the splits {', '.join(map(str, splits))}: name one with --split, or its directory",
+            )
+    saved = {
+        path.parent: {path.with_name(each["filename"]) for each in _json_of(file).get("_data_files", ())}
+        for path, file in by_path.items()
+        if path.name == _STATE and path.with_name(_INFO) in by_path
+    }
+    for path in set().union(*saved.values()) - by_path.keys():
+        raise UserError(f"{path} is missing: {path.with_name(_STATE)} names it; save the data set again")
+    return [
+        file
+        for path, file in by_path.items()
+        if path.name != _SPLITS and (path.parent not in saved or path in saved[path.parent])
+    ]
+
+
+def _json_of(file: File) -> Mapping[str, Any]:
+    try:
+        with _open(file) as content:
+            return dict(json.load(content))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{file} cannot be read ({first_line(error)}): save the data set again") from error
 
 
 def _pure(file: File) -> PurePath:
@@ -201,18 +247,34 @@ def _read_file(path: File) -> Iterator[Row | Lines]:
         remedy += " and can be reached, then run the same command again"
     try:
         with _open(path) as file:
-            if _pure(path).suffix.lower() == ".parquet":
-                yield from _read_parquet(file)
+            start = file.peek(_LONGEST_START)[:_LONGEST_START]
+            _require_rows(start)
+            suffix = _pure(path).suffix.lower()
+            if start.startswith(_PARQUET) or suffix == ".parquet":
+                yield from _read_table(file, _parquet)
                 return
-            start = file.peek(2)[:2]
-            if start in _UTF_16:
-                raise OtherFormatError("not UTF-8 but UTF-16: save the file as UTF-8")
-            is_gzip = start == _GZIP
+            if start.startswith((_ARROW_FILE, _ARROW_STREAM)) or suffix in _OF_ARROW:
+                yield from _read_table(file, _arrow)
+                return
+            is_gzip = start.startswith(_GZIP)
             yield from _read_open(gzip.GzipFile(fileobj=file) if is_gzip else file, _pure(path).name)
     except OtherFormatError as error:
         raise UserError(f"{path}: {error}") from error
     except (OSError, EOFError, UserError, zlib.error) as error:
         raise UserError(f"{path} cannot be read ({first_line(error)}): {remedy}") from error
+
+
+def _require_rows(start: bytes) -> None:
+    """``OtherFormatError`` for the first bytes of a file that cannot be one of rows."""
+    if (other := stand_in(start)) is not None:
+        raise OtherFormatError(other)
+    if start.startswith(_UTF_16):
+        raise OtherFormatError("not UTF-8 but UTF-16: save the file as UTF-8")
+    for mark, name in _PACKED.items():
+        if start.startswith(mark):
+            raise OtherFormatError(
+                f"compressed as {name}, which is not read: unpack it, or compress it with gzip"
+            )
 
 
 def _read_open(file: JsonSource, name: str) -> Iterator[Row | Lines]:
@@ -225,17 +287,41 @@ def _read_open(file: JsonSource, name: str) -> Iterator[Row | Lines]:
         yield from read_rows(file, lines=kind == ".jsonl")
 
 
-def _read_parquet(file: BufferedReader) -> Iterator[Row]:
+_Batches = tuple[Any, Iterator[Any]]  # Arrow schema, and record batches
+
+
+def _parquet(file: BufferedReader) -> _Batches:
     from pyarrow.parquet import ParquetFile
 
+    table = ParquetFile(file)
+    return table.schema_arrow, table.iter_batches(batch_size=_BATCH)
+
+
+def _arrow(file: BufferedReader) -> _Batches:
+    """Of both formats of Arrow: files, which Feather is another name of, and streams, which ``datasets`` saves."""
+    from pyarrow import ipc
+
+    if file.peek(len(_ARROW_FILE)).startswith(_ARROW_FILE):
+        table = ipc.open_file(file)
+        batches = map(table.get_batch, range(table.num_record_batches))
+    else:
+        table = ipc.open_stream(file)
+        batches = iter(table)
+    parts = (batch.slice(at, _BATCH) for batch in batches for at in range(0, batch.num_rows, _BATCH))
+    return table.schema, parts
+
+
+def _read_table(file: BufferedReader, opened: Callable[[BufferedReader], _Batches]) -> Iterator[Row]:
     try:
-        with ParquetFile(file) as table:
-            names = table.schema_arrow.names
-            require(len({*names}) == len(names), _SAME_NAME)
-            batches = table.iter_batches(batch_size=_PARQUET_BATCH)
-            values = chain.from_iterable(batch.to_pylist() for batch in batches)
-            for number, value in enumerate(values, start=1):
-                yield parsed("row", number, value)
+        schema, batches = opened(file)
+        require(len({*schema.names}) == len(schema.names), _SAME_NAME)
+        gappy = [each.name for each in schema if str(each.type) == "double" and each.name in _JSON_COLUMNS]
+        values = chain.from_iterable(batch.to_pylist() for batch in batches)
+        for number, value in enumerate(values, start=1):
+            for name in gappy:
+                if value[name] != value[name]:  # NaN, with which numpy leaves a number out
+                    value[name] = None
+            yield parsed("row", number, value)
     except Exception as error:  # the library raises whatever its decoders raise
         raise UserError(first_line(error)) from error
 

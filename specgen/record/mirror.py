@@ -74,6 +74,7 @@ class _Manifest:
         """``UserError`` for what is no manifest."""
         try:
             found = json.loads(content)
+            require(found.pop("sha256", None) in (None, _digest(found)), "it has lost or gained something")
             files = {
                 str(name): tuple(Part(**part) for part in parts) for name, parts in found["files"].items()
             }
@@ -103,7 +104,11 @@ class _Manifest:
             "updated": timestamp(),
             "files": {name: [asdict(part) for part in parts] for name, parts in self.files.items()},
         }
-        return as_json(found).encode()
+        return as_json(found | {"sha256": _digest(found)}).encode()
+
+
+def _digest(manifest: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _read(store: Store) -> bytes | None:
@@ -380,11 +385,14 @@ def _set_aside(store: Store) -> None:
     if MANIFEST not in store.top():
         return
     numbers = (Store.at(Url(f"{store.url}.{number}")) for number in count(1))
-    free, names = next(each for each in numbers if not each.top()), store.names()
+    free = next(each for each in numbers if not each.top())
+    # The manifest last, both times: a kill meanwhile leaves this a run, which the same command sets aside again, and
+    # a copy that is not whole none
+    names = sorted(store.names(), key=lambda name: name == MANIFEST)
     for name in names:
         store.copy(name, free)
-    store.remove([MANIFEST])  # without it the rest is no run
-    store.remove([name for name in names if name != MANIFEST])
+    store.remove(names[:-1])
+    store.remove([MANIFEST])
 
 
 # --- from a store -------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The progress of a run: on a display, and in ``status.json`` for other processes."""
 
 import json
+import math
 import os
 import socket
 import time
@@ -15,29 +16,32 @@ from specgen.record.provenance import timestamp
 from specgen.record.record_rows import EngineRow, PassRow
 
 State = Literal["reading", "preparing", "running", "finished", "interrupted", "failed"]
+WORKING: tuple[State, ...] = ("reading", "preparing", "running")  # of a process that has not ended
 _INTERVAL = 1.0  # seconds between two writes
 
 
 class Tally:
-    """Counts of the passes of one engine."""
+    """Counts of the passes of one engine, or of a cluster's; its time begins with the first of them."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        self.seconds = 0.0
+        self._began, self._ended = math.inf, -math.inf
         self._num_drafting = 0
         self._num_accepted = 0
 
     def see(self, row: EngineRow) -> None:
         if isinstance(row, PassRow):
             self.num_tokens += row.num_tokens
-            self.seconds = row.time
+            self._began = min(self._began, row.time - row.seconds)
+            self._ended = max(self._ended, row.time)
             self._num_drafting += row.num_drafting
             self._num_accepted += row.num_accepted
 
     @property
     def tokens_per_second(self) -> float | None:
         """None before the first step."""
-        return self.num_tokens / self.seconds if self.seconds > 0 else None
+        seconds = self._ended - self._began
+        return self.num_tokens / seconds if seconds > 0 else None
 
     @property
     def acceptance_length(self) -> float | None:

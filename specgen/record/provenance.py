@@ -1,9 +1,11 @@
 """The manifest of a run: arguments, versions, machine, checkpoint fingerprints; and in what two of them differ."""
 
+import math
 import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import fields, replace
 from datetime import UTC, datetime
@@ -32,7 +34,6 @@ FREE_IN_A_RUN = (  # no effect on texts; checkpoints are compared by fingerprint
     *MACHINE,
     "device.threads",
     "device.memory_bytes",
-    "data.data_path",
     "data.own_parameters",  # as the digest has it
     "versions.python",
     "versions.datasets",
@@ -47,6 +48,8 @@ _ASKED = {  # of nvidia-smi, by field
     "gpu_use_percent": "utilization.gpu",
 }
 _TIMEOUT = 10.0  # seconds: a sick driver must not stop a run
+_BUSY = 0.5  # share of the CPUs, or of the GPU
+_MINUTE = 60.0  # the time constant of the load average
 
 
 def manifest(
@@ -170,6 +173,10 @@ _OPTIONS = {  # by the field that keeps an option
 _DEFAULTS = {"steps": True, "engine.kv_dtype": "model", "engine.tensor_parallel": 1}  # not recorded
 _NAMED = 3  # files
 _DIGESTS = ("fingerprints.model", "fingerprints.drafter", "data.sha256")
+# What only says where prompts were, or how many were asked for. Where both manifests have a digest of the prompts
+# themselves, of a run or of a bench, that one decides
+NAMES_OF_DATA = ("data.dataset", "data.data_path", "data.num_prompts")
+_DIGESTS_OF_DATA = ("data.sha256", "data.requests")
 
 
 def differences(earlier: Mapping[str, Any], now: Mapping[str, Any], free: Container[str] = ()) -> list[str]:
@@ -189,11 +196,18 @@ def differences(earlier: Mapping[str, Any], now: Mapping[str, Any], free: Contai
 
 
 def _follows(name: str, unlike: list[str], left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
-    """Whether another difference, which is listed, is why ``name`` differs."""
+    """Whether ``name`` need not be listed: another difference says why it differs, or it decides nothing."""
+    if name in NAMES_OF_DATA:
+        return same_prompts(left, right)
     if name == "data.sha256":
-        return not {"data.dataset", "data.num_prompts"}.isdisjoint(unlike)
+        return not set(NAMES_OF_DATA).isdisjoint(unlike)
     drafters = left.get("engine.drafter"), right.get("engine.drafter")
     return name == "fingerprints.drafter" and None in drafters and "engine.num_spec_tokens" in unlike
+
+
+def same_prompts(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
+    """Whether two manifests, with dotted names, have a digest of their prompts, and the same one."""
+    return any(left.get(name) == right.get(name) is not None for name in _DIGESTS_OF_DATA)
 
 
 def _of_values(name: str, left: Mapping[str, Any], right: Mapping[str, Any]) -> str:
@@ -249,15 +263,45 @@ def _state(file: Mapping[str, Any]) -> str:
 
 
 def machine_state(uuid: str | None = None) -> dict[str, Any]:
-    """Load average of the last minute, number of CPUs, and what nvidia-smi says of the GPU ``uuid``.
+    """Load average of the last minute without this process, number of CPUs, and what nvidia-smi says of GPU ``uuid``.
 
     What cannot be read is left out.
     """
+    own = _OWN.now()
     try:
-        load = {"load": round(os.getloadavg()[0], 2), "cpus": num_cpus()}
+        load = {"load": round(max(0.0, os.getloadavg()[0] - own), 2), "cpus": num_cpus()}
     except (OSError, AttributeError):  # not on every system
         load = {}
     return load | ({} if uuid is None else _gpu(uuid))
+
+
+class _OwnLoad:
+    """The part of the load average that this process makes, with the programs that it has run and waited for."""
+
+    def __init__(self) -> None:
+        self._time, self._cpu_seconds, self._load = time.monotonic(), 0.0, 0.0
+
+    def now(self) -> float:
+        """By the CPU time since the last call, as the kernel averages: the past fades with each second."""
+        now, cpu_seconds = time.monotonic(), sum(os.times()[:4])
+        if (elapsed := now - self._time) > 0:
+            kept = math.exp(-elapsed / _MINUTE)
+            self._load = kept * self._load + (1 - kept) * (cpu_seconds - self._cpu_seconds) / elapsed
+            self._time, self._cpu_seconds = now, cpu_seconds
+        return self._load
+
+
+_OWN = _OwnLoad()
+
+
+def busy(*states: Mapping[str, Any]) -> str:
+    """What makes speeds doubtful where the machine was in one of these states; empty on a quiet one."""
+    for state in states:
+        if state.get("load", 0) > _BUSY * state.get("cpus", 1):
+            return f"load {state['load']:g} of other programs on {state.get('cpus', 1)} CPUs"
+        if state.get("gpu_use_percent", 0) > 100 * _BUSY:
+            return f"the GPU was {state['gpu_use_percent']:g} % in use before"
+    return ""
 
 
 def num_cpus() -> int:

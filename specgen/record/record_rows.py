@@ -10,7 +10,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from specgen.config import CONFIDENCE_LEVELS, UserError, require
+from specgen.config import CONFIDENCE_LEVELS, UserError, first_line, require
+from specgen.record.files import whole_lines
 
 PARTS = ("reasoning", "answer")
 
@@ -140,6 +141,19 @@ def turn_id(conversation: str, turn: int) -> str:
     return conversation if turn == 1 else f"{conversation}/turn-{turn}"
 
 
+_COPY = "\0"  # in no id of a row
+
+
+def copy_id(request: str, number: int) -> str:
+    """The id of a request for which the same is drawn as for ``request``."""
+    return f"{request}{_COPY}{number}"
+
+
+def drawn_as(request: str) -> str:
+    """The inverse of ``copy_id``; the id itself of a request that is no copy."""
+    return request.partition(_COPY)[0]
+
+
 def conversation_of(request: str, turn: int) -> str:
     """The id of the conversation whose ``turn`` this ``request`` asks; the inverse of ``turn_id``."""
     return request if turn == 1 else request.removesuffix(f"/turn-{turn}")
@@ -164,7 +178,7 @@ class RequestRow:
 
     ``steps`` is None where they were not kept; ``counts`` are theirs, and ``parts`` as from ``count_parts`` where the
     text has reasoning. An answer ``is_empty`` without a character, where the row has it. ``unit`` is that of
-    ``units_of``, where the conversation has one.
+    ``units_of``, where the conversation has one. ``asked`` is a digest of the row of the input, where that is known.
     """
 
     name: str
@@ -184,6 +198,7 @@ class RequestRow:
     steps: Sequence[Step] | None
     is_empty: bool = False
     unit: str = ""
+    asked: str = ""
 
     def to_json(self, *, with_steps: bool = True) -> dict[str, Any]:
         """The ``record`` of a row, which has the other fields itself; see ``of_row``."""
@@ -191,6 +206,8 @@ class RequestRow:
             name: getattr(self, name)
             for name in ("session", "arrival", "first_token", "ended", "num_cached_tokens", "counts")
         }
+        if self.asked:
+            found["asked"] = self.asked
         if self.num_turns > 1:
             found["num_turns"] = self.num_turns
         if self.parts is not None:
@@ -205,12 +222,31 @@ class RequestRow:
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any], units: Mapping[str, str] | None = None) -> Self:
-        """From a row of ``completions.jsonl``; ``UserError`` for one of a version that kept no record in it."""
+        """From a row of ``completions.jsonl``; ``UserError`` for one of a version that kept no record in it.
+
+        So it is for one that another program has damaged.
+        """
         require(
             "record" in row,
             f"the row of {row.get('id')!r} has no record, as in earlier versions: generate into a new directory",
         )
-        record, num_tokens, turn = row["record"], len(row["token_ids"]), row.get("turn", 1)
+        try:
+            return cls._of_row(row, row["record"], units or {})
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"completions.jsonl: the row of {row.get('id')!r} is damaged ({type(error).__name__}: "
+                f"{first_line(error)}): remove that line, and run the same command again"
+            ) from error
+
+    @classmethod
+    def _of_row(cls, row: Mapping[str, Any], record: Mapping[str, Any], units: Mapping[str, str]) -> Self:
+        num_tokens, turn, parts = len(row["token_ids"]), row.get("turn", 1), record.get("parts")
+        every = [record["counts"], *(() if parts is None else (parts["steps"][part] for part in PARTS))]
+        for counts in every:
+            _require_counts(counts)
+        numbers = record["arrival"], record["ended"], record["num_cached_tokens"], row["num_prompt_tokens"]
+        sum(numbers, record["first_token"] or 0.0)  # a TypeError of anything else
+        int(record["session"].rpartition("-")[2])
         return cls(
             name=row["id"],
             session=record["session"],
@@ -225,10 +261,11 @@ class RequestRow:
             first_token=record["first_token"],
             ended=record["ended"],
             counts=record["counts"],
-            parts=record.get("parts"),
+            parts=parts,
             steps=_steps(record["steps"], num_tokens) if "steps" in record else None,
             is_empty="text" in row and not row["text"].strip(),
-            unit=(units or {}).get(conversation_of(row["id"], turn), ""),
+            unit=units.get(conversation_of(row["id"], turn), ""),
+            asked=record.get("asked", ""),
         )
 
     def moved(self, seconds: float) -> Self:
@@ -256,6 +293,16 @@ class RequestRow:
         """1 + accepted / drafts over steps with drafts; None without one."""
         steps = sum(self.counts["histogram"])
         return 1 + sum(self.counts["accepted"]) / steps if steps else None
+
+
+def _require_counts(found: Mapping[str, Any]) -> None:
+    """``ValueError``, or what a wrong type raises, unless ``found`` are counts as ``StepCounts.of_row`` takes them."""
+    known = vars(StepCounts(len(found["drafted"])))
+    for name in ("reached", "accepted", "histogram", *found):
+        own, value = known[name], found[name]
+        is_one = len(value) == len(own) and sum(value) >= 0 if isinstance(own, list) else int(value) == value
+        if not is_one:
+            raise ValueError(f"record.counts.{name} is {value}")
 
 
 def _steps(arrays: Mapping[str, Any], num_tokens: int) -> list[Step]:
@@ -398,13 +445,11 @@ def from_line(line: str) -> Row:
 
 def read_passes(path: Path) -> Iterator[Row]:
     """The rows of a ``passes.jsonl`` in order, but for a last one that a kill, or a write at this moment, has cut."""
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.endswith("\n"):
-                try:
-                    yield from_line(line)
-                except UserError as error:
-                    raise UserError(f"{path}, line {number}: {error}: remove that line") from error
+    for number, line in whole_lines(path):
+        try:
+            yield from_line(line.decode(errors="replace"))
+        except UserError as error:
+            raise UserError(f"{path}, line {number}: {error}: remove that line") from error
 
 
 def require_present_version(directory: Path) -> None:

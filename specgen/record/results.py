@@ -136,6 +136,18 @@ def leaving_nothing_undone(path: Path) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def discarded_unless_done(path: Path) -> Iterator[None]:
+    """An error in the block, or a stop, leaves nothing of what is being put together in ``path``."""
+    try:
+        yield
+    except BaseException:
+        clear(path)
+        (path / "manifest.json").unlink(missing_ok=True)
+        _remove(path)
+        raise
+
+
 def _is_begun(path: Path) -> bool:
     """Whether the run in ``path`` has answered a request."""
     completions = path / "completions.jsonl"
@@ -160,7 +172,7 @@ def _require_ours(path: Path, marker: str) -> None:
     held = {inner.name for inner in path.iterdir()} if path.exists() else set()
     require(
         marker in held or held <= _BEFORE_MANIFEST | {f"{marker}.partial"},
-        f"output {str(path)!r} is not empty and holds no run: name a new directory, or remove it first",
+        f"output {str(path)!r} is not empty and holds no run: name a new or an empty directory",
     )
 
 
@@ -202,6 +214,27 @@ def _holder(file: IO[str]) -> str:
     return f"process {pid} on {host}" if host else "another process"
 
 
+def is_gone(pid: object, host: object, directory: Path) -> bool:
+    """Whether the process ``pid`` that worked in ``directory`` on ``host`` has ended; of another host nobody knows.
+
+    The lock tells too, as a container has numbers of its own.
+    """
+    if host != socket.gethostname() or not isinstance(pid, int):
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        with suppress(FileNotFoundError), (directory / LOCK).open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return False
+        return True
+    except (OSError, OverflowError):  # another user's, or no number of a process
+        return False
+    return False
+
+
 class RunDirectory:
     """The files of a run in ``path``. Those of an earlier run are resumed, but for its errors, which are removed."""
 
@@ -217,10 +250,9 @@ class RunDirectory:
         cut_torn_line(passes)
         with passes.open("rb") as lines:
             number = sum(line.startswith(_SESSION) for line in lines)
-        if record := (self.completions.last() or {}).get(
-            "record"
-        ):  # of a session that ``passes`` may have lost
-            number = max(number, 1 + int(record["session"].rpartition("-")[2]))
+        last = self.completions.last() or {}
+        if "record" in last and "token_ids" in last:  # of a session that ``passes`` may have lost
+            number = max(number, 1 + int(RequestRow.of_row(last).session.rpartition("-")[2]))
         self._passes = open_output(passes, "a")
         self._session = f"{shard}-{number}"
         self._is_begun = False

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 from specgen.config import CONFIDENCE_LEVELS
 from specgen.record.record_rows import Step, StepCounts
 from specgen.report.intervals import Interval, Ratio
+
+_UNLIKE = 1.02  # a length over the tokens per step that texts got
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,15 +74,35 @@ class Confidence:
     levels: tuple[Level, ...]
     auc: float | None
 
+    @property
+    def bounds(self) -> list[tuple[float, float]]:
+        """The ends of each level."""
+        return list(pairwise([*(level.at_least for level in self.levels), 1.0]))
+
+    @property
+    def ece(self) -> float | None:
+        """The expected calibration error: how far accepted shares are from confidence, the mean over drafts.
+
+        Confidence is that of the middle of a draft's level. 0 for a drafter that is accepted as often as it expects.
+        None without a draft.
+        """
+        drafts = sum(level.drafts for level in self.levels)
+        far = (
+            abs(level.accepted - level.drafts * (low + high) / 2)
+            for level, (low, high) in zip(self.levels, self.bounds, strict=True)
+        )
+        return sum(far) / drafts if drafts else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation:
     """Counters and acceptance of a set of requests; ``mean_acceptance_length`` is pooled over their steps.
 
-    ``num_drafts`` counts the steps with drafts, ``num_accepted_tokens`` all accepted drafts, including those after
-    the end of a text. Drafts are those that were verified, but for ``num_unverified_tokens``. Intervals (95 %) treat
-    conversations, not steps, as independent: see ``intervals.Ratio``. Reports of earlier versions lack what has a
-    default, here and in ``Report``.
+    ``num_drafts`` counts the steps with drafts, ``num_accepted_tokens`` all accepted drafts, as vLLM's metrics do: also
+    those behind the end of a text, which no text has. ``tokens_per_step`` is what texts got from a step, with drafts or
+    without (None where it is not known). Drafts are those that were verified, but for ``num_unverified_tokens``.
+    Intervals (95 %) treat conversations, not steps, as independent: see ``intervals.Ratio``. Reports of earlier
+    versions lack what has a default, here and in ``Report``.
     """
 
     num_requests: int
@@ -96,6 +119,19 @@ class Speculation:
     acceptance_histogram: tuple[int, ...]  # [K + 1]: steps that accepted exactly j drafts
     num_unverified_tokens: int = 0  # drafts that were found too unlikely to be accepted
     confidence: Confidence = Confidence(levels=(), auc=None)
+    tokens_per_step: float | None = None
+
+    @property
+    def length_over_all_steps(self) -> float | None:
+        """1 + accepted drafts / verify steps, those without drafts too; None without a step that has some."""
+        steps = self.num_drafts + self.num_steps_without_drafts
+        return 1 + self.num_accepted_tokens / steps if self.num_drafts else None
+
+    @property
+    def received(self) -> float | None:
+        """``tokens_per_step`` where it is not about the length over all steps: as texts ended within their steps."""
+        length, got = self.length_over_all_steps, self.tokens_per_step
+        return got if length is not None and got is not None and length > _UNLIKE * got else None
 
 
 def fold_request(steps: Sequence[Step], counts: StepCounts) -> RequestMetrics:
@@ -133,7 +169,7 @@ class RequestSum:
 
     def __init__(self, num_spec_tokens: int) -> None:
         self._num_requests = 0
-        self._num_tokens = 0
+        self._num_tokens = self._num_emitted = 0  # emitted by steps: all but the prefill's
         # requests and their accepted drafts by steps per request: in integers, so that their order changes nothing
         self._accepted_in: dict[int, tuple[int, int]] = {}
         self._length = Ratio()  # accepted drafts per step
@@ -151,6 +187,7 @@ class RequestSum:
         steps = counts.num_steps
         self._num_requests += 1
         self._num_tokens += num_tokens
+        self._num_emitted += max(num_tokens - 1, 0)
         number, accepted = self._accepted_in.get(steps, (0, 0))
         self._accepted_in[steps] = number + 1, accepted + sum(counts.accepted)
         self._without_drafts += counts.without_drafts
@@ -177,6 +214,7 @@ class RequestSum:
         while self._open:
             self._close(self._open.popitem()[1])
         length, drafted = self._length, sum(ratio.trials for ratio in self._joint)
+        steps = length.trials + self._without_drafts
         return Speculation(
             num_requests=self._num_requests,
             total_num_output_tokens=self._num_tokens,
@@ -192,6 +230,7 @@ class RequestSum:
             acceptance_histogram=tuple(self._histogram),
             num_unverified_tokens=self._unverified,
             confidence=self._confidence(),
+            tokens_per_step=self._num_emitted / steps if steps else None,
         )
 
     def _confidence(self) -> Confidence:

@@ -79,10 +79,10 @@ class Chart:
 class Lines(Chart):
     """Lines by name over columns; ``label`` is the x axis's. A line without points still takes a style.
 
-    With ``named`` the names stand at the ends of the lines; without, there is a legend and points are dodged. Charts
-    with the same ``order`` of names (see ``styles_of``) draw the same name in the same style. Columns that have no
-    order of their own, such as data sets, are not ``joined``. ``reference`` is a value that others are read against,
-    such as 1.0 for a ratio, and is drawn as a line.
+    With ``named`` the names stand at the ends of the lines, wherever those are; without, there is a legend and points
+    are dodged. Charts with the same ``order`` of names (see ``styles_of``) draw the same name in the same style.
+    Columns that have no order of their own, such as data sets, are not ``joined``. ``reference`` is a value that others
+    are read against, such as 1.0 for a ratio, and is drawn as a line.
     """
 
     label: str
@@ -108,10 +108,21 @@ class Bars(Chart):
     points: Sequence[Point]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Diagonal(Chart):
+    """Shares over the shares that were predicted, both on the axis ``ticks``, with the line on which they are equal.
+
+    Each point has what was predicted before it; ``label`` is the x axis's.
+    """
+
+    label: str
+    points: Sequence[tuple[float, Point]]
+
+
 # --- SVG ------------------------------------------------------------------------------------------
 
 
-def svg(chart: Lines | Bars) -> Markup:
+def svg(chart: Lines | Bars | Diagonal) -> Markup:
     """``chart`` as markup, with its values as text for screen readers."""
     height = _HEIGHT
     match chart:
@@ -119,6 +130,8 @@ def svg(chart: Lines | Bars) -> Markup:
             marks = _draw_lines(chart)
             each = {name: [_label(chart, point) for point in line] for name, line in chart.lines.items()}
             labels = [f"{name}: {', '.join(points)}" for name, points in each.items()]
+        case Diagonal():
+            marks, labels = _draw_diagonal(chart), [_label(chart, point) for _, point in chart.points]
         case Bars():
             height, marks = len(chart.points) * _BAR_ROW + 20, _draw_bars(chart)
             labels = [_label(chart, point) for point in chart.points]
@@ -148,33 +161,35 @@ def _draw_lines(chart: Lines) -> Iterator[Markup]:
     names = {name: clip(name, _LONGEST_NAME) for name in chart.lines} if chart.named else {}
     width = _WIDTH - _LEFT - _RIGHT - _LETTER * max(map(len, names.values()), default=0)
     yield from _draw_levels(chart, width)
+    if chart.reference is not None:
+        y = _height(chart, chart.reference)
+        yield Markup('<path class="reference" d="M{} {:.1f}h{:.1f}"/>').format(_LEFT, y, width)
     middles = {name: _LEFT + (at + 0.5) * width / len(columns) for at, name in enumerate(columns)}
     for name, x in middles.items():
         yield _text(x, _HEIGHT - _BOTTOM + 16, clip(name, max(_SHORT, int(width / len(columns) / _LETTER))))
     yield _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 6, chart.label)
     apart = 0 if chart.named else min(9, 0.7 * width / max(len(columns), 1) / len(chart.lines))
-    ends_at: dict[str, float] = {}
+    ends_at: dict[float, dict[str, float]] = {}  # heights of the names, by where they begin
     for index, (name, points) in enumerate(chart.lines.items()):
         shift = apart * (index - (len(chart.lines) - 1) / 2)
         seen = [(middles[point.name] + shift, point) for point in points if point.number is not None]
         if seen:
-            ends_at[name] = _height(chart, seen[-1][1].number)
+            x, last = seen[-1]
+            begins = _LEFT + width + 4 if last.name == columns[-1] else x + 7
+            ends_at.setdefault(begins, {})[name] = _height(chart, last.number)
             marks = Markup("").join(_draw_line(chart, name, seen))
             yield Markup('<g class="{}">{}</g>').format(chart.styles[name], marks)
-    if chart.named:
-        for name, y in zip(ends_at, _apart(list(ends_at.values())), strict=True):
-            yield _text(_LEFT + width + 4, y + 4, names[name], "start", f"end {chart.styles[name]}")
+    for x, heights in ends_at.items() if chart.named else ():
+        for name, y in zip(heights, _apart(list(heights.values())), strict=True):
+            yield _text(x, y + 4, names[name], "start", f"end {chart.styles[name]}")
 
 
-def _draw_levels(chart: Lines, width: float) -> Iterator[Markup]:
-    """The y axis, and the reference."""
+def _draw_levels(chart: Chart, width: float) -> Iterator[Markup]:
+    """The y axis."""
     for tick in chart.ticks:
         y = _height(chart, tick)
         yield Markup('<path class="grid" d="M{} {:.1f}h{:.1f}"/>').format(_LEFT, y, width)
         yield _text(_LEFT - 6, y + 4, _tick(chart, tick), "end")
-    if chart.reference is not None:
-        y = _height(chart, chart.reference)
-        yield Markup('<path class="reference" d="M{} {:.1f}h{:.1f}"/>').format(_LEFT, y, width)
 
 
 def _draw_line(chart: Lines, name: str, seen: Sequence[tuple[float, Point]]) -> Iterator[Markup]:
@@ -182,16 +197,19 @@ def _draw_line(chart: Lines, name: str, seen: Sequence[tuple[float, Point]]) -> 
         places = " ".join(f"{x:.1f},{_height(chart, point.number):.1f}" for x, point in seen)
         yield Markup('<polyline class="" points="{}"/>').format(places)
     for x, point in seen:
-        if point.interval:
-            low, high = (_height(chart, end) for end in point.interval)
-            yield Markup('<path class="whisker" d="M{:.1f} {:.1f}V{:.1f}"/>').format(x, low, high)
-        mark = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="{}"><title>{}, {}</title></circle>')
-        yield mark.format(
-            x, _height(chart, point.number), 3 if chart.named else 4, name, _label(chart, point)
-        )
+        yield _mark(chart, x, point, f"{name}, {_label(chart, point)}", 3 if chart.named else 4)
 
 
-def _height(chart: Lines, number: float | None) -> float:
+def _mark(chart: Chart, x: float, point: Point, title: str, radius: int = 4) -> Markup:
+    whisker = Markup("")
+    if point.interval:
+        low, high = (_height(chart, end) for end in point.interval)
+        whisker = Markup('<path class="whisker" d="M{:.1f} {:.1f}V{:.1f}"/>').format(x, low, high)
+    mark = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="{}"><title>{}</title></circle>')
+    return whisker + mark.format(x, _height(chart, point.number), radius, title)
+
+
+def _height(chart: Chart, number: float | None) -> float:
     assert number is not None
     return _HEIGHT - _BOTTOM - fraction(chart.ticks, number) * (_HEIGHT - _BOTTOM - _TOP)
 
@@ -207,6 +225,21 @@ def _apart(heights: Sequence[float]) -> list[float]:
         moved[i] = min(moved[i], most)
         most = moved[i] - _NAME_ROW
     return moved
+
+
+def _draw_diagonal(chart: Diagonal) -> Iterator[Markup]:
+    width, bottom = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _BOTTOM
+    yield from _draw_levels(chart, width)
+    for tick in chart.ticks[:-1]:
+        yield _text(_LEFT + fraction(chart.ticks, tick) * width, bottom + 16, _tick(chart, tick))
+    yield _text(_LEFT + width, bottom + 16, _tick(chart, chart.ticks[-1]), "end")
+    yield _text(_LEFT + width / 2, _HEIGHT - 6, chart.label)
+    yield Markup('<path class="reference" d="M{} {}L{} {}"/>').format(_LEFT, bottom, _LEFT + width, _TOP)
+    marks = (
+        _mark(chart, _LEFT + fraction(chart.ticks, predicted) * width, point, _label(chart, point))
+        for predicted, point in chart.points
+    )
+    yield Markup('<g class="{}">{}</g>').format(STYLES[0], Markup("").join(marks))
 
 
 # --- bars -----------------------------------------------------------------------------------------

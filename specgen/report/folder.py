@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 from specgen.config import UserError, ngram_length, require
 from specgen.config.json_fields import load_json
+from specgen.record.progress import WORKING
 from specgen.record.record_rows import WHOLE
 from specgen.report.display import (
     SHOWS,
@@ -214,8 +215,10 @@ def _run(path: Path) -> Row:
             "length_ci95": report.mean_acceptance_length_ci95,
             "speed": report.output_tokens_per_second,
             "x_plain": plain and plain.ratio,
-            "same_texts": plain and (round(plain.identical * plain.num_compared), plain.num_compared),
-            "state": ", ".join(["finished", *of_requests, *of_plain]),
+            "same_texts": None
+            if plain is None or plain.identical is None
+            else (round(plain.identical * plain.num_compared), plain.num_compared),
+            "state": ", ".join(["finished", *of_requests, *of_plain, *(["BUSY"] if report.busy else [])]),
             **({ALARMING: True} if of_requests or of_plain else {}),
         }
     begun = (path / "manifest.json").exists()  # it comes once the rows are read
@@ -248,7 +251,7 @@ def _progress(status: Mapping[str, Any]) -> str:
     known = [str(state)]
     if total:
         known.append(f"{_share(_number(status['done']) or 0, _number(total) or 0)} done")
-    if state in ("reading", "preparing", "running"):
+    if state in WORKING:
         known.append(f"written {_when(status['updated'])}")
     return ", ".join(known)
 
@@ -285,24 +288,23 @@ def _of_several(done: int, number: int, noun: str, conclusion: Path) -> str:
 
 
 def _benches(path: Path, files: set[str]) -> Iterator[tuple[str, Row]]:
-    """The page of each bench in ``path``, and its row.
-
-    A bench writes its JSON beside a CSV; other JSON files, which may be large, are not read.
-    """
-    candidates = [path / each for each in sorted(files) if Path(each).suffix == ".json"]
-    beside = (each for each in candidates if each.with_suffix(".csv").name in files)
-    for file, document in _documents(beside):
+    """The page of each bench in ``path``, and its row."""
+    for file, document in _documents(path, files):
         with suppress(UserError):
             yield f"{file.stem}.html", _bench(document, file)
 
 
-def _documents(paths: Iterable[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Those of the JSON files ``paths`` that a bench wrote, and what they hold."""
-    for path in paths:
-        with suppress(UserError):  # something else
-            document = load_json(path, "measure again")
-            if set(document) >= _BENCH:
-                yield path, document
+def _documents(path: Path, files: Iterable[str]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The JSON files in ``path`` that a bench wrote, and what they hold.
+
+    It writes them beside a CSV; other JSON files, such as data sets, may be large and are not read.
+    """
+    for file in (path / each for each in sorted(files)):
+        if file.suffix == ".json" and file.with_suffix(".csv").name in files:
+            with suppress(UserError):  # something else
+                document = load_json(file, "measure again")
+                if set(document) >= _BENCH:
+                    yield file, document
 
 
 def _bench(document: Mapping[str, Any], path: Path) -> Row:
@@ -312,7 +314,9 @@ def _bench(document: Mapping[str, Any], path: Path) -> Row:
         "when": _minute(datetime.fromtimestamp(path.stat().st_mtime, UTC)),
         "model": head["model"].partition(",")[0] if "model" in head else None,
         "drafter": head.get("drafter"),
-        "state": "not finished" if missing else "finished",
+        "state": "not finished"
+        if missing
+        else f"finished{', BUSY' * any('BUSY' in note for note in document['notes'])}",
     }
 
 
@@ -377,11 +381,12 @@ def evaluation_note(directory: Path) -> str:
     return f"{directory} holds an evaluation: its scores and texts are in {page}."
 
 
-def benches(directory: Path) -> list[dict[str, Any]]:
+def benches(directory: Path) -> dict[str, dict[str, Any]]:
     """The documents of the benches in ``directory``, by name; none where it is the directory of a run."""
     if any(os.path.exists(directory / mark) for mark in ("manifest.json", STUDY)):
-        return []
-    return [document for _, document in _documents(sorted(directory.glob("*.json")))]
+        return {}
+    names = {file.name for file in directory.glob("*")}
+    return {file.stem: document for file, document in _documents(directory, names)}
 
 
 def of_bench(document: Mapping[str, Any]) -> Iterator[Part]:

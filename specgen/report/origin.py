@@ -7,11 +7,10 @@ from typing import Any
 
 from specgen.config import ngram_length
 from specgen.config.json_fields import flat
-from specgen.record.provenance import OF_THE_MOMENT
+from specgen.record.provenance import NAMES_OF_DATA, OF_THE_MOMENT, busy, same_prompts
 from specgen.report.display import checkpoint_name, count
 
 _PACKAGES = ("specgen", "torch", "flashinfer-python", "lm-eval")
-_BUSY = 0.5  # share of the CPUs, or of the GPU
 _MISSING = "not installed"
 _CHECKPOINTS = ("model", "drafter")
 _DIGEST = 12  # characters that are shown of one
@@ -71,10 +70,7 @@ def _state(state: Mapping[str, Any]) -> str:
     parts = [text.format(**state) for name, text in shown.items() if name in state]
     if not parts:
         return ""
-    busy = (
-        state.get("load", 0) > _BUSY * state.get("cpus", 1) or state.get("gpu_use_percent", 0) > 100 * _BUSY
-    )
-    return f"{', '.join(parts)} at the start{': BUSY, so speeds are doubtful' if busy else ''}"
+    return f"{', '.join(parts)} at the start{': BUSY, so speeds are doubtful' if busy(state) else ''}"
 
 
 def _versions(versions: Mapping[str, str]) -> str:
@@ -93,8 +89,8 @@ def _command(argv: list[str]) -> str:
 def unlike_settings(manifests: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
     """The value of each run by the dotted name of the field, for fields in which the runs differ.
 
-    A checkpoint is compared by its weights: equal ones may have several paths. A digest is named only where its
-    path does not tell the runs apart.
+    A checkpoint is compared by its weights and prompts by their texts: equal ones may have several paths. The digest
+    of a checkpoint is named only where its path does not tell the runs apart.
     """
     fields = [dict(_fields(manifest)) for manifest in manifests]
     names = dict.fromkeys(name for each in fields for name in each)
@@ -106,6 +102,9 @@ def unlike_settings(manifests: Sequence[Mapping[str, Any]]) -> dict[str, tuple[A
             del unlike[digest]
         elif path in unlike and None not in values.get(digest, (None,)):
             del unlike[path]
+    if all(same_prompts(fields[0], each) for each in fields[1:]):
+        for name in NAMES_OF_DATA:
+            unlike.pop(name, None)
     return unlike
 
 

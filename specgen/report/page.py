@@ -6,6 +6,7 @@ The template escapes every text; markup comes from it and from ``svg.svg`` alone
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -14,9 +15,12 @@ from specgen.report.charts import svg
 from specgen.report.table import Table
 from specgen.report.text_list import TextList, classes
 
-_WHOLE, _WITH_CHART = "whole", "whole beside"  # classes of the style sheet
-# Digits side by side that a table of one of two columns holds, and one of the whole width beside its chart
-_HALF, _BESIDE_A_CHART = 58, 76
+_WHOLE, _OPENS = (
+    "whole",
+    "opens",
+)  # classes of the style sheet: always of the whole width, while its table is open
+_HALF = 58  # digits side by side that a table of one of two columns holds
+_FEWEST = 4  # sections that a row of links leads to
 _PADDING, _LONGEST_WORD = 1.4, 16  # digits
 _NARROW = " .,:;[]()'|il"  # half a digit each
 
@@ -34,12 +38,13 @@ class Page:
     """The content of a page from top to bottom; empty fields are left out."""
 
     title: str
-    settings: Mapping[str, str]
+    settings: Mapping[str, str]  # a few short ones: they stand above the answer
     sentence: str = ""
     alarming: bool = False  # whether the sentence is an alert
     tiles: Sequence[tuple[str, str, str]] = ()  # name, large number, note
     tables: Sequence[Table] = ()
-    notes: Mapping[str, str] = field(default_factory=dict)  # definitions of terms
+    notes: Mapping[str, str] = field(default_factory=dict)  # definitions of terms, or how it was measured
+    notes_title: str = "Definitions"
     origin: Mapping[str, str] = field(default_factory=dict)  # see ``origin.origin``
     findings: Sequence[str] = ()
     texts: TextList | None = None
@@ -48,25 +53,34 @@ class Page:
     def cards(self) -> Iterator[tuple[Table, str]]:
         """The tables that show something, and the classes of their widths."""
         tables = [table for table in self.tables if table.rows or table.chart]
-        widths = [width_class(table) for table in tables]
-        for at, (table, width) in enumerate(zip(tables, widths, strict=True)):
-            neighbours = [widths[other] for other in (at - 1, at + 1) if 0 <= other < len(widths)]
-            alone = bool(neighbours) and all(
-                neighbours
-            )  # between wide ones, beside which is nothing but space
-            yield table, width or (_WITH_CHART if table.chart and table.rows else _WHOLE) * alone
+        for is_whole, group in groupby(tables, lambda table: width_class(table) == _WHOLE):
+            cards = list(group)
+            # else the last of an odd number has nothing beside it but space
+            odd_one = len(cards) % 2 and len(cards) < len(tables) and all(table.chart for table in cards[:-1])
+            for table in cards:
+                yield table, _WHOLE if is_whole or (odd_one and table is cards[-1]) else width_class(table)
+
+    def anchors(self) -> dict[str, str]:
+        """The title of each section by its id in the page, which is made of it."""
+        titles = [table.title for table, _ in self.cards()]
+        titles += [self.notes_title] * bool(self.notes) + ([self.texts.title] if self.texts else [])
+        found: dict[str, str] = {}
+        for title in titles:
+            name = re.sub(r"\W+", "-", title.lower()).strip("-")
+            found[f"{name}-{len(found)}" if name in found else name] = title
+        return found
 
     def to_html(self) -> str:
         template = _TEMPLATES.get_template("page.html")
-        return f"{template.render(page=self, svg=svg, classes=classes)}\n"
+        return f"{template.render(page=self, svg=svg, classes=classes, fewest=_FEWEST)}\n"
 
 
 def width_class(table: Table) -> str:
-    """The class of a table's card: ``whole`` for one that half a page cannot hold, ``beside`` if its chart fits too."""
+    """The class of a card whose table half a page cannot hold; a table below a chart is open only when asked for."""
     narrowest = sum(_narrowest(table, at) for at in range(len(table.columns))) if table.rows else 0
     if narrowest <= _HALF:
         return ""
-    return _WITH_CHART if table.chart and narrowest <= _BESIDE_A_CHART else _WHOLE
+    return _OPENS if table.chart else _WHOLE
 
 
 def _narrowest(table: Table, at: int) -> float:

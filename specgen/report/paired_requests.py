@@ -13,6 +13,7 @@ from sys import intern
 from typing import Any
 
 from specgen.config import UserError, first_line
+from specgen.record.files import whole_lines
 from specgen.record.record_rows import conversation_of, units_of
 from specgen.report.intervals import (
     Interval,
@@ -57,8 +58,7 @@ class PairedFigure:
 class SharedRequests:
     """The requests of a run that the first run has too; ``num_identical`` of them have the same tokens.
 
-    ``figures`` cover those with steps in two runs that draft; acceptance at a position only where every step of both
-    drafted K tokens, as rows do not hold the drafts of each step.
+    ``figures`` cover those with steps in two runs that draft, and are over all steps.
     """
 
     num_requests: int
@@ -132,7 +132,7 @@ def corrected(families: Sequence[Figures]) -> list[tuple[PairedFigure, ...]]:
 
 
 def corrected_by_kind(found: Sequence[Sequence[Pair]]) -> list[tuple[PairedFigure, ...]]:
-    """Of each pair of runs the mean acceptance length, then acceptance by position where it is defined.
+    """Of each pair of runs the mean acceptance length, then acceptance by position.
 
     Lengths are one family of tests over all of ``found`` and positions another, in `report` as in `compare`: how many
     positions there are changes nothing in what is said of a length.
@@ -206,10 +206,10 @@ def mean_over_requests(answers: Iterable[Answer], num_spec_tokens: int) -> Inter
 
 
 def _positions(drafted: Sequence[Pair]) -> Iterator[tuple[str, PairedRatio]]:
-    if not all(ours.whole and first.whole for ours, first in drafted):
-        return
+    """Over all steps, so that they add up to the length; that is said where some drafted fewer tokens than K."""
+    whole = all(answer.whole for pair in drafted for answer in pair)
     for i in range(min(len(answer.accepted) for pair in drafted for answer in pair)):
-        yield f"{POSITION}{i}", _paired(drafted, slice(i, i + 1))
+        yield f"{POSITION}{i}{'' if whole else ' over all steps'}", _paired(drafted, slice(i, i + 1))
 
 
 def read_answers(directory: Path) -> dict[str, Answer]:
@@ -217,13 +217,8 @@ def read_answers(directory: Path) -> dict[str, Answer]:
     path = directory / "completions.jsonl"
     if not path.is_file():
         return {}
-    with path.open("rb") as lines:
-        found = (
-            _read(line, f"{path} line {number}")
-            for number, line in enumerate(lines, start=1)
-            if line.endswith(b"\n")
-        )
-        return _by_prompt({answer.name: answer for answer in found})
+    found = (_read(line, f"{path} line {number}") for number, line in whole_lines(path))
+    return _by_prompt({answer.name: answer for answer in found})
 
 
 def _by_prompt(answers: Mapping[str, Answer]) -> dict[str, Answer]:

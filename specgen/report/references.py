@@ -6,7 +6,9 @@ from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any
 
-from specgen.config import UserError, require
+import msgspec
+
+from specgen.config import SamplingParams, UserError, require
 from specgen.config.bundled import evaluation_directory
 from specgen.config.json_fields import check_fields, load_json
 from specgen.report.display import DASH, ends, hundredths, percent, plain
@@ -51,6 +53,7 @@ class Conditions:
     """What has to be alike for figures to be comparable; None where it is not known, or makes no difference.
 
     ``dataset`` is a name as of ``--dataset``, of a file its name without the ending, of an evaluation ``eval TASK``.
+    ``besides`` has every other parameter of sampling in words, those that rows set themselves too.
     """
 
     dataset: str
@@ -58,6 +61,7 @@ class Conditions:
     temperature: float
     thinking: bool | None = None
     draft_sampling: str | None = None
+    besides: str | None = None
 
     def shown(self) -> dict[str, str]:
         """Each in words, by label."""
@@ -68,6 +72,7 @@ class Conditions:
             "temperature": f"{self.temperature:g}",
             "thinking": thinking,
             "draft sampling": self.draft_sampling or "not known",
+            "with": self.besides or "not known",
         }
 
     def text(self) -> str:
@@ -228,7 +233,21 @@ def conditions_of(manifest: Mapping[str, Any], *, has_reasoning: bool = False) -
         draft_sampling=engine.get("draft_sampling")
         if temperature > 0
         else None,  # else all drafts are greedy
+        besides=_besides(manifest),
     )
+
+
+def own_parameters(manifest: Mapping[str, Any]) -> list[str]:
+    """The parameters that decide texts and that rows of the run set themselves."""
+    return [name for name in manifest["data"].get("own_parameters", ()) if name not in ("logprobs", "seed")]
+
+
+def _besides(manifest: Mapping[str, Any]) -> str | None:
+    """What is sampled beside the temperature; None of an evaluation, whose tasks say it, and where it is not known."""
+    if "dataset" not in manifest["data"] or "max_tokens" not in manifest["sampling"]:
+        return None
+    asked, own = msgspec.convert(manifest["sampling"], SamplingParams).besides(), own_parameters(manifest)
+    return asked + (f", where rows do not set their own {', '.join(own)}" if own else "")
 
 
 def without_suffix(path: str) -> PurePath:
@@ -342,6 +361,10 @@ def of_figures(reference: Reference, runs: Sequence[RunComparison]) -> Iterator[
     """What the terminal shows of ``runs``, one at least, beside ``reference``."""
     yield f"{reference.name}: {reference.model} with {reference.drafter}; {reference.setting}"
     yield "\n".join(dict.fromkeys(f"on {run.measurement.text()}" for run in runs))
+    if here := dict.fromkeys(run.run.besides for run in runs if run.run.besides != run.measurement.besides):
+        yield "\n".join(
+            f"sampled here with {besides}; see that the reference was" for besides in here if besides
+        )
     yield reference.source
     keys = (Column(name=name) for name in runs[0].keys)
     yield Table(

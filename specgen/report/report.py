@@ -11,6 +11,7 @@ import msgspec
 from specgen.config import UserError
 from specgen.config.json_fields import load_json
 from specgen.record.files import Rows
+from specgen.record.progress import WORKING
 from specgen.record.record_rows import (
     ONLY_SESSION,
     PARTS,
@@ -25,7 +26,7 @@ from specgen.record.record_rows import (
     read_passes,
     require_present_version,
 )
-from specgen.record.results import requests_in
+from specgen.record.results import is_gone, requests_in
 from specgen.report.acceptance import RequestSum, Speculation
 from specgen.report.display import count, several
 from specgen.report.timings import (
@@ -46,16 +47,23 @@ DEFINITIONS = (
     ("conditional at token i", "the same among the steps that accepted all drafts before i"),
     ("[low, high]", "95 % interval, computed over conversations, not steps"),
 )
+RECEIVED_TERM = (
+    "tokens per step",
+    "that texts got: drafts accepted behind the end of a text, which the length counts as vLLM's does, are in no text",
+)
 _FINISHED = "finished"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """Comparison with plain decoding of the same requests; ``ratio`` above 1 means that the run is faster."""
+    """Comparison with plain decoding of the same requests; ``ratio`` above 1 means that the run is faster.
+
+    ``ratio`` and ``identical`` are None of a run none of whose steps had drafts, which compares nothing.
+    """
 
     output_tokens_per_second: float | None
     ratio: float | None
-    identical: float  # share of the compared requests with equal texts
+    identical: float | None  # share of the compared requests with equal texts
     num_compared: int
     num_requests: int | None = None  # that plain decoding answered; None of an older file
     sampled: bool = False  # whether there are sampled texts, which may differ
@@ -95,6 +103,7 @@ class Report(Speculation):
     num_empty: int = 0  # texts without a character, but for those that ended while reasoning
     state: str | None = None
     num_expected: int | None = None
+    busy: str = ""  # what else the machine did, where that makes speeds doubtful
 
     @property
     def output_tokens_per_second(self) -> float | None:
@@ -160,10 +169,11 @@ class Report(Speculation):
         ``sampled`` is whether some of them are sampled.
         """
         ours, theirs = self.output_tokens_per_second, baseline.output_tokens_per_second
+        drafted = self.num_drafts > 0
         comparison = Baseline(
             output_tokens_per_second=theirs,
-            ratio=ours / theirs if ours is not None and theirs else None,
-            identical=sum(same) / len(same) if same else 0.0,
+            ratio=ours / theirs if drafted and ours is not None and theirs else None,
+            identical=(sum(same) / len(same) if same else 0.0) if drafted else None,
             num_compared=len(same),
             num_requests=baseline.num_requests,
             sampled=sampled,
@@ -268,7 +278,9 @@ class _Sums:
             categories=self._breakdown("category"),
             turns=self._breakdown("turn"),
             parts={
-                part: self.requests["part", part].result() for part in (PARTS if self.has_reasoning else ())
+                # which of them has the prefill's token is not known
+                part: replace(self.requests["part", part].result(), tokens_per_step=None)
+                for part in (PARTS if self.has_reasoning else ())
             },
             ended_in_reasoning=dict(sorted(self.ended_in_reasoning.items())),
             num_prompt_tokens=self.num_prompt_tokens,
@@ -337,6 +349,14 @@ def load(directory: Path) -> tuple[Report, dict[str, Any]]:
         ) from error
 
 
+def read_run(directory: str | Path) -> Report:
+    """The report of the run in ``directory``, also of one that is not finished: what `specgen report` prints of it.
+
+    ``UserError`` where there is none.
+    """
+    return load_so_far(Path(directory))[0]
+
+
 # --- runs that are not finished -----------------------------------------------------------------
 
 
@@ -371,9 +391,16 @@ def is_finished(directory: Path, status: Mapping[str, Any]) -> bool:
 
 
 def status_of(directory: Path) -> dict[str, Any]:
-    """``status.json``; empty without one, or where a power failure has emptied it."""
+    """``status.json``; empty without one, or where a power failure has emptied it.
+
+    Of a run whose process was killed, which it could not write, ``state`` says so.
+    """
     path = directory / "status.json"
     try:
-        return load_json(path, "run the same command again") if path.exists() else {}
+        found = load_json(path, "run the same command again") if path.exists() else {}
     except UserError:
         return {"state": "lost"}
+    at_work = found.get("state") in WORKING
+    if at_work and is_gone(found.get("pid"), found.get("host"), directory):
+        return {**found, "state": f"stopped: process {found['pid']} is gone"}
+    return found

@@ -9,7 +9,7 @@ from zlib import crc32
 
 from specgen.config import UserError
 from specgen.record.record_rows import RequestRow
-from specgen.report.display import count, percent, plain
+from specgen.report.display import count, percent, plain, several
 from specgen.report.table import Column, Row, Table
 from specgen.report.text_list import Entry, ShownText, Source, Span, TextList, sources, span_style, within
 from specgen.text.reasoning import Part, pieces_by_part
@@ -137,9 +137,7 @@ class RunTexts:
         tokens = f"{count(len(row.get('token_ids', ())))} tokens"
         length = request.acceptance_length
         if length is not None:
-            tokens = (
-                f"acceptance length {plain(length)} · {tokens} · {count(request.num_rejections)} rejections"
-            )
+            tokens = f"acceptance length {plain(length)} · {tokens} · {several(request.num_rejections, 'rejection')}"
         return Entry(
             title=str(row.get("title", request.name)),
             labels=_labels(request),

@@ -21,7 +21,7 @@ from specgen.report.display import (
     seconds,
 )
 from specgen.report.paired_requests import LENGTH, PairedFigure, SharedRequests
-from specgen.report.report import DEFINITIONS, Report
+from specgen.report.report import DEFINITIONS, RECEIVED_TERM, Report
 from specgen.report.table import Column, Row, Table
 from specgen.report.tables import failures, remarks
 from specgen.report.terminal import Part, definitions
@@ -77,7 +77,9 @@ def of_runs(
         for sentence in filter(None, (report.unfinished, *_failures(report), *remarks(report))):
             yield f"{name}: {sentence}"
     paired = any(each.figures and not each.same_acceptance for each in shared)
-    yield definitions((*DEFINITIONS, *((_ALL_STEPS, _PAIRED) if paired else ())))
+    received = any(report.received is not None for _, report in runs)
+    terms = (*((RECEIVED_TERM,) if received else ()), *((_ALL_STEPS, _PAIRED) if paired else ()))
+    yield definitions((*DEFINITIONS, *terms))
 
 
 def _failures(report: Report) -> Iterator[str]:
@@ -145,9 +147,12 @@ def _table(runs: Sequence[tuple[str, Report]]) -> Table:
     reports = [report for _, report in runs]
     num_positions = max(len(report.acceptance) for report in reports)
     at_times = any(report.num_drafts and report.num_steps_without_drafts for report in reports)
+    received = any(report.received is not None for report in reports)
     rows = [
         _row(*of_all)
-        for of_all in zip(*(_counted(each, num_positions, at_times) for each in reports), strict=True)
+        for of_all in zip(
+            *(_counted(each, num_positions, at_times, received) for each in reports), strict=True
+        )
     ]
     for of_all in zip(*map(_timed, reports), strict=True):  # of one run each, whose spread nobody knows
         rows.append({**_row(*of_all), **dict.fromkeys((f"ratio {at}" for at in range(len(runs))), "")})
@@ -163,8 +168,11 @@ def _table(runs: Sequence[tuple[str, Report]]) -> Table:
     )
 
 
-def _counted(report: Report, num_positions: int, at_times: bool) -> Iterator[_Figure]:
-    """Counts and acceptance; where some run drafted ``at_times`` only, the length over all steps too."""
+def _counted(report: Report, num_positions: int, at_times: bool, received: bool) -> Iterator[_Figure]:
+    """Counts and acceptance; where some run drafted ``at_times`` only, the length over all steps too.
+
+    ``received``: of some run the tokens per step are less.
+    """
     for name in _COUNTERS:
         yield name, getattr(report, name), count
     length, interval = report.mean_acceptance_length, report.mean_acceptance_length_ci95
@@ -174,9 +182,8 @@ def _counted(report: Report, num_positions: int, at_times: bool) -> Iterator[_Fi
     for part in PARTS:
         found = report.parts.get(part)
         yield f"  of {part}", found and found.mean_acceptance_length, plain
-    if report.num_drafts:
-        length = 1 + report.num_accepted_tokens / (report.num_drafts + report.num_steps_without_drafts)
-    yield "  over all steps", length if at_times else None, plain
+    yield "  over all steps", report.length_over_all_steps if at_times else None, plain
+    yield RECEIVED_TERM[0], report.tokens_per_step if received else None, plain
     rates = [position.rate for position in report.acceptance] + [None] * num_positions
     for i in range(num_positions):
         yield f"acceptance at token {i}", rates[i], percent

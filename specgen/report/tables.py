@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from specgen.report.acceptance import Position, Speculation
-from specgen.report.charts import Lines, Point, lengths, quarters
+from specgen.report.charts import Diagonal, Lines, Point, lengths, quarters
 from specgen.report.display import (
     DASH,
     between,
@@ -17,7 +17,7 @@ from specgen.report.display import (
     several,
 )
 from specgen.report.page import Page
-from specgen.report.report import DEFINITIONS, Report
+from specgen.report.report import DEFINITIONS, RECEIVED_TERM, Report
 from specgen.report.table import Column, Table, pairs
 from specgen.report.terminal import Part, definitions, heading
 from specgen.report.text_list import TextList
@@ -25,12 +25,13 @@ from specgen.report.timings import WallTime
 
 _FEW, _NEARLY_ALL = 10, 0.9  # texts, share of them
 DEAD_LENGTH = 1.05  # tokens per verify step; plain decoding has 1
-_POSITIONS = 4  # shown per category; report.json has all
+_POSITIONS = 4  # shown per category, or a figure less; report.json has all
 _COUNTERS = (
     *("num_requests", "num_prompt_tokens", "num_cached_tokens", "total_num_output_tokens", "num_drafts"),
     *("num_draft_tokens", "num_accepted_tokens", "num_preemptions", "num_unfinished"),
 )
 _TILES = ("mean acceptance length", "draft acceptance rate", "output tokens/s", "against plain decoding")
+_PLAIN = "Plain decoding: there are no drafts, so there is no acceptance to report."
 _Item = tuple[str, str, str]  # label, number, note
 _ACCEPTANCE = (
     Column(name="position", title="acceptance", show=lambda position: f"token {position}"),
@@ -53,6 +54,7 @@ _CONFIDENCE = (
 _CONFIDENCE_TERMS = (
     ("confidence", "its probability of its most likely token; of n-grams, tokens matched / longest match"),
     ("AUC", "chance that it was surer of an accepted draft than of a rejected one; 0.5 says nothing"),
+    ("ECE", "how far accepted shares are from confidence, the mean over drafts; 0 is best"),
 )
 _GROUP = (
     Column(name="num_requests", title="requests"),
@@ -60,6 +62,7 @@ _GROUP = (
     Column(name="mean_acceptance_length", title="length", interval="mean_acceptance_length_ci95"),
     Column(name="draft_acceptance_rate", title="drafts accepted", show=percent),
 )
+RECEIVED = Column(name="received", title="tokens per step", show=plain)
 _TIMES = (
     Column(name="time", title="by request"),
     *(Column(name=name, show=seconds) for name in ("mean", "median", "p99")),
@@ -122,11 +125,12 @@ def page(
     texts: TextList | None = None,
 ) -> str:
     """The same as an HTML page, with its ``origin`` (from ``origin.origin``) and what ``RunTexts`` shows."""
+    said = list(remarks(report))
     return Page(
         title=title,
         settings=settings,
-        sentence="\n".join(remarks(report)),
-        alarming=True,
+        sentence="\n".join(said),
+        alarming=said != [_PLAIN],
         tiles=[item for item in (*_counts(report), *_speed(report)) if item[0] in _TILES],
         tables=[
             *_acceptance(report),
@@ -143,7 +147,9 @@ def page(
 
 def _terms(report: Report) -> list[tuple[str, str]]:
     known = _CONFIDENCE_TERMS if any(confidence_table(report)) else ()
-    return [*(DEFINITIONS if report.num_drafts else ()), *known, *expert_terms(report)]
+    groups = (report, *report.categories.values(), *report.turns.values())
+    received = (RECEIVED_TERM,) if any(group.received is not None for group in groups) else ()
+    return [*(DEFINITIONS if report.num_drafts else ()), *received, *known, *expert_terms(report)]
 
 
 def _numbers(report: Report) -> tuple[Table, Table]:
@@ -157,12 +163,23 @@ def _counts(report: Report) -> Iterator[_Item]:
         yield name, count(getattr(report, name)), notes.get(name, "")
     if report.num_drafts:
         ends, by_request = report.mean_acceptance_length_ci95, report.mean_acceptance_length_per_request
-        note = f"{between(ends, plain) if ends else 'over all steps'}, mean over requests {plain(by_request)}"
+        interval = between(ends, plain) if ends else "no interval (one conversation, or all alike)"
+        note = f"{interval}, mean over requests {plain(by_request)}"
         yield "mean acceptance length", plain(report.mean_acceptance_length), note
+        if without:
+            steps = f"(of {count(report.num_drafts + without)} steps {count(without)} had no drafts)"
+            yield "length over all steps", plain(report.length_over_all_steps), steps
+        if report.received is not None:
+            yield (
+                "tokens per step",
+                plain(report.received),
+                "in the texts, which end before some accepted drafts",
+            )
         drafts = f"({count(report.num_accepted_tokens)} of {count(report.num_draft_tokens)} drafts)"
         yield "draft acceptance rate", percent(report.draft_acceptance_rate), drafts
     if report.confidence.auc is not None:
-        yield "confidence of drafts", plain(report.confidence.auc), "(AUC: 0.5 says nothing, 1 all)"
+        note = f"(AUC: 0.5 is chance, 1 perfect), ECE {plain(report.confidence.ece)}"
+        yield "confidence of drafts", plain(report.confidence.auc), note
     others = {
         "errors": report.num_errors,
         "unfinished": report.num_unfinished,
@@ -220,19 +237,32 @@ def _acceptance(report: Report) -> Iterator[Table]:
 
 def confidence_table(report: Report) -> Iterator[Table]:
     """Whether the drafter knows when it is right; nothing where it did not say."""
-    levels = report.confidence.levels
-    ends = [*(each.at_least for each in levels[1:]), 1.0]
-    rows = tuple(
-        {"confidence": f"{each.at_least:.2f} to {end:.2f}", **vars(each)}
-        for each, end in zip(levels, ends, strict=False)
-        if each.drafts
-    )
+    confidence = report.confidence
+    levels = {
+        (low, high): level
+        for level, (low, high) in zip(confidence.levels, confidence.bounds, strict=True)
+        if level.drafts
+    }
+    names = {bounds: f"{bounds[0]:.2f} to {bounds[1]:.2f}" for bounds in levels}
+    rows = tuple({"confidence": names[bounds], **vars(level)} for bounds, level in levels.items())
     if rows:
+        points = [
+            (sum(bounds) / 2, Point(name=names[bounds], number=level.share, interval=level.ci95))
+            for bounds, level in levels.items()
+        ]
         yield Table(
             title="Accepted by the drafter's confidence",
-            note=f"AUC {plain(report.confidence.auc)}; drafts behind accepted ones, with 95 % intervals",
+            note=f"AUC {plain(confidence.auc)}, ECE {plain(confidence.ece)}; drafts behind accepted ones, with 95 % "
+            "intervals; on the dashed line a draft is accepted as often as the drafter expects",
             columns=_CONFIDENCE,
             rows=rows,
+            lines=Diagonal(
+                title="Accepted share over confidence",
+                label="the drafter's confidence",
+                ticks=quarters(1),
+                show=percent,
+                points=points,
+            ),
             bars="share",
             ticks=quarters(1),
         )
@@ -240,13 +270,24 @@ def confidence_table(report: Report) -> Iterator[Table]:
 
 def _breakdown(kind: str, groups: Mapping[str, Speculation]) -> Table:
     num_spec_tokens = len(next(iter(groups.values())).acceptance)
-    tokens = {f"token {i}": i for i in range(min(_POSITIONS, num_spec_tokens))}
+    received = [RECEIVED] if any(group.received is not None for group in groups.values()) else []
+    tokens = {f"token {i}": i for i in range(min(_POSITIONS - len(received), num_spec_tokens))}
     return Table(
         title=f"By {kind}",
         note="mean acceptance length; 1 is plain decoding, with 95 % intervals",
-        columns=(Column(name=kind), *_GROUP, *(Column(name=token, show=percent) for token in tokens)),
+        columns=(
+            Column(name=kind),
+            *_GROUP,
+            *received,
+            *(Column(name=token, show=percent) for token in tokens),
+        ),
         rows=tuple(
-            {kind: label, **vars(group), **{token: group.acceptance[i].rate for token, i in tokens.items()}}
+            {
+                kind: label,
+                **vars(group),
+                "received": group.tokens_per_step,
+                **{token: group.acceptance[i].rate for token, i in tokens.items()},
+            }
             for label, group in groups.items()
         ),
         bars="mean_acceptance_length",
@@ -271,23 +312,36 @@ def _times(report: Report) -> Iterator[Table]:
 
 def _speed(report: Report) -> Iterator[_Item]:
     tokens, wall = count(report.total_num_output_tokens), seconds(report.wall_seconds)
-    yield "output tokens/s", rate(report.output_tokens_per_second), f"({tokens} tokens in {wall})"
+    busy = "; BUSY" if report.busy else ""
+    yield "output tokens/s", rate(report.output_tokens_per_second), f"({tokens} tokens in {wall}){busy}"
     if cached := report.num_cached_tokens:
         prompt = report.num_prompt_tokens
         yield "prefix cache", count(cached), f"of {count(prompt)} prompt tokens ({percent(cached / prompt)})"
     if report.num_drafts:
         rows = report.rows()
         yield "target rows", f"{_share(rows, 'target', 'target_rejected')} held rejected drafts", ""
-        if rows["loop"] or rows["first_pass"]:  # a head drafted
+        if _has_head(report):
             fill = _share(rows, "first_pass", "first_pass_wasted")
             yield "drafter rows", f"KV fill {fill} were padding; draft loop {count(rows['loop'])}", ""
     if baseline := report.baseline:
-        same = same_texts(baseline.identical, baseline.num_compared)
-        same += " (sampled ones may differ)" * (baseline.sampled and baseline.identical < 1)
+        same = "no step had drafts, so nothing was compared"
+        if baseline.identical is not None:
+            same = same_texts(baseline.identical, baseline.num_compared)
+            same += " (sampled ones may differ)" * (baseline.sampled and baseline.identical < 1)
         speed = rate(baseline.output_tokens_per_second)
         if unlike := report.unlike_work:
             same += f"; {unlike}"
-        yield "against plain decoding", ratio(baseline.ratio), f"plain decoding ({speed} tokens/s), {same}"
+        yield (
+            "against plain decoding",
+            ratio(baseline.ratio),
+            f"plain decoding ({speed} tokens/s), {same}{busy}",
+        )
+
+
+def _has_head(report: Report) -> bool:
+    """Whether a head drafted, and not n-grams."""
+    rows = report.rows()
+    return bool(rows["loop"] or rows["first_pass"])
 
 
 def _share(rows: Mapping[str, int], name: str, wasted: str) -> str:
@@ -367,8 +421,10 @@ def failures(report: Report) -> str:
 def remarks(report: Report) -> Iterator[str]:
     """What is to be said of a run; nothing of an ordinary one."""
     ended, reasoning = report.finish_reasons, report.ended_in_reasoning
+    if report.busy:
+        yield f"BUSY: {report.busy}, so speeds are doubtful: run it again when the machine is idle."
     if report.num_spec_tokens == 0:
-        yield "Plain decoding: there are no drafts, so there is no acceptance to report."
+        yield _PLAIN
     elif report.mean_acceptance_length is None:
         yield "No verify step had drafts, so there is no acceptance to report."
     elif number := report.num_unverified_tokens:
@@ -377,10 +433,12 @@ def remarks(report: Report) -> Iterator[str]:
             "was not sure of them: acceptance is of those that were, and not to be compared with that of a fixed K."
         )
     elif report.mean_acceptance_length < DEAD_LENGTH:
-        yield (
-            f"The drafter is dead: the mean acceptance length is under {DEAD_LENGTH}. `specgen inspect` says whether a "
-            "head fits the target and how it was read; n-grams need text that repeats itself."
+        why = (
+            "Head and target probably do not match: `specgen inspect` says whether they fit and how the head was read."
+            if _has_head(report)
+            else "N-grams need text that repeats itself."
         )
+        yield f"Almost no draft was accepted: the mean acceptance length is under {DEAD_LENGTH}. {why}"
     if (number := report.num_lost_tokens) and not report.unfinished:  # else they may become texts
         yield (
             f"{count(number)} tokens more than the texts have were computed, of requests that were stopped or failed: "
@@ -395,11 +453,15 @@ def remarks(report: Report) -> Iterator[str]:
         remedy = ": raise --max-new-tokens" if reasoning.get("length") else ""
         yield f"{several(number, 'answer')} ended while reasoning{remedy}."
     if number := report.num_empty:
-        yield (
-            f"{count(number)} of {count(report.num_requests)} texts are empty: the model ended them at once. One "
-            "that was trained on chats needs its chat template: rows with messages instead of prompt, in eval "
-            "--apply-chat-template."
-        )
+        yield empty_texts(number, report.num_requests)
+
+
+def empty_texts(number: int, num_requests: int) -> str:
+    """So many texts are empty, and the likely remedy."""
+    return (
+        f"{count(number)} of {count(num_requests)} texts are empty: the model ended them at once. A chat model needs "
+        "its chat template: add --chat, or give rows with messages (in eval: --apply-chat-template)."
+    )
 
 
 def hint(report: Report) -> str:

@@ -150,7 +150,14 @@ def stop_finder(tokenizer: Tokenizer, stops: Sequence[str], prompt: Sequence[int
     reader = new_reader(tokenizer, prompt)
     if reader is None:
         return StopStrings(tokenizer, stops)
-    return StopStrings(tokenizer, stops, lambda token_id: reader.read(token_id) == _OF_ANSWER)
+    return StopStrings(
+        tokenizer, stops, lambda token_id: _is_of_answer(tokenizer, token_id, reader.read(token_id))
+    )
+
+
+def _is_of_answer(tokenizer: Tokenizer, token_id: int, read: tuple[Part, bool]) -> bool:
+    """Whether a token is text of the answer, or a special token in it, such as its end, that a stop may name."""
+    return read == _OF_ANSWER or (read[0] == "answer" and tokenizer.is_special(token_id))
 
 
 def part_finder(tokenizer: Tokenizer, prompt: Sequence[int]) -> PartFinder | None:
@@ -165,7 +172,7 @@ class Parts:
 
     reasoning: str | None
     num_reasoning_tokens: int  # the markers around them included
-    answer: tuple[int, ...]
+    answer: tuple[int, ...]  # special tokens in it included
 
 
 def split(tokenizer: Tokenizer, prompt: Sequence[int], token_ids: Sequence[int]) -> Parts:
@@ -178,7 +185,11 @@ def split(tokenizer: Tokenizer, prompt: Sequence[int], token_ids: Sequence[int])
     return Parts(
         reasoning="\n".join(filter(None, texts)) if texts else None,
         num_reasoning_tokens=sum(part == "reasoning" for part, _ in read),
-        answer=tuple(token_id for token_id, each in zip(token_ids, read, strict=True) if each == _OF_ANSWER),
+        answer=tuple(
+            token_id
+            for token_id, each in zip(token_ids, read, strict=True)
+            if _is_of_answer(tokenizer, token_id, each)
+        ),
     )
 
 

@@ -5,11 +5,12 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specgen.config import PINNED_DATE, TemplateKwargs, UserError, first_line, is_text, require, shown
+from specgen.config.errors import require_no_stand_in
 from specgen.storage import cached_files
 from specgen.text.chat_template import pin_date, require_compiled, require_inside, require_known
 
@@ -26,16 +27,27 @@ _LONGEST_CHARACTER = 4  # bytes, in UTF-8
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """One message of a chat; ``role`` is ``system``, ``user`` or ``assistant``. ``UserError`` for another."""
+    """One message of a chat; ``role`` is ``system``, ``user`` or ``assistant``. ``UserError`` for another.
+
+    ``content`` is a text, or the texts of several parts, as in OpenAI's API.
+    """
 
     role: str
-    content: str
+    content: str | tuple[str, ...]
 
     def __post_init__(self) -> None:
         if self.role not in _ROLES:
             raise UserError(f"the role of a message is {shown(self.role)}: use system, user or assistant")
-        if not isinstance(self.content, str):
+        if isinstance(self.content, str):
+            return
+        if not isinstance(self.content, tuple | list) or not all(isinstance(e, str) for e in self.content):
             raise UserError(f"the content of a {self.role} message is {shown(self.content)}: use a string")
+        object.__setattr__(self, "content", tuple(self.content))
+
+    @property
+    def text(self) -> str:
+        """All of it; parts with a space between them, as ``transformers serve`` joins them for language models."""
+        return self.content if isinstance(self.content, str) else " ".join(self.content)
 
 
 def load_tokenizer(path_or_hub_id: str) -> "Tokenizer":
@@ -52,8 +64,9 @@ def load_tokenizer(path_or_hub_id: str) -> "Tokenizer":
         if not directory.is_dir():
             directory = cached_files(path_or_hub_id, _FILES)
     require_inside(directory)
+    own = directory / "tokenizer.json"
+    require_no_stand_in(own)
     with _in_library(failure, _GIVE):
-        own = directory / "tokenizer.json"
         if not own.is_file() and not any(directory.glob("*.model")):
             # the library's own words are ten lines
             raise FileNotFoundError("there is no file tokenizer.json")
@@ -77,6 +90,13 @@ def _in_library(failure: str, remedy: str) -> Iterator[None]:
         raise
     except BaseException as error:
         raise UserError(f"{failure} ({first_line(error)}): {remedy}") from error
+
+
+def _as_parts(message: Message) -> object:
+    """The content as templates that read lists take it."""
+    if isinstance(message.content, str):
+        return message.content
+    return [{"type": "text", "text": text} for text in message.content]
 
 
 class Tokenizer:
@@ -103,6 +123,7 @@ class Tokenizer:
         self.chat_template = self._own_template
         self.template_kwargs = TemplateKwargs()  # that chats are rendered with
         self._names: dict[str, Any] = {}  # of them, those that are handed to the template
+        self._parts_read: dict[tuple[tuple[str, bool], ...], list[bool]] = {}  # see ``_reads_parts``
 
     def with_template_kwargs(self, kwargs: TemplateKwargs) -> "Tokenizer":
         """The same tokenizer, whose chats are rendered with ``kwargs`` alone, among which is the date if it is pinned.
@@ -112,6 +133,7 @@ class Tokenizer:
         other, given = copy.copy(self), kwargs.values
         day = given.pop(PINNED_DATE, None)
         other.chat_template, other.template_kwargs, other._names = self._own_template, kwargs, given
+        other._parts_read = {}
         if given:
             other.require_chat_template()
         if other.chat_template:
@@ -123,10 +145,13 @@ class Tokenizer:
         """The id of the token ``text`` that is never part of other text, special or not; or None."""
         return self._added.get(text)
 
-    def special_token_id(self, text: str) -> int | None:
-        """The id of the special token ``text``, or None."""
-        token_id: int | None = self._backend.token_to_id(text)
-        return token_id if token_id in self._special else None
+    def is_special(self, token_id: int) -> bool:
+        """Whether ``decode`` leaves this token of the vocabulary out."""
+        return token_id in self._special
+
+    def names_special(self, text: str) -> bool:
+        """Whether the name of a special token is part of ``text``."""
+        return not self._special.isdisjoint(self.encode_rendered(text))
 
     def encode_text(self, text: str) -> list[int]:
         """The ids of raw text, with the special tokens (such as BOS) that the tokenizer adds."""
@@ -158,19 +183,58 @@ class Tokenizer:
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         self.require_chat_template()
+        parts_read = self._reads_parts(
+            tuple((each.role, not isinstance(each.content, str)) for each in messages)
+        )
+        contents = [
+            _as_parts(message) if is_read else message.text
+            for message, is_read in zip(messages, parts_read, strict=True)
+        ]
         with _in_library(
             "the chat template refuses these messages",
             "change their roles or their order, or fix the template",
         ):
-            text: str = self._pretrained.apply_chat_template(
-                [asdict(message) for message in messages],
-                chat_template=self.chat_template,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-                **self._names,
-            )
+            return self._applied(messages, contents, add_generation_prompt=add_generation_prompt)
+
+    def _applied(
+        self, messages: Sequence[Message], contents: Sequence[object], *, add_generation_prompt: bool
+    ) -> str:
+        text: str = self._pretrained.apply_chat_template(
+            [
+                {"role": message.role, "content": content}
+                for message, content in zip(messages, contents, strict=True)
+            ],
+            chat_template=self.chat_template,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+            **self._names,
+        )
         return text
+
+    def _reads_parts(self, shape: tuple[tuple[str, bool], ...]) -> list[bool]:
+        """Which messages of several parts are handed to the template as these; ``shape``: roles, and whether in parts.
+
+        A template that does not read lists writes them as Python or JSON spells them: with names and quotes around a
+        text, and any character for private use escaped. Or it fails.
+        """
+        if not any(in_parts for _, in_parts in shape):
+            return [False] * len(shape)
+        if shape not in self._parts_read:
+            marks = [chr(0xE000 + number % 6400) for number in range(len(shape))]
+            tried = [
+                Message(role=role, content=(mark,) if in_parts else mark)
+                for mark, (role, in_parts) in zip(marks, shape, strict=True)
+            ]
+            try:
+                text = self._applied(tried, [_as_parts(each) for each in tried], add_generation_prompt=True)
+            except Exception:  # of any kind: the template is a program
+                text = ""
+            self._parts_read[shape] = [
+                in_parts and mark in text and f'"{mark}"' not in text
+                for mark, (_, in_parts) in zip(marks, shape, strict=True)
+            ]
+        return self._parts_read[shape]
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         require(
@@ -262,24 +326,21 @@ def _all_tokens(token_id: int) -> bool:
     return True
 
 
-class StopStrings:
-    """Finds the first stop string in the text of one sequence, token by token as it is generated.
+class _Search:
+    """Finds the first of ``stops`` in what ``decode`` makes of tokens that come one by one.
 
-    Only tokens that ``searched`` holds for are looked at: ``reasoning`` skips what is not the answer.
-
-    The search is in the text of ``Tokenizer.decode``, so a special token is never part of a stop string.
-    A token with text has at least one byte of it, so a match lies in the last ``bytes(stop)`` tokens: only these, as
-    ``ByteRuns`` has them, are decoded, however long the text is. And only a token with a stop's last character, or an
-    incomplete character, can complete a stop: after any other nothing is decoded. Stops that contain U+FFFD are an
-    exception, as a later token or the start of a window may turn text into it: for them all is decoded.
+    A token has at least one byte of the text, so a match lies in the last ``bytes(stop)`` tokens: only these, as
+    ``ByteRuns`` has them, are decoded, however long the text is. And only a token with a stop's last character, an
+    incomplete character, or no text in ``Tokenizer.decode`` can complete a stop: after any other nothing is decoded.
+    Stops that contain U+FFFD are an exception, as a later token or the start of a window may turn text into it: for
+    them all is decoded.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str], searched: Callable[[int], bool] = _all_tokens
+        self, tokenizer: Tokenizer, stops: Sequence[str], decode: Callable[[Sequence[int]], str]
     ) -> None:
-        self._tokenizer = tokenizer
-        self._searched = searched
-        self._stops = tuple(stops)
+        self._tokenizer, self._decode = tokenizer, decode
+        self.stops = tuple(stops)
         longest = max((len(stop.encode()) for stop in stops), default=0)
         # More tokens than the match: the first may be within a character, and a SentencePiece decoder drops the leading
         # space of a text.
@@ -288,36 +349,88 @@ class StopStrings:
         self._runs = ByteRuns(tokenizer, self._tail)
         self._ends = {_UNFINISHED, *(stop[-1] for stop in stops)}
 
-    def feed(self, new_token_ids: Sequence[int]) -> int | None:
-        """How many of the new tokens to keep: up to and including the one that completes a stop string, else None."""
-        if not self._stops:
-            return None
-        for count, token_id in enumerate(new_token_ids, start=1):
-            if self._searched(token_id) and self._tokenizer.has_text(token_id):
-                self._runs.append(token_id)
-                if self._may_complete(token_id) and self._is_complete():
-                    return count
-        return None
+    def ends_at(self, token_id: int) -> bool:
+        """Whether the next token completes a stop."""
+        if not self.stops:
+            return False
+        self._runs.append(token_id)
+        return self._may_complete(token_id) and self._is_complete()
 
-    def text(self, token_ids: Sequence[int]) -> str:
-        """The text of ``token_ids``, all that are searched, cut before the first stop string."""
-        text = self._tokenizer.decode(token_ids)
-        return text[: min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=len(text))]
+    def first(self, text: str) -> int | None:
+        """Where in ``text`` the first stop begins."""
+        return min((at for stop in self.stops if (at := text.find(stop)) >= 0), default=None)
 
     def _may_complete(self, token_id: int) -> bool:
-        return self._whole or not self._ends.isdisjoint(self._tokenizer.piece(token_id))
+        piece = self._tokenizer.piece(token_id)
+        return self._whole or not piece or not self._ends.isdisjoint(piece)
 
     def _is_complete(self) -> bool:
         window = list(self._tail)
         # Where a window starts inside a character, a byte-fallback decoder hides the whole run of bytes: start later
         # until it decodes.
         for start in range(1 if self._whole else _LONGEST_CHARACTER):
-            text = self._tokenizer.decode(window[start:])
-            if any(stop in text for stop in self._stops):
+            text = self._decode(window[start:])
+            if self.first(text) is not None:
                 return True
             if not text.startswith(_UNFINISHED):
                 return False
         return False
+
+
+class StopStrings:
+    """Finds the first stop string in the text of one sequence, token by token as it is generated.
+
+    Only tokens that ``searched`` holds for are looked at: ``reasoning`` skips what is not the answer.
+
+    The search is in the text of ``Tokenizer.decode``, which has no special tokens. A stop that contains the name of one
+    is also looked for in the text with special tokens written out.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str], searched: Callable[[int], bool] = _all_tokens
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._searched = searched
+        self._shown = _Search(tokenizer, stops, tokenizer.decode)
+        named = [stop for stop in stops if tokenizer.names_special(stop)]
+        self._written = _Search(tokenizer, named, tokenizer.decode_with_special)
+
+    def feed(self, new_token_ids: Sequence[int]) -> int | None:
+        """How many of the new tokens to keep: up to and including the one that completes a stop string, else None."""
+        if not self._shown.stops:
+            return None
+        for count, token_id in enumerate(new_token_ids, start=1):
+            if self._searched(token_id):
+                has_text = self._tokenizer.has_text(token_id)
+                is_written = has_text or self._tokenizer.is_special(token_id)
+                # both take the token, whatever the other finds
+                ends = (
+                    has_text and self._shown.ends_at(token_id),
+                    is_written and self._written.ends_at(token_id),
+                )
+                if any(ends):
+                    return count
+        return None
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The text of ``token_ids``, all that are searched, cut before the first stop string."""
+        text = self._before_written(token_ids)
+        return text[: self._shown.first(text)]
+
+    def _before_written(self, token_ids: Sequence[int]) -> str:
+        """The text without special tokens before the first stop that names one."""
+        decode, written = self._tokenizer.decode, self._tokenizer.decode_with_special
+        at = self._written.first(written(token_ids)) if self._written.stops else None
+        if at is None:
+            return decode(token_ids)
+        count = len(token_ids)  # from the end, where a text was ended by its stop
+        while len(written(token_ids[:count])) > at:
+            count -= 1
+        if not self._tokenizer.has_text(token_ids[count]):
+            return decode(token_ids[:count])
+        # it begins within this token, or right before it
+        text, behind = decode(token_ids[: count + 1]), len(written(token_ids[: count + 1])) - at
+        return text[: max(0, len(text) - behind)]
 
 
 def pieces(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
