@@ -215,7 +215,7 @@ def test_a_resume_reads_the_index_and_not_the_rows(
     again = run.run(job, tmp_path / "run", progress)
     assert again.report.num_requests == first.report.num_requests == 2
     assert (tmp_path / "run" / "errors.jsonl").read_bytes() == read, "a duplicate does not become a prompt"
-    assert len(warnings) == (shard == WHOLE)
+    assert len([each for each in warnings if "temprature" in each]) == (shard == WHOLE)
     monkeypatch.undo()
     keep_in_memory(monkeypatch, job.engine)
     write(job, "abcx")

@@ -443,7 +443,7 @@ BAD = [  # row, id, reason
     ({"id": 1.5, "prompt": "x"}, "line 2", "id is 1.5: use a string or a whole number"),
     ({"id": True, "prompt": "x"}, "line 2", "id is True"),
     (OWN, "a (line 2)", "an earlier row has the same id 'a': give every row its own"),
-    ({"id": "x", "prompt": None}, "x", "no prompt: prompt is null: a row takes one of prompt, messages"),
+    ({"id": "x", "prompt": None}, "x", "no prompt: a row takes one of prompt, messages"),
     ({"id": "x"}, "x", "no prompt: a row takes one of prompt, messages, prompt_token_ids"),
     ({"id": "x", "prompt": "x", "messages": []}, "x", "prompt and messages: a row takes one of"),
     ({"id": "x", "prompt": 3}, "x", "prompt is 3, not a string"),

@@ -190,7 +190,7 @@ def test_a_terminal_gets_a_bar(monkeypatch):
 def test_a_narrow_terminal_has_room_for_the_numbers(monkeypatch):
     monkeypatch.setenv("COLUMNS", "50")
     (step,) = decode_steps(4)
-    step = replace(step, num_drafting=2, num_accepted=3, num_tokens=5, time=1.0)
+    step = replace(step, num_drafting=2, num_accepted=3, num_tokens=5, seconds=1.0, time=1.0)
     drawn = followed(monkeypatch, Terminal(), step)
     assert re.search(r"\r10/10 \[\S+ left, 5 tok/s, length 2\.50\]", drawn)
     monkeypatch.setenv("COLUMNS", "120")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specgen.checkpoints.fingerprint import BESIDES
 from specgen.checkpoints.rank_share import RankShare
-from specgen.checkpoints.tensor_reader import E4M3, Checkpoint, TensorReader, uploading
+from specgen.checkpoints.tensor_reader import E4M3, Checkpoint, TensorReader, states_of, uploading
 from specgen.checkpoints.weight_files import (
     MASK_EMBEDDING,
     TensorInfo,
@@ -32,7 +32,7 @@ from specgen.models.model_config import HeadConfig, LayerConfig, TargetConfig
 from specgen.models.mtp import mtp_layers
 from specgen.models.protocols import Head, Target
 from specgen.ops import bind_ops
-from specgen.storage import cached_files, file_state, hub_id
+from specgen.storage import cached_files, hub_id
 
 _TIED = ("lm_head.weight", *EMBEDDINGS)
 _TABLES = ("int64", "int32", "bool")  # of d2t and t2d
@@ -61,7 +61,7 @@ def open_checkpoint(path_or_hub_id: str) -> Checkpoint:
         config=with_modelopt(config, read_json(separate)) if separate.exists() else config,
         generation=read_json(generation) if generation.exists() else generation_defaults(config),
         tensors=tensors,
-        state=frozenset(map(file_state, {path / "config.json", *(info.file for info in tensors.values())})),
+        state=states_of(path, tensors),
     )
 
 

@@ -19,6 +19,7 @@ from specgen.device import SINGLE_RANK, Ranks
 from specgen.models.fp8_config import Fp8Config
 from specgen.models.loader import Arrange
 from specgen.ops.weight import GROUP, Weight
+from specgen.storage import file_state
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 E4M3 = "float8_e4m3fn"
@@ -33,18 +34,29 @@ class Checkpoint:
     config: Mapping[str, Any]  # config.json
     generation: Mapping[str, Any]  # generation_config.json, empty where there is none
     tensors: Mapping[str, TensorInfo]
-    # of config.json and the weight files as they were opened, see ``file_state``: by it files are known again
-    state: frozenset[tuple[int, ...]] = frozenset()
+    state: frozenset[tuple[int, ...]] = frozenset()  # see ``states_of``: by it files are known again
 
     @property
     def files(self) -> list[Path]:
         """The weight files, sorted by name."""
         return sorted({info.file for info in self.tensors.values()})
 
+    def is_unchanged(self) -> bool:
+        """Whether its files are still those that were opened."""
+        try:
+            return self.state == states_of(self.path, self.tensors)
+        except OSError:
+            return False
+
     def read(self, name: str) -> Tensor | None:
         """A tensor as stored, on the CPU; None where there is none of that name."""
         info = self.tensors.get(name)
         return None if info is None else read_tensor(name, info)
+
+
+def states_of(path: Path, tensors: Mapping[str, TensorInfo]) -> frozenset[tuple[int, ...]]:
+    """What identifies the files of a checkpoint in ``path`` as they are now: config.json and those of ``tensors``."""
+    return frozenset(map(file_state, {path / "config.json", *(info.file for info in tensors.values())}))
 
 
 _PIECE = 16 << 20  # bytes

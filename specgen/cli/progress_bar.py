@@ -80,7 +80,7 @@ class ProgressLines(Warnings):
     def see(self, row: EngineRow) -> None:
         super().see(row)
         if isinstance(row, Captured):
-            done = f"captured in {row.seconds:.1f} s" if row.fits else "not enough memory, runs without"
+            done = f"captured in {row.seconds:.1f} s" if row.fits else "not enough memory for it yet"
             self._say(f"CUDA graph of a {row.what} of {row.num_sequences} sequences: {done}")
 
     def advance(self) -> None:

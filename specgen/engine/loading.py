@@ -22,6 +22,7 @@ from specgen.report.display import from_here
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
 
 _GREEDY = SamplingParams()
+_NONE: Checkpoints = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +64,23 @@ def _is_synthetic(checkpoint: Checkpoint) -> bool:
     return bool(checkpoint.config.get("synthetic_weights", False))
 
 
-def open_checkpoints(config: EngineConfig) -> Checkpoints:
-    """The checkpoints of ``config``, headers only; of a hub id, what is downloaded. Once in a command is enough."""
-    target = open_checkpoint(config.model)
+def open_checkpoints(config: EngineConfig, opened: Checkpoints = _NONE) -> Checkpoints:
+    """The checkpoints of ``config``, headers only; of a hub id, what is downloaded.
+
+    Once in a command is enough: those of ``opened`` are taken whose files have not changed.
+    """
+
+    def open_(part: str, name: str) -> Checkpoint:
+        known = opened.get(part)
+        is_known = known is not None and known.name == name and known.is_unchanged()
+        return known if known is not None and is_known else open_checkpoint(name)
+
+    target = open_("model", config.model)
     if config.head is None:
         return {"model": target}
     return {
         "model": target,
-        "drafter": mtp_part(target) if config.head == MTP else open_checkpoint(config.head),
+        "drafter": mtp_part(target) if config.head == MTP else open_("drafter", config.head),
     }
 
 
