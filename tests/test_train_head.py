@@ -20,7 +20,7 @@ from tests.tiny_checkpoints import write_target
 RECIPE = Recipe(
     head_row_length=96,
     head_batch_rows=4,
-    head_epochs=60,
+    head_epochs=40,
     head_learning_rate=0.01,
     head_loss_rows=64,
     unrolled_steps=4,
