@@ -492,7 +492,8 @@ def test_an_arm_that_cannot_run_or_fails_is_a_note(pair: Path, monkeypatch) -> N
     assert table.notes[-1] == "failed: attention sdpa, decoding non-padded: RuntimeError: no kernel"
     assert table.rows[1]["x_plain"] is not None
     assert table.rows[1]["x_non_padded"] is None
-    with pytest.raises(UserError, match=r"no arm can run here: .*: use --axis attention=auto"):
+    here = "use --attention auto; attention and decoding are set here as in --axis attention=VALUE"
+    with pytest.raises(UserError, match=f"no arm can run here: .*: {here}"):
         list(throughput(job_of(pair, "vllm-25196")))
 
 

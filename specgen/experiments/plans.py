@@ -106,7 +106,7 @@ def prepare(
     engine: EngineConfig,
     workload: Workload,
     *,
-    axes: Iterable[str] = (),
+    axes: Sequence[str] = (),
     record: Path | None = None,
 ) -> Prepared:
     """Resolve everything; ``engine`` is the configuration that arms change, along ``axes``.
@@ -126,15 +126,15 @@ def prepare(
         prompts = prompts.ignoring_eos()
     plans: list[Plan] = []
     notes: list[str] = []
+    how = (
+        f"; {' and '.join(axes)} are set here as in --axis {axes[0]}=VALUE" if axes else ""
+    )  # not by their options
     for arm in arms:
         try:
             config = resolve(arm.configure(engine), checkpoints)
             config.synthetic_chances()  # refuses a length that this K cannot have
         except UserError as error:
-            reason = str(error)
-            for axis in axes:  # its own option changes no arm
-                reason = reason.replace(f"--{axis.replace('_', '-')} ", f"--axis {axis}=")
-            notes.append(f"not run: {arm.name}: {reason}")
+            notes.append(f"not run: {arm.name}: {error}{'' if notes else how}")
             continue
         requests = prompts.requests[: workload.count(config.max_batch_size)]
         plans.append(Plan.of(arm, config, models, requests))
