@@ -26,7 +26,7 @@ from specgen.experiments.matrices import Workload
 from specgen.experiments.timing import free_memory
 from specgen.experiments.workload import KnownText, Prompts, kv_bytes, make_prompts
 from specgen.ops.jit_modules import compile_missing
-from specgen.record.provenance import manifest, with_recorded_date
+from specgen.record.provenance import busy, machine_state, manifest, with_recorded_date
 from specgen.report import display
 from specgen.report.table import Column, Table
 from specgen.report.terminal import Part
@@ -205,10 +205,16 @@ class Yardstick:
     flops_per_second: float  # of a large GEMM
     known: KnownText | None
     synthetic_acceptance: tuple[float, ...] | float = ()
+    busy: str = ""  # what else the machine did when these were measured, where that makes them doubtful
+
+    @property
+    def bandwidth(self) -> str:
+        doubt = f"; BUSY: {self.busy}, so speeds are doubtful" if self.busy else ""
+        return f"{display.bandwidth(self.bytes_per_second)} of a copy{doubt}"
 
     @property
     def conditions(self) -> dict[str, str]:
-        bound = f"bytes that a decode step must read over {self.bytes_per_second / 1e12:.3g} TB/s of a copy"
+        bound = f"bytes that a decode step must read over {self.bandwidth}"
         found = {
             "bound": bound,
             "x_plain_bound": "x_plain if steps took their bound: what drafts would give by bytes",
@@ -244,6 +250,7 @@ def yardstick_of(ready: Prepared) -> Yardstick:
         flops_per_second=flops,
         known=None if ready.base.synthetic_acceptance else KnownText.of(ready.models),
         synthetic_acceptance=ready.base.synthetic_acceptance,
+        busy=busy(machine_state()),
     )
 
 
@@ -286,7 +293,7 @@ def _time(
     some = f"{len(left)} arms" if len(left) == len(seconds) else f"{len(left)} of {len(seconds)} arms go on"
     yield (
         f"{some}, with a warm-up each: about {_span(*map(display.duration, ends))}, if every step took the time of a "
-        f"plain one at its bound (weights and KV cache at {yardstick.bytes_per_second / 1e12:.3g} TB/s). Arms that are "
+        f"plain one at its bound (weights and KV cache at {yardstick.bandwidth}). Arms that are "
         "slower take longer, as do prompts, loading, compilation and CUDA graphs, which come on top."
     )
     if budget is not None:
