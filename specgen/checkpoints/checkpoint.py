@@ -240,7 +240,10 @@ def _download(name: str) -> Path:
 
     Those of safetensors, or where there are none PyTorch's own.
     """
+    from huggingface_hub import errors as hub
+
     on_hub = hub_id(Url(name)) if is_url(name) else name
+    require(not os.path.isfile(name), f"{name} is a file: name the directory that holds it and config.json")
     require(
         on_hub is None or re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", on_hub) is not None,
         f"{shown(name)} is neither a directory nor a hub id of the form owner/name, nor a URL: check the path",
@@ -252,9 +255,15 @@ def _download(name: str) -> Path:
     except UserError:
         raise  # of a store
     except (OSError, ValueError) as error:
+        # What the hub's library says goes on for paragraphs
+        reasons = {
+            hub.GatedRepoError: "one must ask for access there, and set HF_TOKEN",
+            hub.RepositoryNotFoundError: "the hub has none of this name, or only for its owner",
+            hub.LocalEntryNotFoundError: "the hub cannot be reached, or HF_HUB_OFFLINE is set",
+        }
+        why = next((text for kind, text in reasons.items() if isinstance(error, kind)), first_line(error))
         raise UserError(
-            f"{name!r} is not a directory here and could not be downloaded ({first_line(error)}): "
-            "check the name and the network"
+            f"{name!r} is not a directory here and cannot be downloaded ({why}): check the name"
         ) from error
 
 

@@ -20,7 +20,7 @@ from specgen.checkpoints.checkpoint import (
     target_config,
 )
 from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
-from specgen.config import MTP, NGRAM_BYTES, UserError, ngram_length, require, shown
+from specgen.config import MTP, NGRAM_BYTES, UserError, ngram_length, require, shown, under
 from specgen.models.config_fields import architectures
 from specgen.models.config_keys import listed
 from specgen.models.families import is_head, unread
@@ -204,7 +204,7 @@ def describe(path: str, other: str | None = None) -> Description:
     known = targets[0].config.num_layers if targets else None
     heads = [_head(checkpoint, known) for checkpoint in checkpoints if _is_head(checkpoint)]
     found = [(part.name, problem) for part in (*targets, *heads) for problem in part.problems]
-    reasons = [problem if problem.startswith(name) else f"{name}: {problem}" for name, problem in found]
+    reasons = [under(name, problem) for name, problem in found]
     if ngrams and not targets and len(names) == 2:
         reasons.append("both draft and neither is a target: give one target and one drafter")
     elif len(checkpoints) == 2:

@@ -88,6 +88,12 @@ def first_line(error: BaseException) -> str:
     return whole_words.rstrip(" ,;:(") + " ..."
 
 
+def under(name: str, message: object) -> str:
+    """``message`` as one that begins with the name of what it is about, which it may do already."""
+    text = str(message)
+    return text if text.startswith((f"{name}:", f"{name} ")) else f"{name}: {text}"
+
+
 def nearest(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:
     """The one of ``known`` most like ``name``, whatever its case and hyphens; None below ``likeness``, in [0, 1]."""
     plain = {_plain(each): each for each in known}
