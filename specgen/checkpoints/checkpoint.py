@@ -55,13 +55,14 @@ def open_checkpoint(path_or_hub_id: str) -> Checkpoint:
     generation, separate = path / "generation_config.json", path / "hf_quant_config.json"
     config = read_json(path / "config.json")
     tensors = _by_usual_names(tensor_infos(path), path_or_hub_id)
+    files = {file for pattern in BESIDES for file in path.glob(pattern) if file.is_file()}
     return Checkpoint(
         name=path_or_hub_id,
         path=path,
         config=with_modelopt(config, read_json(separate)) if separate.exists() else config,
         generation=read_json(generation) if generation.exists() else generation_defaults(config),
         tensors=tensors,
-        state=frozenset(map(file_state, {path / "config.json", *(info.file for info in tensors.values())})),
+        state=frozenset(map(file_state, files.union(info.file for info in tensors.values()))),
     )
 
 

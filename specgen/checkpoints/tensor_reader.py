@@ -33,7 +33,7 @@ class Checkpoint:
     config: Mapping[str, Any]  # config.json
     generation: Mapping[str, Any]  # generation_config.json, empty where there is none
     tensors: Mapping[str, TensorInfo]
-    # of config.json and the weight files as they were opened, see ``file_state``: by it files are known again
+    # of the files that its fingerprint is over as they were opened, see ``file_state``: by it they are known again
     state: frozenset[tuple[int, ...]] = frozenset()
 
     @property
