@@ -212,6 +212,9 @@ def test_draws_depend_on_prompt_and_seed_alone(generator: BatchGenerator) -> Non
     spelled = {"max_tokens": 16.0, "stop": None, "top_p": 1, "seed": np.int64(5), "temperature": 1}
     assert drawn(QUESTIONS[1:2], spelled, messages=[None], prompt_token_ids=[pandas.NA]) == [alone]
     assert alone.startswith(drawn(QUESTIONS[1:2], own | {"max_tokens": 8})[0])
+    contents = QUESTIONS[1], [{"type": "text", "text": QUESTIONS[1]}]
+    chats = [[{"role": "user", "content": content}] for content in contents]
+    assert len({*generator({"messages": chats, "sampling_params": [own, own]})["generated_text"]}) == 1
     others = drawn(QUESTIONS[1:2] * 3, *({**own, "seed": seed} for seed in (6, 7, 8)))
     assert len({alone, *others}) == 4, "samples of one prompt"
 

@@ -132,7 +132,8 @@ def _prompt(number: int, content: Mapping[str, Any]) -> Prompt | Rejected:
         prompt = parse_own("", given | asked)
     except UserError as error:
         return Rejected(id=copy_id("", number), reason=first_line(error))
-    said = repr((prompt.messages, prompt.text, prompt.token_ids))
+    messages = [(message.role, message.text) for message in prompt.messages]
+    said = repr((messages, prompt.text, prompt.token_ids))
     return replace(prompt, id=copy_id(blake2b(said.encode(), digest_size=12).hexdigest(), number))
 
 
