@@ -144,11 +144,11 @@ def test_a_directory_without_a_tokenizer_is_one_line(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
-def test_a_tokenizer_that_git_lfs_has_not_fetched_is_named(tmp_path):
-    (tmp_path / "tokenizer.json").write_text(
-        "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n"
-    )
-    with refused(r"^\S+tokenizer.json: this is a Git LFS pointer, not the file: run git lfs pull$"):
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_file_that_git_lfs_has_not_fetched_is_named(tmp_path, name):
+    write_byte_level(tmp_path)
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n")
+    with refused(rf"^\S+{name}: this is a Git LFS pointer, not the file: run git lfs pull$"):
         load_tokenizer(str(tmp_path))
 
 

@@ -66,8 +66,9 @@ def load_tokenizer(path_or_hub_id: str) -> "Tokenizer":
         if not directory.is_dir():
             directory = cached_files(path_or_hub_id, _FILES)
     require_inside(directory)
+    for file in (file for pattern in _FILES for file in directory.glob(pattern)):
+        require_no_stand_in(file)  # any text is a template
     own = directory / "tokenizer.json"
-    require_no_stand_in(own)
     with _in_library(failure, _GIVE):
         if not own.is_file() and not any(directory.glob("*.model")):
             # the library's own words are ten lines
