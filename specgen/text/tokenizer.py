@@ -66,8 +66,8 @@ def load_tokenizer(path_or_hub_id: str) -> "Tokenizer":
         if not directory.is_dir():
             directory = cached_files(path_or_hub_id, _FILES)
     require_inside(directory)
-    for file in (file for pattern in _FILES for file in directory.glob(pattern)):
-        require_no_stand_in(file)  # any text is a template
+    for found in (found for pattern in _FILES for found in directory.glob(pattern)):
+        require_no_stand_in(found)  # any text is a template
     own = directory / "tokenizer.json"
     with _in_library(failure, _GIVE):
         if not own.is_file() and not any(directory.glob("*.model")):
