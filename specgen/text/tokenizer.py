@@ -66,8 +66,9 @@ def load_tokenizer(path_or_hub_id: str) -> "Tokenizer":
         if not directory.is_dir():
             directory = cached_files(path_or_hub_id, _FILES)
     require_inside(directory)
-    for found in (found for pattern in _FILES for found in directory.glob(pattern)):
-        require_no_stand_in(found)  # any text is a template
+    for pattern in _FILES:
+        for found in directory.glob(pattern):
+            require_no_stand_in(found)  # any text is a template
     own = directory / "tokenizer.json"
     with _in_library(failure, _GIVE):
         if not own.is_file() and not any(directory.glob("*.model")):
