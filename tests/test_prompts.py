@@ -443,7 +443,12 @@ BAD = [  # row, id, reason
     ({"id": 1.5, "prompt": "x"}, "line 2", "id is 1.5: use a string or a whole number"),
     ({"id": True, "prompt": "x"}, "line 2", "id is True"),
     (OWN, "a (line 2)", "an earlier row has the same id 'a': give every row its own"),
-    ({"id": "x", "prompt": None}, "x", "no prompt: a row takes one of prompt, messages"),
+    (
+        {"id": "x", "prompt": None},
+        "x",
+        "no prompt: a row takes one of prompt, messages, prompt_token_ids, or name a field with --prompt-field; "
+        "this one has 'id, prompt (null)'",
+    ),
     ({"id": "x"}, "x", "no prompt: a row takes one of prompt, messages, prompt_token_ids"),
     ({"id": "x", "prompt": "x", "messages": []}, "x", "prompt and messages: a row takes one of"),
     ({"id": "x", "prompt": 3}, "x", "prompt is 3, not a string"),
@@ -660,6 +665,16 @@ def test_a_data_set_that_datasets_has_saved(tmp_path):
     next((tmp_path / "in" / "saved").glob("data-00001*")).unlink()
     with refused(r"data-00001-of-00002.arrow is missing: .*state.json names it; save the data set again"):
         load(tmp_path / "in")
+
+
+@pytest.mark.parametrize(
+    "said", ["[]", '{"_data_files": [{}]}', '{"_data_files": [{"filename": "../a.arrow"}]}', "3"]
+)
+def test_a_damaged_record_of_a_saved_data_set_is_one_line(tmp_path, said):
+    _saved(tmp_path, _TEXTS)
+    (tmp_path / "state.json").write_text(said)
+    with refused(r"state.json cannot be read \(.*\): save the data set again"):
+        load(tmp_path)
 
 
 def test_the_splits_that_datasets_has_saved(tmp_path):

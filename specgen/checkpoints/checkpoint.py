@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specgen.checkpoints.fingerprint import BESIDES
 from specgen.checkpoints.rank_share import RankShare
-from specgen.checkpoints.tensor_reader import E4M3, Checkpoint, TensorReader, states_of, uploading
+from specgen.checkpoints.tensor_reader import BESIDES, E4M3, Checkpoint, TensorReader, states_of, uploading
 from specgen.checkpoints.weight_files import (
     MASK_EMBEDDING,
     TensorInfo,

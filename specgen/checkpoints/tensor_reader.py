@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specgen.checkpoints.rank_share import RankShare
-from specgen.checkpoints.weight_files import TensorInfo, read_tensor, read_tensors
+from specgen.checkpoints.weight_files import MASK_EMBEDDING, TensorInfo, read_tensor, read_tensors
 from specgen.config import UserError, require, shown
 from specgen.device import SINGLE_RANK, Ranks
 from specgen.models.fp8_config import Fp8Config
@@ -34,7 +34,7 @@ class Checkpoint:
     config: Mapping[str, Any]  # config.json
     generation: Mapping[str, Any]  # generation_config.json, empty where there is none
     tensors: Mapping[str, TensorInfo]
-    state: frozenset[tuple[int, ...]] = frozenset()  # see ``states_of``: by it files are known again
+    state: frozenset[tuple[int, ...]] = frozenset()  # see ``states_of``: by it its files are known again
 
     @property
     def files(self) -> list[Path]:
@@ -54,9 +54,19 @@ class Checkpoint:
         return None if info is None else read_tensor(name, info)
 
 
+# What is needed besides the weights; tokenizers among them
+BESIDES = (MASK_EMBEDDING, "*.json", "*.jinja", "*.model", "merges.txt")
+
+
+def files_in(path: Path, tensors: Mapping[str, TensorInfo]) -> set[Path]:
+    """The files of a checkpoint in ``path``: those of ``tensors``, configs and the tokenizer's."""
+    others = {file for pattern in BESIDES for file in path.glob(pattern) if file.is_file()}
+    return others.union(info.file for info in tensors.values())
+
+
 def states_of(path: Path, tensors: Mapping[str, TensorInfo]) -> frozenset[tuple[int, ...]]:
-    """What identifies the files of a checkpoint in ``path`` as they are now: config.json and those of ``tensors``."""
-    return frozenset(map(file_state, {path / "config.json", *(info.file for info in tensors.values())}))
+    """What identifies these files as they are now."""
+    return frozenset(map(file_state, files_in(path, tensors)))
 
 
 _PIECE = 16 << 20  # bytes

@@ -8,7 +8,7 @@ import torch
 
 from specgen.checkpoints.checkpoint import load_drafter, load_target, mtp_part, open_checkpoint
 from specgen.checkpoints.tensor_reader import Checkpoint
-from specgen.config import MTP, EngineConfig, SamplingParams, require
+from specgen.config import MTP, EngineConfig, SamplingParams, require, shown
 from specgen.core.peers import Peers
 from specgen.device import Ranks, use
 from specgen.engine.choices import DTYPES, Checkpoints, needed_modules
@@ -145,8 +145,9 @@ def _load(
 def over_target(models: Models, config: EngineConfig, checkpoints: Checkpoints) -> Models:
     """``models`` for a resolved ``config`` of the same target; the head is read unless ``models`` has it.
 
-    ``UserError`` where the target's weights, its number format, device or ranks are others.
+    ``UserError`` where the target's files, its number format, device or ranks are others.
     """
+    require(isinstance(models, Models), f"models is {shown(models)}: use those of an engine, engine.models")
     target, held = models.target, models.checkpoints["model"]
     for name, ours, asked in (
         ("model", held.name, config.model),
@@ -164,6 +165,8 @@ def over_target(models: Models, config: EngineConfig, checkpoints: Checkpoints) 
     if config.head is not None and (
         models.head is None or _head_of(models.checkpoints) != _head_of(checkpoints)
     ):
+        if config.head != MTP and models.peers.ranks.rank == 0:
+            _note_unread(checkpoints["drafter"])
         with models.peers.loading(config):
             head = load_drafter(checkpoints["drafter"], target)
         models = replace(models, head=head, checkpoints=checkpoints)

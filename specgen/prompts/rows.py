@@ -182,13 +182,13 @@ def _without_records(files: Sequence[File]) -> list[File]:
     by_path = {_pure(file): file for file in files}
     for path, file in by_path.items():
         if path.name == _SPLITS:
-            splits = _json_of(file).get("splits", ())
+            splits = _names_in(file, "splits")
             require(
                 len(splits) == 1,
-                f"{path.parent} has the splits {', '.join(map(str, splits))}: name one with --split, or its directory",
+                f"{path.parent} has the splits {', '.join(splits)}: name one with --split, or its directory",
             )
     saved = {
-        path.parent: {path.with_name(each["filename"]) for each in _json_of(file).get("_data_files", ())}
+        path.parent: {path.with_name(name) for name in _names_in(file, "_data_files")}
         for path, file in by_path.items()
         if path.name == _STATE and path.with_name(_INFO) in by_path
     }
@@ -201,11 +201,15 @@ def _without_records(files: Sequence[File]) -> list[File]:
     ]
 
 
-def _json_of(file: File) -> Mapping[str, Any]:
+def _names_in(file: File, key: str) -> list[str]:
+    """Those that a record of ``datasets`` has under ``key``: of splits, or of the files beside it."""
     try:
         with _open(file) as content:
-            return dict(json.load(content))
-    except (OSError, ValueError, TypeError) as error:
+            listed = json.load(content).get(key, ())
+        names = [each["filename"] if isinstance(each, dict) else each for each in listed]
+        require(all(PurePath(name).name == name for name in names), f"{key} is {shown(listed)}")
+        return names
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise UserError(f"{file} cannot be read ({first_line(error)}): save the data set again") from error
 
 

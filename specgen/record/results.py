@@ -217,21 +217,25 @@ def _holder(file: IO[str]) -> str:
 def is_gone(pid: object, host: object, directory: Path) -> bool:
     """Whether the process ``pid`` that worked in ``directory`` on ``host`` has ended; of another host nobody knows.
 
-    The lock tells too, as a container has numbers of its own.
+    The lock tells: a container has numbers of its own, numbers are used again, and a process that was killed keeps its
+    number until its parent asks for it. Only without a lock, as in a copy, does the number.
     """
     if host != socket.gethostname() or not isinstance(pid, int):
         return False
     try:
+        with (directory / LOCK).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return True
+    except FileNotFoundError:
+        pass
+    except OSError:  # it is held
+        return False
+    try:
         os.kill(pid, 0)
     except ProcessLookupError:
-        with suppress(FileNotFoundError), (directory / LOCK).open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
-                return False
         return True
     except (OSError, OverflowError):  # another user's, or no number of a process
-        return False
+        pass
     return False
 
 
