@@ -169,11 +169,8 @@ def _counts(report: Report) -> Iterator[_Item]:
             steps = f"(of {count(report.num_drafts + without)} steps {count(without)} had no drafts)"
             yield "length over all steps", plain(report.length_over_all_steps), steps
         if report.received is not None:
-            yield (
-                "tokens per step",
-                plain(report.received),
-                "in the texts, which end before some accepted drafts",
-            )
+            note = "in the texts, which end before some accepted drafts"
+            yield "tokens per step", plain(report.received), note
         drafts = f"({count(report.num_accepted_tokens)} of {count(report.num_draft_tokens)} drafts)"
         yield "draft acceptance rate", percent(report.draft_acceptance_rate), drafts
     if report.confidence.auc is not None:
@@ -330,11 +327,8 @@ def _speed(report: Report) -> Iterator[_Item]:
         speed = rate(baseline.output_tokens_per_second)
         if unlike := report.unlike_work:
             same += f"; {unlike}"
-        yield (
-            "against plain decoding",
-            ratio(baseline.ratio),
-            f"plain decoding ({speed} tokens/s), {same}{busy}",
-        )
+        note = f"plain decoding ({speed} tokens/s), {same}{busy}"
+        yield "against plain decoding", ratio(baseline.ratio), note
 
 
 def _has_head(report: Report) -> bool:
