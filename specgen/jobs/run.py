@@ -160,7 +160,7 @@ def _index(
     file, dataset = job.data.data_path, job.data.dataset
     read_as = f"{file}, read as {dataset}," if file else dataset
     with rarely_collected():  # what a row leaves is no garbage
-        index = index_prompts(read_as, prompts.in_runs(), job.shard, seen)
+        index = index_prompts(read_as, prompts, job.shard, seen)
     return replace(index, notes=tuple(prompts.notes.sentences())), key
 
 
