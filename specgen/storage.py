@@ -425,14 +425,12 @@ def _digest(file: Path, state: tuple[int, ...]) -> str:
         return _read(file)
     known = [str(file), *state]
 
-    def same(found: Any) -> str | None:  # noqa: ANN401
-        digest = found["sha256"]
-        if not (isinstance(digest, str) and len(bytes.fromhex(digest)) == 32):
-            return None
-        return digest if found["file"] == known else ""
+    def checked(found: Any) -> tuple[str, object] | None:  # noqa: ANN401
+        digest = bytes.fromhex(found["sha256"])
+        return (digest.hex(), found["file"]) if len(digest) == 32 else None
 
-    digest = _KEPT.read(os.fsencode(file), same)
-    if not digest:
+    digest, of = _KEPT.read(os.fsencode(file), checked) or ("", None)
+    if of != known:
         digest = _read(file)
         _KEPT.write(os.fsencode(file), {"file": known, "sha256": digest})
     return digest

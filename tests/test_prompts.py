@@ -803,9 +803,11 @@ def test_speed_bench_without_its_texts_is_refused(tmp_path, name, turns):
         r"rows.jsonl, line 2: the texts of SPEED-Bench are not in these rows: fetch them with prepare_data.py"
     ):
         list(
-            (DataSource(dataset=name, data_path=path) if name in DATASETS else DataSource(dataset=str(path)))
-            .open()
-            .in_runs()
+            (
+                DataSource(dataset=name, data_path=path)
+                if name in DATASETS
+                else DataSource(dataset=str(path))
+            ).open()
         )
 
 

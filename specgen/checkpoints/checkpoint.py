@@ -10,13 +10,7 @@ from torch import Tensor
 
 from specgen.checkpoints.rank_share import RankShare
 from specgen.checkpoints.tensor_reader import BESIDES, E4M3, Checkpoint, TensorReader, states_of, uploading
-from specgen.checkpoints.weight_files import (
-    MASK_EMBEDDING,
-    TensorInfo,
-    are_equal,
-    read_json,
-    tensor_infos,
-)
+from specgen.checkpoints.weight_files import MASK_EMBEDDING, TensorInfo, are_equal, read_json, tensor_infos
 from specgen.config import UserError, first_line, require, shown
 from specgen.config.urls import Url, is_url
 from specgen.device import SINGLE_RANK, Ranks

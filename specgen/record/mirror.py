@@ -25,7 +25,7 @@ from specgen.config.urls import Url
 from specgen.record.files import as_json, replacement, write_text
 from specgen.record.provenance import timestamp
 from specgen.record.results import locked
-from specgen.storage import Store, cache_directory
+from specgen.storage import Store, cache_directory, file_digest
 
 MANIFEST = "parts.json"  # whose replacement is what commits
 _PARTS = "parts"  # the directory of parts
@@ -331,9 +331,7 @@ class Mirror:
 
 
 def _part_of(name: str, file: Path) -> Part:
-    with file.open("rb") as content:
-        digest = hashlib.file_digest(content, "sha256").hexdigest()
-    return Part(object=name, size=file.stat().st_size, sha256=digest)
+    return Part(object=name, size=file.stat().st_size, sha256=file_digest(file))
 
 
 @contextmanager

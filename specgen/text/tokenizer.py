@@ -96,11 +96,9 @@ def _in_library(failure: str, remedy: str) -> Iterator[None]:
         raise UserError(f"{failure} ({first_line(error)}): {remedy}") from error
 
 
-def _as_parts(message: Message) -> object:
-    """The content as templates that read lists take it."""
-    if isinstance(message.content, str):
-        return message.content
-    return [{"type": "text", "text": text} for text in message.content]
+def _as_parts(content: str | tuple[str, ...]) -> object:
+    """The content of a message as templates that read lists take it."""
+    return content if isinstance(content, str) else [{"type": "text", "text": text} for text in content]
 
 
 class Tokenizer:
@@ -187,27 +185,20 @@ class Tokenizer:
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         self.require_chat_template()
-        parts_read = self._reads_parts(
-            tuple((each.role, not isinstance(each.content, str)) for each in messages)
-        )
-        contents = [
-            _as_parts(message) if is_read else message.text
-            for message, is_read in zip(messages, parts_read, strict=True)
+        shape = tuple((each.role, not isinstance(each.content, str)) for each in messages)
+        chat = [
+            (message.role, _as_parts(message.content) if is_read else message.text)
+            for message, is_read in zip(messages, self._reads_parts(shape), strict=True)
         ]
         with _in_library(
             "the chat template refuses these messages",
             "change their roles or their order, or fix the template",
         ):
-            return self._applied(messages, contents, add_generation_prompt=add_generation_prompt)
+            return self._applied(chat, add_generation_prompt=add_generation_prompt)
 
-    def _applied(
-        self, messages: Sequence[Message], contents: Sequence[object], *, add_generation_prompt: bool
-    ) -> str:
+    def _applied(self, chat: Sequence[tuple[str, object]], *, add_generation_prompt: bool) -> str:
         text: str = self._pretrained.apply_chat_template(
-            [
-                {"role": message.role, "content": content}
-                for message, content in zip(messages, contents, strict=True)
-            ],
+            [{"role": role, "content": content} for role, content in chat],
             chat_template=self.chat_template,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
@@ -228,11 +219,11 @@ class Tokenizer:
             codes = (0xE000 + 2 * number % 6400 for number in range(len(shape)))
             marks = [(chr(code), chr(code + 1)) for code in codes]
             tried = [
-                Message(role=role, content=pair if in_parts else "".join(pair))
+                (role, _as_parts(pair if in_parts else "".join(pair)))
                 for pair, (role, in_parts) in zip(marks, shape, strict=True)
             ]
             try:
-                text = self._applied(tried, [_as_parts(each) for each in tried], add_generation_prompt=True)
+                text = self._applied(tried, add_generation_prompt=True)
             except Exception:  # of any kind: the template is a program
                 text = ""
             self._parts_read[shape] = [
