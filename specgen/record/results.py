@@ -192,6 +192,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def _hold(directory: Path) -> IO[str]:
+    left = 3  # tries: ``is_gone`` of another process holds it for a moment
     while True:
         directory.mkdir(parents=True, exist_ok=True)
         file = (directory / LOCK).open("a+")
@@ -202,9 +203,12 @@ def _hold(directory: Path) -> IO[str]:
         except FileNotFoundError:
             pass  # the directory was moved meanwhile, with the file just locked
         except BlockingIOError as error:
-            raise UserError(
-                f"output {str(directory)!r} is in use by {_holder(file)}: wait for it, or name another directory"
-            ) from error
+            left -= 1
+            if not left:
+                raise UserError(
+                    f"output {str(directory)!r} is in use by {_holder(file)}: wait for it, or name another directory"
+                ) from error
+            time.sleep(0.05)
         file.close()
 
 
