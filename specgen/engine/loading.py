@@ -147,7 +147,6 @@ def over_target(models: Models, config: EngineConfig, checkpoints: Checkpoints) 
 
     ``UserError`` where the target's files, its number format, device or ranks are others.
     """
-    require(isinstance(models, Models), f"models is {shown(models)}: use those of an engine, engine.models")
     target, held = models.target, models.checkpoints["model"]
     for name, ours, asked in (
         ("model", held.name, config.model),
