@@ -8,7 +8,7 @@ import torch
 
 from specgen.checkpoints.checkpoint import load_drafter, load_target, mtp_part, open_checkpoint
 from specgen.checkpoints.tensor_reader import Checkpoint
-from specgen.config import MTP, EngineConfig, SamplingParams, require, shown
+from specgen.config import MTP, EngineConfig, SamplingParams, require
 from specgen.core.peers import Peers
 from specgen.device import Ranks, use
 from specgen.engine.choices import DTYPES, Checkpoints, needed_modules
