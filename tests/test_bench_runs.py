@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from bench.step import Window, step_seconds
 from calibrated_shapes import MIXTURES, SHAPES
 
 from specgen.cli.measuring import publish
@@ -25,7 +26,6 @@ from specgen.experiments.bound import (
     matrix_flops,
     mean_step_bytes,
 )
-from specgen.experiments.explain import Window, step_seconds
 from specgen.experiments.output import BenchTable, Plot
 from specgen.experiments.turns import inter_token_seconds
 from specgen.models import mixture_targets
