@@ -134,7 +134,9 @@ def test_a_script_repeats_itself_and_says_in_one_line_what_is_wrong(tmp_path) ->
     asked = ["--device=cpu", "--rows=2", "--repeats=2", f"--output={first}", "--quiet"]
     assert run([sys.executable, script, *asked]).returncode == 0
     config = first / "experts.yaml"
-    assert config.read_text().startswith("# python scripts/bench/experts.py --config FILE\nrows: 2\nrepeats: 2\ndevice: cpu\n")
+    assert config.read_text().startswith(
+        "# python scripts/bench/experts.py --config FILE\nrows: 2\nrepeats: 2\ndevice: cpu\n"
+    )
     done = run([sys.executable, script, f"--config={config}", f"--output={again}"])
     assert json.loads((again / "experts.json").read_text())["head"]["repeats"] == 2, done.stderr
     done = run([sys.executable, script, "--rowz=0"])

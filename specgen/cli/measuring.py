@@ -117,10 +117,16 @@ def publish(
             not (output / f"{name}.json").exists(),
             f"output {str(output)!r} holds an earlier {name}.json: name a new directory, or remove it first",
         )
-    for table in tables:
-        if not quiet:
-            print(f"{table.name}: {len(table.rows)} rows", end="\r", file=sys.stderr, flush=True)
-        _write_table(table, output, config)
+
+    def kept() -> str:
+        written = output is not None and (output / f"{name}.json").exists()
+        return f"the rows so far are in {output}" if written else "nothing is kept"
+
+    with stoppable(breakable, kept):
+        for table in tables:
+            if not quiet:
+                print(f"{table.name}: {len(table.rows)} rows", end="\r", file=sys.stderr, flush=True)
+            _write_table(table, output, config)
     if not quiet:
         print(file=sys.stderr)
     _print_table(table, output, as_json, quiet)
