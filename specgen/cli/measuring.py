@@ -311,7 +311,7 @@ def tune(
 app = typer.Typer(
     cls=Commands,
     name="bench",
-    help="Measure kernels and the engine: tables on the terminal, or one JSON document.",
+    help="Measure the engine: tables on the terminal, or one JSON document.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
