@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench.step import touched_note
 from calibrated_cycle import Cycle
 from calibrated_mixtures import MixtureLayers
 from calibrated_shapes import MIXTURES, SHAPES
@@ -24,7 +25,7 @@ from specgen.core.sequence import Request
 from specgen.engine import choices
 from specgen.engine.build import build_engine
 from specgen.engine.warm_engine import Run
-from specgen.experiments.bound import KVBytes, StepBytes, mean_step_bytes, mean_touched, touched_note
+from specgen.experiments.bound import KVBytes, StepBytes, mean_step_bytes, mean_touched
 from specgen.experiments.matrices import find_matrix
 from specgen.experiments.output import BenchTable
 from specgen.experiments.plans import Yardstick

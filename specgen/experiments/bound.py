@@ -257,17 +257,6 @@ def mean_touched(passes: Iterable[EngineRow], num_sequences: int | None = None) 
     )
 
 
-def touched_note(touched: Touched, sizes: StepBytes, num_rows: int, bytes_per_second: float) -> str:
-    """What a step of ``num_rows`` rows touched on average, beside chance, and its cost."""
-    assert sizes.experts is not None
-    chance = sizes.experts.touched_by_chance(num_rows)
-    return (
-        f"{touched.experts:.1f} of the {touched.num_experts} experts of a layer are touched ({chance:.1f} by chance, "
-        f"{touched.plain:.1f} by a plain step), {touched.num_bytes / 1e9:.2f} GB in all layers: "
-        f"{1e3 * touched.num_bytes / bytes_per_second:.3f} ms of a copy's bandwidth"
-    )
-
-
 def mean_step_bytes(
     requests: Iterable[RequestRow], passes: Iterable[EngineRow], sizes: StepBytes
 ) -> float | None:
