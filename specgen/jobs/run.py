@@ -120,12 +120,12 @@ def _run(
             is_corrected = job.retry_errors and work.take_corrections(path, asked)
             require_same(path / "manifest.json", asked, free=FREE_IN_A_RUN, remedy=_REMEDY)
             run = complete_run(path, job, status.admit(), work.index)
-            require(
-                run is None or not job.retry_errors or is_corrected,
-                f"retry-errors is given, but no row of the run in {str(path)!r} failed: leave it out",
-            )
             if run is not None:
                 status.put_back()
+                require(
+                    not job.retry_errors or is_corrected,
+                    f"retry-errors is given, but no row of the run in {str(path)!r} failed: leave it out",
+                )
                 if not (path / MAIN_FILES[job.format]).exists():
                     run.export(job.format)
             else:
@@ -278,9 +278,11 @@ class _Work:
             for turn, name in enumerate(prompt.turn_ids, start=1):
                 if name in gone:
                     gone.remove(name)
-                    was = RequestRow.of_row(answered[name]).asked
+                    was = RequestRow.of_row(answered[name])
                     require(
-                        isinstance(prompt, Prompt) and was == asked_digest(prompt, turn),
+                        isinstance(prompt, Prompt)
+                        and was.asked == asked_digest(prompt, turn)
+                        and was.num_turns >= len(prompt.turn_ids),  # else its turns would count as two conversations
                         f"{shown(name)} has an answer, but its row in {self.prompts.name} is not what was asked: "
                         f"{remedy}",
                     )
