@@ -327,7 +327,7 @@ def test_a_later_turn_is_corrected_alone(job: Job, tmp_path: Path) -> None:
     report = run.run(replace(job, retry_errors=False), tmp_path / "run", Follower()).report
     assert (report.num_requests, report.num_errors) == (1, 1)
     write_rows(tmp_path / "q.jsonl", [{"question_id": "q", "turns": [turns[0], "And now?", "And then?"]}])
-    with pytest.raises(UserError, match="'q' has an answer, but its row in .*q.jsonl is not what was asked"):
+    with pytest.raises(UserError, match=r"'q' has an answer, but its row in .*q.jsonl is not what was asked"):
         run.run(job, tmp_path / "run", Follower())
     write_rows(tmp_path / "q.jsonl", [{"question_id": "q", "turns": [turns[0], "And now?"]}])
     follower = Follower()

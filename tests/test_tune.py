@@ -307,6 +307,16 @@ def test_an_arm_with_other_texts_is_named(pair: Path, monkeypatch) -> None:
     assert len(wrong) == 1, "a cycle of tokens is no row of fives"
 
 
+def test_texts_of_one_token_give_no_verdict(pair: Path, monkeypatch) -> None:
+    install(monkeypatch, usual).token_ids = lambda config: (5,)
+    table = last(job_of(pair, batches=(4,)))
+    said = "At batch 4: no verdict, as every text ended at its first token: no step had drafts."
+    assert table.answers == (said,)
+    for row in table.rows:
+        assert row["verdict"] == "unknown"
+        assert row["x_plain"] is row["x_best"] is row["same_texts"] is None
+
+
 def test_a_busy_machine_is_named_where_the_answer_is(pair: Path, monkeypatch) -> None:
     install(monkeypatch, usual)
     quiet = last(job_of(pair, batches=(4,)))

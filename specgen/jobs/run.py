@@ -278,11 +278,11 @@ class _Work:
             for turn, name in enumerate(prompt.turn_ids, start=1):
                 if name in gone:
                     gone.remove(name)
-                    was = RequestRow.of_row(answered[name])
-                    require(
+                    was, num_turns = RequestRow.of_row(answered[name]), len(prompt.turn_ids)
+                    require(  # with turns more than then, it would count as two conversations
                         isinstance(prompt, Prompt)
                         and was.asked == asked_digest(prompt, turn)
-                        and was.num_turns >= len(prompt.turn_ids),  # else its turns would count as two conversations
+                        and was.num_turns >= num_turns,
                         f"{shown(name)} has an answer, but its row in {self.prompts.name} is not what was asked: "
                         f"{remedy}",
                     )
