@@ -424,7 +424,7 @@ def test_empty_texts_are_counted_and_called_so():
     assert report["num_empty"] == 1
     (empty,) = remarks(Report.from_json(report))
     assert empty.startswith("1 of 2 texts are empty: the model ended them at once.")
-    assert "add --chat, or give rows with messages (in eval: --apply-chat-template)" in empty
+    assert "add --chat (eval: --apply-chat-template; compare: rows with messages)" in empty
     assert empty in " ".join(terminal.render(tables.of_run(Report.from_json(report), {}), 80).split())
     assert "texts are empty" in tables.page(Report.from_json(report), {}, "a run")
     reasoned = replace(other, parts=count_parts([(0, "reasoning")], other.steps, other.num_output_tokens, 3))

@@ -460,7 +460,7 @@ def empty_texts(number: int, num_requests: int) -> str:
     """So many texts are empty, and the likely remedy."""
     return (
         f"{count(number)} of {count(num_requests)} texts are empty: the model ended them at once. A chat model needs "
-        "its chat template: add --chat, or give rows with messages (in eval: --apply-chat-template)."
+        "its chat template: add --chat (eval: --apply-chat-template; compare: rows with messages)."
     )
 
 
