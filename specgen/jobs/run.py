@@ -45,8 +45,8 @@ from specgen.record.progress import Progress, Status, Tally, kept_status
 from specgen.record.provenance import (
     FREE_IN_A_RUN,
     NAMES_OF_DATA,
-    machine_state,
     manifest,
+    state_after,
     timestamp,
     with_recorded_date,
 )
@@ -142,10 +142,9 @@ def _run(
                     for name, file in MAIN_FILES.items():  # what an earlier command left lacks rows
                         if name == job.format or (path / file).exists():
                             run.export(name)
-                    # ranks and workers are processes of their own, whose load is not told from that of others
-                    alone = job.cluster is None and work.config.tensor_parallel == 1
-                    states = (asked["state"], *([machine_state()] if alone else []))
-                    status.finish(run.write_report(baseline, *states).status())
+                    # workers are processes of their own, as ranks are
+                    after = state_after(work.config) if job.cluster is None else {}
+                    status.finish(run.write_report(baseline, asked["state"], after).status())
         return run.result(work.first)
 
 
