@@ -738,7 +738,7 @@ def test_what_makes_speeds_doubtful_stands_beside_them(tmp_path: Path) -> None:
         rounds.add({PLAIN: plain, "a": replace(plain, texts=texts)})
     found = comparison(tmp_path, {"mine": rounds}, a=simulated(0.4, 1))
     busy = f"Speeds on mine: every arm: {BUSY}."
-    shown = page(found, {})
+    shown = page(found, {}, tmp_path)
     assert 0 < shown.index(busy) < shown.index("<svg"), "with the answer"
     assert "Speeds on mine: a: 1 of 1 texts differ from repeat to repeat." in shown
     assert busy in exported(found, "md")
