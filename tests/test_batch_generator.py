@@ -199,7 +199,9 @@ def test_a_short_call_does_not_wait_for_a_long_one(generator: BatchGenerator) ->
     assert first.result()["num_generated_tokens"] == [300] * 3
 
 
-def test_draws_depend_on_prompt_and_seed_alone(generator: BatchGenerator) -> None:
+def test_draws_depend_on_prompt_and_seed_alone(
+    generator: BatchGenerator, caplog: pytest.LogCaptureFixture
+) -> None:
     own = {"temperature": 1.0, "seed": 5, "max_tokens": 16}
 
     def drawn(prompts: list[str], *owns: Any, **more: Any) -> list[str]:
@@ -208,10 +210,19 @@ def test_draws_depend_on_prompt_and_seed_alone(generator: BatchGenerator) -> Non
 
     (alone,) = drawn(QUESTIONS[1:2], own)
     assert drawn(QUESTIONS[:3], own, own, own)[1] == alone
-    assert drawn(QUESTIONS[1:2] * 3, *[own] * 3) == [alone] * 3, "repeated"
+    assert not caplog.messages
+    for _ in range(2):
+        assert drawn(QUESTIONS[1:2] * 3, *[own] * 3) == [alone] * 3, "repeated"
+    (warning,) = caplog.messages
+    assert warning.startswith(
+        "2 sampled rows repeat the prompt and the seed of another, and get the same draws"
+    )
     spelled = {"max_tokens": 16.0, "stop": None, "top_p": 1, "seed": np.int64(5), "temperature": 1}
     assert drawn(QUESTIONS[1:2], spelled, messages=[None], prompt_token_ids=[pandas.NA]) == [alone]
     assert alone.startswith(drawn(QUESTIONS[1:2], own | {"max_tokens": 8})[0])
+    contents = QUESTIONS[1], [{"type": "text", "text": QUESTIONS[1]}]
+    chats = [[{"role": "user", "content": content}] for content in contents]
+    assert len({*generator({"messages": chats, "sampling_params": [own, own]})["generated_text"]}) == 1
     others = drawn(QUESTIONS[1:2] * 3, *({**own, "seed": seed} for seed in (6, 7, 8)))
     assert len({alone, *others}) == 4, "samples of one prompt"
 

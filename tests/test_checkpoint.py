@@ -224,6 +224,11 @@ def test_neither_a_directory_nor_a_hub_id_is_refused(name: str) -> None:
         open_checkpoint(name)
 
 
+def test_a_file_of_weights_is_called_that(target_path: Path) -> None:
+    with refused(r"model\.safetensors is a file: name the directory that holds it"):
+        open_checkpoint(str(target_path / "model.safetensors"))
+
+
 def test_a_hub_download_leaves_out_unneeded_files(target_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
@@ -262,7 +267,7 @@ def test_an_unreachable_hub_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
         raise huggingface_hub.errors.LocalEntryNotFoundError("no connection\nand much more")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    with refused(r"'owner/model' is not a directory .*no connection.*check"):
+    with refused(r"'owner/model' is not a directory .*the hub cannot be reached, or HF_HUB_OFFLINE.*check"):
         open_checkpoint("owner/model")
 
 

@@ -10,11 +10,11 @@ from random import Random
 import pytest
 import torch
 from demo_corpus import pack
-from demo_heads import count_rows, count_steps, pool
 from demo_problems import TEMPLATES, follow_up, generate, is_held_out, of_split, write_prompts
 from demo_target import Optimizer
 from demo_text.problem import work
-from dense_heads import DFlash, Eagle1, Eagle3, Head, HeadConfig, document_mask
+from dense_heads import DFlash, Eagle1, Eagle3, Head, HeadConfig, PEagle, document_mask
+from head_training import count_rows, count_steps, pool
 from torch import nn
 
 ROOT = Path(__file__).parents[1]
@@ -114,27 +114,31 @@ def make_head(kind: str) -> tuple[Head, int]:
     if kind == "EAGLE-1":
         return Eagle1(replace(CONFIG, kind="EAGLE-1"), embedding, torch.randn(VOCAB, 16)).double(), 16
     if kind == "DFlash":
-        config = replace(CONFIG, kind="DFlash", num_layers=2)
-        return DFlash(config, embedding, torch.randn(VOCAB, 16), mask_token=2).double(), 16
+        config = replace(CONFIG, kind="DFlash", num_layers=2, num_features=1, mask_token=2)
+        return DFlash(config, embedding, torch.randn(VOCAB, 16)).double(), 16
     config = replace(CONFIG, num_layers=2, hidden_size=8) if kind == "two layers" else CONFIG
-    return Eagle3(config, embedding, 3).double(), 48
+    if kind == "P-EAGLE":
+        return PEagle(replace(CONFIG, kind="P-EAGLE", mask_token=2), embedding).double(), 48
+    return Eagle3(config, embedding).double(), 48
 
 
-KINDS = pytest.mark.parametrize("kind", ["EAGLE-1", "EAGLE3", "two layers"])
+KINDS = pytest.mark.parametrize("kind", ["EAGLE-1", "EAGLE3", "two layers", "P-EAGLE"])
 
 
 def draft_step_by_step(
     head: Head, features: torch.Tensor, tokens: torch.Tensor, row: int, steps: int
 ) -> list[torch.Tensor]:
     """Drafts after ``row`` step by step: accepted rows up to it, then one new row per draft, causal attention."""
-    hidden = head.fuse(features[:, : row + 1])
-    logits = []
+    hidden, read, logits = head.fuse(features[:, : row + 1]), tokens[:, 1 : row + 2], []
     for _ in range(steps):
         length = hidden.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
         past = [[] for _ in head.layers]
-        out = head(tokens[:, 1 : length + 1], hidden, torch.arange(length), causal, past)
-        hidden = torch.cat([hidden, out[:, -1:]], dim=1)
+        out = head(read, hidden, torch.arange(length), causal, past)
+        parallel = isinstance(head, PEagle)
+        behind = head.fuse(head.mask_hidden) if parallel else out[:, -1:]
+        token = torch.tensor([[head.config.mask_token]]) if parallel else tokens[:, length + 1, None]
+        hidden, read = torch.cat([hidden, behind], dim=1), torch.cat([read, token], dim=1)
         logits.append(head.logits(out[:, -1]))
     return logits
 
@@ -143,8 +147,8 @@ def draft_step_by_step(
 def test_unrolled_training_equals_step_by_step_drafting(kind: str):
     head, width = make_head(kind)
     features, tokens = torch.randn(1, 12, width).double(), torch.randint(VOCAB, (1, 12))
-    _, mask = document_mask(torch.tensor([[0] + [1] * 11]), 0)
-    unrolled = list(head.unroll(features, tokens, mask, 4))
+    mask = document_mask(torch.ones(1, 12))
+    unrolled = list(head.unroll(features, tokens, mask, 4, torch.arange(12)))
     for row in (0, 3, 6):
         for j, expected in enumerate(draft_step_by_step(head, features, tokens, row, 4)):
             torch.testing.assert_close(unrolled[j][:, row], expected)
@@ -153,18 +157,18 @@ def test_unrolled_training_equals_step_by_step_drafting(kind: str):
 def test_a_block_sees_the_text_before_it_and_itself():
     head, width = make_head("DFlash")
     features, tokens = torch.randn(1, 12, width).double(), torch.randint(VOCAB, (1, 12))
-    _, mask = document_mask(torch.tensor([[0] + [1] * 11]), 0)
-    drafts = torch.stack(list(head.unroll(features, tokens, mask, 3)), 2)  # [1, T, 3, V]
+    mask, rows = document_mask(torch.ones(1, 12)), torch.arange(12)
+    drafts = torch.stack(list(head.unroll(features, tokens, mask, 3, rows)), 2)  # [1, T, 3, V]
     for at in range(12):
         changed = features.clone()
         changed[:, at] += 1
-        moved = torch.stack(list(head.unroll(changed, tokens, mask, 3)), 2) != drafts
+        moved = torch.stack(list(head.unroll(changed, tokens, mask, 3, rows)), 2) != drafts
         assert moved.any(-1)[0].all(-1).tolist() == [row >= at for row in range(12)], at
     other = tokens.clone()
     other[:, 5] = (other[:, 5] + 1) % VOCAB  # the newest token of row 4 alone
-    moved = torch.stack(list(head.unroll(features, other, mask, 3)), 2) != drafts
+    moved = torch.stack(list(head.unroll(features, other, mask, 3, rows)), 2) != drafts
     assert moved.any(-1)[0].all(-1).tolist() == [row == 4 for row in range(12)]
-    fewer = torch.stack(list(head.unroll(features, tokens, mask, 2)), 2)
+    fewer = torch.stack(list(head.unroll(features, tokens, mask, 2, rows)), 2)
     assert (fewer != drafts[:, :, :2]).all(), "masks see one another"
 
 
@@ -172,9 +176,10 @@ def test_a_block_sees_the_text_before_it_and_itself():
 def test_packed_documents_do_not_attend_to_each_other(kind: str):
     head, width = make_head(kind)
     features = torch.randn(1, 12, width).double()
-    tokens = torch.tensor([[0, 1, 2, 3, 4, 0, 5, 6, 7, 8, 9, 1]])
-    together = list(head.unroll(features, tokens, document_mask(tokens, 0)[1], 3))
-    alone = list(head.unroll(features[:, 5:], tokens[:, 5:], document_mask(tokens[:, 5:], 0)[1], 3))
+    tokens, rows = torch.tensor([[0, 1, 2, 3, 4, 0, 5, 6, 7, 8, 9, 1]]), torch.arange(12)
+    mask = document_mask(torch.tensor([[1] * 5 + [2] * 7]))
+    together = list(head.unroll(features, tokens, mask, 3, rows))
+    alone = list(head.unroll(features[:, 5:], tokens[:, 5:], mask[:, :, 5:, 5:], 3, rows[:7]))
     for j in range(3):  # rotary positions are relative, so a shift of the whole document changes nothing
         torch.testing.assert_close(together[j][:, 5:9], alone[j][:, :4])
 

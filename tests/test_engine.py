@@ -223,6 +223,31 @@ def test_models_of_another_target_are_refused(engine: Engine, path: Path, tmp_pa
     for changed, reason in differing:
         with pytest.raises(UserError, match=reason):
             Engine(replace(engine.config, **changed), models=engine.models)
+    with pytest.raises(UserError, match=r"models is <Engine.*: use those of an engine, engine\.models"):
+        Engine(engine.config, models=engine)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "generation_config.json"])
+def test_the_same_weights_with_other_files_beside_them_are_another_model(
+    engine: Engine, path: Path, tmp_path: Path, name: str
+) -> None:
+    for file in (path / "target").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    Engine(replace(engine.config, model=str(tmp_path)), models=engine.models)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).write_text('{"eos_token_id": 2}')
+    with pytest.raises(UserError, match=r"model is .* and the models were loaded with"):
+        Engine(replace(engine.config, model=str(tmp_path)), models=engine.models)
+
+
+def test_a_head_beside_a_loaded_target_says_what_nothing_reads(
+    engine: Engine, path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = Path(other_head(path, tmp_path, 5))
+    said = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(said | {"strange_key": 7}))
+    Engine(replace(engine.config, drafter=str(directory)), models=engine.models)
+    assert "nothing reads strange_key in config.json" in caplog.text
 
 
 def test_a_target_that_was_written_anew_is_not_shared(path: Path, tmp_path: Path) -> None:

@@ -142,6 +142,7 @@ def test_a_run_whose_process_was_killed_is_stopped(tmp_path: Path) -> None:
         (process.pid, host, True, running),  # of a container with numbers of its own
         (process.pid, "elsewhere", False, running),
         (own, host, True, running),
+        (own, host, False, gone.replace(f"{process.pid}", f"{own}")),  # a number that is used again
         (None, None, False, running),
     ):
         write(run / "status.json", status | {"pid": pid, "host": where})

@@ -20,6 +20,7 @@ from specgen.record.results import RunDirectory
 from specgen.report.report import load
 from specgen.storage import Store
 from tests.commands import refused
+from tests.object_server import BUCKET, s3_server
 
 URL = Url("memory://bucket/run")
 PART = b'{"object": "parts/a", "size": 1, "sha256": "0"}'
@@ -71,9 +72,10 @@ def killed() -> Iterator[Mirror]:
 @contextmanager
 def before_writes(patch: pytest.MonkeyPatch, visit: Callable[[str], None]) -> Iterator[None]:
     """``visit`` is called before an object is written, with its name."""
-    write, upload = Store.write, Store.upload
+    write, upload, swap = Store.write, Store.upload, Store.swap
     with patch.context() as within:
         within.setattr(Store, "write", lambda self, name, content: (visit(name), write(self, name, content)))
+        within.setattr(Store, "swap", lambda self, name, *rest: (visit(name), swap(self, name, *rest))[1])
         within.setattr(Store, "upload", lambda self, name, file: (visit(name), upload(self, name, file)))
         yield
 
@@ -325,6 +327,82 @@ def test_a_slow_upload_of_an_end_replaces_nothing_of_another_process(
     assert others
     assert state()["state"] == "finished"
     assert there() == "first\nsecond\n", "it had gone on"
+
+
+def test_of_two_that_begin_in_the_same_moment_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = type(fsspec.filesystem("memory"))
+    pipe = memory.pipe_file
+
+    def late(self: Any, path: str, *rest: Any, **condition: Any) -> None:
+        if path.endswith("parts.json") and not others:  # what was there has been compared
+            others.append(path)
+            on(monkeypatch, tmp_path, "second")
+            with killed() as each:
+                add(each.path, completions="second\n")
+                each.claim()
+        pipe(self, path, *rest, **condition)
+
+    others: list[str] = []
+    monkeypatch.setattr(memory, "pipe_file", late)
+    with refused(f"^output {URL} is in use by process"), mirrored(URL) as each:
+        add(each.path, completions="first\n")
+        each.claim()
+    assert there() == "second\n"
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_of_two_that_write_to_a_bucket_in_the_same_moment_one_is_refused(
+    begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new run, and one that both go on with: the store itself compares."""
+    url, others = Url(f"s3://{BUCKET}/run"), list[str]()
+
+    @contextmanager
+    def at_work(machine: str) -> Iterator[None]:
+        on(monkeypatch, tmp_path, machine)
+        with suppress(Killed), mirrored(url) as each:
+            add(each.path, completions=f"{machine}\n")
+            each.claim()
+            yield
+            raise Killed
+
+    def late(method: str, key: str) -> None:
+        if method == "PUT" and key == "run/parts.json" and not others:
+            others.append(key)
+            with at_work("second"):
+                pass
+
+    with s3_server(monkeypatch) as server:
+        if begun:
+            with at_work("earlier"):
+                pass
+        server.fault = late
+        with refused(rf"^output {url} is in use by process \d+ on "), at_work("first"):
+            pass
+        with fetched(url) as path:
+            assert (path / "completions.jsonl").read_text() == "earlier\n" * begun + "second\n"
+
+
+@pytest.mark.parametrize("error", [TypeError("unknown argument"), OSError("NotImplemented")])
+def test_a_store_without_conditions_is_written_all_the_same(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = type(fsspec.filesystem("memory"))
+    pipe = memory.pipe_file
+
+    def plain(self: Any, path: str, content: bytes, **condition: Any) -> None:
+        if condition:
+            raise error
+        pipe(self, path, content)
+
+    monkeypatch.setattr(memory, "pipe_file", plain)
+    with mirrored(URL) as each:
+        add(each.path, completions="a\n")
+        each.claim()
+    assert there() == "a\n"
+    assert state()["state"] == "finished"
 
 
 def test_exports_of_an_earlier_end_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

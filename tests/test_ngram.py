@@ -32,6 +32,7 @@ from tests.marks import mostly_slow
 from tests.test_faults import ERRORS, Setting, require_no_change, run_without_fault
 
 GREEDY = SamplingParams(max_tokens=30)
+END = 2  # of the texts of these models
 
 
 def naive(text: Sequence[int], longest: int, k: int) -> tuple[int, ...]:
@@ -68,7 +69,8 @@ def checked(outputs: Outputs, longest: int, k: int | None = None) -> dict[int, i
         tokens = list(completion.request.prompt_token_ids + completion.token_ids[:1])
         written = 1
         for drafts, _, emitted in steps:
-            assert drafts == naive(tokens[1:], longest, k or len(drafts)), name
+            expected = naive(tokens[1:], longest, k or len(drafts))
+            assert drafts == expected[: expected.index(END) + 1 if END in expected else None], name
             seen[len(drafts)] = seen.get(len(drafts), 0) + 1
             tokens += completion.token_ids[written : written + emitted]
             written += emitted
@@ -144,6 +146,23 @@ def test_drafts_equal_the_naive_search(
     assert min(seen.values()) > 5
     assert set(outputs.accepted) >= {0, 1}
     assert (outputs.num_preempted > 0) == ("kv_memory" in changes)
+
+
+@pytest.mark.parametrize("k", [4, "auto"])
+def test_nothing_is_drafted_behind_the_end_of_a_text(random_pair: Pair, k: int | str) -> None:
+    """As between the messages of a chat; the end itself is drafted, and its text may end so."""
+    requests = [
+        replace(each, prompt_token_ids=tuple(END if token == 3 else token for token in each.prompt_token_ids))
+        for each in copying(24)
+    ]
+    plain = generate(random_pair, requests, num_spec_tokens=0)
+    outputs = generate(random_pair, requests, drafter="ngram", num_spec_tokens=k)
+    assert outputs.texts == plain.texts
+    steps = [step for steps in outputs.verified.values() for step in steps]
+    assert all(END not in drafts[:-1] for drafts, *_ in steps)
+    assert any(END in drafts for drafts, *_ in steps)
+    if k == 4:
+        assert set(checked(outputs, 3, 4)) > {0, 4}
 
 
 @pytest.mark.slow

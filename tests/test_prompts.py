@@ -443,7 +443,12 @@ BAD = [  # row, id, reason
     ({"id": 1.5, "prompt": "x"}, "line 2", "id is 1.5: use a string or a whole number"),
     ({"id": True, "prompt": "x"}, "line 2", "id is True"),
     (OWN, "a (line 2)", "an earlier row has the same id 'a': give every row its own"),
-    ({"id": "x", "prompt": None}, "x", "no prompt: prompt is null: a row takes one of prompt, messages"),
+    (
+        {"id": "x", "prompt": None},
+        "x",
+        "no prompt: a row takes one of prompt, messages, prompt_token_ids, or name a field with --prompt-field; "
+        "this one has 'id, prompt (null)'",
+    ),
     ({"id": "x"}, "x", "no prompt: a row takes one of prompt, messages, prompt_token_ids"),
     ({"id": "x", "prompt": "x", "messages": []}, "x", "prompt and messages: a row takes one of"),
     ({"id": "x", "prompt": 3}, "x", "prompt is 3, not a string"),
@@ -662,6 +667,16 @@ def test_a_data_set_that_datasets_has_saved(tmp_path):
         load(tmp_path / "in")
 
 
+@pytest.mark.parametrize(
+    "said", ["[]", '{"_data_files": [{}]}', '{"_data_files": [{"filename": "../a.arrow"}]}', "3"]
+)
+def test_a_damaged_record_of_a_saved_data_set_is_one_line(tmp_path, said):
+    _saved(tmp_path, _TEXTS)
+    (tmp_path / "state.json").write_text(said)
+    with refused(r"state.json cannot be read \(.*\): save the data set again"):
+        load(tmp_path)
+
+
 def test_the_splits_that_datasets_has_saved(tmp_path):
     splits = {"train": _TEXTS[:2], "test": _TEXTS[2:]}
     found = {name: datasets.Dataset.from_dict({"prompt": texts}) for name, texts in splits.items()}
@@ -788,9 +803,11 @@ def test_speed_bench_without_its_texts_is_refused(tmp_path, name, turns):
         r"rows.jsonl, line 2: the texts of SPEED-Bench are not in these rows: fetch them with prepare_data.py"
     ):
         list(
-            (DataSource(dataset=name, data_path=path) if name in DATASETS else DataSource(dataset=str(path)))
-            .open()
-            .in_runs()
+            (
+                DataSource(dataset=name, data_path=path)
+                if name in DATASETS
+                else DataSource(dataset=str(path))
+            ).open()
         )
 
 

@@ -1,4 +1,4 @@
-"""Rows of one shape, checked together: the same prompts, ids, rejected rows and notes as one by one."""
+"""Rows of each format among odd ones, and that an index selects what was read."""
 
 import gzip
 import json
@@ -16,7 +16,7 @@ from specgen.experiments.matrices import Workload
 from specgen.experiments.workload import make_prompts
 from specgen.jobs.prompt_index import index_prompts
 from specgen.jobs.shards import WHOLE, Shard
-from specgen.prompts import DataSource, Prompt, PromptRun, Rejected
+from specgen.prompts import DataSource, Prompt, Rejected
 from specgen.prompts.formats import Reading
 from specgen.prompts.load import RAW
 from specgen.text.tokenizer import load_tokenizer
@@ -92,46 +92,48 @@ def lines_of(row: dict[str, Any], count: int = NUM_ROWS) -> list[bytes]:
     return [json.dumps(row).replace("%d", str(n)).encode() for n in range(count)]
 
 
-def num_together(path: Path, num_prompts: int | None = None, **how: Any) -> int:
-    """How many prompts of ``path`` come together; all is the same as one by one."""
+def check(path: Path, num_prompts: int | None = None, **how: Any) -> list[Prompt | Rejected]:
+    """What is read of ``path``, which an index, also of a shard, selects again."""
     prompts = DataSource(dataset=str(path), num_prompts=num_prompts, how=Reading(**how)).open()
-    one_by_one, notes = list(prompts), list(prompts.notes.sentences())
-    in_runs = list(prompts.in_runs())
+    found, notes = list(prompts), list(prompts.notes.sentences())
+    assert list(prompts) == found
     assert list(prompts.notes.sentences()) == notes
-    assert [each for each in in_runs if isinstance(each, Rejected)] == [
-        each for each in one_by_one if isinstance(each, Rejected)
-    ]
-    if any(isinstance(each, Prompt) for each in one_by_one):
+    if any(isinstance(each, Prompt) for each in found):
         for shard in (WHOLE, Shard(index=1, count=3)):
-            index = index_prompts("a", in_runs, shard)
-            assert index == index_prompts("a", one_by_one, shard)
-            expected = [each for n, each in enumerate(one_by_one) if shard.holds(n)]
-            assert list(prompts.select(index.rows)) == expected
-    return sum(len(each.turns) for each in in_runs if isinstance(each, PromptRun))
+            index = index_prompts("a", found, shard)
+            assert list(prompts.select(index.rows)) == [
+                each for n, each in enumerate(found) if shard.holds(n)
+            ]
+    return found
+
+
+def num_prompts_of(path: Path, num_prompts: int | None = None, **how: Any) -> int:
+    return sum(isinstance(each, Prompt) for each in check(path, num_prompts, **how))
 
 
 @pytest.mark.parametrize("row", [OWN, FULL, CHAT, BATCH, TEXTS])
-def test_rows_of_each_format_come_together(tmp_path: Path, row: dict[str, Any]) -> None:
+def test_rows_of_each_format_are_read(tmp_path: Path, row: dict[str, Any]) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines_of(row)))
-    assert num_together(tmp_path / "a.jsonl") == NUM_ROWS - 1  # the first is learnt from
-    assert num_together(tmp_path / "a.jsonl", num_prompts=7) == 6
+    assert num_prompts_of(tmp_path / "a.jsonl") == NUM_ROWS
+    assert num_prompts_of(tmp_path / "a.jsonl", num_prompts=7) == 7
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b"\n".join(lines_of(row))))
-    assert num_together(tmp_path / "b.jsonl.gz") == NUM_ROWS - 1
-    assert num_together(tmp_path) == NUM_ROWS - 1  # those of the second file are there already
+    assert num_prompts_of(tmp_path / "b.jsonl.gz") == NUM_ROWS
+    assert num_prompts_of(tmp_path) == NUM_ROWS  # those of the second file are there already
 
 
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("row", [OWN, FULL, BATCH])
-def test_an_odd_row_is_what_it_is_alone(tmp_path: Path, row: dict[str, Any], odd: bytes) -> None:
+def test_an_odd_row_changes_no_other(tmp_path: Path, row: dict[str, Any], odd: bytes) -> None:
     lines = lines_of(row)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n".join([*lines[:20], odd, *lines[20:30], odd, *lines[30:]]))
-    assert num_together(path) >= NUM_ROWS - 1 - 2 * 8  # not many others are parsed
+    found = {each.id for each in check(path) if isinstance(each, Prompt)}
+    assert found - {"new"} >= {str(n) for n in range(NUM_ROWS)}
     for num_prompts in (19, 20, 21, 25, 31, NUM_ROWS):
-        num_together(path, num_prompts=num_prompts)
+        assert num_prompts_of(path, num_prompts=num_prompts) == num_prompts
 
 
-def test_settings_and_shapes_are_told_apart(tmp_path: Path) -> None:
+def test_settings_are_told_apart(tmp_path: Path) -> None:
     kinds = (
         FULL,
         {**FULL, "temperature": 1},
@@ -141,14 +143,10 @@ def test_settings_and_shapes_are_told_apart(tmp_path: Path) -> None:
     )
     mixed = [json.dumps({**kinds[n % 5], "id": f"{n}"}).encode() for n in range(100)]
     (tmp_path / "settings.jsonl").write_bytes(b"\n".join(mixed))
-    assert num_together(tmp_path / "settings.jsonl") == 95
-    shapes = [{**OWN, "id": f"{n}", **{f"field{m}": m for m in range(n % 6)}} for n in range(120)]
-    (tmp_path / "shapes.jsonl").write_bytes(b"\n".join(json.dumps(row).encode() for row in shapes))
-    assert num_together(tmp_path / "shapes.jsonl") == 4 * 19  # no more than four are tried
+    assert num_prompts_of(tmp_path / "settings.jsonl") == 100
 
 
 def test_a_key_that_is_there_twice_is_found_whatever_the_setting(tmp_path: Path) -> None:
-    """The quotes, or keys, that the other setting has more are as many as the repeated key has."""
     rows = [
         *({"id": f"a{n}", "prompt": "x", "seed": 2, "stop": ["x", "y"]} for n in range(9)),
         *({"id": f"b{n}", "prompt": "x", "seed": 2, "stop": "x"} for n in range(9)),
@@ -156,35 +154,16 @@ def test_a_key_that_is_there_twice_is_found_whatever_the_setting(tmp_path: Path)
     lines = [json.dumps(row).encode() for row in rows]
     repeated = b'{"id": "c", "prompt": "x", "seed": 1, "seed": 2, "stop": "x"}'
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([*lines, repeated, *lines_of(OWN, 3)]))
-    assert num_together(tmp_path / "a.jsonl") == 18
-    prompts = DataSource(dataset=str(tmp_path / "a.jsonl")).open()
-    assert [each.reason for each in prompts if isinstance(each, Rejected)] == [
+    found = check(tmp_path / "a.jsonl")
+    assert [each.reason for each in found if isinstance(each, Rejected)] == [
         "line 19: the key 'seed' appears twice in one object: remove one"
     ]
-
-
-@pytest.mark.parametrize(
-    "field",
-    [
-        {"temprature": 1},  # counted for a note
-        {"stop": "\ue000"},  # what stands for an id or a text while a shape is learnt
-        {"tags": [{"a": 1}]},  # a key may be there twice in another row's
-        {"entry_point": "f", "task_id": "t"},
-        {"system": "Be brief."},  # counted too
-        {'a"b': 1},  # names that JSON escapes
-        {"meta": {"C:\\data": 1}},
-        {"\ud800": 1},
-    ],
-)
-def test_rows_that_are_parsed_one_by_one(tmp_path: Path, field: dict[str, Any]) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines_of(OWN | field)))
-    assert num_together(tmp_path / "a.jsonl") == 0
 
 
 @pytest.mark.parametrize("how", [{"chat": True}, {"chat": False}, {"prompt_field": "prompt"}])
 def test_the_way_of_reading_is_kept(tmp_path: Path, how: dict[str, Any]) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines_of(OWN)))
-    assert num_together(tmp_path / "a.jsonl", **how) == (0 if "prompt_field" in how else NUM_ROWS - 1)
+    assert num_prompts_of(tmp_path / "a.jsonl", **how) == NUM_ROWS
 
 
 @settings(max_examples=200, deadline=None)
@@ -199,7 +178,7 @@ def test_lines_with_some_bytes_changed(data: st.DataObject, tmp_path_factory: py
         lines[which] = lines[which][:start] + other + lines[which][start + length :]
     path = tmp_path_factory.mktemp("lines") / "a.jsonl"
     path.write_bytes(b"\n".join(lines))
-    num_together(path)
+    check(path)
 
 
 # --- shapes of traffic ---

@@ -168,7 +168,7 @@ def finished(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("0 1 2 3", None, "report.json cannot be read"),
         ("0 1 2", lambda p: edit(p / "manifest.json", lambda m: m["sampling"].update(seed=5)), "--seed 0 -> 5"),
         ("0 1 2", lambda p: edit(p / "manifest.json", lambda m: m["data"].update(sha256="x")), "the prompts: other"),
-        ("0 1 2", lambda p: edit(p / "status.json", lambda s: s.update(state="running")), "is not finished (running, "),
+        ("0 1 2", lambda p: edit(p / "status.json", lambda s: s.update(state="running")), "is not finished (stopped: "),
         ("0 1 2", lambda p: edit(p / "report.json", lambda r: r.update(baseline=PLAIN)), "--baseline False -> True"),
         ("0 1 2", lambda p: edit(p / "manifest.json", lambda m: m["data"].update(shard="2/4")), "shards 3 -> 4"),
         ("0 1 2", lambda p: (p / "requests.jsonl").unlink(), "has no requests.jsonl: copy the directory"),

@@ -181,6 +181,20 @@ def test_a_file_gets_a_line_now_and_then(monkeypatch):
     ]
 
 
+def test_no_time_left_is_told_from_the_shortest_texts_of_a_batch(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    step = pass_row(num_sequences=4, num_tokens=4)
+    lines = followed(monkeypatch, io.StringIO(), step).split("\n")[4:-1]
+    assert [re.sub(", .*(?=to go)| tok/s.*", "", line) for line in lines] == [
+        "padded: 6 of 10 requests in 0:03, 40",
+        "padded: 9 of 10 requests in 0:06to go, 40",
+        "padded: 10 of 10 requests in 0:07to go, 40",
+    ]
+    drawn = followed(monkeypatch, Terminal(), step)
+    assert not re.search("[3-6]/10 [^\r]*to go", drawn)
+    assert re.search(r"10/10 \[[^\r]*0:00 to go", drawn)
+
+
 def test_a_terminal_gets_a_bar(monkeypatch):
     drawn = followed(monkeypatch, Terminal())
     assert re.search(r"\rpadded: 100%.*10/10 .*0 tok/s\]", drawn)
@@ -190,9 +204,9 @@ def test_a_terminal_gets_a_bar(monkeypatch):
 def test_a_narrow_terminal_has_room_for_the_numbers(monkeypatch):
     monkeypatch.setenv("COLUMNS", "50")
     (step,) = decode_steps(4)
-    step = replace(step, num_drafting=2, num_accepted=3, num_tokens=5, time=1.0)
+    step = replace(step, num_drafting=2, num_accepted=3, num_tokens=5, seconds=1.0)
     drawn = followed(monkeypatch, Terminal(), step)
-    assert re.search(r"\r10/10 \[\S+ left, 5 tok/s, length 2\.50\]", drawn)
+    assert re.search(r"\r10/10 \[\S+, 0:00 to go, 5 tok/s, length 2\.50\]", drawn)
     monkeypatch.setenv("COLUMNS", "120")
     assert "5 tok/s, acceptance length 2.50]" in followed(monkeypatch, Terminal(), step)
 

@@ -1,5 +1,6 @@
 """What stops a run from outside: signals, a full or read-only disk, another run; the command resumes it."""
 
+import fcntl
 import gc
 import hashlib
 import json
@@ -27,7 +28,7 @@ from specgen.core.step import Steps
 from specgen.jobs import ray_engine
 from specgen.record import interrupt
 from specgen.record.interrupt import breakable, interruptible
-from specgen.record.results import locked
+from specgen.record.results import LOCK, locked
 from specgen.report.report import load_so_far
 from tests.commands import refused, rows, write_rows
 from tests.jobs import keep_in_memory, untimed
@@ -375,3 +376,13 @@ def test_a_lock_does_not_follow_a_moved_directory(tmp_path: Path) -> None:
             pass
     with locked(tmp_path / "run.1"):
         pass
+
+
+def test_whoever_asks_whether_a_run_is_at_work_keeps_none_from_starting(tmp_path: Path) -> None:
+    with locked(tmp_path):
+        pass
+    with (tmp_path / LOCK).open() as asking:
+        fcntl.flock(asking, fcntl.LOCK_SH)  # as for a moment ``is_gone`` does
+        threading.Timer(0.03, asking.close).start()
+        with locked(tmp_path):
+            pass

@@ -144,11 +144,11 @@ def test_a_directory_without_a_tokenizer_is_one_line(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
-def test_a_tokenizer_that_git_lfs_has_not_fetched_is_named(tmp_path):
-    (tmp_path / "tokenizer.json").write_text(
-        "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n"
-    )
-    with refused(r"^\S+tokenizer.json: this is a Git LFS pointer, not the file: run git lfs pull$"):
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_file_that_git_lfs_has_not_fetched_is_named(tmp_path, name):
+    write_byte_level(tmp_path)
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n")
+    with refused(rf"^\S+{name}: this is a Git LFS pointer, not the file: run git lfs pull$"):
         load_tokenizer(str(tmp_path))
 
 
@@ -320,6 +320,7 @@ def test_the_text_is_cut_before_the_first_of_several_stops(byte_level):
         ("It is 8.<|end|>\nmore", "<|end|>\n", "It is 8.<|end|>\n", "It is 8."),
         ("a<|end|>b<|end|>\nmore", "<|end|>\n", "a<|end|>b<|end|>\n", "ab"),
         ("It is 8 €.<|end|>more", " €.<|end|>", "It is 8 €.<|end|>", "It is 8"),
+        ("🙂🙃€<|end|>more", "€<|end|>", "🙂🙃€<|end|>", "🙂🙃"),
         ("<|end|><|end|>more", "<|end|><|end|>", "<|end|><|end|>", ""),
         ("each. Stop<|end|>", "op<|end|>", "each. Stop<|end|>", "each. St"),
         ("St<|end|>op", "Stop", "St<|end|>op", ""),  # as in the text that is shown
@@ -391,6 +392,7 @@ def test_a_stop_of_broken_bytes_may_end_with_a_whole_one(byte_fallback):
         ("{{ m.content }}", "A B", "Add:   3 and\n 4"),
         ("{{ '' + m.content }}", "A B", "Add:   3 and\n 4"),  # no string and list together
         ("{{ m.content | tojson }}", '"A B"', '"Add:   3 and\\n 4"'),
+        ("{{ m.content if m.content is string else m.content[0].text }}", "A B", "Add:   3 and\n 4"),
         (READ_PARTS, "[A][B]", "[Add: ][ 3 and\n][4]"),
         (
             "{% if m.role == 'system' %}{{ m.content | trim }}{% else %}" + READ_PARTS + "{% endif %}",

@@ -8,16 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specgen.checkpoints.fingerprint import BESIDES
 from specgen.checkpoints.rank_share import RankShare
-from specgen.checkpoints.tensor_reader import E4M3, Checkpoint, TensorReader, uploading
-from specgen.checkpoints.weight_files import (
-    MASK_EMBEDDING,
-    TensorInfo,
-    are_equal,
-    read_json,
-    tensor_infos,
-)
+from specgen.checkpoints.tensor_reader import BESIDES, E4M3, Checkpoint, TensorReader, states_of, uploading
+from specgen.checkpoints.weight_files import MASK_EMBEDDING, TensorInfo, are_equal, read_json, tensor_infos
 from specgen.config import UserError, first_line, require, shown
 from specgen.config.urls import Url, is_url
 from specgen.device import SINGLE_RANK, Ranks
@@ -32,7 +25,7 @@ from specgen.models.model_config import HeadConfig, LayerConfig, TargetConfig
 from specgen.models.mtp import mtp_layers
 from specgen.models.protocols import Head, Target
 from specgen.ops import bind_ops
-from specgen.storage import cached_files, file_state, hub_id
+from specgen.storage import cached_files, hub_id
 
 _TIED = ("lm_head.weight", *EMBEDDINGS)
 _TABLES = ("int64", "int32", "bool")  # of d2t and t2d
@@ -61,7 +54,7 @@ def open_checkpoint(path_or_hub_id: str) -> Checkpoint:
         config=with_modelopt(config, read_json(separate)) if separate.exists() else config,
         generation=read_json(generation) if generation.exists() else generation_defaults(config),
         tensors=tensors,
-        state=frozenset(map(file_state, {path / "config.json", *(info.file for info in tensors.values())})),
+        state=states_of(path, tensors),
     )
 
 
@@ -240,7 +233,10 @@ def _download(name: str) -> Path:
 
     Those of safetensors, or where there are none PyTorch's own.
     """
+    from huggingface_hub import errors as hub
+
     on_hub = hub_id(Url(name)) if is_url(name) else name
+    require(not os.path.isfile(name), f"{name} is a file: name the directory that holds it and config.json")
     require(
         on_hub is None or re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", on_hub) is not None,
         f"{shown(name)} is neither a directory nor a hub id of the form owner/name, nor a URL: check the path",
@@ -252,9 +248,15 @@ def _download(name: str) -> Path:
     except UserError:
         raise  # of a store
     except (OSError, ValueError) as error:
+        # What the hub's library says goes on for paragraphs
+        reasons = {
+            hub.GatedRepoError: "one must ask for access there, and set HF_TOKEN",
+            hub.RepositoryNotFoundError: "the hub has none of this name, or only for its owner",
+            hub.LocalEntryNotFoundError: "the hub cannot be reached, or HF_HUB_OFFLINE is set",
+        }
+        why = next((text for kind, text in reasons.items() if isinstance(error, kind)), first_line(error))
         raise UserError(
-            f"{name!r} is not a directory here and could not be downloaded ({first_line(error)}): "
-            "check the name and the network"
+            f"{name!r} is not a directory here and cannot be downloaded ({why}): check the name"
         ) from error
 
 

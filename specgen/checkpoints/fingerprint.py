@@ -6,18 +6,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from specgen.checkpoints.tensor_reader import Checkpoint
-from specgen.checkpoints.weight_files import MASK_EMBEDDING
+from specgen.checkpoints.tensor_reader import Checkpoint, files_in
 from specgen.config import UserError
 from specgen.storage import StoredObject, file_digest
 
-BESIDES = (
-    MASK_EMBEDDING,
-    "*.json",
-    "*.jinja",
-    "*.model",
-    "merges.txt",
-)  # what is needed besides the weights; tokenizers among them
 _READERS = 8
 
 
@@ -34,8 +26,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 def files_of(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     """The files that ``fingerprint`` is over, by name: size, when it was changed, and SHA-256."""
-    others = {file for pattern in BESIDES for file in checkpoint.path.glob(pattern) if file.is_file()}
-    found = sorted(others.union(checkpoint.files))
+    found = sorted(files_in(checkpoint.path, checkpoint.tensors))
     with ThreadPoolExecutor(_READERS) as readers:
         return {
             file.name: state_of(file) | {"sha256": digest}

@@ -20,14 +20,14 @@ from specgen.checkpoints.checkpoint import (
     target_config,
 )
 from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
-from specgen.config import MTP, NGRAM_BYTES, UserError, ngram_length, require, shown
+from specgen.config import MTP, NGRAM_BYTES, UserError, ngram_length, require, shown, under
 from specgen.models.config_fields import architectures
 from specgen.models.config_keys import listed
 from specgen.models.families import is_head, unread
 from specgen.models.fp8_config import FP8, kv_scheme
 from specgen.models.llama import visual_tensors
 from specgen.models.model_config import HeadConfig, LayerConfig, TargetConfig
-from specgen.models.mtp import mtp_layers
+from specgen.models.mtp import MtpConfig, mtp_layers
 
 _SCALES = ("_scale", "_scale_inv")  # of FP8
 _META = torch.device("meta")  # reads no weights
@@ -82,7 +82,7 @@ class Inspection:
     num_mtp_layers: int  # that a target's checkpoint has beside it
     num_visual_tensors: int  # of its vision part
     unread_keys: tuple[str, ...]  # of its config.json, though they may mean something
-    architecture: str  # that its config.json names
+    architecture: str  # of a head that has a config.json, as that names it; else empty
 
     @property
     def kind(self) -> str:
@@ -100,9 +100,8 @@ class Inspection:
         visual = f"{self.num_visual_tensors} tensors of the vision part are not loaded: prompts are text"
         vision = {"vision": visual} if self.num_visual_tensors else {}
         unread = {"not read": listed(self.unread_keys)} if self.unread_keys else {}
-        named = f"{shown(self.architecture)} in config.json"
-        said = {"named": named} if self.architecture and self.kind == "head" else {}
-        own = {**said, **self.config.facts(), **mtp, **vision}
+        named = {"named": f"{shown(self.architecture)} in config.json"} if self.architecture else {}
+        own = {**named, **self.config.facts(), **mtp, **vision}
         return {**own, "weights": _size(self.weights), "KV cache": kv_cache, **unread}
 
     def to_json(self) -> dict[str, Any]:
@@ -205,7 +204,7 @@ def describe(path: str, other: str | None = None) -> Description:
     known = targets[0].config.num_layers if targets else None
     heads = [_head(checkpoint, known) for checkpoint in checkpoints if _is_head(checkpoint)]
     found = [(part.name, problem) for part in (*targets, *heads) for problem in part.problems]
-    reasons = [problem if problem.startswith(name) else f"{name}: {problem}" for name, problem in found]
+    reasons = [under(name, problem) for name, problem in found]
     if ngrams and not targets and len(names) == 2:
         reasons.append("both draft and neither is a target: give one target and one drafter")
     elif len(checkpoints) == 2:
@@ -250,6 +249,7 @@ def _inspect(
     weights = Weights.of(checkpoint, config)
     names = checkpoint.tensors.keys()
     own = mtp_layers(config.num_layers, names) if isinstance(config, TargetConfig) else ()
+    has_own_config = isinstance(config, HeadConfig) and not isinstance(config, MtpConfig)
     return Inspection(
         name=checkpoint.name,
         config=config,
@@ -258,7 +258,7 @@ def _inspect(
         num_mtp_layers=len(own),
         num_visual_tensors=len(visual_tensors(names)),
         unread_keys=unread(checkpoint.config, names),
-        architecture=", ".join(architectures(checkpoint.config)),
+        architecture=", ".join(architectures(checkpoint.config)) if has_own_config else "",
     )
 
 

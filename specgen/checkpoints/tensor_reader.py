@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from specgen.checkpoints.rank_share import RankShare
-from specgen.checkpoints.weight_files import TensorInfo, read_tensor, read_tensors
+from specgen.checkpoints.weight_files import MASK_EMBEDDING, TensorInfo, read_tensor, read_tensors
 from specgen.config import UserError, require, shown
 from specgen.device import SINGLE_RANK, Ranks
 from specgen.models.fp8_config import Fp8Config
 from specgen.models.loader import Arrange
 from specgen.ops.weight import GROUP, Weight
+from specgen.storage import file_state
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 E4M3 = "float8_e4m3fn"
@@ -33,18 +34,39 @@ class Checkpoint:
     config: Mapping[str, Any]  # config.json
     generation: Mapping[str, Any]  # generation_config.json, empty where there is none
     tensors: Mapping[str, TensorInfo]
-    # of config.json and the weight files as they were opened, see ``file_state``: by it files are known again
-    state: frozenset[tuple[int, ...]] = frozenset()
+    state: frozenset[tuple[int, ...]] = frozenset()  # see ``states_of``: by it its files are known again
 
     @property
     def files(self) -> list[Path]:
         """The weight files, sorted by name."""
         return sorted({info.file for info in self.tensors.values()})
 
+    def is_unchanged(self) -> bool:
+        """Whether its files are still those that were opened."""
+        try:
+            return self.state == states_of(self.path, self.tensors)
+        except OSError:
+            return False
+
     def read(self, name: str) -> Tensor | None:
         """A tensor as stored, on the CPU; None where there is none of that name."""
         info = self.tensors.get(name)
         return None if info is None else read_tensor(name, info)
+
+
+# What is needed besides the weights; tokenizers among them
+BESIDES = (MASK_EMBEDDING, "*.json", "*.jinja", "*.model", "merges.txt")
+
+
+def files_in(path: Path, tensors: Mapping[str, TensorInfo]) -> set[Path]:
+    """The files of a checkpoint in ``path``: those of ``tensors``, configs and the tokenizer's."""
+    others = {file for pattern in BESIDES for file in path.glob(pattern) if file.is_file()}
+    return others.union(info.file for info in tensors.values())
+
+
+def states_of(path: Path, tensors: Mapping[str, TensorInfo]) -> frozenset[tuple[int, ...]]:
+    """What identifies these files as they are now."""
+    return frozenset(map(file_state, files_in(path, tensors)))
 
 
 _PIECE = 16 << 20  # bytes

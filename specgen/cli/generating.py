@@ -10,6 +10,7 @@ import typer
 
 from specgen.cli.options import AS_JSON, Only, given_fields, repeating, with_options
 from specgen.cli.printing import (
+    directory_of,
     kept_in,
     print_found,
     print_notes_and_exit,
@@ -39,12 +40,6 @@ _OUTPUT = option(
 )
 
 
-_MENDING = (
-    "specgen: the same command tries failed rows again; where rows have to be corrected, correct them in the prompts "
-    "and add --retry-errors. Answers are kept."
-)
-
-
 @with_options
 def generate(
     *,
@@ -71,23 +66,21 @@ def generate(
     Without options: the bundled model pair on the bundled prompts. With --output, running a stopped or killed command
     again resumes it. Exit code 3 if a request failed, 75 if SIGTERM stopped it (the same command resumes).
     """
-    require(
-        not job.restart or (output is not None and output != Path("-")),
-        "restart keeps the directory of --output and starts over, and no directory is given: add --output DIR, or "
-        "leave out --restart",
-    )
-    require(
-        not job.retry_errors or (output is not None and output != Path("-")),
-        "retry-errors is about the failed rows of an earlier run, and no directory is given: add --output DIR, or "
-        "leave out --retry-errors",
-    )
+    for name, is_given, does in (
+        ("restart", job.restart, "keeps the directory of --output and starts over"),
+        ("retry-errors", job.retry_errors, "is about the failed rows of an earlier run"),
+    ):
+        require(
+            not is_given or directory_of(output) is not None,
+            f"{name} {does}, and no directory is given: add --output DIR, or leave out --{name}",
+        )
     require(
         output is not None or job.shard == WHOLE,
         f"shard is {job.shard} and no file is kept to merge: add --output DIR, or --output - for the rows on stdout",
     )
     if ctx.params["shard"] == "auto":
-        if output is not None and output != Path("-"):
-            output = output / job.shard.directory_name
+        if (place := directory_of(output)) is not None:
+            output = place / job.shard.directory_name
         # The file that repeats the command is to do so outside of the scheduler too
         ctx.params.update(shard=str(job.shard), output=output)
         progress(quiet).note(f"shard {job.shard}" + ("" if output is None else f" in {output}"))
@@ -113,7 +106,13 @@ def _run_and_print(job: Job, output: Path | Url | None, as_json: bool, quiet: bo
             print_found(result.report.to_json(), show(result.report, result.settings), as_json)
     except DeviceLost as lost:
         restart_process(lost, job, output)
-    print_notes_and_exit(result, output, quiet, _MENDING)
+    print_notes_and_exit(
+        result,
+        output,
+        quiet,
+        "specgen: the same command tries failed rows again; where rows have to be corrected, correct them in the "
+        "prompts and add --retry-errors. Answers are kept.",
+    )
 
 
 def _cluster(executor: ExecutorName, num_workers: int | None, address: str | None) -> Cluster | None:
@@ -157,7 +156,7 @@ def restart_process(lost: "DeviceLost", job: Job, output: Path | Url | None) -> 
 
     Exit code 1 where that could not resume the run, or where no request was in flight.
     """
-    kept = output is not None and output != Path("-")
+    kept = directory_of(output) is not None
     if not (kept and job.is_repeatable and lost.requests):
         print(f"specgen: {lost}; {kept_in(output) if kept else 'nothing is kept'}", file=sys.stderr)
         raise typer.Exit(1) from None

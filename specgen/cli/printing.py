@@ -26,6 +26,11 @@ def kept_in(output: Path | Url | None) -> str:
     return "nothing is kept without --output" if output is None else "the same command resumes the run"
 
 
+def directory_of(output: Path | Url | None) -> Path | Url | None:
+    """``output`` if files are kept there; None also for ``-``, stdout."""
+    return None if output == Path("-") else output
+
+
 @contextmanager
 def stoppable(
     handled: Callable[[Callable[[], str]], AbstractContextManager[Interrupt]], kept: Callable[[], str]
@@ -89,7 +94,7 @@ def print_notes_and_exit(
     Without files this is the only place of the reasons, so more of them are shown; with them ``remedy`` is said.
     """
     num_errors, num_plain_errors = result.report.num_errors, result.report.num_plain_errors
-    if output is None or output == Path("-"):
+    if (output := directory_of(output)) is None:
         print_failures(result.failures, num_errors, "run with --output DIR to keep all reasons")
     else:
         where = f"{output / 'errors.jsonl'} has them all"
@@ -97,22 +102,19 @@ def print_notes_and_exit(
         if not quiet:
             print_files(output, "report.html")
     if num_plain_errors:
-        kept = (
-            "" if output is None or output == Path("-") else f" (see {output / 'baseline' / 'errors.jsonl'})"
-        )
+        kept = "" if output is None else f" (see {output / 'baseline' / 'errors.jsonl'})"
         print(f"specgen: requests that failed in plain decoding: {num_plain_errors}{kept}", file=sys.stderr)
     if num_errors or num_plain_errors:
-        if remedy and output is not None and output != Path("-"):
+        if remedy and output is not None:
             print(remedy, file=sys.stderr)
         raise typer.Exit(3)
 
 
 def print_files(output: Path | Url, page: str) -> None:
     """The location of the files, on stderr."""
-    if isinstance(output, Path):
-        print(f"Files are in {output}; open {output / page} in a browser.", file=sys.stderr)
-    else:  # which no browser opens
-        print(f"Files are in {output}; {page} there is the page.", file=sys.stderr)
+    is_here = isinstance(output, Path)  # no browser opens a store
+    where = f"open {output / page} in a browser" if is_here else f"{page} there is the page"
+    print(f"Files are in {output}; {where}.", file=sys.stderr)
 
 
 def print_failures(first: Sequence[str], num_failures: int, where_all_are: str) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 QUIET = option(False, "Results", "No progress or sample answers: results, warnings and errors alone.")
 _BETWEEN = 10.0  # seconds between two lines
+_SHORT = "{n_fmt}/{total_fmt} [{elapsed}{postfix}]"  # of a bar, for tqdm, whose time left knows no batch
 _NARROW = 80  # columns, below which a description and a bar leave no room for numbers
 
 
@@ -72,15 +73,18 @@ class ProgressLines(Warnings):
         self._say(f"{what}: ready after {startup_line(seconds)}")
 
     def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None:
+        self._begin(what, tally, num_requests, num_done)
+        self._show()
+
+    def _begin(self, what: str, tally: Tally, num_requests: int, num_done: int) -> None:
         self._what, self._tally, self._total = self._name or what, tally, num_requests
         self._done = self._first = num_done
         self._began = time.monotonic()
-        self._show()
 
     def see(self, row: EngineRow) -> None:
         super().see(row)
         if isinstance(row, Captured):
-            done = f"captured in {row.seconds:.1f} s" if row.fits else "not enough memory, runs without"
+            done = f"captured in {row.seconds:.1f} s" if row.fits else "not enough memory for it yet"
             self._say(f"CUDA graph of a {row.what} of {row.num_sequences} sequences: {done}")
 
     def advance(self) -> None:
@@ -96,16 +100,19 @@ class ProgressLines(Warnings):
         self._last, self._shown = time.monotonic(), self._done
         line = f"{self._what}: {count(self._done)} of {count(self._total)} requests"
         if self._done > self._first:
-            seconds = self._last - self._began
-            left = seconds * (self._total - self._done) / (self._done - self._first)
-            line += f" in {clock(seconds)}, {clock(left)} to go, {self._speed('acceptance length')}"
+            line += f" in {clock(self._last - self._began)}, {self._so_far('acceptance length')}"
         self._say(line)
 
-    def _speed(self, length: str) -> str:
-        """The speed, and behind the word for it the acceptance length, if there were drafts."""
+    def _so_far(self, length: str) -> str:
+        """The time left, if that is known, the speed, and behind the word for it the length, if there were drafts."""
+        ended = self._done - self._first
+        left = self._tally.seconds_left(time.monotonic() - self._began, ended, self._total - self._done)
         found = self._tally.acceptance_length
-        of_drafts = "" if found is None else f", {length} {found:.2f}"
-        return f"{self._tally.tokens_per_second or 0:.0f} tok/s{of_drafts}"
+        return (
+            ("" if left is None else f"{clock(left)} to go, ")
+            + f"{self._tally.tokens_per_second or 0:.0f} tok/s"
+            + ("" if found is None else f", {length} {found:.2f}")
+        )
 
 
 class ProgressBar(ProgressLines):
@@ -141,12 +148,13 @@ class ProgressBar(ProgressLines):
         from specgen.report.terminal import width_of  # imports rich
 
         self._end_of_reading()
-        self._tally, self._is_narrow = tally, width_of(sys.stderr) < _NARROW
+        self._begin(what, tally, num_requests, num_done)
+        self._is_narrow = width_of(sys.stderr) < _NARROW
         self._bar = tqdm(
-            bar_format="{n_fmt}/{total_fmt} [{remaining} left{postfix}]" if self._is_narrow else None,
+            bar_format=_SHORT if self._is_narrow else f"{{l_bar}}{{bar}}| {_SHORT}",
             total=num_requests,
             initial=num_done,
-            desc=self._name or what,
+            desc=self._what,
             unit="req",
             dynamic_ncols=True,
             disable=False,
@@ -154,8 +162,9 @@ class ProgressBar(ProgressLines):
 
     def advance(self) -> None:
         assert self._bar is not None
+        self._done += 1
         self._bar.set_postfix_str(
-            self._speed("length" if self._is_narrow else "acceptance length"), refresh=False
+            self._so_far("length" if self._is_narrow else "acceptance length"), refresh=False
         )
         self._bar.update()
 

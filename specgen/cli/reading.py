@@ -94,12 +94,8 @@ def _report(
     from specgen.report.report import load_so_far
     from specgen.report.tables import of_run
 
-    if (
-        against is None
-        and golden is None
-        and len(directories) == 1
-        and (documents := benches(directories[0]))
-    ):
+    alone = directories[0] if len(directories) == 1 and against is None and golden is None else None
+    if alone is not None and (documents := benches(alone)):
         found = next(iter(documents.values())) if len(documents) == 1 else documents
         print_found(found, chain.from_iterable(map(of_bench, documents.values())), as_json)
         return
@@ -111,11 +107,9 @@ def _report(
     if len(directories) == 1 and is_comparison(directories[0]):
         print_comparison(read_comparison(directories), reference, None, as_json)
         return
-    if against is None and len(directories) == 1 and is_folder(directories[0]):
-        listing = listed(directories[0])
-        if listing.rows:
-            _print_listing(listing, as_json)
-            return
+    if alone is not None and is_folder(alone) and (listing := listed(alone)).rows:
+        _print_listing(listing, as_json)
+        return
     runs = [(str(arm), *load_so_far(arm)) for directory in directories for arm in arms(directory)]
     name, numbers, manifest = runs[0]
     document, parts = numbers.to_json(), of_run(numbers, manifest.get("settings", {}))

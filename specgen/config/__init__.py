@@ -13,6 +13,7 @@ from specgen.config.errors import first_line as first_line
 from specgen.config.errors import is_text as is_text
 from specgen.config.errors import require as require
 from specgen.config.errors import shown as shown
+from specgen.config.errors import under as under
 from specgen.config.field_types import check_types, number, strings, whole
 from specgen.config.urls import require_no_secrets
 

@@ -57,6 +57,8 @@ def stand_in(start: bytes) -> str | None:
 
 def require_no_stand_in(file: Path) -> None:
     """``UserError`` where ``file`` is something else in its place, as its library says it less plainly."""
+    if not file.is_file():  # a pipe, whose reader waits for a writer
+        return
     try:
         with file.open("rb") as content:
             other = stand_in(content.read(64))
@@ -84,6 +86,12 @@ def first_line(error: BaseException) -> str:
         return text
     whole_words = text[:_LONGEST_SHOWN].rpartition(" ")[0] or text[:_LONGEST_SHOWN]
     return whole_words.rstrip(" ,;:(") + " ..."
+
+
+def under(name: str, message: object) -> str:
+    """``message`` as one that begins with the name of what it is about, which it may do already."""
+    text = str(message)
+    return text if text.startswith((f"{name}:", f"{name} ")) else f"{name}: {text}"
 
 
 def nearest(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:

@@ -1,8 +1,8 @@
 """What an engine sends to the processes that run the model with it; here there are none, and nothing is sent."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Concatenate, ParamSpec
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, TypeVarTuple
 
 from specgen.config import EngineConfig, SamplingParams
 from specgen.core.graphs import Runner
@@ -11,7 +11,7 @@ from specgen.device import SINGLE_RANK, HostCopy, Ranks
 if TYPE_CHECKING:
     from specgen.core.engine_core import EngineCore
 
-P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 _NOTHING = nullcontext()
 
 
@@ -24,26 +24,22 @@ class Peers:
 
     ranks: Ranks = SINGLE_RANK
 
-    def broadcast(
-        self, call: "Callable[Concatenate[EngineCore, P], object]", *arguments: P.args, **named: P.kwargs
-    ) -> None:
+    def broadcast(self, call: "Callable[[EngineCore, *Ts], object]", *arguments: *Ts) -> None:
         """Have the peers' engines do ``call``, a method of theirs; raises nothing."""
 
-    def working(self, call: "Callable[[EngineCore], object]") -> AbstractContextManager[None]:
+    def working(self, call: "Callable[[EngineCore], object]") -> AbstractContextManager[object]:
         """``broadcast``, around the work that the peers share: it may wait for them."""
         return _NOTHING
 
-    @contextmanager
-    def loading(self, config: EngineConfig) -> Iterator[None]:
+    def loading(self, config: EngineConfig) -> AbstractContextManager[object]:
         """Around the loading of a model or a head; at the end ``UserError`` with what a peer has refused."""
-        yield
+        return _NOTHING
 
-    @contextmanager
     def calling(
         self, function: Callable[..., object], config: EngineConfig, *arguments: object
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[object]:
         """The same around ``function(config, models, *arguments)``; one that the peers can import."""
-        yield
+        return _NOTHING
 
     def of_engine(self, config: EngineConfig, expected: SamplingParams) -> "Peers":
         """The peers of an engine that is now built everywhere; the arguments are those of ``build.num_pages``."""

@@ -4,6 +4,8 @@ Prompt lookup decoding (Saxena, 2023), with the search on the device and in shap
 waits for the host, and a step stays one CUDA graph. There is no head and no checkpoint.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,9 +38,15 @@ class NgramDrafter:
     reads_output = False
     state_columns: tuple[StateColumn, ...] = ()
 
-    def __init__(self, *, longest: int, num_pages: int, page_size: int, device: torch.device) -> None:
-        """``longest`` is N, the most last tokens that are looked up; ``num_pages`` counts page 0 too."""
+    def __init__(
+        self, *, longest: int, num_pages: int, page_size: int, device: torch.device, ends: Sequence[int] = ()
+    ) -> None:
+        """``longest`` is N, the most last tokens that are looked up; ``num_pages`` counts page 0 too.
+
+        Nothing is drafted behind one of ``ends``, the tokens that end a text: prompts hold them between messages.
+        """
         self._longest = longest
+        self._ends = torch.tensor(ends, dtype=torch.int64, device=device)
         self._texts = torch.zeros(num_pages, page_size, dtype=_STORED, device=device)
 
     def observe(self, outcome: Outcome) -> tuple[DraftState, int]:
@@ -50,7 +58,7 @@ class NgramDrafter:
     def propose(
         self, state: DraftState, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch
     ) -> Drafts:
-        """K drafts for every sequence whose last token occurred before, none for the others."""
+        """K drafts for every sequence whose last token occurred before, or as far as an end; none for the others."""
         if num_drafts == 0:
             return no_drafts(state.tokens)
         width = block_tables.shape[1] * self._texts.shape[1]
@@ -62,7 +70,9 @@ class NgramDrafter:
             )
         ]
         drafts, matched = (torch.cat(each) for each in zip(*found, strict=True))
-        confidence = torch.where(matched > 0, matched / self._longest, -1)[:, None].expand_as(drafts)
+        is_end = (drafts[..., None] == self._ends).any(-1).long()
+        drafts = drafts.masked_fill(is_end.cumsum(1) > is_end, NO_DRAFT)
+        confidence = torch.where(drafts == NO_DRAFT, -1, matched[:, None] / self._longest)
         return Drafts(tokens=drafts, probs=None, confidence=confidence)
 
     def draft_rows(self, num_drafts: int) -> int:

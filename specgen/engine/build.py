@@ -182,6 +182,7 @@ def _drafter(config: EngineConfig, models: Models, backend: Backend, allocator: 
             num_pages=allocator.num_pages + 1,  # as in ``new_cache``
             page_size=allocator.page_size,
             device=models.target.device,
+            ends=models.target.config.eos_token_ids,
         )
     assert models.head is not None
     trained, asked = models.head.config.most_drafts, config.draft_length.most

@@ -7,6 +7,7 @@ from typing import Any
 from specgen.config import SamplingParams, UserError, require
 from specgen.core.sequence import Completion, FinishReason, Request, TokenLogprobs
 from specgen.prompts import Prompt, Rejected, failure, prompt_ids
+from specgen.prompts.prompt import asked_digest
 from specgen.record.record_rows import RequestRow, conversation_of, units_of
 from specgen.report.acceptance import RequestMetrics
 from specgen.report.display import clip, plain, several
@@ -155,7 +156,7 @@ class Conversations:
             error=None if completion.error is None else _placed(conversation.prompt, completion.error),
             metrics=metrics,
             logprobs=completion.logprobs,
-            record=completion.record,
+            record=replace(completion.record, asked=asked_digest(conversation.prompt, request.turn)),
         )
 
     def _ask(self, conversation: _Conversation) -> Request | None:

@@ -62,7 +62,7 @@ class Engine:
             "synthetic_acceptance is set: its texts are not the model's, use specgen bench throughput",
         )
         require_not_forked(choose_device(config.device))
-        checkpoints = open_checkpoints(config)
+        checkpoints = open_checkpoints(config, {} if models is None else models.checkpoints)
         self.config = resolve(config, checkpoints)
         require_memory(self.config)
         said = generation_config(checkpoints["model"], self.config.generation_config)

@@ -8,7 +8,7 @@ import torch
 
 from specgen.checkpoints.checkpoint import load_drafter, load_target, mtp_part, open_checkpoint
 from specgen.checkpoints.tensor_reader import Checkpoint
-from specgen.config import MTP, EngineConfig, SamplingParams, require
+from specgen.config import MTP, EngineConfig, SamplingParams, require, shown
 from specgen.core.peers import Peers
 from specgen.device import Ranks, use
 from specgen.engine.choices import DTYPES, Checkpoints, needed_modules
@@ -22,6 +22,7 @@ from specgen.report.display import from_here
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
 
 _GREEDY = SamplingParams()
+_NONE: Checkpoints = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +64,23 @@ def _is_synthetic(checkpoint: Checkpoint) -> bool:
     return bool(checkpoint.config.get("synthetic_weights", False))
 
 
-def open_checkpoints(config: EngineConfig) -> Checkpoints:
-    """The checkpoints of ``config``, headers only; of a hub id, what is downloaded. Once in a command is enough."""
-    target = open_checkpoint(config.model)
+def open_checkpoints(config: EngineConfig, opened: Checkpoints = _NONE) -> Checkpoints:
+    """The checkpoints of ``config``, headers only; of a hub id, what is downloaded.
+
+    Once in a command is enough: those of ``opened`` are taken whose files have not changed.
+    """
+
+    def open_(part: str, name: str) -> Checkpoint:
+        known = opened.get(part)
+        is_known = known is not None and known.name == name and known.is_unchanged()
+        return known if known is not None and is_known else open_checkpoint(name)
+
+    target = open_("model", config.model)
     if config.head is None:
         return {"model": target}
     return {
         "model": target,
-        "drafter": mtp_part(target) if config.head == MTP else open_checkpoint(config.head),
+        "drafter": mtp_part(target) if config.head == MTP else open_("drafter", config.head),
     }
 
 
@@ -135,8 +145,9 @@ def _load(
 def over_target(models: Models, config: EngineConfig, checkpoints: Checkpoints) -> Models:
     """``models`` for a resolved ``config`` of the same target; the head is read unless ``models`` has it.
 
-    ``UserError`` where the target's weights, its number format, device or ranks are others.
+    ``UserError`` where the target's files, its number format, device or ranks are others.
     """
+    require(isinstance(models, Models), f"models is {shown(models)}: use those of an engine, engine.models")
     target, held = models.target, models.checkpoints["model"]
     for name, ours, asked in (
         ("model", held.name, config.model),
@@ -154,6 +165,8 @@ def over_target(models: Models, config: EngineConfig, checkpoints: Checkpoints) 
     if config.head is not None and (
         models.head is None or _head_of(models.checkpoints) != _head_of(checkpoints)
     ):
+        if config.head != MTP and models.peers.ranks.rank == 0:
+            _note_unread(checkpoints["drafter"])
         with models.peers.loading(config):
             head = load_drafter(checkpoints["drafter"], target)
         models = replace(models, head=head, checkpoints=checkpoints)

@@ -18,12 +18,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
-from typing import IO, TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec
+from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeVarTuple
 
 import torch
 from torch import distributed as dist
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from specgen.core.engine_core import EngineCore
     from specgen.engine.worker import Worker
 
-P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 TIMEOUT = 900.0  # seconds for an answer, or for a pass: a first one may compile kernels for minutes
 _GATHER = 2.0  # seconds to collect the reports of a failure
 GRACE = 20.0  # seconds for rank 0 to come back from a pass that lost a rank
@@ -281,14 +281,11 @@ class WorkerGroup:
     def alive(self) -> None:
         self._supervisor.alive()
 
-    def broadcast(
-        self, call: "Callable[Concatenate[Worker, P], None]", *arguments: P.args, **named: P.kwargs
-    ) -> int:
+    def broadcast(self, call: "Callable[[Worker, *Ts], None]", *arguments: *Ts) -> int:
         """Have every worker do ``call``, a method of ``Worker``; returns the number of the message.
 
         A worker that is gone is noticed later.
         """
-        assert not named, "arguments are sent by position"
         if self._supervisor.closing:  # also as this process ends, when little is left of it
             return next(self._numbers)
         while self.deferred:
@@ -299,9 +296,7 @@ class WorkerGroup:
         return number
 
     @contextmanager
-    def working(
-        self, call: "Callable[Concatenate[Worker, P], None]", *arguments: P.args, **named: P.kwargs
-    ) -> Iterator[int]:
+    def working(self, call: "Callable[[Worker, *Ts], None]", *arguments: *Ts) -> Iterator[int]:
         """``broadcast``, around what this rank does of it.
 
         What interrupts it, and is neither the device's failure nor a refusal, leaves this rank where the others are
@@ -310,7 +305,7 @@ class WorkerGroup:
         self._supervisor.require_all()
         self._supervisor.begin()
         try:
-            yield self.broadcast(call, *arguments, **named)
+            yield self.broadcast(call, *arguments)
         except (RuntimeError, UserError):
             raise
         except Exception as error:
@@ -480,32 +475,27 @@ class ModelPeers(Peers):
         self._model = workers.next_id()
         self._on_end(_worker().drop_model, self._model)
 
-    @contextmanager
-    def loading(self, config: EngineConfig) -> Iterator[None]:
-        with self._diagnosing(), self._workers.working(_worker().load, self._model, config) as number:
-            yield
-        with self._diagnosing():
-            self._workers.answers(number)
+    def loading(self, config: EngineConfig) -> AbstractContextManager[object]:
+        return self._answered(_worker().load, self._model, config)
 
-    @contextmanager
     def calling(
         self, function: Callable[..., object], config: EngineConfig, *arguments: object
-    ) -> Iterator[None]:
-        called = self._workers.working(_worker().function, self._model, config, function, *arguments)
-        with self._diagnosing(), called as number:
-            yield
-        with self._diagnosing():
-            self._workers.answers(number)
+    ) -> AbstractContextManager[object]:
+        return self._answered(_worker().function, self._model, config, function, *arguments)
 
     def least(self, number: Callable[..., int], config: EngineConfig, models: object) -> int:
-        with (
-            self._diagnosing(),
-            self._workers.working(_worker().number, self._model, config, number) as asked,
-        ):
+        with self._answered(_worker().number, self._model, config, number) as others:
             mine = number(config, models)
+        return int(min(mine, *others))
+
+    @contextmanager
+    def _answered(self, call: "Callable[[Worker, *Ts], None]", *arguments: *Ts) -> Iterator[list[Any]]:
+        """``WorkerGroup.working``; yields a list that has the answers at the end."""
+        answers: list[Any] = []
         with self._diagnosing():
-            others: list[int] = self._workers.answers(asked)
-        return min(mine, *others)
+            with self._workers.working(call, *arguments) as number:
+                yield answers
+            answers += self._workers.answers(number)
 
     def of_engine(self, config: EngineConfig, expected: SamplingParams) -> Peers:
         return EnginePeers(self._workers, self._model, config, expected)
@@ -554,24 +544,17 @@ class EnginePeers(ModelPeers):
     def assemble(self, num_pages: Callable[[], int], runner: Runner) -> int:
         self._workers.runners.add(runner)
         runner.has_peers = True
-        with self._diagnosing(), self._workers.working(_worker().build, self._engine, *self._asked) as number:
+        with self._answered(_worker().build, self._engine, *self._asked) as others:
             mine = num_pages()
-        with self._diagnosing():
-            others: list[int] = self._workers.answers(number)
-        pages = min(mine, *others)
+        pages = int(min(mine, *others))
         self._workers.broadcast(_worker().assemble, self._engine, pages)
         return pages
 
-    def broadcast(
-        self, call: "Callable[Concatenate[EngineCore, P], object]", *arguments: P.args, **named: P.kwargs
-    ) -> None:
-        assert not named, "arguments are sent by position"
+    def broadcast(self, call: "Callable[[EngineCore, *Ts], object]", *arguments: *Ts) -> None:
         self._workers.broadcast(_worker().engine, self._engine, self._checksum.value, call, *arguments)
 
-    @contextmanager
-    def working(self, call: "Callable[[EngineCore], object]") -> Iterator[None]:
-        with self._workers.working(_worker().engine, self._engine, self._checksum.value, call):
-            yield
+    def working(self, call: "Callable[[EngineCore], object]") -> AbstractContextManager[object]:
+        return self._workers.working(_worker().engine, self._engine, self._checksum.value, call)
 
     def see(self, *numbers: int) -> None:
         super().see(*numbers)
@@ -579,6 +562,5 @@ class EnginePeers(ModelPeers):
 
     def agree(self, requests: tuple[str, ...]) -> None:
         with self._diagnosing(requests):
-            self._workers.answers(
-                self._workers.broadcast(_worker().agree, self._engine, self._checksum.value)
-            )
+            number = self._workers.broadcast(_worker().agree, self._engine, self._checksum.value)
+            self._workers.answers(number)

@@ -275,9 +275,9 @@ def _empty_table(job: ExpertJob, speed: DeviceSpeed) -> BenchTable:
         "routing and the sum over experts are not in it",
         "touched": "experts that a layer's rows chose, the mean over layers",
         "grouped": "torch's grouped_mm between a sort and a sum",
-        "bound": f"bytes of the experts touched over the bandwidth of a copy, {speed.bytes_per_second / 1e12:.3f} "
-        f"TB/s, or the GEMMs at {speed.flops_per_second / 1e12:.3f} TFLOP/s where that is longer (FP8: at twice as "
-        "many)",
+        "bound": "bytes of the experts touched over the bandwidth of a copy, "
+        f"{display.bandwidth(speed.bytes_per_second)}, or the GEMMs at {speed.flops_per_second / 1e12:.3f} TFLOP/s "
+        "where that is longer (FP8: at twice as many)",
         "difference": "largest relative error of a row against float32",
         "repeats": job.repeats,
     }

@@ -349,7 +349,7 @@ def _conditions(
         "CUDA graphs": config.cuda_graphs,
         "prompts": f"{job.prompt_tokens} random tokens each, greedy",
         "time": f"mean of {_STEPS} steps of the whole batch, after {_SKIPPED}; {where}",
-        "bound": f"bytes read over {device.bytes_per_second / 1e12:.3g} TB/s of a copy, or FLOPs over "
+        "bound": f"bytes read over {display.bandwidth(device.bytes_per_second)} of a copy, or FLOPs over "
         f"{device.flops_per_second / 1e12:.3g} TFLOP/s of a large GEMM, whichever takes longer",
     }
 

@@ -80,10 +80,8 @@ class Curve:
         ]
         lines += [f"drafter: {self.drafter} | draft_sampling: {self.conditions.draft_sampling or 'greedy'}"]
         curve = {point.num_spec_tokens: round(point.length, 2) for point in self.points}
-        mode = {True: "thinking_on", False: "thinking_off", None: "thinking_unknown"}[
-            self.conditions.thinking
-        ]
-        document: str = yaml.safe_dump({self.model: {mode: curve}}, sort_keys=False)
+        mode = {True: "on", False: "off", None: "unknown"}[self.conditions.thinking]
+        document: str = yaml.safe_dump({self.model: {f"thinking_{mode}": curve}}, sort_keys=False)
         return "".join(f"# {line}\n" for line in (*lines, *self._estimates())) + document
 
     def _estimates(self) -> Iterator[str]:

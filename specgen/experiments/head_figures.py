@@ -104,13 +104,7 @@ def read_runs(directories: Sequence[Path]) -> HeadRuns:
     sources = _sources(manifests)
     sets = short_names(sources)
     runs = tuple(
-        HeadRun(
-            directory=directory,
-            head=head,
-            data=sets[source],
-            report=report,
-            manifest=manifest,
-        )
+        HeadRun(directory=directory, head=head, data=sets[source], report=report, manifest=manifest)
         for (directory, report, manifest), head, source in zip(read, heads, sources, strict=True)
     )
     _check_data(runs)
@@ -392,16 +386,15 @@ class Comparison(HeadRuns):
 
 
 def _run(run: HeadRun, length: Length | None) -> dict[str, Any]:
+    positions = length.positions if length else ()
     return {
         "data": run.data,
         "head": run.head,
         "directory": str(run.directory),
         "length_over_all_steps": length and length.value,
         "length_over_all_steps_ci95": length and length.interval,
-        "acceptance_over_all_steps": [each.rate for each in (length.positions if length else ())],
-        "acceptance_over_all_steps_ci95": [
-            each.share_interval() for each in (length.positions if length else ())
-        ],
+        "acceptance_over_all_steps": [each.rate for each in positions],
+        "acceptance_over_all_steps_ci95": [each.share_interval() for each in positions],
         "report": run.report.to_json(),
     }
 

@@ -1,8 +1,6 @@
 """A comparison as a table for a paper, in Markdown and LaTeX, and as CSV with every figure."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 from specgen.config import ExportName
@@ -19,9 +17,9 @@ from specgen.experiments.heads_tables import (
 )
 from specgen.experiments.rounds import PLAIN
 from specgen.report.acceptance import Speculation
-from specgen.report.display import DASH, between, plain, ratio
+from specgen.report.display import DASH, Show, plain, ratio
 from specgen.report.paired_requests import PairedFigure
-from specgen.report.table import csv_text
+from specgen.report.table import Column, Row, Table, csv_text
 
 _CAPTION = ("model", "draft tokens (K)", "draft sampling", "template", "sampling")  # of the settings
 _KEYS = ("data", "head", "category")  # columns that say what a row is of
@@ -52,98 +50,87 @@ def _note(found: Comparison) -> str:
         if _with_speed(found)
         else ""
     )
-    shared = "; ".join(f"{name} {text}" for name, text in settings(found).items() if name in _CAPTION)
     return (
         "Mean acceptance length over all steps, with 95 % intervals over conversations; "
         f"{'mean: of the data sets, each with the same weight; ' if len(found.data) > 1 else ''}{speed}"
         "bold: leads every other head, paired by request, p < 0.05 after Holm. "
-        f"{' '.join((f'{shared}.', *notes(found), *disturbances(found)[0]))}"
+        f"{' '.join((f'{_said(found, in_caption=True)}.', *notes(found), *disturbances(found)[0]))}"
     )
 
 
-def _table(
-    found: Comparison, bold: Callable[[str], str], small: Callable[[str], str]
-) -> tuple[list[tuple[str | None, str]], dict[str, list[str]]]:
-    """Columns (data set, or None for their mean, and figure), and the cells of each head."""
-    kinds = ("length", "speed") if _with_speed(found) else ("length",)
-    several = len(found.data) > 1
-    names: list[tuple[str | None, str]] = [(data, kind) for data in found.data for kind in kinds]
-    names += [(None, "length")] * several
-
-    def cells(head: str) -> Iterator[str]:
-        for data in found.data:
-            best = leads(found, data) and leader(found, data) == head
-            yield _cell(found.length(data, head), bold if best else str, small)
-            if "speed" in kinds:
-                times = found.rounds(data).times(head, PLAIN)
-                yield ratio(times.median) + small(between(times.ends, ratio)) if times else DASH
-        if several:
-            yield _cell(mean_length(found, head), str, small)
-
-    return names, {head: list(cells(head)) for head in found.heads}
+def _heads_table(found: Comparison) -> Table:
+    """Lengths and, if there are some, speeds: a row for each head, which says in which columns it leads."""
+    columns, rows = [Column(name="head")], [dict[str, Any](head=head) for head in found.heads]
+    for name, title, show, best, cells in _figures(found):
+        columns.append(Column(name=name, title=title, show=show, interval=f"{name} ends"))
+        for row, (number, ends) in zip(rows, cells, strict=True):
+            row |= {name: number, f"{name} ends": ends, f"{name} leads": row["head"] == best}
+    return Table(title="", columns=tuple(columns), rows=tuple(rows))
 
 
-def _cell(length: Length | None, mark: Callable[[str], str], small: Callable[[str], str]) -> str:
-    if length is None:
-        return DASH
-    return mark(plain(length.value)) + (small(between(length.interval, plain)) if length.interval else "")
+def _figures(found: Comparison) -> Iterator[tuple[str, str, Show, str | None, list[tuple[Any, Any]]]]:
+    """The columns: name, heading, how it is shown, the head that leads, and of each head number and ends."""
+    for at, data in enumerate(found.data):
+        lengths = [found.length(data, head) for head in found.heads]
+        best = leader(found, data) if leads(found, data) else None
+        cells = [(x and x.value, x and x.interval) for x in lengths]
+        yield f"length {at}", f"{data} length", plain, best, cells
+        if _with_speed(found):
+            times = [found.rounds(data).times(head, PLAIN) for head in found.heads]
+            yield f"speed {at}", f"{data} speed", ratio, None, [(x and x.median, x and x.ends) for x in times]
+    if len(found.data) > 1:
+        lengths = [mean_length(found, head) for head in found.heads]
+        yield "mean", "mean length", plain, None, [(x and x.value, x and x.interval) for x in lengths]
 
 
-def _details(found: Comparison) -> str:
-    """The machine's part of the settings, for a comment."""
-    return "; ".join(f"{name} {text}" for name, text in settings(found).items() if name not in _CAPTION)
+def _said(found: Comparison, *, in_caption: bool) -> str:
+    """The settings that a caption has, or the machine's part of them, for a comment."""
+    said = settings(found).items()
+    return "; ".join(f"{name} {text}" for name, text in said if (name in _CAPTION) == in_caption)
 
 
-def _others(
-    found: Comparison, escaped: Callable[[str], str], small: Callable[[str], str]
-) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """The tables by position and by category: what a caption says, headings, cells."""
-    for table in (positions_table(found), categories_table(found)):
+def _tables(
+    found: Comparison, escaped: Callable[[str], str], bold: str, small: str
+) -> Iterator[tuple[list[str], list[list[str]], str]]:
+    """Headings, cells and caption of the table of heads, then of those by position and by category."""
+
+    def cell(column: Column, row: Row) -> str:
+        text, ends = escaped(column.text(row)), column.ends(row)
+        text = bold.format(text) if row.get(f"{column.name} leads") else text
+        return text + (small.format(ends) if ends not in ("", DASH) else "")
+
+    for table in (_heads_table(found), positions_table(found), categories_table(found)):
         headings = [each.name if each.name in _KEYS else each.heading for each in table.columns]
-        cells = [
-            [
-                escaped(each.text(row)) + (small(ends) if (ends := each.ends(row)) not in ("", DASH) else "")
-                for each in table.columns
-            ]
-            for row in table.rows
-        ]
+        cells = [[cell(column, row) for column in table.columns] for row in table.rows]
         if cells:
-            yield f"{table.title}: {table.note}.", headings, cells
+            yield headings, cells, f"{table.title}: {table.note}." if table.title else _note(found)
 
 
 def _markdown(found: Comparison) -> str:
-    names, cells = _table(found, lambda text: f"**{text}**", lambda text: f" {text}")
-    headings = ["head", *(f"{data or 'mean'} {kind}" for data, kind in names)]
-    parts = [_grid(headings, [[head, *each] for head, each in cells.items()]), _note(found)]
-    for caption, names_of_others, rows in _others(found, str, lambda text: f" {text}"):
-        parts += [_grid(names_of_others, rows), caption]
-    parts += [f"<!-- {details} -->" for details in [_details(found)] if details]
+    parts = []
+    for headings, cells, caption in _tables(found, str, "**{}**", " {}"):
+        sides = ["---" if name in _KEYS else "---:" for name in headings]
+        rows = (headings, sides, *cells)
+        lines = ("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+        parts += ["\n".join(lines), caption]
+    parts += [f"<!-- {details} -->" for details in [_said(found, in_caption=False)] if details]
     return "\n\n".join(parts) + "\n"
-
-
-def _grid(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    sides = ["---" if name in _KEYS else "---:" for name in headings]
-    rows = (headings, sides, *cells)
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 
 def _latex(found: Comparison) -> str:
     """For the package booktabs."""
-
-    def small(text: str) -> str:
-        return rf" {{\scriptsize {text}}}"
-
-    names, cells = _table(found, lambda text: rf"\textbf{{{text}}}", small)
-    over = [""]  # the data sets, each over its columns
-    for data, each in groupby(names, key=itemgetter(0)):
-        title, num = _escaped(data) if data else r"\emph{mean}", len(list(each))
-        over.append(title if num == 1 else rf"\multicolumn{{{num}}}{{c}}{{{title}}}")
-    headings = ["head", *({"length": r"$\tau$"}.get(kind, kind) for _, kind in names)]
-    rows = [[_escaped(head), *each] for head, each in cells.items()]
-    tables = [_tabular([over, headings], rows, rf"$\tau$: {_escaped(_note(found))}")]
-    for caption, headings, rows in _others(found, _escaped, small):
-        tables.append(_tabular([list(map(_escaped, headings))], rows, _escaped(caption)))
-    details = [f"% {text}\n" for text in [_details(found)] if text]
+    main, *others = _tables(found, _escaped, r"\textbf{{{}}}", r" {{\scriptsize {}}}")
+    kinds, several = [r"$\tau$", "speed"][: 1 + _with_speed(found)], len(found.data) > 1
+    over = [_escaped(data) for data in found.data]  # each over its columns
+    if len(kinds) > 1:
+        over = [rf"\multicolumn{{{len(kinds)}}}{{c}}{{{title}}}" for title in over]
+    headings = [
+        ["", *over, *([r"\emph{mean}"] * several)],
+        ["head", *kinds * len(over), *kinds[:1] * several],
+    ]
+    tables = [_tabular(headings, main[1], rf"$\tau$: {_escaped(main[2])}")]
+    tables += [_tabular([list(map(_escaped, each))], cells, _escaped(text)) for each, cells, text in others]
+    details = [f"% {text}\n" for text in [_said(found, in_caption=False)] if text]
     return "".join([*tables, *details, "% needs the package booktabs\n"])
 
 
@@ -205,7 +192,7 @@ def _length_cells(length: Length | None) -> dict[str, Any]:
     return {
         "num_conversations": length and length.num_conversations,
         "length_over_all_steps": length and length.value,
-        **_ends("length", length.interval if length else None),
+        **_ends("length", length and length.interval),
     }
 
 
@@ -213,10 +200,9 @@ def _acceptance_cells(length: Length | None, group: Speculation) -> dict[str, An
     """By position, over all steps and (conditional) over those that accepted all before; and by confidence."""
     row: dict[str, Any] = {}
     for i, each in enumerate(length.positions if length else ()):
-        row |= {f"acceptance_{i}": each.rate, **_ends(f"acceptance_{i}", each.share_interval())}
+        row |= _cells(f"acceptance_{i}", each.rate, each.share_interval())
     for place in group.acceptance:
-        name = f"conditional_{place.position}"
-        row |= {name: place.conditional, **_ends(name, place.conditional_ci95)}
+        row |= _cells(f"conditional_{place.position}", place.conditional, place.conditional_ci95)
     row |= {"auc": group.confidence.auc, "ece": group.confidence.ece}
     for level in group.confidence.levels:
         name = f"confidence_{level.at_least:g}"
@@ -226,27 +212,27 @@ def _acceptance_cells(length: Length | None, group: Speculation) -> dict[str, An
 
 def _difference_cells(end: str, figure: PairedFigure | None) -> dict[str, Any]:
     """Of a paired figure; ``end`` tells that of a position from that of the length."""
-    name = f"difference{end}"
+    paired = figure and figure.paired
     return {
-        name: figure and figure.paired.difference,
-        **_ends(name, figure.paired.interval if figure else None),
-        f"p{end}": figure and figure.paired.p,
+        **_cells(f"difference{end}", paired and paired.difference, paired and paired.interval),
+        f"p{end}": paired and paired.p,
         f"p_holm{end}": figure and figure.p,
     }
 
 
-def _ends(name: str, interval: Sequence[float] | None) -> dict[str, float | None]:
+def _speed(found: Comparison, data: str, head: str) -> dict[str, float | None]:
+    rounds = found.rounds(data)
+    speed, times = rounds.speed(head), rounds.times(head, PLAIN)
+    return {
+        **_cells("tokens_per_second", speed and speed.median, speed and speed.ends),
+        **_cells("times_plain", times and times.median, times and times.ends),
+    }
+
+
+def _cells(name: str, value: Any, interval: Any) -> dict[str, float | None]:  # noqa: ANN401
+    return {name: value, **_ends(name, interval)}
+
+
+def _ends(name: str, interval: Any) -> dict[str, float | None]:  # noqa: ANN401
     low, high = interval or (None, None)
     return {f"{name}_low": low, f"{name}_high": high}
-
-
-def _speed(found: Comparison, data: str, head: str) -> dict[str, float | None]:
-    row: dict[str, float | None] = {}
-    spreads = {
-        "tokens_per_second": found.rounds(data).speed(head),
-        "times_plain": found.rounds(data).times(head, PLAIN),
-    }
-    for name, spread in spreads.items():
-        row[name] = spread.median if spread else None
-        row |= _ends(name, spread.ends if spread else None)
-    return row

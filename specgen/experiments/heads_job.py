@@ -9,7 +9,7 @@ from pathlib import Path
 
 from specgen.checkpoints.checkpoint import check_fit
 from specgen.checkpoints.fingerprint import fingerprint
-from specgen.config import PINNED_DATE, EngineConfig, SamplingParams, UserError, ngram_length, require
+from specgen.config import PINNED_DATE, EngineConfig, SamplingParams, UserError, ngram_length, require, under
 from specgen.config.json_fields import load_json
 from specgen.core.sequence import Request
 from specgen.engine.arms import Arm
@@ -92,8 +92,7 @@ class HeadsJob:
             try:
                 digest = self._check_head(replace(self.engine, drafter=drafter))
             except UserError as error:
-                named = str(error).startswith(drafter)
-                raise UserError(str(error) if named else f"{drafter}: {error}") from error
+                raise UserError(under(drafter, error)) from error
             first = weights.setdefault(digest, drafter)
             require(
                 first == drafter, f"drafters {first!r} and {drafter!r} have the same weights: leave one out"

@@ -217,9 +217,8 @@ def _pair(pair: HeadPair, num_positions: int) -> Row:
         "data": pair.data,
         "heads": f"{pair.ours} - {pair.first}",
         "requests": len(pair.requests),
-        "identical": num_identical(pair.requests)
-        if pair.length
-        else None,  # without a step nothing was verified
+        # without a step nothing was verified
+        "identical": num_identical(pair.requests) if pair.length else None,
         **_paired(pair.length),
         **{f"token {i}": positions[i] if i < len(positions) else DASH for i in range(num_positions)},
     }
@@ -300,12 +299,9 @@ def speeds_table(found: Comparison) -> Table:
             Column(name="data", title="speed"),
             Column(name="arm", title="", wraps=True),
             *(
-                column
+                Column(name=f"{name}{end}", title=f"{title}{end}")
                 for name, title in columns
-                for column in (
-                    Column(name=name, title=title),
-                    Column(name=f"{name} range", title=f"{title} range"),
-                )
+                for end in ("", " range")
             ),
         ),
         rows=tuple(rows),

@@ -322,7 +322,7 @@ def _conditions(job: KernelJob, backends: TimedBackends, bandwidth: float) -> Ro
         "holds them; without planning",
         "kernels": f"of {', '.join(backends.names)}",
         "repeats": job.repeats,
-        "bound": f"bytes of KV over the bandwidth of a copy, {bandwidth / 1e12:.3f} TB/s",
+        "bound": f"bytes of KV over the bandwidth of a copy, {display.bandwidth(bandwidth)}",
         "difference": f"largest relative error of a row against {against}",
     }
 

@@ -26,7 +26,7 @@ from specgen.experiments.matrices import Workload
 from specgen.experiments.timing import free_memory
 from specgen.experiments.workload import KnownText, Prompts, kv_bytes, make_prompts
 from specgen.ops.jit_modules import compile_missing
-from specgen.record.provenance import manifest, with_recorded_date
+from specgen.record.provenance import busy, machine_state, manifest, with_recorded_date
 from specgen.report import display
 from specgen.report.table import Column, Table
 from specgen.report.terminal import Part
@@ -106,7 +106,7 @@ def prepare(
     engine: EngineConfig,
     workload: Workload,
     *,
-    axes: Iterable[str] = (),
+    axes: Sequence[str] = (),
     record: Path | None = None,
 ) -> Prepared:
     """Resolve everything; ``engine`` is the configuration that arms change, along ``axes``.
@@ -126,15 +126,15 @@ def prepare(
         prompts = prompts.ignoring_eos()
     plans: list[Plan] = []
     notes: list[str] = []
+    how = (
+        f"; {' and '.join(axes)} are set here as in --axis {axes[0]}=VALUE" if axes else ""
+    )  # not by their options
     for arm in arms:
         try:
             config = resolve(arm.configure(engine), checkpoints)
             config.synthetic_chances()  # refuses a length that this K cannot have
         except UserError as error:
-            reason = str(error)
-            for axis in axes:  # its own option changes no arm
-                reason = reason.replace(f"--{axis.replace('_', '-')} ", f"--axis {axis}=")
-            notes.append(f"not run: {arm.name}: {reason}")
+            notes.append(f"not run: {arm.name}: {error}{'' if notes else how}")
             continue
         requests = prompts.requests[: workload.count(config.max_batch_size)]
         plans.append(Plan.of(arm, config, models, requests))
@@ -205,10 +205,16 @@ class Yardstick:
     flops_per_second: float  # of a large GEMM
     known: KnownText | None
     synthetic_acceptance: tuple[float, ...] | float = ()
+    busy: str = ""  # what else the machine did when these were measured, where that makes them doubtful
+
+    @property
+    def bandwidth(self) -> str:
+        doubt = f"; BUSY: {self.busy}, so speeds are doubtful" if self.busy else ""
+        return f"{display.bandwidth(self.bytes_per_second)} of a copy{doubt}"
 
     @property
     def conditions(self) -> dict[str, str]:
-        bound = f"bytes that a decode step must read over {self.bytes_per_second / 1e12:.3g} TB/s of a copy"
+        bound = f"bytes that a decode step must read over {self.bandwidth}"
         found = {
             "bound": bound,
             "x_plain_bound": "x_plain if steps took their bound: what drafts would give by bytes",
@@ -244,6 +250,7 @@ def yardstick_of(ready: Prepared) -> Yardstick:
         flops_per_second=flops,
         known=None if ready.base.synthetic_acceptance else KnownText.of(ready.models),
         synthetic_acceptance=ready.base.synthetic_acceptance,
+        busy=busy(machine_state()),
     )
 
 
@@ -286,7 +293,7 @@ def _time(
     some = f"{len(left)} arms" if len(left) == len(seconds) else f"{len(left)} of {len(seconds)} arms go on"
     yield (
         f"{some}, with a warm-up each: about {_span(*map(display.duration, ends))}, if every step took the time of a "
-        f"plain one at its bound (weights and KV cache at {yardstick.bytes_per_second / 1e12:.3g} TB/s). Arms that are "
+        f"plain one at its bound (weights and KV cache at {yardstick.bandwidth}). Arms that are "
         "slower take longer, as do prompts, loading, compilation and CUDA graphs, which come on top."
     )
     if budget is not None:

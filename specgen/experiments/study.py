@@ -210,24 +210,25 @@ class StudyJob:
 
     def to_json(self) -> dict[str, Any]:
         """The content of ``study.json``; an evaluation resumes only if it is unchanged."""
+        own = {} if self.data_path is None else {"data": self.data()}
         return asdict(self) | {
             "study": self.study.to_json(),
             "engine": self.engine.to_json(),
             "data_path": str(self.data_path) if self.data_path else None,
+            **own,
         }
 
     def data(self) -> dict[str, Any]:
         """Tasks, and of rows in files of the user's their content; for manifests."""
-        found = {
-            "tasks": list(self.study.tasks),
-            "data_path": str(self.data_path) if self.data_path else None,
+        tasks, path = list(self.study.tasks), self.data_path
+        if path is None:
+            return {"tasks": tasks, "data_path": None}
+        digests = [[file_digest(Path(file)) for file in files] for files in _splits(path)[1].values()]
+        return {
+            "tasks": tasks,
+            "data_path": str(path),
+            "sha256": sha256(str(digests).encode()).hexdigest(),
         }
-        if self.data_path is None:
-            return found
-        digest = sha256()
-        for split, files in _splits(self.data_path)[1].items():
-            digest.update(f"{split} {[file_digest(Path(file)) for file in files]} ".encode())
-        return found | {"sha256": digest.hexdigest()}
 
 
 class StudyRun:
@@ -265,8 +266,7 @@ class StudyRun:
         if said := self._generation.sentence():
             progress.note(f"{FILE}: {said}")
         path.mkdir(parents=True, exist_ok=True)
-        own = {} if job.data_path is None else {"data": job.data()}
-        require_same(path / "study.json", job.to_json() | own, free=("data_path",), remedy=_REMEDY)
+        require_same(path / "study.json", job.to_json(), free=("data_path",), remedy=_REMEDY)
         self._loaded: dict[str, Models] = {}  # by dtype
         # once, as it reads all weights
         self._fingerprints = {name: fingerprint(each) for name, each in self._checkpoints.items()}
@@ -345,7 +345,9 @@ class StudyRun:
         models = self._models(config)
         sampling = self._generation.over(SamplingParams(max_tokens=_MAX_TOKENS, seed=job.seed))
         path.mkdir(parents=True, exist_ok=True)
-        asked = self._manifest(config, sampling) | {"settings": self._settings_of(arm)}
+        asked = manifest(
+            engine=config, sampling=sampling, data=job.data(), fingerprints=self._fingerprints
+        ) | {"settings": self._settings_of(arm)}
         require_same(path / "manifest.json", asked, free=MACHINE, remedy=_REMEDY)
         arguments = _sampling_arguments(arm.changes.get("temperature"), job.max_new_tokens)
         began = time.time()
@@ -392,11 +394,6 @@ class StudyRun:
         )
         write_json(path / "report.json", run.report.to_json())
         return run
-
-    def _manifest(self, config: EngineConfig, sampling: SamplingParams) -> dict[str, Any]:
-        return manifest(
-            engine=config, sampling=sampling, data=self._job.data(), fingerprints=self._fingerprints
-        )
 
 
 def _alike(configs: Mapping[str, EngineConfig], arms: Sequence[Arm]) -> list[list[str]]:

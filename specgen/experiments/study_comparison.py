@@ -501,32 +501,21 @@ def _other_scales(left_out: Sequence[tuple[str, str]]) -> str:
 
 def _cut(arms: Sequence[ArmRun]) -> str:
     """How many prompts lost their start; the same of all arms."""
-    cut = next((arm.cut for arm in arms if arm.cut), {})
-    found = [
-        f"{count(number)} of {task} to {count(left)} tokens" for task, (number, left) in sorted(cut.items())
-    ]
-    if not found:
-        return ""
-    return f" Prompts too long for the context lost their start: {', '.join(found)}; lower --num-fewshot."
+    cut = sorted(next((arm.cut for arm in arms if arm.cut), {}).items())
+    numbers = {f"{task} to {count(left)} tokens": number for task, (number, left) in cut}
+    return _counted("Prompts too long for the context lost their start", numbers, "; lower --num-fewshot")
 
 
 def _unanswered(arms: Sequence[ArmRun]) -> str:
     """How many texts of each arm have no answer to score, because they ended while reasoning."""
     numbers = {arm.name: sum(arm.report.ended_in_reasoning.values()) for arm in arms}
-    ended = [f"{count(number)} of {name}" for name, number in numbers.items() if number]
-    if not ended:
-        return ""
-    return f" Answers that ended while reasoning: {', '.join(ended)}; raise --max-new-tokens."
+    return _counted("Answers that ended while reasoning", numbers, "; raise --max-new-tokens")
 
 
 def _limited(arms: Sequence[ArmRun]) -> str:
     """How many answers of each arm the token limit has cut, but for those that ``_unanswered`` names."""
-    cut = [
-        f"{count(number)} of {count(arm.report.num_requests)} of {arm.name}"
-        for arm in arms
-        if (number := num_cut(arm))
-    ]
-    return f" Answers cut at the token limit: {', '.join(cut)}; raise --max-new-tokens." if cut else ""
+    numbers = {f"{count(arm.report.num_requests)} of {arm.name}": num_cut(arm) for arm in arms}
+    return _counted("Answers cut at the token limit", numbers, "; raise --max-new-tokens")
 
 
 def num_cut(arm: ArmRun) -> int:
@@ -537,15 +526,15 @@ def num_cut(arm: ArmRun) -> int:
 
 def _empty(arms: Sequence[ArmRun], template_unused: bool) -> str:
     """How many texts of each arm are empty, and the likely remedy."""
-    empty = [
-        f"{count(arm.report.num_empty)} of {count(arm.report.num_requests)} of {arm.name}"
-        for arm in arms
-        if arm.report.num_empty
-    ]
-    if not empty:
-        return ""
+    numbers = {f"{count(arm.report.num_requests)} of {arm.name}": arm.report.num_empty for arm in arms}
     remedy = "; the model has a chat template: add --apply-chat-template" if template_unused else ""
-    return f" Empty answers: {', '.join(empty)}{remedy}."
+    return _counted("Empty answers", numbers, remedy)
+
+
+def _counted(what: str, numbers: Mapping[str, int], remedy: str) -> str:
+    """A sentence with the numbers that are not 0, each of what is named, and a remedy; empty without one."""
+    found = ", ".join(f"{count(number)} of {name}" for name, number in numbers.items() if number)
+    return f" {what}: {found}{remedy}." if found else ""
 
 
 def _alarm(num_unexplained: int, dtype: str) -> str:

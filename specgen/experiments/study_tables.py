@@ -11,7 +11,6 @@ from specgen.experiments.study_comparison import (
     CHANGES,
     Accuracy,
     ArmComparison,
-    Figures,
     SampleTexts,
     SharedAnswer,
     StudyComparison,
@@ -34,7 +33,7 @@ from specgen.report.display import (
 )
 from specgen.report.page import Page
 from specgen.report.table import Column, Row, Table
-from specgen.report.tables import RECEIVED, curve, curves, empty_texts
+from specgen.report.tables import curve, curves, empty_texts, received_column
 from specgen.report.terminal import ALARMING, Part, definitions, heading
 from specgen.report.text_list import Entry, ShownText, Span, TextList, within
 
@@ -198,17 +197,12 @@ def _acceptance(comparison: StudyComparison) -> Table:
         columns=(
             _ARM,
             _LENGTH,
-            *_received(drafting),
+            *received_column(arm.received for arm in drafting),
             *(Column(name=token, show=percent) for token in tokens),
         ),
         rows=tuple(rows),
         lines=curves("Acceptance by draft position and arm", lines) if lines else None,
     )
-
-
-def _received(figures: Iterable[Figures]) -> tuple[Column, ...]:
-    """The column of the tokens per step, where one is less than its length."""
-    return (RECEIVED,) if any(each.received is not None for each in figures) else ()
 
 
 def _parts(comparison: StudyComparison) -> Table:
@@ -240,11 +234,11 @@ def _speed(comparison: StudyComparison) -> Table:
 
 def _tasks(comparison: StudyComparison) -> Table:
     """Acceptance and speed by task; no rows for a single task."""
-    figures = [each for arm in comparison.arms for each in arm.tasks.values()]
+    received = received_column(each.received for arm in comparison.arms for each in arm.tasks.values())
     return Table(
         title="By task",
         note=f"mean acceptance length with 95 % intervals; speed, and its ratio to {comparison.reference}",
-        columns=(Column(name="task", wraps=True), _ARM, *_LENGTH_AND_RATE, *_received(figures), *_SPEED),
+        columns=(Column(name="task", wraps=True), _ARM, *_LENGTH_AND_RATE, *received, *_SPEED),
         rows=tuple(
             {"task": task, "name": arm.name, **vars(arm.tasks[task])}
             for task in comparison.arms[0].tasks

@@ -1,5 +1,6 @@
 """An engine as a function of batches of columns, as pipelines call one: Ray Data, ``datasets``, Daft, Spark."""
 
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from specgen.jobs.shared_engine import SharedEngine
 from specgen.prompts import Prompt, Rejected
 from specgen.prompts.fields import SAMPLING_FIELDS
 from specgen.prompts.own import CONTENT_FIELDS, parse_own
-from specgen.record.record_rows import EngineRow, copy_id
+from specgen.record.record_rows import EngineRow, copy_id, drawn_as
 
 if TYPE_CHECKING:
     import pyarrow
@@ -54,6 +55,7 @@ class BatchGenerator:
     def _start(self) -> None:
         self._engine = SharedEngine(self._make, self._sampling)
         self._numbers = count()  # of the rows of all calls
+        self._has_warned = False
 
     def _make(self, *, record: Callable[[EngineRow], None]) -> "Engine":
         from specgen.engine.engine import Engine
@@ -83,11 +85,27 @@ class BatchGenerator:
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         """``batch`` with an answer for each row; see the class."""
         prompts = [_prompt(next(self._numbers), content) for content in _rows(batch, _num_rows(batch))]
+        self._warn_of_copies(prompts)
         seen: list[RequestOutput | EngineRow] = []
         self._engine.answer(prompts, seen.append)
         outputs = {each.id: each for each in seen if not isinstance(each, EngineRow)}
         found = [_columns(outputs[prompt.id]) for prompt in prompts]
         return {**batch, **{name: [row[name] for row in found] for name in COLUMNS}}
+
+    def _warn_of_copies(self, prompts: Sequence[Prompt | Rejected]) -> None:
+        """Say once that sampled rows get one text, as whoever repeats a prompt may want several."""
+        default = 0.0 if self._sampling is None else self._sampling.temperature
+        drawn = [
+            (drawn_as(each.id), each.sampling.get("seed"))
+            for each in prompts
+            if isinstance(each, Prompt) and each.sampling.get("temperature", default) > 0
+        ]
+        copies = len(drawn) - len(set(drawn))
+        if copies and not self._has_warned:
+            self._has_warned = True
+            text = "%d sampled rows repeat the prompt and the seed of another, and get the same draws: for several "
+            text += "samples of a prompt, give each row its own seed in sampling_params"
+            logging.getLogger("specgen").warning(text, copies)
 
 
 def _num_rows(batch: object) -> int:
@@ -132,7 +150,8 @@ def _prompt(number: int, content: Mapping[str, Any]) -> Prompt | Rejected:
         prompt = parse_own("", given | asked)
     except UserError as error:
         return Rejected(id=copy_id("", number), reason=first_line(error))
-    said = repr((prompt.messages, prompt.text, prompt.token_ids))
+    messages = [(message.role, message.text) for message in prompt.messages]
+    said = repr((messages, prompt.text, prompt.token_ids))
     return replace(prompt, id=copy_id(blake2b(said.encode(), digest_size=12).hexdigest(), number))
 
 

@@ -15,7 +15,7 @@ from specgen.record.files import id_of, replacement, whole_lines, write_json
 from specgen.record.provenance import FREE_IN_A_RUN, differences
 from specgen.record.record_rows import require_present_version
 from specgen.record.results import clear, directory, discarded_unless_done
-from specgen.report.report import load, status_of
+from specgen.report.report import Report, load, status_of
 
 _NEEDED = ("completions.jsonl", "errors.jsonl", "passes.jsonl", "status.json", REQUESTS)
 _SHOWN = 5  # missing shards named in an error
@@ -30,8 +30,11 @@ class _ShardRun:
     shard: Shard
     manifest: Mapping[str, Any]
     status: Mapping[str, Any]
-    has_baseline: bool
-    busy: str  # see ``Report``
+    report: Report
+
+    @property
+    def has_baseline(self) -> bool:
+        return self.report.baseline is not None
 
 
 def merge(output: Path, directories: Sequence[Path], format_name: FormatName) -> RunResult:
@@ -51,7 +54,7 @@ def merge(output: Path, directories: Sequence[Path], format_name: FormatName) ->
         if baseline is not None:
             _join(baseline, [run.path / "baseline" for run in runs], runs)
         merged = FinishedRun(path)
-        busy = next((run.busy for run in runs if run.busy), "")
+        busy = next((run.report.busy for run in runs if run.report.busy), "")
         report = merged.write_report(None if baseline is None else FinishedRun(baseline), busy_shard=busy)
         write_json(path / "status.json", {**runs[0].status, **report.status()})
         merged.export(format_name)
@@ -77,14 +80,7 @@ def _open(path: Path) -> _ShardRun:
     require_present_version(path)
     missing = [name for name in _NEEDED if not (path / name).exists()]
     require(not missing, f"{str(path)!r} has no {', '.join(missing)}: copy the directory as it was left")
-    return _ShardRun(
-        path=path,
-        shard=shard,
-        manifest=manifest,
-        status=status,
-        has_baseline=report.baseline is not None,
-        busy=report.busy,
-    )
+    return _ShardRun(path=path, shard=shard, manifest=manifest, status=status, report=report)
 
 
 def _all_of_one_run(runs: Sequence[_ShardRun]) -> list[_ShardRun]:

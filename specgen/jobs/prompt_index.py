@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from specgen.config import UserError, first_line, require
-from specgen.jobs.shards import WHOLE, Shard
-from specgen.prompts import Prompt, PromptRun, Rejected, content_of
+from specgen.jobs.shards import Shard
+from specgen.prompts import Prompt, Rejected, content_of
 from specgen.record.files import replacement
 
 REQUESTS = "requests.jsonl"  # of a shard: one line per input row, with the ids of its turns
@@ -95,7 +95,7 @@ def keep_index(path: Path, key: str, index: PromptIndex) -> None:
 
 def index_prompts(
     name: str,
-    prompts: Iterable[Prompt | Rejected | PromptRun],
+    prompts: Iterable[Prompt | Rejected],
     shard: Shard,
     seen: Callable[[int], None] = lambda num_rows: None,
 ) -> PromptIndex:
@@ -107,26 +107,19 @@ def index_prompts(
     digest, rows, reason = hashlib.sha256(), list[tuple[str, ...]](), ""
     sampling: dict[Hashable, Mapping[str, Any]] = {}
     num_prompts, has_chats, like = 0, False, None
-    for result in prompts:
-        begin = len(rows)
+    for row, result in enumerate(prompts):
+        rows.append(result.turn_ids if shard.holds(row) else ())
+        digest.update(content_of(result))
         if isinstance(result, Rejected):
             reason = reason or result.reason
-            rows.append(result.turn_ids)
-            digest.update(content_of(result))
         else:
-            run = PromptRun.of(result) if isinstance(result, Prompt) else result
-            num_prompts += len(run.turns)
-            rows += run.turns
-            digest.update(run.content)
-            has_chats = has_chats or run.is_chat
-            for given in run.sampling:
-                if given is not like:  # rows that say the same share one object
-                    sampling.setdefault(_kind(given), given)
-                    like = given
-        if shard != WHOLE:
-            rows[begin:] = [ids if shard.holds(row) else () for row, ids in enumerate(rows[begin:], begin)]
-        if len(rows) // _STRIDE > begin // _STRIDE:
-            seen(len(rows) // _STRIDE * _STRIDE)
+            num_prompts += 1
+            has_chats = has_chats or bool(result.messages)
+            if result.sampling and result.sampling is not like:  # rows that say the same share one object
+                sampling.setdefault(_kind(result.sampling), result.sampling)
+                like = result.sampling
+        if len(rows) % _STRIDE == 0:
+            seen(len(rows))
     require(num_prompts > 0, f"none of the {len(rows)} rows of {name} can be run: {reason}")
     return PromptIndex(
         rows=tuple(rows),

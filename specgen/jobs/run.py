@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import islice
@@ -35,7 +35,7 @@ from specgen.jobs.prompt_index import REQUESTS, PromptIndex, index_prompts, keep
 from specgen.jobs.ray_engine import RayEngine
 from specgen.jobs.run_output import MAIN_FILES, FinishedRun, RunResult, complete_run
 from specgen.jobs.shards import WHOLE
-from specgen.prompts import Prompt, PromptSet, Rejected, failure
+from specgen.prompts import Prompt, PromptSet, failure
 from specgen.prompts.load import RAW
 from specgen.prompts.prompt import asked_digest
 from specgen.record.files import Rows, whole_lines, write_json, write_json_lines, write_text
@@ -159,7 +159,7 @@ def _index(
     file, dataset = job.data.data_path, job.data.dataset
     read_as = f"{file}, read as {dataset}," if file else dataset
     with rarely_collected():  # what a row leaves is no garbage
-        index = index_prompts(read_as, prompts.in_runs(), job.shard, seen)
+        index = index_prompts(read_as, prompts, job.shard, seen)
     return replace(index, notes=tuple(prompts.notes.sentences())), key
 
 
@@ -371,9 +371,9 @@ class _Work:
             self.progress.warn(RAW)
         if isinstance(engine, Engine):  # else its workers are still to start
             begin()
-        first, done_rows, open_prompts = self._first_ids(files), files.completions, dict[str, Prompt]()
+        first = self._first_ids(files)
         outputs = engine.generate(
-            _noted(self.prompts.select(self.index.pending(done_rows)), done_rows, open_prompts),
+            self.prompts.select(self.index.pending(files.completions)),
             self.job.sampling,
             earlier=files.texts,
             lost=_read_lost(files.path),
@@ -382,7 +382,7 @@ class _Work:
         try:
             with rarely_collected():  # also while its texts are written
                 for output in outputs:
-                    self._keep(_with_digest(output, open_prompts.pop(output.id, None)), files)
+                    self._keep(output, files)
         except DeviceLost as lost:
             _note_lost(files.path, lost)
             if not self.until():
@@ -463,23 +463,6 @@ class _Work:
             )
         if done + failed < total:
             raise StoppedError(f"interrupted with {done:,} of {total:,} requests done")
-
-
-def _noted(
-    prompts: Iterator[Prompt | Rejected], done: Container[str], into: dict[str, Prompt]
-) -> Iterator[Prompt | Rejected]:
-    """``prompts``, each of them kept by the ids of its turns that are not ``done``."""
-    for prompt in prompts:
-        if isinstance(prompt, Prompt):
-            into.update((name, prompt) for name in prompt.turn_ids if name not in done)
-        yield prompt
-
-
-def _with_digest(output: RequestOutput, prompt: Prompt | None) -> RequestOutput:
-    """``output`` with what it was asked, a turn of ``prompt``, in its record."""
-    if prompt is None or output.record is None:
-        return output
-    return replace(output, record=replace(output.record, asked=asked_digest(prompt, output.turn)))
 
 
 def _all_failed(files: RunDirectory, first: Sequence[str]) -> bool:

@@ -7,7 +7,9 @@ Whoever reads a table takes its first entry that fits the weight and the number 
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,17 +51,14 @@ class Fp8Tile(Tile):
     rounds: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertTile:
+class ExpertTile(NamedTuple):
     """A program computes ``block_out`` outputs of a block of rows; of gate and of up as many each."""
 
     block_out: int
     block_in: int  # MXFP4, and FP8 by block: 128
     stages: int  # blocks of the weight in flight
     warps: int
-    rounds: bool = (
-        False  # FP8 by block: each program rounds its inputs, which no kernel has to do in front of it
-    )
+    rounds: bool = False  # its inputs, of FP8 by block: no kernel has to do so in front of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,29 +71,12 @@ class ExpertTiles:
     down: ExpertTile
 
 
-T = TypeVar("T", bound=Tile)
+T = TypeVar("T")
 _TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
 def _tiles(name: str, kind: type[T]) -> tuple[T, ...]:
-    return tuple(kind(**entry) for entry in _TABLES[name]["tiles"])
-
-
-def _experts(name: str) -> tuple[ExpertTiles, ...]:
-    """An entry lists block_out, block_in, stages and warps of its two GEMMs."""
-    return tuple(
-        ExpertTiles(
-            most=entry["most"],
-            rows=entry["rows"],
-            gate_up=_expert_tile(*entry["gate_up"], rounds=entry.get("rounds", False)),
-            down=_expert_tile(*entry["down"], rounds=entry.get("rounds", False)),
-        )
-        for entry in _TABLES[name]["tiles"]
-    )
-
-
-def _expert_tile(block_out: int, block_in: int, stages: int, warps: int, *, rounds: bool) -> ExpertTile:
-    return ExpertTile(block_out=block_out, block_in=block_in, stages=stages, warps=warps, rounds=rounds)
+    return tuple(msgspec.convert(entry, kind) for entry in _TABLES[name]["tiles"])
 
 
 LINEAR, LINEAR_PARTS, LINEAR_FEW_OUTPUTS, GATED = (
@@ -105,7 +87,7 @@ FP8_LINEAR, FP8_LINEAR_PARTS, FP8_GATED, FP8_MANY, FP8_GATED_MANY = (
     for name in ("fp8_linear", "fp8_linear_parts", "fp8_gated", "fp8_many", "fp8_gated_many")
 )
 EXPERTS_PLAIN, EXPERTS_MXFP4, EXPERTS_FP8, EXPERTS_FLOAT32 = (
-    _experts(f"experts_{name}") for name in ("plain", "mxfp4", "fp8", "float32")
+    _tiles(f"experts_{name}", ExpertTiles) for name in ("plain", "mxfp4", "fp8", "float32")
 )
 FEW_OUTPUTS: int = _TABLES["linear_few_outputs"]["most_outputs"]
 FP8_FEW_ROWS: int = _TABLES["fp8_linear"]["most_rows"]

@@ -2,8 +2,7 @@
 
 from specgen.prompts.formats import DATASETS
 from specgen.prompts.load import DataSource, PromptSet
-from specgen.prompts.prompt import Prompt, Rejected, failure, prompt_ids
-from specgen.prompts.shapes import PromptRun, content_of
+from specgen.prompts.prompt import Prompt, Rejected, content_of, failure, prompt_ids
 from specgen.text.tokenizer import Message
 
 __all__ = [
@@ -11,7 +10,6 @@ __all__ = [
     "DataSource",
     "Message",
     "Prompt",
-    "PromptRun",
     "PromptSet",
     "Rejected",
     "content_of",

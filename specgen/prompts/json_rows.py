@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from gzip import GzipFile
 from io import BufferedReader, TextIOWrapper
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -14,7 +14,6 @@ from specgen.config import UserError, first_line, require, shown
 
 _LONGEST = 64 * 2**20  # bytes of a line, characters of an array element
 _CHUNK = 2**20
-_TOGETHER = 2**17  # bytes of lines
 _BOM = b"\xef\xbb\xbf"
 _BETWEEN_ROWS = re.compile(r"[ \t\r\n,]*")
 _KEY_END = re.compile(rb'"[ \t\r\n]*:')
@@ -44,26 +43,6 @@ class Row(NamedTuple):
         return self.parse(self.given)
 
 
-class Lines(NamedTuple):
-    """Lines that follow one another, of which all that are not blank are rows of JSON."""
-
-    place: str
-    first: int  # number
-    texts: list[bytes]
-
-    def rows(self) -> Iterator[Row]:
-        return filter(None, map(self.row, range(len(self.texts))))
-
-    def row(self, index: int) -> Row | None:
-        """That of the line at ``index``, if it is one."""
-        text = self.texts[index].removeprefix(_BOM).strip()
-        return Row(self.place, self.first + index, text, _value) if text else None
-
-    def part(self, begin: int, end: int) -> Self:
-        """Those from index ``begin`` to before ``end``."""
-        return self._replace(first=self.first + begin, texts=self.texts[begin:end])
-
-
 def parsed(place: str, number: int, value: object) -> Row:
     return Row(place, number, value, lambda value: value)
 
@@ -72,24 +51,18 @@ def _broken(place: str, number: int, reason: str) -> Row:
     return Row(place, number, reason, partial(require, False))
 
 
-def read_rows(file: Source, *, lines: bool) -> Iterator[Row | Lines]:
+def read_rows(file: Source, *, lines: bool) -> Iterator[Row]:
     """The rows of JSON lines, or of an array if the text starts with ``[`` and may be other than ``lines``."""
     return _read_lines(file) if lines or _first_character(file) != b"[" else _read_array(file)
 
 
-def _read_lines(file: Source) -> Iterator[Row | Lines]:
-    number = 1
-    while chunk := file.read(_TOGETHER):
-        if not chunk.endswith(b"\n"):
-            chunk += file.readline(_LONGEST + 1)
-        texts = chunk.removesuffix(b"\n").split(b"\n")
-        too_long = texts.pop() if len(texts[-1]) > _LONGEST else None
-        yield Lines("line", number, texts)
-        number += len(texts)
-        if too_long is not None:
-            _skip_line(file, chunk)
+def _read_lines(file: Source) -> Iterator[Row]:
+    for number, line in enumerate(iter(partial(file.readline, _LONGEST + 1), b""), start=1):
+        if len(line) > _LONGEST and not line.endswith(b"\n"):
+            _skip_line(file, line)
             yield _broken("line", number, f"not valid JSON (longer than {_LONGEST:,} bytes)")
-            number += 1
+        elif text := line.removeprefix(_BOM).strip():
+            yield Row("line", number, text, _value)
 
 
 def _value(text: bytes) -> object:

@@ -30,7 +30,6 @@ from specgen.prompts.json_rows import Row
 from specgen.prompts.own import CONTENT_FIELDS, is_batch
 from specgen.prompts.prompt import Prompt, Rejected, turn_ids
 from specgen.prompts.rows import File, HubSource, Source, read_hub, read_path, read_stream
-from specgen.prompts.shapes import PromptRun, Shapes
 
 STDIN = "-"
 _CHECK = "check its name and split, or download it elsewhere and name its file as the data set"
@@ -48,7 +47,6 @@ _UNSUPPORTED = frozenset(
 _LIKENESS = 0.82  # finds temprature and max_new_tokens, not the fields of data sets such as prompt_id
 _LONGEST_NAME = 64  # characters of a name that is compared
 _MOST = 16  # names
-_FEW = 8  # rows, of which one has a mistake
 RAW = (
     "all prompts are raw text, but the model has a chat template: a chat model may end raw text at once. Add --chat to "
     "ask them as a user's message (compare: give rows with messages), or --raw if they are meant as they are"
@@ -101,13 +99,6 @@ class Notes:
                 yield f"{rows} {note} (--prompt-field, --chat and --raw say otherwise)"
 
 
-def _is_noted(row: Mapping[str, Any] | str) -> bool:
-    """Whether ``Notes`` counts rows like this one."""
-    notes = Notes()
-    notes.see(row, by_kind=True)
-    return any(notes.sentences())
-
-
 @lru_cache(maxsize=1024)
 def _meant(name: str) -> str | None:
     return nearest(name, _MEANT, likeness=_LIKENESS) if len(name) <= _LONGEST_NAME else None
@@ -132,46 +123,22 @@ class PromptSet:
     notes: Notes = field(default_factory=Notes, init=False, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[Prompt | Rejected]:
-        return (each for each in self._results(Shapes(_is_noted, most=0)) if not isinstance(each, PromptRun))
-
-    def in_runs(self) -> Iterator[Prompt | Rejected | PromptRun]:
-        """As ``__iter__``, but the valid prompts of rows alike come together, in a sixth of the time."""
-        can_match = self.is_own and self.how.prompt_field is None
-        return self._results(Shapes(_is_noted) if can_match else Shapes(_is_noted, most=0))
-
-    def _results(self, shapes: Shapes) -> Iterator[Prompt | Rejected | PromptRun]:
         self.notes.clear()
-        ids, left, part = _Ids(), self.num_prompts or sys.maxsize, None
-        for part in shapes.parts(self.source.read()):
-            parts = [part]  # the first one last
-            while parts and left > 0:
-                each = parts.pop()
-                if isinstance(each, Row):
-                    result = self._parse(each, ids, self.notes)
-                    if isinstance(result, Prompt):
-                        left -= 1
-                        if each is part:
-                            shapes.learn(each, result)
-                    yield result
-                elif len(each.matches) > left:
-                    parts += reversed(each.split(left))
-                elif (prompts := each.prompts(ids.claim)) is not None:
-                    left -= len(prompts.turns)
-                    yield prompts
-                elif len(each.matches) <= _FEW:
-                    parts += reversed([*each.lines.rows()])
-                else:  # one with a mistake is in one half
-                    parts += reversed(each.split(len(each.matches) // 2))
+        ids, left, row = _Ids(), self.num_prompts or sys.maxsize, None
+        for row in self.source.read():
+            result = self._parse(row, ids, self.notes)
+            yield result
+            left -= isinstance(result, Prompt)
             if left == 0:
                 break
-        require(part is not None, f"{self.name} has no rows: name a file with at least one")
+        require(row is not None, f"{self.name} has no rows: name a file with at least one")
 
     def select(self, wanted: Iterable[Sequence[str]]) -> Iterator[Prompt | Rejected]:
         """The rows with ids in ``wanted``, which has for each row the ids that ``__iter__`` gave it, or none.
 
         The others are read and not parsed.
         """
-        for row, ids in zip(self.source.rows(), wanted, strict=False):
+        for row, ids in zip(self.source.read(), wanted, strict=False):
             if ids:
                 yield self._parse(row, _KnownIds(ids=ids))
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any, Self
 
+import msgspec
+
 from specgen.config import SamplingParams, UserError, require, shown
 from specgen.config.field_types import check_types
 from specgen.config.json_fields import check_keys
@@ -13,6 +15,7 @@ from specgen.record.record_rows import turn_id
 from specgen.text.tokenizer import Message, Tokenizer
 
 _SAMPLING = {each.name for each in fields(SamplingParams)}
+_encode = msgspec.json.Encoder().encode
 
 
 @lru_cache(maxsize=1024)
@@ -129,6 +132,14 @@ class Rejected:
     def turn_ids(self) -> tuple[str, ...]:
         """The ids of its error records."""
         return turn_ids(self.id, self.num_turns)
+
+
+def content_of(prompt: Prompt | Rejected) -> bytes:
+    """All of it, for a digest; three times as fast as ``repr``, which what followed in the data may need."""
+    try:
+        return _encode(prompt)
+    except ValueError:  # a lone surrogate
+        return repr(prompt).encode()
 
 
 def turn_ids(row_id: str, num_turns: int) -> tuple[str, ...]:

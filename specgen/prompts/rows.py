@@ -20,7 +20,7 @@ from specgen.config import UserError, first_line, require, shown
 from specgen.config.errors import stand_in
 from specgen.config.urls import Url
 from specgen.prompts.fields import SAMPLING_FIELDS
-from specgen.prompts.json_rows import Lines, OtherFormatError, Row, parsed, read_rows
+from specgen.prompts.json_rows import OtherFormatError, Row, parsed, read_rows
 from specgen.prompts.json_rows import Source as JsonSource
 from specgen.storage import Store, StoredObject, file_digest
 
@@ -74,14 +74,9 @@ class HubSource:
 class Source:
     """Rows that ``read`` gives any number of times, of ``files``; those of the hub are unknown."""
 
-    read: Callable[[], Iterator[Row | Lines]]
+    read: Callable[[], Iterator[Row]]
     files: tuple[File, ...] = ()
     keeps: object = None  # what ``files`` live as long as
-
-    def rows(self) -> Iterator[Row]:
-        """What ``read`` gives, row by row."""
-        for part in self.read():
-            yield from part.rows() if isinstance(part, Lines) else (part,)
 
     def digest(self) -> str | None:
         """SHA-256 of the content of all files (of objects, their versions) and the kinds of their names.
@@ -182,13 +177,13 @@ def _without_records(files: Sequence[File]) -> list[File]:
     by_path = {_pure(file): file for file in files}
     for path, file in by_path.items():
         if path.name == _SPLITS:
-            splits = _json_of(file).get("splits", ())
+            splits = _names_in(file, "splits")
             require(
                 len(splits) == 1,
-                f"{path.parent} has the splits {', '.join(map(str, splits))}: name one with --split, or its directory",
+                f"{path.parent} has the splits {', '.join(splits)}: name one with --split, or its directory",
             )
     saved = {
-        path.parent: {path.with_name(each["filename"]) for each in _json_of(file).get("_data_files", ())}
+        path.parent: {path.with_name(name) for name in _names_in(file, "_data_files")}
         for path, file in by_path.items()
         if path.name == _STATE and path.with_name(_INFO) in by_path
     }
@@ -201,11 +196,15 @@ def _without_records(files: Sequence[File]) -> list[File]:
     ]
 
 
-def _json_of(file: File) -> Mapping[str, Any]:
+def _names_in(file: File, key: str) -> list[str]:
+    """Those that a record of ``datasets`` has under ``key``: of splits, or of the files beside it."""
     try:
         with _open(file) as content:
-            return dict(json.load(content))
-    except (OSError, ValueError, TypeError) as error:
+            listed = json.load(content).get(key, ())
+        names = [each["filename"] if isinstance(each, dict) else each for each in listed]
+        require(all(PurePath(name).name == name for name in names), f"{key} is {shown(listed)}")
+        return names
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise UserError(f"{file} cannot be read ({first_line(error)}): save the data set again") from error
 
 
@@ -232,7 +231,7 @@ def read_stream(stream: BinaryIO) -> Source:
     return Source(read=partial(_read_file, path), files=(path,), keeps=copy)
 
 
-def _read_files(files: Sequence[File]) -> Iterator[Row | Lines]:
+def _read_files(files: Sequence[File]) -> Iterator[Row]:
     """Places are in a file, which is named by its path from where all are."""
     root = Path(os.path.commonpath([_pure(file).parent for file in files]))
     for file in files:
@@ -241,7 +240,7 @@ def _read_files(files: Sequence[File]) -> Iterator[Row | Lines]:
             yield part if len(files) == 1 else part._replace(place=f"{name} {part.place}")
 
 
-def _read_file(path: File) -> Iterator[Row | Lines]:
+def _read_file(path: File) -> Iterator[Row]:
     remedy = "check that it is whole"
     if isinstance(path, StoredObject):
         remedy += " and can be reached, then run the same command again"
@@ -277,7 +276,7 @@ def _require_rows(start: bytes) -> None:
             )
 
 
-def _read_open(file: JsonSource, name: str) -> Iterator[Row | Lines]:
+def _read_open(file: JsonSource, name: str) -> Iterator[Row]:
     kind = PurePath(name.lower().removesuffix(".gz")).suffix
     if kind == ".txt" or kind in _SEPARATORS:
         # an invalid byte becomes a lone surrogate, which invalidates only the row it is in

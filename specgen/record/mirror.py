@@ -25,7 +25,7 @@ from specgen.config.urls import Url
 from specgen.record.files import as_json, replacement, write_text
 from specgen.record.provenance import timestamp
 from specgen.record.results import locked
-from specgen.storage import Store, cache_directory
+from specgen.storage import Store, cache_directory, file_digest
 
 MANIFEST = "parts.json"  # whose replacement is what commits
 _PARTS = "parts"  # the directory of parts
@@ -109,13 +109,6 @@ class _Manifest:
 
 def _digest(manifest: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _read(store: Store) -> bytes | None:
-    try:
-        return store.read(MANIFEST)
-    except FileNotFoundError:
-        return None
 
 
 class _Followed:
@@ -260,15 +253,15 @@ class Mirror:
             self._store.write(_STATUS, (self.path / _STATUS).read_bytes())
 
     def _commit(self, manifest: _Manifest) -> None:
-        """Replace the manifest."""
-        self._require_ours()
+        """Replace the manifest, if it is the one that this process knows."""
         content = manifest.to_bytes()
-        self._store.write(MANIFEST, content)
+        while not self._store.swap(MANIFEST, self._seen, content):
+            self._require_ours()
         self._seen = content
 
     def _require_ours(self) -> None:
-        """``UserError`` unless the manifest is the one that this process knows."""
-        found = _read(self._store)
+        """``UserError`` unless the manifest is the one that this process knows, or its own."""
+        found = self._store.find(MANIFEST)
         if found != self._seen:
             other = _Manifest() if found is None else _Manifest.of(found, self._store.url)
             by = other.writer if found is not None else "whoever removed it"
@@ -277,6 +270,7 @@ class Mirror:
                 f"output {self._store.url} is in use by {by}, which has changed it meanwhile: wait for it, or name "
                 "another URL; what this process did since is not in it",
             )
+            self._seen = found
 
     def leave(self) -> None:
         """Publish how far a run that did not finish has come; its own error is what the user has to see."""
@@ -337,9 +331,7 @@ class Mirror:
 
 
 def _part_of(name: str, file: Path) -> Part:
-    with file.open("rb") as content:
-        digest = hashlib.file_digest(content, "sha256").hexdigest()
-    return Part(object=name, size=file.stat().st_size, sha256=digest)
+    return Part(object=name, size=file.stat().st_size, sha256=file_digest(file))
 
 
 @contextmanager
@@ -356,7 +348,7 @@ def mirrored(url: Url, *, restart: bool = False) -> Iterator[Mirror]:
     with _named(directory, url), locked(directory):
         if restart:
             _set_aside(store)
-        mirror = Mirror(store, directory, _read(store))
+        mirror = Mirror(store, directory, store.find(MANIFEST))
         mirror.prepare()
         try:
             yield mirror
@@ -405,7 +397,7 @@ def fetched(url: Url, least: Container[str] = ()) -> Iterator[Path]:
     Of a finished run only the files in ``least``, if that names any.
     """
     store = Store.at(url)
-    content = _read(store)
+    content = store.find(MANIFEST)
     if content is None:
         raise UserError(f"{url} holds no run (it has no {MANIFEST}): check the address")
     with tempfile.TemporaryDirectory(prefix="specgen-") as directory:

@@ -28,6 +28,7 @@ class Tally:
         self._began, self._ended = math.inf, -math.inf
         self._num_drafting = 0
         self._num_accepted = 0
+        self._most_at_once = 0  # texts
 
     def see(self, row: EngineRow) -> None:
         if isinstance(row, PassRow):
@@ -36,6 +37,7 @@ class Tally:
             self._ended = max(self._ended, row.time)
             self._num_drafting += row.num_drafting
             self._num_accepted += row.num_accepted
+            self._most_at_once = max(self._most_at_once, row.num_sequences)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -47,6 +49,13 @@ class Tally:
     def acceptance_length(self) -> float | None:
         """Pooled over the steps with drafts; None without any."""
         return 1 + self._num_accepted / self._num_drafting if self._num_drafting else None
+
+    def seconds_left(self, seconds: float, ended: int, left: int) -> float | None:
+        """For ``left`` requests, where ``ended`` took ``seconds``; None before as many have ended as run at once.
+
+        The first of a batch to end are its shortest texts, while nothing is counted of the others.
+        """
+        return seconds * left / ended if ended >= max(1, self._most_at_once) else None
 
 
 class Progress:
@@ -187,10 +196,10 @@ class Status:
         }
 
     def _eta(self) -> float | None:
-        """None before the first request is done."""
+        """None before a batch of requests is done."""
         ended = self._done - self._done_before + self._failed
         left = self._total - self._done - self._failed
-        return left * (time.monotonic() - self._begun) / ended if ended else None
+        return self._tally.seconds_left(time.monotonic() - self._begun, ended, left)
 
 
 @contextmanager

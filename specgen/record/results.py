@@ -192,6 +192,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def _hold(directory: Path) -> IO[str]:
+    left = 3  # tries: ``is_gone`` of another process holds it for a moment
     while True:
         directory.mkdir(parents=True, exist_ok=True)
         file = (directory / LOCK).open("a+")
@@ -202,9 +203,12 @@ def _hold(directory: Path) -> IO[str]:
         except FileNotFoundError:
             pass  # the directory was moved meanwhile, with the file just locked
         except BlockingIOError as error:
-            raise UserError(
-                f"output {str(directory)!r} is in use by {_holder(file)}: wait for it, or name another directory"
-            ) from error
+            left -= 1
+            if not left:
+                raise UserError(
+                    f"output {str(directory)!r} is in use by {_holder(file)}: wait for it, or name another directory"
+                ) from error
+            time.sleep(0.05)
         file.close()
 
 
@@ -217,21 +221,25 @@ def _holder(file: IO[str]) -> str:
 def is_gone(pid: object, host: object, directory: Path) -> bool:
     """Whether the process ``pid`` that worked in ``directory`` on ``host`` has ended; of another host nobody knows.
 
-    The lock tells too, as a container has numbers of its own.
+    The lock tells: a container has numbers of its own, numbers are used again, and a process that was killed keeps its
+    number until its parent asks for it. Only without a lock, as in a copy, does the number.
     """
     if host != socket.gethostname() or not isinstance(pid, int):
         return False
     try:
+        with (directory / LOCK).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return True
+    except FileNotFoundError:
+        pass
+    except OSError:  # it is held
+        return False
+    try:
         os.kill(pid, 0)
     except ProcessLookupError:
-        with suppress(FileNotFoundError), (directory / LOCK).open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
-                return False
         return True
     except (OSError, OverflowError):  # another user's, or no number of a process
-        return False
+        pass
     return False
 
 

@@ -207,8 +207,10 @@ def _run(path: Path) -> Row:
         report, manifest = load(path)
         failed, plain = report.num_errors, report.baseline
         of_requests = [f"{count(failed)} failed"] if failed else []
-        of_plain = [report.unlike_work] if report.unlike_work else []
         at_times = report.num_steps_without_drafts > 0
+        of_plain, same = [report.unlike_work] if report.unlike_work else [], None
+        if plain is not None and plain.identical is not None:
+            same = round(plain.identical * plain.num_compared), plain.num_compared
         return {
             **_settings(manifest),
             "requests": report.num_requests,
@@ -217,9 +219,7 @@ def _run(path: Path) -> Row:
             "length_ci95": None if at_times else report.mean_acceptance_length_ci95,
             "speed": report.output_tokens_per_second,
             "x_plain": plain and plain.ratio,
-            "same_texts": None
-            if plain is None or plain.identical is None
-            else (round(plain.identical * plain.num_compared), plain.num_compared),
+            "same_texts": same,
             "state": ", ".join(["finished", *of_requests, *of_plain, *(["BUSY"] if report.busy else [])]),
             **({ALARMING: True} if of_requests or of_plain else {}),
         }
@@ -310,15 +310,14 @@ def _documents(path: Path, files: Iterable[str]) -> Iterator[tuple[Path, dict[st
 
 
 def _bench(document: Mapping[str, Any], path: Path) -> Row:
-    head, missing = document["head"], any(note.startswith("not measured yet") for note in document["notes"])
+    head, notes = document["head"], document["notes"]
+    missing, is_busy = any(each.startswith("not measured yet") for each in notes), "BUSY" in "".join(notes)
     return {
         "what": f"bench: {_text(document['title'])}",
         "when": _minute(datetime.fromtimestamp(path.stat().st_mtime, UTC)),
         "model": head["model"].partition(",")[0] if "model" in head else None,
         "drafter": head.get("drafter"),
-        "state": "not finished"
-        if missing
-        else f"finished{', BUSY' * any('BUSY' in note for note in document['notes'])}",
+        "state": "not finished" if missing else "finished" + ", BUSY" * is_busy,
     }
 
 

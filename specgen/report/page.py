@@ -18,7 +18,7 @@ from specgen.report.text_list import TextList, classes
 _WHOLE, _OPENS = (
     "whole",
     "opens",
-)  # classes of the style sheet: always of the whole width, while its table is open
+)  # classes of the style sheet: of the whole width always, while its table is open
 _HALF = 58  # digits side by side that a table of one of two columns holds
 _FEWEST = 4  # sections that a row of links leads to
 _PADDING, _LONGEST_WORD = 1.4, 16  # digits

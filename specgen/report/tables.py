@@ -1,6 +1,6 @@
 """The tables of one run, for terminal and page, and sentences about what its numbers do not show by themselves."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from specgen.report.acceptance import Position, Speculation
 from specgen.report.charts import Diagonal, Lines, Point, lengths, quarters
@@ -18,7 +18,7 @@ from specgen.report.display import (
 )
 from specgen.report.page import Page
 from specgen.report.report import DEFINITIONS, RECEIVED_TERM, Report
-from specgen.report.table import Column, Table, pairs
+from specgen.report.table import Column, Row, Table, pairs
 from specgen.report.terminal import Part, definitions, heading
 from specgen.report.text_list import TextList
 from specgen.report.timings import WallTime
@@ -62,7 +62,6 @@ _GROUP = (
     Column(name="mean_acceptance_length", title="length", interval="mean_acceptance_length_ci95"),
     Column(name="draft_acceptance_rate", title="drafts accepted", show=percent),
 )
-RECEIVED = Column(name="received", title="tokens per step", show=plain)
 _TIMES = (
     Column(name="time", title="by request"),
     *(Column(name=name, show=seconds) for name in ("mean", "median", "p99")),
@@ -148,7 +147,7 @@ def page(
 def _terms(report: Report) -> list[tuple[str, str]]:
     known = _CONFIDENCE_TERMS if any(confidence_table(report)) else ()
     groups = (report, *report.categories.values(), *report.turns.values())
-    received = (RECEIVED_TERM,) if any(group.received is not None for group in groups) else ()
+    received = (RECEIVED_TERM,) if received_column(group.received for group in groups) else ()
     return [*(DEFINITIONS if report.num_drafts else ()), *received, *known, *expert_terms(report)]
 
 
@@ -170,11 +169,8 @@ def _counts(report: Report) -> Iterator[_Item]:
             steps = f"(of {count(report.num_drafts + without)} steps {count(without)} had no drafts)"
             yield "length over all steps", plain(report.length_over_all_steps), steps
         if report.received is not None:
-            yield (
-                "tokens per step",
-                plain(report.received),
-                "in the texts, which end before some accepted drafts",
-            )
+            note = "in the texts, which end before some accepted drafts"
+            yield "tokens per step", plain(report.received), note
         drafts = f"({count(report.num_accepted_tokens)} of {count(report.num_draft_tokens)} drafts)"
         yield "draft acceptance rate", percent(report.draft_acceptance_rate), drafts
     if report.confidence.auc is not None:
@@ -237,25 +233,19 @@ def _acceptance(report: Report) -> Iterator[Table]:
 
 def confidence_table(report: Report) -> Iterator[Table]:
     """Whether the drafter knows when it is right; nothing where it did not say."""
-    confidence = report.confidence
-    levels = {
-        (low, high): level
-        for level, (low, high) in zip(confidence.levels, confidence.bounds, strict=True)
-        if level.drafts
-    }
-    names = {bounds: f"{bounds[0]:.2f} to {bounds[1]:.2f}" for bounds in levels}
-    rows = tuple({"confidence": names[bounds], **vars(level)} for bounds, level in levels.items())
+    confidence, rows, points = report.confidence, list[Row](), list[tuple[float, Point]]()
+    for level, (low, high) in zip(confidence.levels, confidence.bounds, strict=True):
+        if level.drafts:
+            name = f"{low:.2f} to {high:.2f}"
+            rows.append({"confidence": name, **vars(level)})
+            points.append(((low + high) / 2, Point(name=name, number=level.share, interval=level.ci95)))
     if rows:
-        points = [
-            (sum(bounds) / 2, Point(name=names[bounds], number=level.share, interval=level.ci95))
-            for bounds, level in levels.items()
-        ]
         yield Table(
             title="Accepted by the drafter's confidence",
             note=f"AUC {plain(confidence.auc)}, ECE {plain(confidence.ece)}; drafts behind accepted ones, with 95 % "
             "intervals; on the dashed line a draft is accepted as often as the drafter expects",
             columns=_CONFIDENCE,
-            rows=rows,
+            rows=tuple(rows),
             lines=Diagonal(
                 title="Accepted share over confidence",
                 label="the drafter's confidence",
@@ -268,9 +258,15 @@ def confidence_table(report: Report) -> Iterator[Table]:
         )
 
 
+def received_column(received: Iterable[float | None]) -> tuple[Column, ...]:
+    """That of the tokens per step, where some group has ``received`` less than its length."""
+    is_shown = any(each is not None for each in received)
+    return (Column(name="received", title="tokens per step", show=plain),) if is_shown else ()
+
+
 def _breakdown(kind: str, groups: Mapping[str, Speculation]) -> Table:
     num_spec_tokens = len(next(iter(groups.values())).acceptance)
-    received = [RECEIVED] if any(group.received is not None for group in groups.values()) else []
+    received = received_column(group.received for group in groups.values())
     tokens = {f"token {i}": i for i in range(min(_POSITIONS - len(received), num_spec_tokens))}
     return Table(
         title=f"By {kind}",
@@ -331,11 +327,8 @@ def _speed(report: Report) -> Iterator[_Item]:
         speed = rate(baseline.output_tokens_per_second)
         if unlike := report.unlike_work:
             same += f"; {unlike}"
-        yield (
-            "against plain decoding",
-            ratio(baseline.ratio),
-            f"plain decoding ({speed} tokens/s), {same}{busy}",
-        )
+        note = f"plain decoding ({speed} tokens/s), {same}{busy}"
+        yield "against plain decoding", ratio(baseline.ratio), note
 
 
 def _has_head(report: Report) -> bool:

@@ -41,7 +41,9 @@ class Message:
         if isinstance(self.content, str):
             return
         if not isinstance(self.content, tuple | list) or not all(isinstance(e, str) for e in self.content):
-            raise UserError(f"the content of a {self.role} message is {shown(self.content)}: use a string")
+            raise UserError(
+                f"the content of a {self.role} message is {shown(self.content)}: use a string, or the parts' texts"
+            )
         object.__setattr__(self, "content", tuple(self.content))
 
     @property
@@ -64,8 +66,10 @@ def load_tokenizer(path_or_hub_id: str) -> "Tokenizer":
         if not directory.is_dir():
             directory = cached_files(path_or_hub_id, _FILES)
     require_inside(directory)
+    for pattern in _FILES:
+        for found in directory.glob(pattern):
+            require_no_stand_in(found)  # any text is a template
     own = directory / "tokenizer.json"
-    require_no_stand_in(own)
     with _in_library(failure, _GIVE):
         if not own.is_file() and not any(directory.glob("*.model")):
             # the library's own words are ten lines
@@ -92,11 +96,9 @@ def _in_library(failure: str, remedy: str) -> Iterator[None]:
         raise UserError(f"{failure} ({first_line(error)}): {remedy}") from error
 
 
-def _as_parts(message: Message) -> object:
-    """The content as templates that read lists take it."""
-    if isinstance(message.content, str):
-        return message.content
-    return [{"type": "text", "text": text} for text in message.content]
+def _as_parts(content: str | tuple[str, ...]) -> object:
+    """The content of a message as templates that read lists take it."""
+    return content if isinstance(content, str) else [{"type": "text", "text": text} for text in content]
 
 
 class Tokenizer:
@@ -183,27 +185,20 @@ class Tokenizer:
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         self.require_chat_template()
-        parts_read = self._reads_parts(
-            tuple((each.role, not isinstance(each.content, str)) for each in messages)
-        )
-        contents = [
-            _as_parts(message) if is_read else message.text
-            for message, is_read in zip(messages, parts_read, strict=True)
+        shape = tuple((each.role, not isinstance(each.content, str)) for each in messages)
+        chat = [
+            (message.role, _as_parts(message.content) if is_read else message.text)
+            for message, is_read in zip(messages, self._reads_parts(shape), strict=True)
         ]
         with _in_library(
             "the chat template refuses these messages",
             "change their roles or their order, or fix the template",
         ):
-            return self._applied(messages, contents, add_generation_prompt=add_generation_prompt)
+            return self._applied(chat, add_generation_prompt=add_generation_prompt)
 
-    def _applied(
-        self, messages: Sequence[Message], contents: Sequence[object], *, add_generation_prompt: bool
-    ) -> str:
+    def _applied(self, chat: Sequence[tuple[str, object]], *, add_generation_prompt: bool) -> str:
         text: str = self._pretrained.apply_chat_template(
-            [
-                {"role": message.role, "content": content}
-                for message, content in zip(messages, contents, strict=True)
-            ],
+            [{"role": role, "content": content} for role, content in chat],
             chat_template=self.chat_template,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
@@ -216,23 +211,24 @@ class Tokenizer:
         """Which messages of several parts are handed to the template as these; ``shape``: roles, and whether in parts.
 
         A template that does not read lists writes them as Python or JSON spells them: with names and quotes around a
-        text, and any character for private use escaped. Or it fails.
+        text, and any character for private use escaped. Or it fails, or reads the first part alone.
         """
         if not any(in_parts for _, in_parts in shape):
             return [False] * len(shape)
         if shape not in self._parts_read:
-            marks = [chr(0xE000 + number % 6400) for number in range(len(shape))]
+            codes = (0xE000 + 2 * number % 6400 for number in range(len(shape)))
+            marks = [(chr(code), chr(code + 1)) for code in codes]
             tried = [
-                Message(role=role, content=(mark,) if in_parts else mark)
-                for mark, (role, in_parts) in zip(marks, shape, strict=True)
+                (role, _as_parts(pair if in_parts else "".join(pair)))
+                for pair, (role, in_parts) in zip(marks, shape, strict=True)
             ]
             try:
-                text = self._applied(tried, [_as_parts(each) for each in tried], add_generation_prompt=True)
+                text = self._applied(tried, add_generation_prompt=True)
             except Exception:  # of any kind: the template is a program
                 text = ""
             self._parts_read[shape] = [
-                in_parts and mark in text and f'"{mark}"' not in text
-                for mark, (_, in_parts) in zip(marks, shape, strict=True)
+                in_parts and all(mark in text and f'"{mark}"' not in text for mark in pair)
+                for pair, (_, in_parts) in zip(marks, shape, strict=True)
             ]
         return self._parts_read[shape]
 
@@ -420,7 +416,8 @@ class StopStrings:
     def _before_written(self, token_ids: Sequence[int]) -> str:
         """The text without special tokens before the first stop that names one."""
         decode, written = self._tokenizer.decode, self._tokenizer.decode_with_special
-        at = self._written.first(written(token_ids)) if self._written.stops else None
+        whole = written(token_ids) if self._written.stops else ""
+        at = self._written.first(whole)
         if at is None:
             return decode(token_ids)
         count = len(token_ids)  # from the end, where a text was ended by its stop
@@ -428,7 +425,9 @@ class StopStrings:
             count -= 1
         if not self._tokenizer.has_text(token_ids[count]):
             return decode(token_ids[:count])
-        # it begins within this token, or right before it
+        # it begins within this token, or right before it; with those that end its character
+        while not whole.startswith(written(token_ids[: count + 1])):
+            count += 1
         text, behind = decode(token_ids[: count + 1]), len(written(token_ids[: count + 1])) - at
         return text[: max(0, len(text) - behind)]
 

@@ -1,86 +1,27 @@
-"""The bundled heads: their sizes, their training on the target's generations, their acceptance and their files."""
+"""Heads of a target: their training on its generations, their acceptance and their files."""
 
 import json
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from demo_corpus import BOS, END, PAD, pack
+from demo_corpus import pack
 from demo_target import Optimizer, Recipe
-from dense_heads import DFlash, Eagle1, Eagle3, Head, HeadConfig, document_mask, head_loss
+from dense_heads import DFlash, Eagle1, Eagle3, Head, HeadConfig, PEagle, Teacher, document_mask
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-# by folder: the head of `make demo`, and small ones of other kinds
-HEADS = {
-    "drafter": HeadConfig(
-        kind="EAGLE3",
-        num_layers=1,
-        hidden_size=256,
-        intermediate_size=512,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        draft_vocab_size=1536,
-    ),
-    "drafter-eagle1": HeadConfig(
-        kind="EAGLE-1",
-        num_layers=1,
-        hidden_size=256,
-        intermediate_size=96,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=64,
-        draft_vocab_size=3072,
-    ),
-    "drafter-two-layers": HeadConfig(
-        kind="EAGLE3",
-        num_layers=2,
-        hidden_size=64,
-        intermediate_size=96,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=64,
-        draft_vocab_size=1536,
-    ),
-    "drafter-dflash": HeadConfig(
-        kind="DFlash",
-        num_layers=1,
-        hidden_size=256,
-        intermediate_size=32,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=32,
-        draft_vocab_size=3072,
-        block_size=6,
-    ),
-}
 _STEP_WEIGHT = 0.8  # of the loss of each draft against the one before it
 Answered = list[tuple[list[int], list[int]]]  # prompt ids, answer ids
 
 
-def head_recipe(recipe: Recipe, config: HeadConfig) -> Recipe:
-    """``recipe`` for the training of such a head: DFlash's was trained on one CPU core, in 11 minutes."""
-    if config.kind != "DFlash":
-        return recipe
-    return replace(
-        recipe,
-        num_prompts=6000,
-        head_epochs=1,
-        head_batch_rows=4,
-        head_learning_rate=0.03,
-        unrolled_steps=config.block_size - 1,
-    )
-
-
-def aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """Layers whose inputs are the features, by EAGLE3's default rule."""
-    return 2, num_layers // 2, num_layers - 3
+def aux_layers(config: HeadConfig, num_layers: int) -> tuple[int, ...]:
+    """Layers whose inputs are the features: the last ones of EAGLE3's default rule."""
+    return (2, num_layers // 2, num_layers - 3)[-config.num_features :]
 
 
 def draft_vocabulary(answered: Answered, size: int) -> Tensor:
@@ -92,15 +33,15 @@ def draft_vocabulary(answered: Answered, size: int) -> Tensor:
 
 def make_head(config: HeadConfig, target: LlamaForCausalLM) -> Head:
     """An untrained head beside ``target``, on its device."""
-    embedding, layers = target.get_input_embeddings().weight.detach(), target.config.num_hidden_layers
+    embedding = target.get_input_embeddings().weight.detach()
     output = target.get_output_embeddings().weight.detach()
     if config.kind == "EAGLE-1":
         head: Head = Eagle1(config, embedding, output)
     elif config.kind == "DFlash":
-        head = DFlash(config, embedding, output, target.config.pad_token_id)
+        head = DFlash(config, embedding, output)
         head.norm.load_state_dict(target.model.norm.state_dict())  # in front of the same output weights
     else:
-        head = Eagle3(config, embedding, len(aux_layers(layers)))
+        head = (PEagle if config.kind == "P-EAGLE" else Eagle3)(config, embedding)
     return head.to(target.device)
 
 
@@ -113,17 +54,23 @@ def read_target(
     states = output.hidden_states  # the last one is behind the final norm
     if config.kind == "EAGLE-1":
         return states[-1], output.logits
-    layers = aux_layers(target.config.num_hidden_layers)
-    layers = layers[-1:] if config.kind == "DFlash" else layers
+    layers = aux_layers(config, target.config.num_hidden_layers)
     return torch.cat([states[layer] for layer in layers], dim=-1), output.logits
 
 
-def pack_answers(recipe: Recipe, answered: Answered, pad: int) -> tuple[np.ndarray, np.ndarray]:
-    """Packed rows of prompts with answers, and a mask of the generated tokens."""
+def pack_answers(recipe: Recipe, answered: Answered) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed rows ``[N, T]`` of prompts with answers, a mask of the generated tokens, the number of each token's
+    document (0: padding)."""
     fitting = [(p, a) for p, a in answered if len(p) + len(a) <= recipe.head_row_length]
-    tokens = pack([np.array(p + a) for p, a in fitting], recipe.head_row_length, pad)
-    written = pack([np.array([0] * len(p) + [1] * len(a)) for p, a in fitting], recipe.head_row_length, 0)
-    return tokens, written.astype(bool)
+    columns = (
+        [np.array(p + a) for p, a in fitting],
+        [np.array([0] * len(p) + [1] * len(a)) for p, a in fitting],
+        [np.full(len(p) + len(a), 1 + n % 65535) for n, (p, a) in enumerate(fitting)],
+    )
+    tokens, written, documents = (
+        torch.from_numpy(pack(column, recipe.head_row_length, 0).astype(np.int32)) for column in columns
+    )
+    return tokens, written.bool(), documents
 
 
 def train_head(
@@ -133,35 +80,36 @@ def train_head(
     torch.manual_seed(recipe.seed)
     device = target.device
     kept = draft_vocabulary(answered, config.draft_vocab_size).to(device)
+    in_kept = torch.zeros(target.config.vocab_size, dtype=torch.bool, device=device).index_fill(0, kept, True)
     head = make_head(config, target)
     output = target.get_output_embeddings().weight
     if isinstance(head, Eagle3) and head.lm_head.weight.shape[1] == output.shape[1]:
         with torch.no_grad():
             head.lm_head.weight.copy_(output[kept])
-    bos = target.config.bos_token_id
 
-    def loss_of(tokens: Tensor, written: Tensor) -> Tensor:
-        documents, mask = document_mask(tokens, bos)
-        features, teacher = read_target(target, config, tokens, mask)
-        drafts = enumerate(head.unroll(features, tokens, mask, recipe.unrolled_steps))
-        losses = [
-            _STEP_WEIGHT**j * head_loss(logits, teacher, kept, written, documents, j) for j, logits in drafts
-        ]
-        return torch.stack(losses).sum()
+    def loss_of(tokens: Tensor, written: Tensor, documents: Tensor, rows: Tensor) -> Tensor:
+        mask = document_mask(documents)
+        features, said = read_target(target, config, tokens, mask)
+        teacher = Teacher(
+            logits=said[..., kept], kept=in_kept[said.argmax(-1)], documents=documents, answered=written
+        )
+        drafts = enumerate(head.unroll(features, tokens, mask, recipe.unrolled_steps, rows))
+        return torch.stack([_STEP_WEIGHT**j * teacher.loss(logits, rows, j) for j, logits in drafts]).sum()
 
     on_gpu = device.type == "cuda"
     loss_of = torch.compile(loss_of) if on_gpu else loss_of
-    rows, written = pack_answers(recipe, answered, target.config.pad_token_id)
-    data, marks = torch.from_numpy(rows.astype(np.int32)).to(device), torch.from_numpy(written).to(device)
-    each, start = len(rows) // recipe.head_batch_rows, time.monotonic()
+    data = [column.to(device) for column in pack_answers(recipe, answered)]
+    each, start = len(data[0]) // recipe.head_batch_rows, time.monotonic()
     steps, rng = each * recipe.head_epochs, np.random.default_rng(recipe.seed)
     optimizer = Optimizer(head, learning_rate=recipe.head_learning_rate, steps=steps)
     for step in range(steps):
         if step % each == 0:
-            order = torch.from_numpy(rng.permutation(len(rows))).to(device)
+            order = torch.from_numpy(rng.permutation(len(data[0]))).to(device)
         chosen = order[step % each * recipe.head_batch_rows :][: recipe.head_batch_rows]
+        tokens, written, documents = (column[chosen] for column in data)
+        rows = torch.from_numpy(np.sort(rng.permutation(tokens.shape[1])[: recipe.head_loss_rows])).to(device)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=on_gpu):
-            loss = loss_of(data[chosen].long(), marks[chosen])
+            loss = loss_of(tokens.long(), written, documents, rows)
         optimizer.step(loss)
         if step % max(steps // 15, 1) == 0 or step == steps - 1:
             print(
@@ -182,11 +130,11 @@ def measure_acceptance(
     for start in range(0, len(answered), 32):
         pairs = answered[start : start + 32]
         width = max(len(p) + len(a) for p, a in pairs)
-        rows = [p + a + [target.config.pad_token_id] * (width - len(p) - len(a)) for p, a in pairs]
-        tokens = torch.tensor(rows, device=kept.device)
-        _, mask = document_mask(tokens, target.config.bos_token_id)
+        tokens = torch.tensor([p + a + [0] * (width - len(p) - len(a)) for p, a in pairs], device=kept.device)
+        mask = document_mask(torch.ones_like(tokens))  # what stands behind a text is seen by no row of it
         features, _ = read_target(target, head.config, tokens, mask)
-        drafts = enumerate(head.unroll(features, tokens, mask, num_drafts))
+        rows = torch.arange(width, device=kept.device)
+        drafts = enumerate(head.unroll(features, tokens, mask, num_drafts, rows))
         right = torch.stack([agreement(logits, d2t, tokens, j) for j, logits in drafts], dim=-1).cpu()
         spans = [(row, len(p) - 1, len(p) + len(a)) for row, (p, a) in zip(right, pairs, strict=True)]
         every_row += [count_rows(*span) for span in spans]
@@ -194,9 +142,7 @@ def measure_acceptance(
     return {"teacher_forced": pool(every_row).summary(), "simulated": pool(every_step).summary()}
 
 
-def write_head(
-    folder: Path, head: Head, kept: Tensor, target: LlamaForCausalLM, tokenizer: Tokenizer
-) -> None:
+def write_head(folder: Path, head: Head, kept: Tensor, target: LlamaForCausalLM) -> None:
     """The head in bfloat16 in EAGLE's formats or z-lab's; ``d2t`` holds offsets, ``t2d`` marks the draft vocabulary."""
     folder.mkdir(parents=True, exist_ok=True)
     head_config, vocab_size, kept = head.config, target.config.vocab_size, kept.cpu()
@@ -204,9 +150,7 @@ def write_head(
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "bos_token_id": tokenizer.token_to_id(BOS),
-        "eos_token_id": tokenizer.token_to_id(END),
-        "pad_token_id": tokenizer.token_to_id(PAD),
+        **{name: getattr(target.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
         "hidden_act": "silu",
         "hidden_size": head_config.hidden_size,
         "intermediate_size": head_config.intermediate_size,
@@ -221,19 +165,19 @@ def write_head(
         "torch_dtype": "bfloat16",
         "vocab_size": vocab_size,
     }
+    layers = aux_layers(head_config, target.config.num_hidden_layers)
     if head_config.kind == "DFlash":
-        layers = target.config.num_hidden_layers
         config |= {
             "architectures": ["DFlashDraftModel"],
             "block_size": head_config.block_size,
-            "num_target_layers": layers,
+            "num_target_layers": target.config.num_hidden_layers,
             # outputs of layers
             "dflash_config": {
-                "mask_token_id": head.mask_token,
-                "target_layer_ids": [aux_layers(layers)[-1] - 1],
+                "mask_token_id": head_config.mask_token,
+                "target_layer_ids": [layer - 1 for layer in layers],
             },
         }
-    if head_config.kind == "EAGLE3":
+    if isinstance(head, Eagle3):
         tensors = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
         tensors["d2t"] = kept - torch.arange(len(kept))
         tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, kept, True)
@@ -243,6 +187,8 @@ def write_head(
         }
         if head_config.hidden_size != target.config.hidden_size:
             config["target_hidden_size"] = target.config.hidden_size
+    if head_config.kind == "P-EAGLE":
+        config |= {"parallel_drafting": True, "ptd_token_id": head_config.mask_token}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -252,7 +198,7 @@ def read_head(folder: Path, config: HeadConfig, target: LlamaForCausalLM) -> tup
     tensors = load_file(folder / "model.safetensors")
     tensors = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
     kept = torch.arange(config.draft_vocab_size)
-    if config.kind == "EAGLE3":
+    if "d2t" in tensors:
         kept = kept + tensors.pop("d2t")
         assert torch.equal(tensors.pop("t2d").nonzero()[:, 0], kept)
     head = make_head(config, target)
