@@ -293,6 +293,9 @@ def test_a_report_with_a_baseline():
     text = terminal.render(tables.of_run(Report.from_json(without.to_json()), {}))
     assert "no step had drafts, so nothing was compared" in text
     assert "identical" not in text
+    assert "without an interval" not in text
+    text = terminal.render(tables.of_run(Report.from_json(report), {}))
+    assert "against plain decoding = one run of each, one after the other, so without an interval" in text
     assert run.with_baseline(fold([], num_spec_tokens=0), []).to_json()["baseline"]["ratio"] is None
 
 

@@ -56,6 +56,10 @@ _CONFIDENCE_TERMS = (
     ("AUC", "chance that it was surer of an accepted draft than of a rejected one; 0.5 says nothing"),
     ("ECE", "how far accepted shares are from confidence, the mean over drafts; 0 is best"),
 )
+_BASELINE_TERM = (
+    "against plain decoding",
+    "one run of each, one after the other, so without an interval; arms of `specgen tune` take turns and have one",
+)
 _GROUP = (
     Column(name="num_requests", title="requests"),
     Column(name="num_drafts", title="drafts"),
@@ -148,7 +152,8 @@ def _terms(report: Report) -> list[tuple[str, str]]:
     known = _CONFIDENCE_TERMS if any(confidence_table(report)) else ()
     groups = (report, *report.categories.values(), *report.turns.values())
     received = (RECEIVED_TERM,) if received_column(group.received for group in groups) else ()
-    return [*(DEFINITIONS if report.num_drafts else ()), *received, *known, *expert_terms(report)]
+    one_run = (_BASELINE_TERM,) if report.baseline and report.baseline.ratio else ()
+    return [*(DEFINITIONS if report.num_drafts else ()), *received, *known, *one_run, *expert_terms(report)]
 
 
 def _numbers(report: Report) -> tuple[Table, Table]:
