@@ -519,6 +519,7 @@ def test_answers_without_a_verify_step_are_no_comparison():
     ended = fold(itertools.chain(*(request(f"r{i}", []) for i in range(3))), num_spec_tokens=3)
     found = compare([replace(runs[0], report=ended), runs[1]])
     assert found.sentence.startswith("Nothing was tested: no step had drafts")
+    assert (compare(runs).is_tested, found.is_tested, compare(runs[1:]).is_tested) == (True, False, True)
     assert "identical" not in found.sentence
     assert found.arms[0].ratio is None
 

@@ -705,7 +705,7 @@ def test_every_arm_is_warm_and_has_the_same_requests_tokenized_before_and_anothe
             running.clear()
             requests = [request.prompt_token_ids for request in self._requests]
             runs.append(
-                (Path(str(self._config.drafter)).name if self._config.draft_length.most else PLAIN, requests)
+                (Path(str(self.config.drafter)).name if self.config.draft_length.most else PLAIN, requests)
             )
             return found
 

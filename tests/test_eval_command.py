@@ -120,6 +120,7 @@ def test_three_arms_answer_alike_and_leave_their_numbers(study: tuple[Path, str]
 def test_answers_without_the_template_are_called_empty() -> None:
     result = specgen("eval", "word_problems", "--limit", 2, "--arms", "padded", columns=80)
     printed = " ".join(result.stdout.split())
+    assert result.exit_code == 1, "nothing was tested"
     assert "Add --apply-chat-template to ask them as a chat" in result.stderr
     assert (
         "Empty answers: 2 of 2 of padded; the model has a chat template: add --apply-chat-template."

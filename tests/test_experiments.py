@@ -75,7 +75,7 @@ def test_the_same_pair_is_measured_alike_by_compare_and_tune(
 
     class Watched(WarmEngine):
         def run(self, **asked: Any) -> Run:
-            config = self._config
+            config = self.config
             prompts = sorted(request.prompt_token_ids for request in self._requests)
             runs.append((config.draft_length.most, config.max_batch_size, config.kv_memory, prompts))
             return replace(super().run(**asked), seconds=SECONDS[config.draft_length.most])

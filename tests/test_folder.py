@@ -56,6 +56,15 @@ def of(folder: Path) -> dict[str, dict[str, Any]]:
     return {row["directory"]: dict(row) for row in listed(folder).rows}
 
 
+def test_lengths_are_over_all_steps(tmp_path: Path) -> None:
+    run = a_directory(tmp_path / "ngrams", drafter="ngram:3")
+    report = a_run() | {"num_steps_without_drafts": a_run()["num_drafts"]}
+    write(run / "report.json", report)
+    length = 1 + report["num_accepted_tokens"] / report["num_drafts"] / 2
+    row = of(tmp_path)["ngrams"]
+    assert (row["length"], row["length_ci95"]) == (length, None), "a head's may stand beside it"
+
+
 def test_every_kind_of_result_has_a_row(tmp_path: Path) -> None:
     run = a_directory(tmp_path / "runs" / "a")
     baseline = {"ratio": 1.5, "identical": 0.75, "num_compared": 64, "output_tokens_per_second": 10.0}

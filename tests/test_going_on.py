@@ -314,8 +314,10 @@ def test_failed_rows_are_mended_by_a_corrected_file(job: Job, tmp_path: Path, re
     assert run.run(clean, out, follower := Follower()).report.num_errors == follower.count == 0, (
         "one run of it"
     )
+    finished = content(out)
     with pytest.raises(UserError, match=r"but no row of the run in '.*' failed: leave it out"):
         run.run(mended, out, Follower())
+    assert content(out) == finished, "status.json too"
 
 
 def test_a_later_turn_is_corrected_alone(job: Job, tmp_path: Path) -> None:
@@ -324,6 +326,9 @@ def test_a_later_turn_is_corrected_alone(job: Job, tmp_path: Path) -> None:
     write_rows(tmp_path / "q.jsonl", [{"question_id": "q", "turns": turns}])
     report = run.run(replace(job, retry_errors=False), tmp_path / "run", Follower()).report
     assert (report.num_requests, report.num_errors) == (1, 1)
+    write_rows(tmp_path / "q.jsonl", [{"question_id": "q", "turns": [turns[0], "And now?", "And then?"]}])
+    with pytest.raises(UserError, match=r"'q' has an answer, but its row in .*q.jsonl is not what was asked"):
+        run.run(job, tmp_path / "run", Follower())
     write_rows(tmp_path / "q.jsonl", [{"question_id": "q", "turns": [turns[0], "And now?"]}])
     follower = Follower()
     assert run.run(job, tmp_path / "run", follower).report.num_requests == 2

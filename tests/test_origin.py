@@ -2,15 +2,26 @@
 
 import json
 import math
+import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from specgen.config import EngineConfig
 from specgen.experiments.output import BenchTable
 from specgen.record import provenance
-from specgen.record.provenance import FREE_IN_A_RUN, busy, cpu_name, differences, machine_state, now
+from specgen.record.provenance import (
+    FREE_IN_A_RUN,
+    busy,
+    cpu_name,
+    differences,
+    machine_state,
+    now,
+    state_after,
+)
 from specgen.report.origin import origin, unlike_settings
 from specgen.report.page import Page
 from specgen.report.table import Column
@@ -113,8 +124,8 @@ def test_a_busy_machine_is_called_so():
 
 
 def test_the_load_is_that_of_other_programs(monkeypatch: pytest.MonkeyPatch):
-    clock = iter((0.0, 60.0, 120.0))
-    used = iter((60.0, 60.0))  # CPU seconds in the first minute, and none in the second
+    clock = iter((0.0, 60.0, 120.0, 180.0))
+    used = iter((60.0, 60.0, 60.0))  # CPU seconds in the first minute, and none in the others
     monkeypatch.setattr(provenance.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(provenance.os, "times", lambda: (next(used), 0.0, 0.0, 0.0, 0.0))
     monkeypatch.setattr(provenance.os, "getloadavg", lambda: (1.0, 0.0, 0.0))
@@ -122,8 +133,12 @@ def test_the_load_is_that_of_other_programs(monkeypatch: pytest.MonkeyPatch):
     assert own.now() == pytest.approx(1 - math.exp(-1)), "the kernel's average has come as far"
     monkeypatch.setattr(provenance, "_OWN", own)
     assert machine_state()["load"] == round(1 - (1 - math.exp(-1)) * math.exp(-1), 2)
+    monkeypatch.setattr(provenance.os, "sched_getaffinity", lambda process: {0})
+    config = EngineConfig(model="a", drafter="b")
+    assert state_after(config)["cpus"] == os.cpu_count(), "the load is not of the CPUs of this process alone"
+    assert state_after(replace(config, tensor_parallel=2)) == {}, "ranks have a load of their own"
     assert busy({"load": 0.9, "cpus": 2}, {}) == ""
-    assert busy({}, {"load": 1.1, "cpus": 2}) == "load 1.1 of other programs on 2 CPUs"
+    assert busy({}, {"load": 1.1, "cpus": 2}) == "load 1.1 of other programs in the last minute on 2 CPUs"
 
 
 def _nvidia_smi(path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:

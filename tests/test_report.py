@@ -293,6 +293,9 @@ def test_a_report_with_a_baseline():
     text = terminal.render(tables.of_run(Report.from_json(without.to_json()), {}))
     assert "no step had drafts, so nothing was compared" in text
     assert "identical" not in text
+    assert "without an interval" not in text
+    text = terminal.render(tables.of_run(Report.from_json(report), {}))
+    assert "against plain decoding = one run of each, one after the other, so without an interval" in text
     assert run.with_baseline(fold([], num_spec_tokens=0), []).to_json()["baseline"]["ratio"] is None
 
 
@@ -424,7 +427,7 @@ def test_empty_texts_are_counted_and_called_so():
     assert report["num_empty"] == 1
     (empty,) = remarks(Report.from_json(report))
     assert empty.startswith("1 of 2 texts are empty: the model ended them at once.")
-    assert "add --chat, or give rows with messages (in eval: --apply-chat-template)" in empty
+    assert "add --chat (eval: --apply-chat-template; compare: rows with messages)" in empty
     assert empty in " ".join(terminal.render(tables.of_run(Report.from_json(report), {}), 80).split())
     assert "texts are empty" in tables.page(Report.from_json(report), {}, "a run")
     reasoned = replace(other, parts=count_parts([(0, "reasoning")], other.steps, other.num_output_tokens, 3))

@@ -114,7 +114,10 @@ def test_a_busy_machine_is_named_where_the_speed_is(
     done = run(pair, "--dataset", "mt-bench", "--data-path", data, "--output", out, "--baseline")
     for text in (done.stdout, printed("report", out)):
         assert re.search(r"output tokens/s .*\); BUSY$", text, re.MULTILINE)
-        assert re.search(r"BUSY: load 9\d\S* of other programs on \d+ CPUs, so speeds are doubtful", text)
+        assert re.search(
+            r"BUSY: load 9\d\S* of other programs in the last minute on \d+ CPUs, so speeds are doubtful",
+            text,
+        )
         assert re.search(r"plain decoding \(.* texts identical; BUSY", " ".join(text.split()))
     tile = '<div class="card">against plain decoding<b>.*identical; BUSY'
     assert re.search(tile, (out / "report.html").read_text())

@@ -228,6 +228,8 @@ def test_the_command_prints_the_report_and_says_what_failed(finished: Path, tmp_
     assert result.exit_code == 3
     assert "shards 3, each in its own process; the time is the slowest one's" in result.stdout
     assert result.stderr.count("specgen: failed: ") == 3
+    remedy = f"--output {tmp_path / 'all'} and without --shard, tries failed rows again; with"
+    assert remedy in result.stderr.splitlines()[-1]
     assert (tmp_path / "all" / "completions.parquet").exists()
 
 

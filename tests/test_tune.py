@@ -15,7 +15,6 @@ from specgen.config import DraftLength, EngineConfig, UserError
 from specgen.engine import build
 from specgen.engine.arms import Arm
 from specgen.experiments import tune as tuning
-from specgen.experiments import turns
 from specgen.experiments.matrices import Workload
 from specgen.experiments.output import BenchTable
 from specgen.experiments.rounds import Ranking
@@ -307,11 +306,21 @@ def test_an_arm_with_other_texts_is_named(pair: Path, monkeypatch) -> None:
     assert len(wrong) == 1, "a cycle of tokens is no row of fives"
 
 
+def test_texts_of_one_token_give_no_verdict(pair: Path, monkeypatch) -> None:
+    install(monkeypatch, usual).token_ids = lambda config: (5,)
+    table = last(job_of(pair, batches=(4,)))
+    said = "At batch 4: no verdict, as every text ended at its first token: no step had drafts."
+    assert table.answers == (said,)
+    for row in table.rows:
+        assert row["verdict"] == "unknown"
+        assert row["x_plain"] is row["x_best"] is row["same_texts"] is None
+
+
 def test_a_busy_machine_is_named_where_the_answer_is(pair: Path, monkeypatch) -> None:
     install(monkeypatch, usual)
     quiet = last(job_of(pair, batches=(4,)))
     assert not any("BUSY" in text for text in (*quiet.answers, *quiet.notes))
-    monkeypatch.setattr(turns, "machine_state", lambda: {"load": 9.0, "cpus": 2})
+    monkeypatch.setattr("os.getloadavg", lambda: (1e6, 0.0, 0.0))
     table = last(job_of(pair, batches=(4,)))
     said = "every arm: other programs kept the machine BUSY, so speeds are doubtful"
     assert [answer for answer in table.answers if "BUSY" in answer] == [said]

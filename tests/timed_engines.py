@@ -63,23 +63,23 @@ class Timed:
 
 class _Engine:
     def __init__(self, timed: Timed, config: EngineConfig, requests: Sequence[Request]) -> None:
-        self._timed, self._config, self._requests = timed, config, requests
+        self._timed, self.config, self._requests = timed, config, requests
         self._runs = self._count()
 
     def _count(self) -> Iterator[float]:
         number = 0
         while True:
-            yield self._timed.seconds(self._config, number)
+            yield self._timed.seconds(self.config, number)
             number += 1
 
     def run(self, until: Callable[[], bool]) -> Run:
-        self._timed.order.append(self._config)
+        self._timed.order.append(self.config)
         seconds = next(self._runs)
         self._timed.clock += seconds
         completions = {
             request.id: Completion(
                 request=request,
-                token_ids=self._timed.token_ids(self._config),
+                token_ids=self._timed.token_ids(self.config),
                 finish_reason="length",
                 record=RECORD,
             )

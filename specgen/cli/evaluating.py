@@ -132,7 +132,7 @@ def _run(job: "StudyJob", output: Path | None, samples: Path | None, config: str
     print_parts(of_comparison(comparison, run.settings()), sys.stdout)
     if output is not None and not quiet:
         print_files(output, "report.html")
-    if comparison.num_unexplained:
+    if comparison.num_unexplained or not comparison.is_tested:
         raise typer.Exit(1)
 
 

@@ -78,7 +78,7 @@ def _outcome(turn: "Turn") -> str:
     if turn.repeat is None:
         return "warmed up"
     speed, found = turn.repeat.tokens_per_second, [f"repeat {turn.number}"]
-    if turn.plain is not None:
+    if turn.plain is not None and turn.repeat.acceptance_length is not None:  # else it says nothing of drafts
         found.append(f"{display.ratio(speed / turn.plain.tokens_per_second)} of plain")
     if turn.repeat.tpot is not None:
         found.append(f"{display.seconds(turn.repeat.tpot.median)} per token")

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from specgen.report.terminal import Part
 
 _NUMBERS = ("manifest.json", "report.json", "status.json")  # of a finished run, without its rows
+_MENDING = (
+    "specgen: `specgen generate` as for the shards, but with --output {output} and without --shard, tries failed rows "
+    "again; with --retry-errors as a corrected file of prompts has them. Answers are kept."
+)
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
@@ -214,7 +218,7 @@ def merge(
         else:
             result = merge(place, shards, format)
     print_found(result.report.to_json(), figures(result.report, result.settings), as_json)
-    print_notes_and_exit(result, place)
+    print_notes_and_exit(result, place, remedy=_MENDING.format(output=output))
 
 
 @with_options

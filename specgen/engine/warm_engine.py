@@ -64,7 +64,7 @@ class WarmEngine:
         requests: Sequence[Request],
         mark: Callable[[], None] | None = None,
     ) -> None:
-        self._config, self._requests, self._tape = config, requests, _Tape()
+        self.config, self._requests, self._tape = config, requests, _Tape()
         expected = most_demanding(request.sampling for request in requests)
         self._engine = build_engine(config, models, self._tape.record, mark, expected)
         if config.draft_length.auto:
@@ -93,5 +93,5 @@ class WarmEngine:
             completions=completions,
             passes=self._tape.rows,
             seconds=time.perf_counter() - began,
-            num_spec_tokens=self._config.draft_length.most,
+            num_spec_tokens=self.config.draft_length.most,
         )

@@ -170,6 +170,11 @@ class Repeats:
     def ids(self) -> frozenset[str]:
         return frozenset(self._first.texts)
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether a text has a second token; prefill gives the first one, so without it drafts speed up nothing."""
+        return self._first.num_tokens > len(self.ids)
+
     def same_texts(self, other: "Repeats") -> float:
         """The share of requests with the same tokens in every repeat of both; ``other`` has the same requests."""
         mine, theirs = self._digests, other._digests
@@ -378,9 +383,14 @@ class Ranking:
         return self.arms[arm].speed.median
 
     @property
+    def has_steps(self) -> bool:
+        """Whether there was a step that drafts could have made faster."""
+        return self.arms[self.best].has_steps
+
+    @property
     def is_judged(self) -> bool:
         """Whether the best has been measured more than once: one repeat has no spread, and may be luck."""
-        return len(self.arms[self.best].each) >= JUDGED
+        return len(self.arms[self.best].each) >= JUDGED and self.has_steps
 
     def over_reference(self, arm: str) -> Speedup:
         """Its speed over that of ``reference``."""

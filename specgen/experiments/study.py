@@ -34,7 +34,7 @@ from specgen.experiments.studies import Study
 from specgen.experiments.study_comparison import ArmRun, StudyComparison, answers, compare, reference_of
 from specgen.record.files import write_json, write_text
 from specgen.record.progress import Progress
-from specgen.record.provenance import MACHINE, busy, machine_state, manifest, now, with_recorded_date
+from specgen.record.provenance import MACHINE, busy, manifest, now, state_after, with_recorded_date
 from specgen.record.results import RunDirectory, require_same
 from specgen.report import tables
 from specgen.report.display import checkpoint_name, devices, from_here
@@ -378,7 +378,7 @@ class StudyRun:
             name=arm.name,
             dtype=config.formats,
             seconds=lm.seconds,
-            report=replace(report, busy=busy(asked["state"], machine_state())),
+            report=replace(report, busy=busy(asked["state"], state_after(config))),
             answers=answers(results["samples"], lm.generated),
             results=results,
             tasks=report_categories(files.requests(), num_spec_tokens=config.draft_length.most),

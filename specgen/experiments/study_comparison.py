@@ -249,6 +249,7 @@ class StudyComparison:
     """All arms in the order given, their comparisons with the reference, and the conclusion.
 
     ``num_unexplained`` counts greedy texts that diverge from the reference's by more than rounding explains.
+    ``is_tested`` is whether a step had drafts, or no arm was to have any.
     """
 
     reference: str
@@ -258,6 +259,7 @@ class StudyComparison:
     alarming: bool  # whether accuracy differs or decoding is wrong
     sentence: str
     samples: tuple[SampleTexts, ...]
+    is_tested: bool = True
     busy: str = ""  # what else the machine did, where that makes speeds doubtful
 
     def to_json(self) -> dict[str, Any]:
@@ -288,13 +290,14 @@ def compare(arms: Sequence[ArmRun], target: "Judge", *, template_unused: bool = 
     against = tuple(_against(arm, reference, level, target) for arm in others)
     wrong = sum(not each.explained for arm in against for each in arm.divergences)
     differs = bool(_significant(_tests(against)))
+    is_tested = differs or _is_tested(arms)
     return StudyComparison(
         reference=reference.name,
         arms=tuple(_summary(arm, reference) for arm in arms),
         against=against,
         num_unexplained=wrong,
         alarming=wrong > 0 or differs,
-        sentence=(conclusion(reference.name, against) if differs or _is_tested(arms) else _UNTESTED)
+        sentence=(conclusion(reference.name, against) if is_tested else _UNTESTED)
         + _other_scales(left_out)
         + _cut(arms)
         + _unanswered(arms)
@@ -302,6 +305,7 @@ def compare(arms: Sequence[ArmRun], target: "Judge", *, template_unused: bool = 
         + _empty(arms, template_unused)
         + _alarm(wrong, reference.dtype),
         samples=side_by_side(arms, reference, against),
+        is_tested=is_tested,
         busy=next((arm.report.busy for arm in arms if arm.report.busy), ""),
     )
 

@@ -316,8 +316,10 @@ def tune_table(
 
 def _row(arm: Arm, ranking: Ranking) -> Row:
     repeats = ranking.arms[arm.name]
-    over_plain = ranking.over_reference(arm.name) if ranking.plain in ranking.arms else None
-    over_best = ranking.over_best(arm.name)
+    over_plain = over_best = None
+    if ranking.has_steps:
+        over_plain = ranking.over_reference(arm.name) if ranking.plain in ranking.arms else None
+        over_best = ranking.over_best(arm.name)
     tpot = repeats.tpot
     return {
         "batch": arm.changes["batch"],
@@ -356,6 +358,8 @@ def _ratio(name: str, found: Speedup | None, itself: bool) -> dict[str, object]:
 
 
 def _verdict(arm: str, ranking: Ranking) -> str:
+    if not ranking.has_steps:
+        return "unknown"
     if arm == ranking.best:
         return "best" if ranking.is_judged else "unknown"
     if ranking.cannot_win(arm):
@@ -431,6 +435,8 @@ def sentence(batch: int, ranking: Ranking, arms: Mapping[str, Arm]) -> str:
     """The fastest arm at a batch size, by how much, and what is no different; of at least one arm."""
     best, found = ranking.best, ranking.arms[ranking.best]
     named = label(arms[best].changes)
+    if not ranking.has_steps:
+        return f"At batch {batch}: no verdict, as every text ended at its first token: no step had drafts."
     if not ranking.is_judged:
         ratio = display.ratio(ranking.over_reference(best).ratio)
         ahead = f", {ratio} of plain" if ranking.plain in ranking.arms and best != ranking.plain else ""

@@ -24,7 +24,7 @@ from specgen.experiments.plans import Plan, Yardstick
 from specgen.experiments.rounds import BUSY, JUDGED, Ranking, Repeat, Rounds
 from specgen.experiments.timing import free_memory
 from specgen.record.interrupt import StoppedError
-from specgen.record.provenance import busy, machine_state
+from specgen.record.provenance import busy, state_after
 from specgen.record.record_rows import Captured, EngineRow, OutOfMemory, PassRow, RequestRow
 from specgen.report.timings import latency_stats
 
@@ -162,7 +162,8 @@ class Turns:
 
     def _repeat(self, name: str, engine: WarmEngine) -> Repeat:
         repeat = repeat_of(self._run(name, engine), self.yardstick)
-        return replace(repeat, disturbances=(*repeat.disturbances, BUSY)) if busy(machine_state()) else repeat
+        is_busy = busy(state_after(engine.config))
+        return replace(repeat, disturbances=(*repeat.disturbances, BUSY)) if is_busy else repeat
 
     def _run(self, name: str, engine: WarmEngine) -> Run:
         run = engine.run(until=self.until)

@@ -45,8 +45,8 @@ from specgen.record.progress import Progress, Status, Tally, kept_status
 from specgen.record.provenance import (
     FREE_IN_A_RUN,
     NAMES_OF_DATA,
-    machine_state,
     manifest,
+    state_after,
     timestamp,
     with_recorded_date,
 )
@@ -120,12 +120,12 @@ def _run(
             is_corrected = job.retry_errors and work.take_corrections(path, asked)
             require_same(path / "manifest.json", asked, free=FREE_IN_A_RUN, remedy=_REMEDY)
             run = complete_run(path, job, status.admit(), work.index)
-            require(
-                run is None or not job.retry_errors or is_corrected,
-                f"retry-errors is given, but no row of the run in {str(path)!r} failed: leave it out",
-            )
             if run is not None:
                 status.put_back()
+                require(
+                    not job.retry_errors or is_corrected,
+                    f"retry-errors is given, but no row of the run in {str(path)!r} failed: leave it out",
+                )
                 if not (path / MAIN_FILES[job.format]).exists():
                     run.export(job.format)
             else:
@@ -142,10 +142,9 @@ def _run(
                     for name, file in MAIN_FILES.items():  # what an earlier command left lacks rows
                         if name == job.format or (path / file).exists():
                             run.export(name)
-                    # ranks and workers are processes of their own, whose load is not told from that of others
-                    alone = job.cluster is None and work.config.tensor_parallel == 1
-                    states = (asked["state"], *([machine_state()] if alone else []))
-                    status.finish(run.write_report(baseline, *states).status())
+                    # workers are processes of their own, as ranks are
+                    after = state_after(work.config) if job.cluster is None else {}
+                    status.finish(run.write_report(baseline, asked["state"], after).status())
         return run.result(work.first)
 
 
@@ -278,9 +277,11 @@ class _Work:
             for turn, name in enumerate(prompt.turn_ids, start=1):
                 if name in gone:
                     gone.remove(name)
-                    was = RequestRow.of_row(answered[name]).asked
-                    require(
-                        isinstance(prompt, Prompt) and was == asked_digest(prompt, turn),
+                    was, num_turns = RequestRow.of_row(answered[name]), len(prompt.turn_ids)
+                    require(  # with turns more than then, it would count as two conversations
+                        isinstance(prompt, Prompt)
+                        and was.asked == asked_digest(prompt, turn)
+                        and was.num_turns >= num_turns,
                         f"{shown(name)} has an answer, but its row in {self.prompts.name} is not what was asked: "
                         f"{remedy}",
                     )

@@ -49,7 +49,7 @@ _LONGEST_NAME = 64  # characters of a name that is compared
 _MOST = 16  # names
 RAW = (
     "all prompts are raw text, but the model has a chat template: a chat model may end raw text at once. Add --chat to "
-    "ask them as a user's message (or give rows with messages), or --raw if they are meant as they are"
+    "ask them as a user's message (compare: give rows with messages), or --raw if they are meant as they are"
 )
 TEXT = "a text without fields: taken as it is, without the chat template"
 

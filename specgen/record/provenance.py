@@ -269,10 +269,16 @@ def machine_state(uuid: str | None = None) -> dict[str, Any]:
     """
     own = _OWN.now()
     try:
-        load = {"load": round(max(0.0, os.getloadavg()[0] - own), 2), "cpus": num_cpus()}
+        # a load is that of all CPUs, also where this process may use a few of them
+        load = {"load": round(max(0.0, os.getloadavg()[0] - own), 2), "cpus": os.cpu_count() or 1}
     except (OSError, AttributeError):  # not on every system
         load = {}
     return load | ({} if uuid is None else _gpu(uuid))
+
+
+def state_after(config: EngineConfig) -> dict[str, Any]:
+    """``machine_state`` once this process has run; empty with ranks, whose load is not told from that of others."""
+    return machine_state() if config.tensor_parallel == 1 else {}
 
 
 class _OwnLoad:
@@ -298,7 +304,8 @@ def busy(*states: Mapping[str, Any]) -> str:
     """What makes speeds doubtful where the machine was in one of these states; empty on a quiet one."""
     for state in states:
         if state.get("load", 0) > _BUSY * state.get("cpus", 1):
-            return f"load {state['load']:g} of other programs on {state.get('cpus', 1)} CPUs"
+            load, cpus = f"{state['load']:g}", state.get("cpus", 1)
+            return f"load {load} of other programs in the last minute on {cpus} CPUs"
         if state.get("gpu_use_percent", 0) > 100 * _BUSY:
             return f"the GPU was {state['gpu_use_percent']:g} % in use before"
     return ""

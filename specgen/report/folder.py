@@ -107,7 +107,7 @@ class Listing:
         columns = [column for column in _COLUMNS if column.name in measured and column.heading not in shared]
         return Table(
             title="Runs, comparisons, evaluations and benches",
-            note="with 95 % intervals; speeds are of one run each",
+            note="lengths over all steps, with 95 % intervals; speeds are of one run each",
             columns=tuple(columns),
             rows=tuple(self.rows),
         )
@@ -207,14 +207,16 @@ def _run(path: Path) -> Row:
         report, manifest = load(path)
         failed, plain = report.num_errors, report.baseline
         of_requests = [f"{count(failed)} failed"] if failed else []
+        at_times = report.num_steps_without_drafts > 0
         of_plain, same = [report.unlike_work] if report.unlike_work else [], None
         if plain is not None and plain.identical is not None:
             same = round(plain.identical * plain.num_compared), plain.num_compared
         return {
             **_settings(manifest),
             "requests": report.num_requests,
-            "length": report.mean_acceptance_length,
-            "length_ci95": report.mean_acceptance_length_ci95,
+            # over all steps, as n-grams and heads stand side by side
+            "length": report.length_over_all_steps if at_times else report.mean_acceptance_length,
+            "length_ci95": None if at_times else report.mean_acceptance_length_ci95,
             "speed": report.output_tokens_per_second,
             "x_plain": plain and plain.ratio,
             "same_texts": same,

@@ -56,6 +56,10 @@ _CONFIDENCE_TERMS = (
     ("AUC", "chance that it was surer of an accepted draft than of a rejected one; 0.5 says nothing"),
     ("ECE", "how far accepted shares are from confidence, the mean over drafts; 0 is best"),
 )
+_BASELINE_TERM = (
+    "against plain decoding",
+    "one run of each, one after the other, so without an interval; arms of `specgen tune` take turns and have one",
+)
 _GROUP = (
     Column(name="num_requests", title="requests"),
     Column(name="num_drafts", title="drafts"),
@@ -148,7 +152,8 @@ def _terms(report: Report) -> list[tuple[str, str]]:
     known = _CONFIDENCE_TERMS if any(confidence_table(report)) else ()
     groups = (report, *report.categories.values(), *report.turns.values())
     received = (RECEIVED_TERM,) if received_column(group.received for group in groups) else ()
-    return [*(DEFINITIONS if report.num_drafts else ()), *received, *known, *expert_terms(report)]
+    one_run = (_BASELINE_TERM,) if report.baseline and report.baseline.ratio else ()
+    return [*(DEFINITIONS if report.num_drafts else ()), *received, *known, *one_run, *expert_terms(report)]
 
 
 def _numbers(report: Report) -> tuple[Table, Table]:
@@ -453,7 +458,7 @@ def empty_texts(number: int, num_requests: int) -> str:
     """So many texts are empty, and the likely remedy."""
     return (
         f"{count(number)} of {count(num_requests)} texts are empty: the model ended them at once. A chat model needs "
-        "its chat template: add --chat, or give rows with messages (in eval: --apply-chat-template)."
+        "its chat template: add --chat (eval: --apply-chat-template; compare: rows with messages)."
     )
 
 
