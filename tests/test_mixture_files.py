@@ -16,8 +16,7 @@ from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.config import EngineConfig, UserError
 from specgen.engine import choices
-from specgen.experiments.bound import StepBytes
-from specgen.models.expert_counts import ExpertSize
+from specgen.experiments.bound import ExpertSize, StepBytes
 from specgen.models.llama import Llama
 from specgen.ops.experts import Experts, from_mxfp4
 from specgen.ops.reference import torch_ops

@@ -211,6 +211,8 @@ def test_steps_of_several_draft_lengths():
 def test_a_single_draft_length_is_not_listed():
     assert Report.from_json(as_json([*request("a", [(3, 1)] * 2), *decode_steps(3, 3)])).draft_lengths == {}
     assert Report.from_json(as_json([])).draft_lengths == {}
+    earlier = as_json([]) | {"experts": [{"num_spec_tokens": 4, "touched": 5.5}]}  # that versions before counted
+    assert Report.from_json(earlier) == Report.from_json(as_json([]))
 
 
 def test_a_run_without_requests():

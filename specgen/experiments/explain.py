@@ -28,8 +28,6 @@ from specgen.experiments.bound import (
     Work,
     copy_bandwidth,
     matrix_flops,
-    mean_touched,
-    touched_note,
 )
 from specgen.experiments.matrices import RANDOM, Workload
 from specgen.experiments.output import BenchTable, Plot
@@ -295,15 +293,11 @@ def _explained(
     time = split(marker.spans(), _STEPS)
     # in the middle of the window
     context = context_at(observed.requests, observed.passes, batch, _SKIPPED + _STEPS // 2)
-    touched = mean_touched(observed.passes, batch)
-    works = sizes.parts(k, batch, context, touched.experts if touched else None)
+    works = sizes.parts(k, batch, context)
     notes = [
         f"batch {batch}: {1e3 * time.total:.3f} ms per step while profiled, "
         f"{1e3 * unobserved:.3f} without, at {context:,.0f} positions per sequence"
     ]
-    if touched:
-        note = touched_note(touched, sizes, batch * (k + 1), device.bytes_per_second)
-        notes.append(f"batch {batch}: {note}")
     return (batch, time, works), notes
 
 
