@@ -211,7 +211,10 @@ def test_steps_of_several_draft_lengths():
 def test_a_single_draft_length_is_not_listed():
     assert Report.from_json(as_json([*request("a", [(3, 1)] * 2), *decode_steps(3, 3)])).draft_lengths == {}
     assert Report.from_json(as_json([])).draft_lengths == {}
-    earlier = as_json([]) | {"experts": [{"num_spec_tokens": 4, "touched": 5.5}]}  # that versions before counted
+
+
+def test_the_experts_that_earlier_versions_counted_are_left_out() -> None:
+    earlier = as_json([]) | {"experts": [{"num_spec_tokens": 4, "touched": 5.5}]}
     assert Report.from_json(earlier) == Report.from_json(as_json([]))
 
 
