@@ -47,19 +47,14 @@ class Listing:
 
     def parts(self) -> Iterator[Part]:
         """What the terminal shows."""
-        yield self._table()
-        yield "\n".join([self._summary(), *self._notes()])
+        yield from (self._table(), self._summary())
 
     def to_html(self) -> str:
         """The page, whose links are relative to ``folder``."""
-        return Page(
-            title=f"Results in {printable(self.folder.resolve().name)}",
-            settings={},
-            sentence=self._summary(),
-            tables=[self._table()],
-            findings=self._notes(),
-            generator=GENERATOR,
-        ).to_html()
+        title = f"Results in {printable(self.folder.resolve().name)}"
+        tables = [self._table()]
+        page = Page(title=title, settings={}, sentence=self._summary(), tables=tables, generator=GENERATOR)
+        return page.to_html()
 
     def _table(self) -> Table:
         title = "Runs, comparisons, evaluations and benches"
@@ -69,10 +64,8 @@ class Listing:
     def _summary(self) -> str:
         counts = {word: sum(row["state"].startswith(word) for row in self.rows) for word in _STATES}
         named = (f"{count(number)} {word}" for word, number in counts.items() if number)
-        return f"{several(len(self.rows), 'result')}: {', '.join(named)}."
-
-    def _notes(self) -> list[str]:
-        return [f"Symbolic links are not followed: {', '.join(self.links)}."] if self.links else []
+        links = f"\nSymbolic links are not followed: {', '.join(self.links)}." if self.links else ""
+        return f"{several(len(self.rows), 'result')}: {', '.join(named)}.{links}"
 
 
 def is_folder(path: Path) -> bool:
@@ -95,17 +88,14 @@ def may_replace(index: Path) -> bool:
 
 def listed(folder: Path) -> Listing:
     """Everything below ``folder``, hidden directories and symbolic links aside; what cannot be read is a row too."""
-    rows, links = list[Row](), list[str]()
-
-    def unreadable(error: OSError) -> None:
-        rows.append(_row(folder, Path(error.filename) / "report.html", _broken(error)))
-
-    for name, directories, files in os.walk(folder, onerror=unreadable):
+    rows, links, errors = list[Row](), list[str](), list[OSError]()
+    for name, directories, files in os.walk(folder, onerror=errors.append):
         path = Path(name)
         shown = [path / each for each in sorted(directories) if not each.startswith(".")]
         directories[:] = [each.name for each in shown if not each.is_symlink()]
         links += [printable(str(each.relative_to(folder))) for each in shown if each.is_symlink()]
         rows += [_row(folder, path / page, values) for page, values in _found(path, set(files))]
+    rows += [_row(folder, Path(error.filename) / "report.html", _broken(error)) for error in errors]
     return Listing(folder=folder, rows=rows, links=links)
 
 
@@ -119,7 +109,7 @@ def _found(path: Path, files: set[str]) -> list[tuple[str, Row]]:
         if files & _OF_RUNS:
             return [("report.html", _run(path))]
         return [(f"{file.stem}.html", _bench(document)) for file, document in _documents(path, files)]
-    except (UserError, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+    except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
         return [("report.html", _broken(error))]
 
 
@@ -132,10 +122,9 @@ def _broken(error: Exception) -> Row:
 
 def _row(folder: Path, page: Path, values: Row) -> Row:
     """``values`` on one line each, with the directory of ``page`` and, where that is a file, its address."""
-    found = {"what": None, "state": "", "length": None, "speed": None, ALARMING: False, **values}
-    directory = str(page.parent.relative_to(folder))
+    found = {"what": None, "length": None, "speed": None, ALARMING: False, **values}
     return {
-        "directory": printable(directory),
+        "directory": printable(str(page.parent.relative_to(folder))),
         "page": quote(os.fsencode(page.relative_to(folder))) if os.path.isfile(page) else "",
         **{name: printable(each) if isinstance(each, str) else each for name, each in found.items()},
     }
@@ -154,7 +143,7 @@ def _run(path: Path) -> Row:
         return {"what": what, "state": f"not finished: {', '.join(said)}"}
     report, manifest = load(path)
     wrong = [f"{count(report.num_errors)} failed"] if report.num_errors else []
-    wrong += [report.unlike_work] if report.baseline and report.unlike_work else []
+    wrong += [report.unlike_work] if report.unlike_work else []
     return {
         "what": _what(manifest),
         "state": ", ".join(["finished", *wrong, *(["BUSY"] if report.busy else [])]),
@@ -198,9 +187,10 @@ def _of_several(done: int, number: int, noun: str, conclusion: Path) -> str:
 
 
 def _bench(document: Mapping[str, Any]) -> Row:
-    is_busy = any("BUSY" in each for each in document["notes"])
-    missing = any(each.startswith("not measured yet") for each in document["notes"])
-    state = "not finished" if missing else "finished" + ", BUSY" * is_busy
+    notes = "\n".join(document["notes"])
+    state = (
+        "not finished" if "\nnot measured yet" in f"\n{notes}" else "finished" + ", BUSY" * ("BUSY" in notes)
+    )
     return {"what": f"bench: {document['title']}", "state": state}
 
 
