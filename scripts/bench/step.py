@@ -35,13 +35,12 @@ from specgen.experiments.bound import (
     Work,
     copy_bandwidth,
     matrix_flops,
-    mean_touched,
 )
 from specgen.experiments.matrices import RANDOM, Workload
 from specgen.experiments.output import BenchTable, Plot
 from specgen.experiments.timing import conditions, free_memory
 from specgen.experiments.workload import kv_bytes, make_prompts
-from specgen.record.record_rows import EngineRow, PassRow, RequestRow, Touched
+from specgen.record.record_rows import EngineRow, PassRow, RequestRow
 from specgen.report import display
 from specgen.report.table import Column, Row, Table
 
@@ -301,27 +300,12 @@ def _explained(
     time = split(marker.spans(), _STEPS)
     # in the middle of the window
     context = context_at(observed.requests, observed.passes, batch, _SKIPPED + _STEPS // 2)
-    touched = mean_touched(observed.passes, batch)
-    works = sizes.parts(k, batch, context, touched.experts if touched else None)
+    works = sizes.parts(k, batch, context)
     notes = [
         f"batch {batch}: {1e3 * time.total:.3f} ms per step while profiled, "
         f"{1e3 * unobserved:.3f} without, at {context:,.0f} positions per sequence"
     ]
-    if touched:
-        note = touched_note(touched, sizes, batch * (k + 1), device.bytes_per_second)
-        notes.append(f"batch {batch}: {note}")
     return (batch, time, works), notes
-
-
-def touched_note(touched: Touched, sizes: StepBytes, num_rows: int, bytes_per_second: float) -> str:
-    """What a step of ``num_rows`` rows touched on average, beside chance, and its cost."""
-    assert sizes.experts is not None
-    chance = sizes.experts.touched_by_chance(num_rows)
-    return (
-        f"{touched.experts:.1f} of the {touched.num_experts} experts of a layer are touched ({chance:.1f} by chance, "
-        f"{touched.plain:.1f} by a plain step), {touched.num_bytes / 1e9:.2f} GB in all layers: "
-        f"{1e3 * touched.num_bytes / bytes_per_second:.3f} ms of a copy's bandwidth"
-    )
 
 
 def step_seconds(rows: Iterable[EngineRow], batch: int) -> list[float]:
