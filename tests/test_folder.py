@@ -61,8 +61,7 @@ def test_lengths_are_over_all_steps(tmp_path: Path) -> None:
     report = a_run() | {"num_steps_without_drafts": a_run()["num_drafts"]}
     write(run / "report.json", report)
     length = 1 + report["num_accepted_tokens"] / report["num_drafts"] / 2
-    row = of(tmp_path)["ngrams"]
-    assert (row["length"], row["length_ci95"]) == (length, None), "a head's may stand beside it"
+    assert of(tmp_path)["ngrams"]["length"] == length, "a head's may stand beside it"
 
 
 def test_every_kind_of_result_has_a_row(tmp_path: Path) -> None:

@@ -27,10 +27,10 @@ _BENCH = {"title", "head", "columns", "rows", "notes"}  # keys of a bench's file
 _STATES = ("finished", "not finished", "broken")  # what ``state`` begins with
 _COLUMNS = (
     Column(name="directory", link="page"),
-    Column(name="what", wraps=True),
-    Column(name="state", wraps=True),
     Column(name="length", show=plain),
     Column(name="speed", title="tokens/s", show=rate),
+    Column(name="state", wraps=True),
+    Column(name="what", wraps=True),
 )
 
 
@@ -144,10 +144,11 @@ def _run(path: Path) -> Row:
     report, manifest = load(path)
     wrong = [f"{count(report.num_errors)} failed"] if report.num_errors else []
     wrong += [report.unlike_work] if report.unlike_work else []
+    over_all_steps = report.num_steps_without_drafts > 0  # as n-grams and heads stand side by side
     return {
         "what": _what(manifest),
         "state": ", ".join(["finished", *wrong, *(["BUSY"] if report.busy else [])]),
-        "length": report.length_over_all_steps,
+        "length": report.length_over_all_steps if over_all_steps else report.mean_acceptance_length,
         "speed": report.output_tokens_per_second,
         ALARMING: bool(wrong),
     }
