@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,16 @@ def test_files_and_options_exist(page):
 def test_the_reference_of_commands_is_what_help_prints():
     found = cli_reference.PAGE.read_text(encoding="utf-8")
     assert found == cli_reference.reference(), "run python scripts/cli_reference.py"
+
+
+def test_the_reference_names_every_option_under_its_command_and_explains_it_once():
+    page = cli_reference.PAGE.read_text(encoding="utf-8")
+    parts = dict(re.findall(r"^## ([^\n]*)\n+```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+    for ctx in cli_reference.contexts():
+        names = {name for each in ctx.command.params for name in each.opts}
+        assert {name for name in names if name not in parts[ctx.command_path]} == set()
+    counts = Counter(line for line in page.splitlines() if re.match("  -.{80}", line))
+    assert [line for line, count in counts.items() if count > 1] == []
 
 
 def test_every_page_is_found_from_the_readme_and_from_contributing():

@@ -1,7 +1,7 @@
 """``--help`` as plain text in sections, so that every option can be copied at 80 columns; and errors as one line."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args, get_origin
 
@@ -87,7 +87,8 @@ class Command(TyperCommand):
         too_small = least is not None and number is not None and number < least
         return f"{said}: {f'use at least {least}' if too_small else _REMEDIES[kind]}"
 
-    def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]  # noqa: ANN401
+    def sections(self, ctx: Any) -> dict[str, list[tuple[str, str]]]:  # noqa: ANN401
+        """The name and help of each option, by the section of ``--help`` that it stands in."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
@@ -95,9 +96,17 @@ class Command(TyperCommand):
                 default = "Arguments" if param.param_type_name == "argument" else "Options"
                 title = getattr(param, "rich_help_panel", None) or default
                 sections.setdefault(title, []).append(record)
-        for title, records in sections.items():
-            with formatter.section(title):
-                formatter.write_dl(records, col_max=_WIDEST)
+        return sections
+
+    def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]  # noqa: ANN401
+        write_sections(formatter, self.sections(ctx))
+
+
+def write_sections(formatter: Any, sections: Mapping[str, Sequence[tuple[str, str]]]) -> None:  # noqa: ANN401
+    """Write names and help by section, each name as wide as it needs up to ``_WIDEST`` columns."""
+    for title, records in sections.items():
+        with formatter.section(title):
+            formatter.write_dl(records, col_max=_WIDEST)
 
 
 class Commands(TyperGroup):
