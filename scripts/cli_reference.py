@@ -20,7 +20,7 @@ _HEAD = """# Commands and options
 
 What `--help` prints; `python scripts/cli_reference.py` writes this page. Options that several commands have in the
 same words are [at the end](#options-of-several-commands); each command lists their names. Options may also come from a
-file: [running.md](running.md#options-in-a-file).
+file: [running.md](running.md#options-in-a-file). Some of [vLLM's names](engine.md#vllms-words) work too.
 """
 _SHARED = "Options of several commands"
 

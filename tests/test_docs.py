@@ -20,7 +20,7 @@ import pytest
 from typer.main import get_command
 
 from specgen.cli.main import app
-from specgen.config import UserError
+from specgen.config import VLLM_NAMES, UserError
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -48,6 +48,9 @@ OF_SCRIPTS = {
 }
 
 OF_ALL = {"--help"}
+OF_VLLM = {f"--{name.replace('_', '-')}" for name in VLLM_NAMES} | {
+    *{"--kv-cache-dtype", "--no-enable-prefix-caching", "--enforce-eager"},
+}
 
 
 def anchor(heading: str) -> str:
@@ -79,7 +82,10 @@ def test_files_and_options_exist(page):
     text = page.read_text()
     for path in re.findall(r"\b((?:tests|scripts|docs|eval|data)/[\w/.-]*\w)", text):
         assert (ROOT / path).exists() or path == "eval/reference/NAME.json", path
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= options() | OF_OTHERS | OF_SCRIPTS | OF_ALL
+    assert (
+        set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
+        <= options() | OF_VLLM | OF_OTHERS | OF_SCRIPTS | OF_ALL
+    )
 
 
 def test_the_reference_of_commands_is_what_help_prints():
