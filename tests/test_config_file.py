@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from specgen.cli.help import Command
 from specgen.cli.options import repeating, with_options
-from specgen.config import EngineConfig, SamplingParams, UserError, option
+from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError, option
 from tests.commands import printed
 from tests.jobs import untimed
 
@@ -74,6 +74,13 @@ def test_a_file_says_what_a_command_line_says(tmp_path):
     assert found["engine"].template_kwargs.values == {"enable_thinking": False, "effort": "low"}
 
 
+def test_a_file_may_use_vllms_names(tmp_path):
+    file = file_of(tmp_path, "max_num_seqs: 3\nnum-speculative-tokens: auto\n")
+    made = called(file)["engine"]
+    assert (made.max_batch_size, made.num_spec_tokens) == (3, DraftLength.of("auto"))
+    assert called(file, "--max-num-seqs=4")["engine"].max_batch_size == 4
+
+
 def test_the_command_line_wins(tmp_path):
     found = called(file_of(tmp_path, WRITTEN), "c", "--prefix-cache", "--stop=x", "--num-spec-tokens=auto")
     assert found["tasks"] == ["c"]
@@ -117,6 +124,7 @@ def test_nothing_asked_for_is_an_empty_file(tmp_path):
         ),
         ("seed: 1\nseed: 2", "line 2: seed is set twice"),
         ("top_k: 1\ntop-k: 1", "line 2: top-k is set twice"),
+        ("max-num-seqs: 1\nmax_batch_size: 1", "line 2: max-batch-size is set twice"),
         ("seed:", "seed has no value"),
         ("seed: null", "seed has no value"),
         ("stop: [[a]]", "stop is a list of more than texts"),

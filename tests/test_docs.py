@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from bench import experts, kernels, step
 from typer.main import get_command
 
 from specgen.cli.main import app
-from specgen.config import UserError
+from specgen.config import VLLM_NAMES, UserError
 
 ROOT = Path(__file__).parents[1]
 # by the name of its file
@@ -53,6 +54,9 @@ OF_SCRIPTS = {
 }
 
 OF_ALL = {"--help"}
+OF_VLLM = {f"--{name.replace('_', '-')}" for name in VLLM_NAMES} | {
+    *{"--kv-cache-dtype", "--no-enable-prefix-caching", "--enforce-eager"},
+}
 
 
 def anchor(heading: str) -> str:
@@ -84,12 +88,25 @@ def test_files_and_options_exist(page):
     text = page.read_text()
     for path in re.findall(r"\b((?:tests|scripts|docs|eval|data)/[\w/.-]*\w)", text):
         assert (ROOT / path).exists() or path == "eval/reference/NAME.json", path
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= options() | OF_OTHERS | OF_SCRIPTS | OF_ALL
+    assert (
+        set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
+        <= options() | OF_VLLM | OF_OTHERS | OF_SCRIPTS | OF_ALL
+    )
 
 
 def test_the_reference_of_commands_is_what_help_prints():
     found = cli_reference.PAGE.read_text(encoding="utf-8")
     assert found == cli_reference.reference(), "run python scripts/cli_reference.py"
+
+
+def test_the_reference_names_every_option_under_its_command_and_explains_it_once():
+    page = cli_reference.PAGE.read_text(encoding="utf-8")
+    parts = dict(re.findall(r"^## ([^\n]*)\n+```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+    for ctx in cli_reference.contexts():
+        names = {name for each in ctx.command.params for name in each.opts}
+        assert {name for name in names if name not in parts[ctx.command_path]} == set()
+    counts = Counter(line for line in page.splitlines() if re.match("  -.{80}", line))
+    assert [line for line, count in counts.items() if count > 1] == []
 
 
 def test_every_page_is_found_from_the_readme_and_from_contributing():

@@ -1,5 +1,6 @@
 """Options: what a configuration's fields become on the command line, and what the command line becomes."""
 
+from dataclasses import replace
 from typing import Annotated
 
 import pytest
@@ -9,9 +10,19 @@ from typer.testing import CliRunner
 
 from specgen.cli import measuring as bench
 from specgen.cli.evaluating import evaluate, verify
+from specgen.cli.help import Command
 from specgen.cli.measuring import tune
 from specgen.cli.options import Only, numbers, with_options
-from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError, bundled, option, parse_bytes
+from specgen.config import (
+    VLLM_NAMES,
+    DraftLength,
+    EngineConfig,
+    SamplingParams,
+    UserError,
+    bundled,
+    option,
+    parse_bytes,
+)
 from tests.commands import specgen
 
 SEEN: dict[str, object] = {}
@@ -20,11 +31,15 @@ SEEN: dict[str, object] = {}
 def given(command, *arguments: str) -> dict[str, object]:
     """What ``command``, which returns its parameters, is called with."""
     app = typer.Typer()
-    app.command()(with_options(command))
+    app.command(cls=Command)(with_options(command))
     SEEN.clear()
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     return dict(SEEN)
+
+
+def _words(names: dict[str, int]) -> list[str]:
+    return [f"--{name.replace('_', '-')}={value}" for name, value in names.items()]
 
 
 def whole(*, engine: EngineConfig, sampling: SamplingParams):
@@ -65,6 +80,37 @@ def test_every_field_arrives():
     made = given(whole, *arguments, "--seed=9", "--stop=x", "--stop=y", "--ignore-eos")
     assert made["engine"].to_json() == expected.to_json()
     assert made["sampling"] == sampled
+
+
+def test_vllms_names_are_taken_beside_ours_and_help_has_one_of_each():
+    theirs = {name: at for at, name in enumerate(VLLM_NAMES, start=2)}
+    ours = {VLLM_NAMES[name]: at for name, at in theirs.items()}
+    assert (
+        given(whole, *_words(theirs))["engine"].to_json() == given(whole, *_words(ours))["engine"].to_json()
+    )
+    config = EngineConfig(model="m", drafter="d", **theirs)
+    assert config == EngineConfig(model="m", drafter="d", **ours)
+    assert {name: getattr(config, name) for name in theirs} == theirs
+    assert replace(config, num_spec_tokens=7).num_speculative_tokens == 7
+    with pytest.raises(UserError, match=r"^max_num_seqs and max_batch_size are the same setting: give one"):
+        EngineConfig(model="m", drafter="d", max_num_seqs=32, max_batch_size=32)
+    assert not any(name.replace("_", "-") in specgen("generate", "--help").stdout for name in theirs)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("--max-num-seqs=2", "--max-batch-size=2"),
+            "max-num-seqs and max-batch-size are the same option: give",
+        ),
+        (("--max-num-seqs=x",), "max-num-seqs is 'x': use a whole number"),
+        (("--max-batch-size=x",), "max-batch-size is 'x': use a whole number"),
+    ],
+)
+def test_wrong_values_of_vllms_names_are_one_line(words, said):
+    with pytest.raises(UserError, match=f"^{said}"):
+        raise specgen("generate", *words).exception
 
 
 def test_a_command_may_have_some_fields_and_defaults_of_its_own():

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import Result
 
 from specgen.cli import main as cli
-from specgen.config import UserError
+from specgen.config import VLLM_NAMES, UserError
 from specgen.jobs import run as job
 from specgen.prompts.load import RAW
 from tests.commands import printed, refused, rows, specgen, write_rows
@@ -521,6 +521,8 @@ def test_the_options_are_a_decision() -> None:
         "baseline as_json quiet return"
     )
     assert sorted(command.callback.__annotations__) == sorted(names.split())
+    theirs = {"num_speculative_tokens", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"}
+    assert set(VLLM_NAMES) == theirs
 
 
 def test_only_what_ran_is_compared_with_the_baseline(pair: Path, tmp_path: Path) -> None:

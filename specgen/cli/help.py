@@ -1,17 +1,19 @@
 """``--help`` as plain text in sections, so that every option can be copied at 80 columns; and errors as one line."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from specgen.config import VLLM_NAMES
 from specgen.config.errors import UserError, did_you_mean, nearest, require, shown
 from specgen.config.urls import require_no_secrets
 
 _WIDEST = 26  # columns of the options' names; a longer one is alone on its line
+_ALSO = {ours.replace("_", "-"): theirs.replace("_", "-") for theirs, ours in VLLM_NAMES.items()}
 _LONGEST = 1000  # characters of a command's sentence in the list of commands
 _UsageError: Any = typer.BadParameter.__base__  # typer does not export it
 _REMEDIES = {int: "use a whole number", float: "use a number", bool: "use true or false"}
@@ -34,15 +36,28 @@ class Command(TyperCommand):
             raise UserError(self._of_value(ctx, given, error)) from error
         except _UsageError as error:
             raise UserError(_one_line(ctx, error)) from error
-        for name, values in self._values(ctx, given).items():
+        found = self._values(ctx, given)
+        for name in found.keys() & _ALSO.keys():
+            require(
+                _ALSO[name] not in found, f"{_ALSO[name]} and {name} are the same option: give one of them"
+            )
+        for name, values in found.items():
             each = list(dict.fromkeys(map(str, values)))
             if len(each) > 1:  # a script may add to options that it was given
                 said = f"{name} is given {len(values)} times, as {' and '.join(map(shown, each))}"
                 print(f"specgen: warning: {said}: the last counts", file=sys.stderr)
         return rest
 
+    def make_parser(self, ctx: Any) -> Any:  # noqa: ANN401
+        """A parser that knows some options by vLLM's names too, which ``--help`` does not list."""
+        parser: Any = super().make_parser(ctx)
+        for param in self.get_params(ctx):
+            if _name(param) in _ALSO:
+                parser.add_option(param, [f"--{_ALSO[_name(param)]}"], param.name)
+        return parser
+
     def _values(self, ctx: Any, args: list[str]) -> dict[str, list[Any]]:  # noqa: ANN401
-        """The values of each option that takes one, in the order of the command line."""
+        """The values of each option that takes one, by the name given, in the order of the command line."""
         parser: Any = self.make_parser(ctx)
         single: list[Any] = [
             each
@@ -57,8 +72,11 @@ class Command(TyperCommand):
                     parser.add_option(param, off, param.name, action="append_const", const="off")
             else:
                 parser.add_option(param, param.opts, param.name, action="append", nargs=param.nargs)
+            if (theirs := _ALSO.get(_name(param))) is not None:
+                parser.add_option(param, [f"--{theirs}"], theirs, action="append")
         found, _, _ = parser.parse_args(args)
-        return {_name(each): found[each.name] for each in single if found.get(each.name)}
+        names = {_name(each): each.name for each in single} | {theirs: theirs for theirs in _ALSO.values()}
+        return {name: found[dest] for name, dest in names.items() if found.get(dest)}
 
     def _of_value(self, ctx: Any, args: list[str], error: Any) -> str:  # noqa: ANN401
         """What is wrong with the value of an option or argument, or that there is none."""
@@ -75,7 +93,9 @@ class Command(TyperCommand):
             value = ctx.default_map[param.name]
             said = f"config sets {name} to {shown(value)}"
         else:
-            value = next(reversed(self._values(ctx, args).get(name, [""])), "")
+            values = self._values(ctx, args)
+            name = name if name in values else _ALSO.get(name, name)
+            value = values.get(name, [""])[-1]
             said = f"{name} is {shown(value)}"
         if choices:
             near = nearest(str(value), choices, likeness=0.8)
@@ -87,7 +107,8 @@ class Command(TyperCommand):
         too_small = least is not None and number is not None and number < least
         return f"{said}: {f'use at least {least}' if too_small else _REMEDIES[kind]}"
 
-    def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]  # noqa: ANN401
+    def sections(self, ctx: Any) -> dict[str, list[tuple[str, str]]]:  # noqa: ANN401
+        """The name and help of each option, by the section of ``--help`` that it stands in."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
@@ -95,9 +116,17 @@ class Command(TyperCommand):
                 default = "Arguments" if param.param_type_name == "argument" else "Options"
                 title = getattr(param, "rich_help_panel", None) or default
                 sections.setdefault(title, []).append(record)
-        for title, records in sections.items():
-            with formatter.section(title):
-                formatter.write_dl(records, col_max=_WIDEST)
+        return sections
+
+    def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]  # noqa: ANN401
+        write_sections(formatter, self.sections(ctx))
+
+
+def write_sections(formatter: Any, sections: Mapping[str, Sequence[tuple[str, str]]]) -> None:  # noqa: ANN401
+    """Write names and help by section, each name as wide as it needs up to ``_WIDEST`` columns."""
+    for title, records in sections.items():
+        with formatter.section(title):
+            formatter.write_dl(records, col_max=_WIDEST)
 
 
 class Commands(TyperGroup):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 import yaml
 
-from specgen.config import EngineConfig, Group, SamplingParams, option, require
+from specgen.config import VLLM_NAMES, EngineConfig, Group, SamplingParams, option, require
 from specgen.config.bundled import pair
 from specgen.config.errors import UserError, did_you_mean, first_line
 from specgen.config.urls import refuse_url
@@ -214,7 +214,8 @@ def settings_of(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, node in root.value:
         where = f"config {str(path)!r}, line {key.start_mark.line + 1}"
-        name = str(key.value).replace("_", "-")
+        name = str(key.value).replace("-", "_")
+        name = VLLM_NAMES.get(name, name).replace("_", "-")
         require(name not in _NOT_SETTINGS, f"{where}: {name} is for the command line alone: remove it")
         require(name not in off, f"{where}: {name} is set by its opposite: write {off.get(name)}: false")
         require(

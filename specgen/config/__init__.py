@@ -14,7 +14,8 @@ from specgen.config.errors import is_text as is_text
 from specgen.config.errors import require as require
 from specgen.config.errors import shown as shown
 from specgen.config.errors import under as under
-from specgen.config.field_types import check_types, number, strings, whole
+from specgen.config.field_types import VLLM_NAMES as VLLM_NAMES
+from specgen.config.field_types import check_types, number, strings, whole, with_vllm_names
 from specgen.config.urls import require_no_secrets
 
 VERSION = "0.1.0"  # of specgen
@@ -375,6 +376,7 @@ def _refuse(name: str, value: object, remedy: str) -> NoReturn:
     raise UserError(f"{name} is {shown(value)}: {remedy}")
 
 
+@with_vllm_names
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """The models and how they run. ``UserError`` for a value that is wrong.
@@ -382,8 +384,8 @@ class EngineConfig:
     ``model`` and ``drafter`` are directories, URLs or hub ids, or ``ngram`` or ``mtp`` as the drafter; without one
     (``drafter=None, num_spec_tokens=0``) decoding is plain. ``max_batch_size`` counts sequences, ``max_prefill_tokens``
     and ``page_size`` tokens, ``kv_memory`` bytes, and ``gpu_memory_utilization`` is a share of the GPU. Every field but
-    ``page_size`` and ``synthetic_acceptance`` is an option of ``specgen generate``, whose help says more. ``auto`` is
-    resolved only in ``engine/choices.py``.
+    ``page_size`` and ``synthetic_acceptance`` is an option of ``specgen generate``, whose help says more. vLLM's
+    names are taken too (``VLLM_NAMES``). ``auto`` is resolved only in ``engine/choices.py``.
     """
 
     model: str = option(MISSING, "Models", "Target: a directory, URL or hub id.", shown="the bundled target")

@@ -4,13 +4,39 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from functools import cache
+from functools import cache, wraps
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
-from specgen.config.errors import UserError, shown
+from specgen.config.errors import UserError, require, shown
 
 Reader = Callable[[object, str], object]
+_Config = TypeVar("_Config")
+# What vLLM calls settings of ours: taken as options, in files of options and by ``EngineConfig``
+VLLM_NAMES = {
+    "num_speculative_tokens": "num_spec_tokens",
+    "max_num_seqs": "max_batch_size",
+    "max_num_batched_tokens": "max_prefill_tokens",
+    "tensor_parallel_size": "tensor_parallel",
+}
+
+
+def with_vllm_names(config: type[_Config]) -> type[_Config]:
+    """``config``, a dataclass, also made with the names of ``VLLM_NAMES``, which are read-only properties of it."""
+    init: Any = config.__init__
+
+    @wraps(init)
+    def renamed(self: object, **given: object) -> None:
+        for theirs in VLLM_NAMES.keys() & given.keys():
+            ours = VLLM_NAMES[theirs]
+            require(ours not in given, f"{theirs} and {ours} are the same setting: give one of them")
+            given[ours] = given.pop(theirs)
+        init(self, **given)
+
+    config.__init__ = renamed  # type: ignore[method-assign]
+    for theirs, ours in VLLM_NAMES.items():
+        setattr(config, theirs, property(operator.attrgetter(ours)))
+    return config
 
 
 def check_types(config: Any) -> None:  # noqa: ANN401
