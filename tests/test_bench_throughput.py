@@ -295,7 +295,8 @@ def test_a_synthetic_length_is_the_one_measured_at_each_k(pair: Path) -> None:
     assert k3 == pytest.approx(
         2.5, abs=0.15
     )  # a chance of 0.6, which any number of drafts would need, gives 2.18
-    assert "a mean acceptance length of 2.5 at each K (auto: at its largest)" in str(found.conditions["synthetic acceptance"])
+    said = "a mean acceptance length of 2.5 at each K (auto: at its largest)"
+    assert said in str(found.conditions["synthetic acceptance"])
     assert any("K = 1 drafts yields at most 2 tokens" in note for note in found.notes)
 
 
