@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.experts import SHAPES, ExpertShape, Routes, expert_bytes, touched
 
 from specgen.experiments.bound import copy_bandwidth
-from specgen.experiments.expert_bench import SHAPES, ExpertShape, Routes, expert_bytes, touched
 from specgen.experiments.timing import num_layers, time_layers
 from specgen.ops.expert_kernels import LoadedExperts, down, find_blocks, gate_up
 from specgen.ops.measured_choices import ExpertTile, ExpertTiles

@@ -35,14 +35,7 @@ for (const frame of document.querySelectorAll("iframe")) {
   const marks = [...page.querySelectorAll("svg text")].filter(text =>
     place(text).right > place(text.closest("svg")).right + 1
     || place(text).left < place(text.closest("svg")).left - 1).map(name)
-  const sorted = page.querySelector(".sorted"), orders = {}
-  for (const input of sorted ? sorted.querySelectorAll("th input") : []) {
-    input.click()
-    const way = input.classList.contains("up") ? " reversed" : ""
-    const rows = [...sorted.querySelectorAll("tbody tr")].sort((a, b) => place(a).top - place(b).top)
-    orders[name(input.parentElement) + way] = rows.map(row => row.cells[0].textContent)
-  }
-  found[frame.title] = {width: root.scrollWidth, room: root.clientWidth, tables, outside, marks, orders}
+  found[frame.title] = {width: root.scrollWidth, room: root.clientWidth, tables, outside, marks}
 }
 document.body.textContent = JSON.stringify(found)
 """
@@ -51,9 +44,8 @@ document.body.textContent = JSON.stringify(found)
 def measured(pages: Mapping[str, str], widths: Sequence[int]) -> dict[str, dict[str, Any]]:
     """What each page is at each width in pixels, by ``NAME at WIDTH``.
 
-    ``width`` and ``room`` of the page and of each of its ``tables``, elements ``outside`` of their cards, ``marks``
-    outside of their charts, and the ``orders`` of a sorted table's rows by heading, also reversed;
-    folded tables are open.
+    ``width`` and ``room`` of the page and of each of its ``tables``, elements ``outside`` of their cards, and ``marks``
+    outside of their charts; folded tables are open.
     """
     frames = "".join(
         f'<iframe title="{name} at {width}" style="width:{width}px;height:{_HEIGHT}px;border:0" '

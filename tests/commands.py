@@ -7,20 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 from specgen.cli.main import app
 from specgen.config import UserError
 
 
-def specgen(*arguments: object, columns: int = 100) -> Result:
-    """Of a terminal so wide."""
-    return CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": str(columns)})
+def specgen(*arguments: object, columns: int = 100, program: typer.Typer = app) -> Result:
+    """Of a terminal so wide; ``program`` may be a script's."""
+    return CliRunner().invoke(program, [str(each) for each in arguments], env={"COLUMNS": str(columns)})
 
 
-def printed(*arguments: object, columns: int = 100) -> str:
+def printed(*arguments: object, columns: int = 100, program: typer.Typer = app) -> str:
     """What a command that succeeds prints; the error of one that does not comes through."""
-    result = specgen(*arguments, columns=columns)
+    result = specgen(*arguments, columns=columns, program=program)
     if isinstance(result.exception, Exception):
         raise result.exception
     assert result.exit_code == 0, result.output

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from specgen.record.record_rows import EngineRow, PassRow, RequestRow, Row, Session, Step, StepCounts, Touched
+from specgen.record.record_rows import EngineRow, PassRow, RequestRow, Row, Session, Step, StepCounts
 from specgen.record.results import RunDirectory
 from specgen.report.report import Report, report_of
 
@@ -88,17 +88,6 @@ def decode_steps(*lengths: int) -> Iterator[PassRow]:
             first_pass_rows=k + 1,
             first_pass_kept=1,
             loop_rows=max(k - 1, 0),
-        )
-
-
-def mixture_steps(num_sequences: int, k: int, *touched: tuple[float, float]) -> Iterator[PassRow]:
-    """Decode steps of a mixture with 8 experts of 10 MB, for each what it touched and what a plain step would."""
-    for experts, plain in touched:
-        yield pass_row(
-            num_sequences=num_sequences,
-            num_spec_tokens=k,
-            target_rows=num_sequences * (k + 1),
-            experts=Touched(experts=experts, plain=plain, num_experts=8, num_bytes=int(experts * 10**7)),
         )
 
 

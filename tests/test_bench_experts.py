@@ -1,14 +1,17 @@
 """The experts bench on a CPU: what is timed, its bound, and that results are checked."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from bench import experts as expert_bench
+from bench.experts import SHAPES, ExpertJob, _matrix, exact, expert_bytes, measure, touched
 
 from specgen.config import UserError
-from specgen.experiments import expert_bench
-from specgen.experiments.expert_bench import SHAPES, ExpertJob, _matrix, exact, expert_bytes, measure, touched
 from specgen.ops.experts import grouped_experts
 from tests.commands import printed
 
@@ -116,12 +119,29 @@ def test_invalid_jobs_are_refused(changes, message) -> None:
 
 def test_the_command_leaves_table_document_and_files(tmp_path) -> None:
     options = ["--device", "cpu", "--rows", "2", "--repeats", "2", "--output", str(tmp_path / "out")]
-    done = printed("bench", "experts", *options, "--json")
+    done = printed(*options, "--json", program=expert_bench.app)
     document = json.loads(done)
     assert [(row["shape"], row["rows"]) for row in document["rows"]] == [("small", 2)]
     assert "small: 8 experts of 64 x 96, top 2" in document["head"]["shapes"]
     files = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert files == ["experts.csv", "experts.html", "experts.json", "experts.yaml"]
+
+
+@pytest.mark.slow
+def test_a_script_repeats_itself_and_says_in_one_line_what_is_wrong(tmp_path) -> None:
+    script, first, again = expert_bench.__file__, tmp_path / "first", tmp_path / "again"
+    run = partial(subprocess.run, capture_output=True, text=True)
+    asked = ["--device=cpu", "--rows=2", "--repeats=2", f"--output={first}", "--quiet"]
+    assert run([sys.executable, script, *asked]).returncode == 0
+    config = first / "experts.yaml"
+    assert config.read_text().startswith(
+        "# python scripts/bench/experts.py --config FILE\nrows: 2\nrepeats: 2\ndevice: cpu\n"
+    )
+    done = run([sys.executable, script, f"--config={config}", f"--output={again}"])
+    assert json.loads((again / "experts.json").read_text())["head"]["repeats"] == 2, done.stderr
+    done = run([sys.executable, script, "--rowz=0"])
+    line = "unknown option --rowz (did you mean --rows?): `python scripts/bench/experts.py -h` lists them"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"specgen: {line}\n")
 
 
 @pytest.mark.gpu

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from bench import kernels
+from bench.kernels import Cell, KernelJob, measure, queries
 
 from specgen.attention import Heads
 from specgen.attention.sdpa import SdpaBackend
 from specgen.config import UserError
 from specgen.engine.choices import choose_device
-from specgen.experiments import kernels, timing
-from specgen.experiments.kernels import Cell, KernelJob, measure, queries, relative_error
-from specgen.experiments.timing import COLD_BYTES, MOST_LAYERS, num_layers, time_layers
+from specgen.experiments import timing
+from specgen.experiments.timing import COLD_BYTES, MOST_LAYERS, num_layers, relative_error, time_layers
 from specgen.kv.layout import Layout
 from specgen.report.terminal import render
 from tests.commands import printed, specgen
@@ -216,7 +217,7 @@ def test_the_command_leaves_table_document_and_files(tmp_path) -> None:
     sizes = ["--num-seqs", "2", "--max-seq-lens", "16", "--num-spec-tokens", "1", "--page-size", "4"]
     heads = ["--num-heads", "2", "--num-kv-heads", "1", "--head-dim", "8"]
     options = ["--device", "cpu", "--repeats", "2", "--output", str(tmp_path / "out")]
-    done = printed("bench", "kernels", *sizes, *heads, *options, "--json")
+    done = printed(*sizes, *heads, *options, "--json", program=kernels.app)
     document = json.loads(done)
     assert [row["query"] for row in document["rows"]] == ["1", "2 padded", "1-2 ragged"]
     assert document["head"]["repeats"] == 2
@@ -231,14 +232,20 @@ def test_the_command_leaves_table_document_and_files(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_latents_take_the_place_of_keys_and_values() -> None:
-    command = ("bench", "kernels", "--latents", "--num-heads=2", "--num-seqs=1,3", "--max-seq-lens=70")
-    document = json.loads(printed(*command, "--device=cpu", "--repeats=2", "--json"))
+    options = ("--latents", "--num-heads=2", "--num-seqs=1,3", "--max-seq-lens=70")
+    document = json.loads(printed(*options, "--device=cpu", "--repeats=2", "--json", program=kernels.app))
     assert document["head"]["shape"].startswith("2 heads, latents of 512 + 64, float32")
     assert "attend, absorbed" in document["head"]["time"]
     assert len(document["rows"]) == 6
     for row in document["rows"]:
         assert row["difference"] < 1e-5
-    assert specgen(*command, "--head-dim=64").exit_code != 0
+    for wrong, line in (
+        ("--head-dim=64", "latents are for all heads"),
+        ("--page-size=0", "page-size is '0': use at"),
+    ):
+        refused = specgen(*options, wrong, program=kernels.app).exception
+        assert isinstance(refused, UserError)
+        assert str(refused).startswith(line)
 
 
 def test_a_position_of_latents_is_read_once_for_all_heads() -> None:

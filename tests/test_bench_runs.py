@@ -12,6 +12,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import typer
+from bench.step import Window, step_seconds
 from calibrated_shapes import MIXTURES, SHAPES
 
 from specgen.cli.measuring import publish
@@ -25,7 +27,6 @@ from specgen.experiments.bound import (
     matrix_flops,
     mean_step_bytes,
 )
-from specgen.experiments.explain import Window, step_seconds
 from specgen.experiments.output import BenchTable, Plot
 from specgen.experiments.turns import inter_token_seconds
 from specgen.models import mixture_targets
@@ -416,3 +417,15 @@ def test_files_are_there_after_every_row_and_stdout_has_the_table_or_the_documen
         publish("speeds", growing(), tmp_path / "file", as_json=False, config="x: 1\n", quiet=False)
     with pytest.raises(UserError, match=r"out' holds an earlier speeds.json: name a new directory"):
         publish("speeds", growing(), tmp_path / "out", as_json=False, config="x: 1\n", quiet=False)
+
+
+def test_a_bench_that_is_interrupted_says_what_it_leaves(tmp_path, capsys) -> None:
+    def stopped(*tables: BenchTable):
+        yield from tables
+        raise KeyboardInterrupt
+
+    for tables, kept in (((), "nothing is kept"), ((TABLE,), f"the rows so far are in {tmp_path}")):
+        with pytest.raises(typer.Exit) as ended:
+            publish("speeds", stopped(*tables), tmp_path, as_json=True, config="", quiet=True)
+        assert ended.value.exit_code == 130
+        assert capsys.readouterr() == ("", f"specgen: interrupted; {kept}\n")

@@ -8,19 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
-
-from specgen.cli.main import app
-from specgen.config import EngineConfig, UserError
-from specgen.config.bundled import pair
-from specgen.core import step as step_module
-from specgen.core.graphs import Runner
-from specgen.core.running_batch import Columns
-from specgen.decoding.drafting import HeadDrafter
-from specgen.engine import choices
-from specgen.experiments import explain
-from specgen.experiments.bound import DeviceSpeed, Work
-from specgen.experiments.explain import (
+from bench import step as bench
+from bench.step import (
     PARTS,
     HostMarker,
     KernelTime,
@@ -34,6 +23,15 @@ from specgen.experiments.explain import (
     step_rows,
     step_table,
 )
+
+from specgen.config import EngineConfig, UserError
+from specgen.config.bundled import pair
+from specgen.core import step as step_module
+from specgen.core.graphs import Runner
+from specgen.core.running_batch import Columns
+from specgen.decoding.drafting import HeadDrafter
+from specgen.engine import choices
+from specgen.experiments.bound import DeviceSpeed, Work
 from specgen.models.llama import Llama
 from specgen.report.terminal import render
 from tests.commands import printed, specgen
@@ -46,10 +44,10 @@ DEVICE = DeviceSpeed(bytes_per_second=1e4, flops_per_second=1e3)
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch) -> None:
-    monkeypatch.setattr(explain, "_SKIPPED", 2)
-    monkeypatch.setattr(explain, "_STEPS", 4)
-    monkeypatch.setattr(explain, "_MORE", 4)
-    monkeypatch.setattr(explain, "copy_bandwidth", lambda device: 1e10)
+    monkeypatch.setattr(bench, "_SKIPPED", 2)
+    monkeypatch.setattr(bench, "_STEPS", 4)
+    monkeypatch.setattr(bench, "_MORE", 4)
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda device: 1e10)
 
 
 def spans_of_a_step(at: float) -> list[Span]:
@@ -119,7 +117,7 @@ def test_a_profile_with_a_missing_mark_is_refused() -> None:
 
 def test_the_hosts_clock_leaves_nothing_idle(monkeypatch) -> None:
     moments = iter([1.0, 1.5, 2.0, 4.0, 4.25, 5.0, 6.0, 8.0])
-    monkeypatch.setattr(explain.time, "perf_counter", lambda: next(moments))
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: next(moments))
     marker = HostMarker()
     runner = Runner()
     runner.mark = marker.mark
@@ -192,7 +190,7 @@ def slowed(function: Callable[..., Any]) -> Callable[..., Any]:
 def test_a_slow_part_is_found(demo_path: Path, monkeypatch, part: str, owner: object, name: str) -> None:
     monkeypatch.setattr(owner, name, slowed(getattr(owner, name)))
     engine = engine_config(demo_path, num_spec_tokens=2, prefix_cache=False)
-    (table,) = explain.explain(StepJob(engine=engine, batch_sizes=(2,), prompt_tokens=5))
+    (table,) = bench.explain(StepJob(engine=engine, batch_sizes=(2,), prompt_tokens=5))
     assert max(map(len, render(table.parts(), 80).splitlines())) <= 80
     rows = {str(row["part"]): row for row in table.rows}
     slowest = max(PARTS, key=lambda each: rows[each]["time"])
@@ -204,7 +202,7 @@ def test_a_slow_part_is_found(demo_path: Path, monkeypatch, part: str, owner: ob
 def test_plain_steps_are_explained_too() -> None:
     """Without a drafter: nothing but the target is bound."""
     arguments = ["--num-spec-tokens", "0", "--batch-sizes", "2", "--prompt-tokens", "4", "--json"]
-    done = printed("bench", "step", "--device", "cpu", *arguments)
+    done = printed("--device", "cpu", *arguments, program=bench.app)
     found = json.loads(done)
     assert found["title"] == "A plain decode step"
     assert [row["part"] for row in found["rows"] if row["bound"]] == ["verify", "accept", "step"]
@@ -213,9 +211,9 @@ def test_plain_steps_are_explained_too() -> None:
 def test_plain_steps_of_a_target_need_no_drafter() -> None:
     target, _ = pair()
     arguments = ["--model", target, "--batch-sizes", "1", "--prompt-tokens", "4"]
-    done = printed("bench", "step", "--device", "cpu", "--num-spec-tokens", "0", *arguments, "--json")
+    done = printed("--device", "cpu", "--num-spec-tokens", "0", *arguments, "--json", program=bench.app)
     assert json.loads(done)["title"] == "A plain decode step"
-    refused = specgen("bench", "step", "--device", "cpu", *arguments)
+    refused = specgen("--device", "cpu", *arguments, program=bench.app)
     assert "use --num-spec-tokens 0" in str(refused.exception)
 
 
@@ -227,29 +225,29 @@ def test_plain_steps_of_a_target_need_no_drafter() -> None:
     ],
 )
 def test_jobs_that_cannot_run_are_refused(arguments: list[str], message: str) -> None:
-    done = specgen("bench", "step", "--device", "cpu", *arguments)
+    done = specgen("--device", "cpu", *arguments, program=bench.app)
     assert isinstance(done.exception, UserError)
     assert message in str(done.exception)
 
 
 def test_the_help_offers_no_draft_length_that_is_refused() -> None:
-    done = CliRunner().invoke(app, ["bench", "step", "--help"], env={"TERMINAL_WIDTH": "80"})
-    assert "--num-spec-tokens <int>" in done.stdout
-    assert "auto: at every step" not in " ".join(done.stdout.split())
+    said = printed("--help", program=bench.app)
+    assert "--num-spec-tokens <int>" in said
+    assert "auto: at every step" not in " ".join(said.split())
 
 
 @pytest.mark.slow
 def test_a_batch_that_fails_is_a_note(tmp_path: Path, monkeypatch) -> None:
-    explained = explain._explained
+    explained = bench._explained
 
     def broken(job: StepJob, config: EngineConfig, *others: Any) -> Any:
         if config.max_batch_size == 2:
             raise RuntimeError("no kernel")
         return explained(job, config, *others)
 
-    monkeypatch.setattr(explain, "_explained", broken)
+    monkeypatch.setattr(bench, "_explained", broken)
     arguments = ["--batch-sizes", "1,2", "--prompt-tokens", "4", "--output", str(tmp_path), "--json"]
-    done = printed("bench", "step", "--device", "cpu", *arguments)
+    done = printed("--device", "cpu", *arguments, program=bench.app)
     document = json.loads(done)
     assert document == json.loads((tmp_path / "step.json").read_text())
     assert {row["batch"] for row in document["rows"]} == {1}
@@ -261,7 +259,7 @@ def test_a_step_is_explained_as_it_runs_elsewhere(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Capturing, "made", [])
     monkeypatch.setitem(choices.RUNNERS, "off", Capturing)
     arguments = ("--batch-sizes", "1", "--num-spec-tokens", "0", "--json")
-    done = printed("bench", "step", "--device", "cpu", *arguments, "--prompt-tokens", "186")
+    done = printed("--device", "cpu", *arguments, "--prompt-tokens", "186", program=bench.app)
     assert Capturing.made[-1].kept
     assert {row["batch"] for row in json.loads(done)["rows"]} == {1}, "its blocks had no room in the cache"
 
@@ -271,7 +269,7 @@ def test_a_step_is_explained_as_it_runs_elsewhere(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("graphs", ["step", "pass", "off"])
 def test_parts_are_told_apart_on_a_gpu(graphs: str) -> None:
     arguments = ["--batch-sizes", "1,4", "--cuda-graphs", graphs, "--num-spec-tokens", "3", "--json"]
-    done = printed("bench", "step", "--device", "cuda", *arguments)
+    done = printed("--device", "cuda", *arguments, program=bench.app)
     document = json.loads(done)
     for batch in (1, 4):
         times = {row["part"]: row["time"] for row in document["rows"] if row["batch"] == batch}

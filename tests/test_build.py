@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench import step
 
 from specgen.checkpoints.checkpoint import open_checkpoint
 from specgen.checkpoints.tensor_reader import Checkpoint
@@ -126,7 +127,7 @@ def test_the_sampling_survey_keeps_one_row_per_kind() -> None:
             ["verify", "--num-prompts", "2", "--max-new-tokens", "3", "--batch-sizes", "1"],
             marks=pytest.mark.slow,
         ),
-        pytest.param(["bench", "step", "--batch-sizes", "1", "--prompt-tokens", "8"], marks=pytest.mark.slow),
+        pytest.param(["step", "--batch-sizes", "1", "--prompt-tokens", "8"], marks=pytest.mark.slow),
         pytest.param(
             ["eval", "word_problems", "--limit", "1", "--apply-chat-template", "--arms", "baseline,padded"],
             marks=pytest.mark.slow,
@@ -145,5 +146,8 @@ def test_a_command_opens_each_checkpoint_once(
 
     monkeypatch.setattr("specgen.engine.loading.open_checkpoint", counted)
     monkeypatch.chdir(tmp_path)
-    printed(*command)
+    if command[0] == "step":
+        printed(*command[1:], program=step.app)
+    else:
+        printed(*command)
     assert [Path(name).name for name in opened] == ["target", "drafter"]

@@ -16,12 +16,18 @@ from typing import Any
 
 import cli_reference
 import pytest
+from bench import experts, kernels, step
 from typer.main import get_command
 
 from specgen.cli.main import app
 from specgen.config import UserError
 
 ROOT = Path(__file__).parents[1]
+# by the name of its file
+PROGRAMS: dict[str, Any] = {
+    "specgen": get_command(app),
+    **{Path(each.__file__).name: get_command(each.app) for each in (kernels, experts, step)},
+}
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 
@@ -56,7 +62,7 @@ def anchor(heading: str) -> str:
 
 def options() -> set[str]:
     """The options of every command."""
-    commands = [get_command(app)]
+    commands = [*PROGRAMS.values()]
     for command in commands:
         commands += getattr(command, "commands", {}).values()
     return {
@@ -103,7 +109,7 @@ def test_the_map_names_every_package_and_files_that_are_there():
 
 
 BLOCK = re.compile(r"(?:^<!-- not run: (.+) -->\n)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-INLINE = re.compile(r"`(specgen [^`]*)`")
+INLINE = re.compile(r"`((?:specgen |(?:python )?scripts/bench/)[^`]*)`")
 ENDS_A_COMMAND = {"|", ">", "<", "&&", "||", ";", "&", "2>"}
 
 
@@ -136,26 +142,26 @@ def blocks(page: str, text: str, language: str) -> list[Block]:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words behind ``specgen`` of each line of a shell that runs it."""
+    """The words of each line of a shell from the name of one of ``PROGRAMS`` that it runs."""
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line.removeprefix("$ "), comments=True)
-        starts = [at for at, word in enumerate(words) if Path(word).name == "specgen"]
+        starts = [at for at, word in enumerate(words) if Path(word).name in PROGRAMS]
         for start in starts:
-            rest = words[start + 1 :]
+            rest = [Path(words[start]).name, *words[start + 1 :]]
             end = next((at for at, word in enumerate(rest) if word in ENDS_A_COMMAND), len(rest))
             yield rest[:end]
 
 
 def command_of(words: list[str]) -> tuple[Any, list[str]]:
     """The command that ``words`` name, and the words behind its name."""
-    command: Any = get_command(app)
+    command, words = PROGRAMS[words[0]], words[1:]
     while words and words[0] in getattr(command, "commands", ()):
         command, words = command.commands[words[0]], words[1:]
     return command, words
 
 
 def parse(words: list[str]) -> None:
-    """Read ``words`` as ``specgen`` does, options, values and arguments, and run nothing."""
+    """Read ``words`` as their program does, options, values and arguments, and run nothing."""
     command, rest = command_of(words)
     assert not hasattr(command, "commands"), words
     command.make_context("specgen", rest)
@@ -178,9 +184,14 @@ def test_blocks_are_found_with_their_reason() -> None:
     ]
     assert "docs/engine.md" in {block.page for block in PYTHON}
     lines = (
-        "a | .venv/bin/specgen generate --seed 1 \\\n  --raw > out  # specgen report\nls\n$ specgen report A"
+        "a | .venv/bin/specgen generate --seed 1 \\\n  --raw > out  # specgen report\nls\n$ specgen report A\n"
+        "python scripts/bench/step.py --batch-sizes 8"
     )
-    assert list(commands(lines)) == [["generate", "--seed", "1", "--raw"], ["report", "A"]]
+    assert list(commands(lines)) == [
+        ["specgen", "generate", "--seed", "1", "--raw"],
+        ["specgen", "report", "A"],
+        ["step.py", "--batch-sizes", "8"],
+    ]
     assert len(SHELL) > 10
     assert sum(len(INLINE.findall(text)) for text in ALL.values()) > 50
 
@@ -231,8 +242,8 @@ def test_commands_in_sentences_have_these_options(page: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", ["generate --num-promts 8", "generate --max-batch-size x", "bench stp", "merge runs/all"]
+    "wrong", ["generate --num-promts 8", "generate --max-batch-size x", "bench thr", "merge runs/all"]
 )
 def test_a_wrong_command_is_found(wrong: str) -> None:
     with pytest.raises((UserError, AssertionError)):
-        parse(wrong.split())
+        parse(["specgen", *wrong.split()])

@@ -21,7 +21,7 @@ from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.config import SamplingParams, UserError
 from specgen.config.bundled import data_directory
 from specgen.experiments.audit import Judge
-from specgen.models.expert_counts import ExpertSize
+from specgen.experiments.bound import ExpertSize
 from specgen.models.llama import Llama
 from specgen.ops import Ops, block_fp8, fp8
 from specgen.ops.cpu import cpu_float32_ops

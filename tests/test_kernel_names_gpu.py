@@ -4,13 +4,13 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+from bench.kernels import Cell, Query
 from torch.profiler import ProfilerActivity, profile
 
 from specgen.attention import Attend, Backend, Gpu, Heads, LayerAttention, Rows, Use
 from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.hopper import OWN, UNSPLIT, HopperBackend
 from specgen.attention.trtllm import TrtllmBackend
-from specgen.experiments.kernels import Cell, Query
 from specgen.kv.layout import Layout
 
 pytestmark = [

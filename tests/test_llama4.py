@@ -470,7 +470,7 @@ def _weighed_twice(plant: pytest.MonkeyPatch) -> None:
 
 
 def _shared_weighed(plant: pytest.MonkeyPatch) -> None:
-    def call(self: Any, x: Tensor, chosen: Any = None) -> tuple[Tensor, ...]:
+    def call(self: Any, x: Tensor) -> tuple[Tensor, ...]:
         ids, weights = self.choice(self.router(x))
         return self.experts(x, ids, weights), *self.beside(x * weights, weights)
 

@@ -16,8 +16,7 @@ from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.config import EngineConfig, UserError
 from specgen.engine import choices
-from specgen.experiments.bound import StepBytes
-from specgen.models.expert_counts import ExpertSize
+from specgen.experiments.bound import ExpertSize, StepBytes
 from specgen.models.llama import Llama
 from specgen.ops.experts import Experts, from_mxfp4
 from specgen.ops.reference import torch_ops
@@ -303,18 +302,3 @@ def test_a_backend_without_sinks_refuses_a_model_with_them(
                 choices.choose_attention(asked, checkpoints)
         else:
             assert choices.choose_attention(asked, checkpoints)[0] == name
-
-
-@torch.inference_mode()
-def test_a_pass_says_which_experts_each_row_chose(tmp_path: Path) -> None:
-    write_gpt_oss(tmp_path)
-    model = load_target(open_checkpoint(str(tmp_path)), torch.float32, CPU)
-    assert isinstance(model, Llama)
-    seen: list[Tensor] = []
-    model.forward(torch.arange(20), DenseAttend(model), chosen=seen)
-    assert len(seen) == 6
-    for ids in seen:
-        assert ids.shape == (20, 2)
-        assert ids.dtype == torch.int64
-        assert (ids[:, 0] != ids[:, 1]).all()
-        assert 0 <= int(ids.min()) <= int(ids.max()) < 6

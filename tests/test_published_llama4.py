@@ -19,9 +19,9 @@ from specgen.checkpoints.checkpoint import (
     target_config,
 )
 from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
+from specgen.experiments.bound import ExpertSize
 from specgen.models.config_keys import unread_keys
 from specgen.models.eagle import Eagle3Config
-from specgen.models.expert_counts import ExpertSize
 from specgen.models.families import family_of
 from specgen.models.llama4 import EagleLlama4Config, Llama4Config
 from tests.test_published import META, Shape, checkpoint_of

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench import step
 from torch import multiprocessing
 
 from specgen.device import Ranks
@@ -199,11 +200,8 @@ def test_a_run_goes_on_after_a_rank_has_died_or_hangs(tmp_path: Path, name: str)
 
 def test_a_step_of_two_gpus_is_explained() -> None:
     """Its marks are on one rank alone, and must not change what that rank runs: the other would wait without end."""
-    code = "from specgen.cli.main import main; main()"
-    command = ["bench", "step", "--tensor-parallel", "2", "--batch-sizes", "1,4", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *command], capture_output=True, text=True, timeout=200, check=True
-    )
+    command = [sys.executable, step.__file__, "--tensor-parallel=2", "--batch-sizes=1,4", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     rows = json.loads(done.stdout)["rows"]
     assert {row["batch"] for row in rows if row["part"] == "step"} == {1, 4}
     assert all(row["time"] > 0 for row in rows if row["part"] in ("verify", "step"))

@@ -18,14 +18,13 @@ from specgen.record.record_rows import (
     to_line,
 )
 from tests.commands import refused
-from tests.streams import decode_steps, mixture_steps, recorded, request
+from tests.streams import decode_steps, recorded, request
 
 (STEP,) = decode_steps(2)
-(TOUCHING,) = mixture_steps(3, 2, (3.5, 2.0))
 ROWS: list[Row] = [
     Session(name="1/4-2", time=0.25, machine="host"),
     replace(STEP, idle=0.5, idle_outside=0.25),
-    replace(TOUCHING, number=7, num_rejected=3, num_preempted=1),
+    replace(STEP, number=7, num_rejected=3, num_preempted=1),
     Captured(time=1.5, what="step", num_sequences=2, seconds=0.5, fits=False),
     OutOfMemory(time=1.75, max_batch_size=16, max_prefill_tokens=512),
 ]
@@ -36,6 +35,14 @@ def test_a_line_round_trips(row: Row) -> None:
     line = to_line(row)
     assert "\n" not in line
     assert from_line(line) == row
+
+
+def test_the_experts_that_earlier_versions_counted_are_left_out() -> None:
+    line = {
+        **json.loads(to_line(STEP)),
+        "experts": {"experts": 3.5, "plain": 2.0, "num_experts": 8, "num_bytes": 7},
+    }
+    assert from_line(json.dumps(line)) == STEP
 
 
 def test_the_kinds_are_a_file_format_and_nothing_is_left_out_but_zeros() -> None:

@@ -213,6 +213,11 @@ def test_a_single_draft_length_is_not_listed():
     assert Report.from_json(as_json([])).draft_lengths == {}
 
 
+def test_the_experts_that_earlier_versions_counted_are_left_out() -> None:
+    earlier = as_json([]) | {"experts": [{"num_spec_tokens": 4, "touched": 5.5}]}
+    assert Report.from_json(earlier) == Report.from_json(as_json([]))
+
+
 def test_a_run_without_requests():
     report = as_json([])
     assert report["num_requests"] == report["num_drafts"] == report["wall_seconds"] == 0

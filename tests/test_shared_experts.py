@@ -17,11 +17,9 @@ from specgen.checkpoints.checkpoint import load_target, open_checkpoint
 from specgen.models import mlp
 from specgen.models.llama import Llama
 from specgen.models.mlp import Mixture
-from specgen.models.model_config import TargetConfig
 from specgen.ops import measured_choices
 from specgen.ops.experts import choice
 from specgen.ops.weight import OUTPUTS, Weight
-from tests.dense import DenseAttend
 from tests.marks import mostly_slow
 from tests.test_hybrid import MIXTURE, right_logits
 from tests.test_mixtures import ids_of, loaded, paged_logits
@@ -125,11 +123,11 @@ def test_that_gives_the_numbers_of_one_beside_them(
     monkeypatch.setattr(mlp, "_alike", lambda *args: False)
     apart = loaded(tmp_path)
     for mine, theirs in zip(mixtures(model), mixtures(apart), strict=True):
-        x, counted = torch.randn(40, model.config.hidden_size), list[Tensor]()
+        x = torch.randn(40, model.config.hidden_size)
         assert (theirs.beside is None) == (name == "none")
-        parts, right = mine(x, counted), theirs(x, counted)
-        assert torch.equal(*counted)
-        assert counted[0].shape[1] == model.config.mixture.num_chosen
+        parts, right = mine(x), theirs(x)
+        routed, same = (each.choice(each.router(x))[0][:, : each.num_chosen] for each in (mine, theirs))
+        assert torch.equal(routed, same)
         whole, expected = (torch.cat(each).sum(0) for each in (parts, right))
         torch.testing.assert_close(whole, expected, atol=1e-5, rtol=1e-4)
 
@@ -212,20 +210,6 @@ def test_planted_errors_are_seen(
     monkeypatch.setattr("specgen.ops.reference.choice", planted)
     got = paged_logits(loaded(tmp_path), ids, SdpaBackend, [len(ids)])
     assert (got - expected).abs().max() > 1e-2
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize(
-    ("write", "num_experts"), [(partial(write_hybrid, architecture=MIXTURE), 6), (write_latent, 8)]
-)
-def test_experts_that_are_counted_are_routed(
-    tmp_path: Path, write: Callable[[Path], TargetConfig], num_experts: int
-) -> None:
-    config, chosen = write(tmp_path), list[Tensor]()
-    model = loaded(tmp_path)
-    model.forward(ids_of(config)[:20], DenseAttend(model), (), chosen)
-    assert len(chosen) == len(mixtures(model))
-    assert all(each.shape == (20, 2) and each.max() < num_experts for each in chosen)
 
 
 def test_experts_are_held_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from specgen.experiments.rounds import Ranking, Repeat, Repeats
 from specgen.experiments.throughput import wall_tables
 from specgen.experiments.tune import best_line, tune_table
 from specgen.experiments.turns import balanced_order, digest
-from specgen.record.record_rows import Touched
 from specgen.report.timings import LatencyStats, WallTime
 
 SPREAD = LatencyStats(mean=1.0, median=2.0, p99=3.0)
@@ -33,7 +32,6 @@ def repeat(seconds: float) -> Repeat:
         step_seconds=0.5,
         mean_sequences=3.5,
         step_bytes=None,
-        touched=Touched(experts=5.5, plain=2.0, num_experts=8, num_bytes=7),
         texts={"a": digest((1, 2))},
         num_wrong=0,
         disturbances=("late",),
@@ -67,6 +65,7 @@ def test_a_repeat_comes_back_from_its_file() -> None:
     earlier = {
         name: value for name, value in row.items() if name not in {"wall", "prefill_passes", "prefill_flops"}
     }
+    earlier["touched"] = {"experts": 5.5, "plain": 2.0, "num_experts": 8, "num_bytes": 7}  # of a mixture
     assert msgspec.convert(earlier, Repeat).wall is None
     assert digest((1, 2)) != digest((12,)) != digest((1, 2, 3))
 

@@ -302,11 +302,8 @@ def found(path: Path, cycle: Cycle, num_ranks: int) -> list[tuple[Any, ...]]:
         events: list[EngineRow] = []
         engine = build_engine(replace(config, drafter_batch=batch), models, events.append)
         completions = {each.request.id: each for each in engine.generate(prompts)}
-        for event in (rows := as_rows(events)):
-            if (touched := event.get("experts")) is not None:
-                event["experts"] = replace(touched, num_bytes=0)  # a rank reads its share
         steps = {name: each.record.steps for name, each in completions.items()}
-        runs.append(({name: each.token_ids for name, each in completions.items()}, rows, steps))
+        runs.append(({name: each.token_ids for name, each in completions.items()}, as_rows(events), steps))
     return runs
 
 

@@ -38,8 +38,7 @@ from tests.commands import specgen
         ("generate --shard 0/2", "shard is 0/2 and no file is kept to merge: add --output DIR"),
         ("generate --device gpu", "device is 'gpu': use auto, cpu, cuda or cuda:N"),
         ("genrate", "unknown command 'genrate' (did you mean generate?): `root -h` lists them"),
-        ("bench kernls", "unknown command 'kernls' (did you mean kernels?)"),
-        ("bench kernels --head-dim 0", "head-dim is '0': use at least 1"),
+        ("bench thruput", "unknown command 'thruput' (did you mean throughput?)"),
         ("report", "directories is missing: give it, as `root report -h` says"),
         ("--verzion", "unknown option --verzion (did you mean --version?)"),
     ],
@@ -88,7 +87,7 @@ COMMANDS = [
         (name,)
         for name in ("generate", "report", "compare", "merge", "verify", "eval", "tune", "inspect", "prepare")
     ),
-    *(("bench", name) for name in ("kernels", "experts", "throughput", "step")),
+    ("bench", "throughput"),
 ]
 
 
@@ -137,7 +136,7 @@ def test_the_package_runs_as_a_module() -> None:
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        (["bench", "st"], ["step"]),
+        (["bench", "th"], ["throughput"]),
         (["generate", "--drafter-b"], ["--drafter-batch"]),
         (["generate", "--config", "not-yet.yaml", "--drafter-batch", ""], ["padded", "non-padded"]),
     ],

@@ -5,6 +5,7 @@ import select
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Annotated, TextIO
 
 import typer
@@ -55,13 +56,15 @@ def _is_unread(file: TextIO) -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
+_HELP: dict[str, object] = {"help_option_names": ["-h", "--help"]}
+
 app = typer.Typer(
     cls=_Commands,
     name="specgen",
     help="Offline batch generation with speculative decoding, and how much it helped.",
     no_args_is_help=True,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=_HELP,
     pretty_exceptions_enable=False,
 )
 app.add_typer(measuring.app)
@@ -89,18 +92,29 @@ app.command(name="eval", cls=Command)(evaluate)
 for command in (tune, inspect, prepare):
     app.command(cls=Command)(command)
 
+
+def program_of(command: Callable[..., None]) -> typer.Typer:
+    """The program of a script with one ``command``, made by ``with_options``; ``main`` runs it."""
+    program = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    program.command(cls=Command, context_settings=_HELP)(command)
+    return program
+
+
 _BUG = (
     f"this is a bug in specgen {VERSION}: report it with the traceback above, the command, "
     "and for a run directory its manifest.json"
 )
 
 
-def main() -> None:
-    """Run the command line; a ``UserError`` is one line with exit code 2, any other a bug with its traceback."""
+def main(program: typer.Typer = app, name: str | None = None) -> None:
+    """Run the command line of ``program``, which messages call ``name``.
+
+    A ``UserError`` is one line with exit code 2, any other a bug with its traceback.
+    """
     try:
         for argument in sys.argv[1:]:
             require(is_text(argument), f"{shown(argument)} is not UTF-8: rename it, or write it so")
-        app()
+        program(prog_name=name)
     except SystemExit as ended:
         # Libraries would wait for their threads, and Ray crash where it was just starting
         if ended.code in STOPPED:

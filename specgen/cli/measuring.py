@@ -31,6 +31,13 @@ if TYPE_CHECKING:
     from specgen.experiments.output import BenchTable
     from specgen.experiments.turns import Turn, Watch
 
+# of the scripts in scripts/bench
+OUTPUT = option(
+    None,
+    "Results",
+    "Directory for the table: NAME.csv, NAME.json, NAME.html with plots, and NAME.yaml, which repeats it (--config).",
+)
+
 _DRY_RUN = option(
     False, "Table", "Print the arms with their memory and least time; read no weights and run nothing."
 )
@@ -110,10 +117,16 @@ def publish(
             not (output / f"{name}.json").exists(),
             f"output {str(output)!r} holds an earlier {name}.json: name a new directory, or remove it first",
         )
-    for table in tables:
-        if not quiet:
-            print(f"{table.name}: {len(table.rows)} rows", end="\r", file=sys.stderr, flush=True)
-        _write_table(table, output, config)
+
+    def kept() -> str:
+        written = output is not None and (output / f"{name}.json").exists()
+        return f"the rows so far are in {output}" if written else "nothing is kept"
+
+    with stoppable(breakable, kept):
+        for table in tables:
+            if not quiet:
+                print(f"{table.name}: {len(table.rows)} rows", end="\r", file=sys.stderr, flush=True)
+            _write_table(table, output, config)
     if not quiet:
         print(file=sys.stderr)
     _print_table(table, output, as_json, quiet)
@@ -140,7 +153,6 @@ def _print_table(table: "BenchTable", output: Path | None, as_json: bool, quiet:
 
 
 _PREFILL = {"max_prefill_tokens": 8192}  # as in a server
-_STEP_K = option(4, "Speculation", "Draft tokens per step, K: 0 (plain decoding) to 16.")
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 _NEW_TOKENS = {"fixed": 256, "data": 4096}  # by --output-lens
 _PER_SLOT = 4  # prompts; with fewer the batch is seldom full
@@ -299,23 +311,17 @@ def tune(
 app = typer.Typer(
     cls=Commands,
     name="bench",
-    help="Measure kernels and the engine: tables on the terminal, or one JSON document.",
+    help="Measure the engine: tables on the terminal, or one JSON document.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 
-_OUTPUT = option(
-    None,
-    "Results",
-    "Directory for the table: NAME.csv, NAME.json, NAME.html with plots, and NAME.yaml, which repeats it (--config).",
-)
 _KEPT = option(
     None,
     "Results",
     "Directory for the table: NAME.csv, NAME.json, NAME.html with plots, NAME.yaml, which repeats it (--config), and "
     "NAME.rounds.jsonl, in which every round is kept: the same command goes on, of the settings in NAME.settings.json.",
 )
-_REPEATS = "Measurements per number."
 _MATRIX = option(
     MISSING,
     "Table",
@@ -327,121 +333,6 @@ _AXIS = option(
     "Other values on an axis of the matrix, such as batch=8,32, K=0,4,auto, attention=sdpa, "
     "cuda_graphs=off, decoding=plain,padded; may be repeated.",
 )
-
-_SIZES = {
-    "cuda": ("1,4,8,16,32,64,128,256", "1024,2048,4096,8192,16384,32768,65536,131072"),
-    "cpu": ("1,4", "128,256"),
-}
-_EXPERTS = {
-    "cuda": (
-        "qwen3-30b-a3b,qwen3-30b-a3b-fp8,gpt-oss-20b,gpt-oss-20b-bf16",
-        "1,5,8,32,40,64,128,160,320,640",
-    ),
-    "cpu": ("small", "1,5,40"),
-}
-
-
-@app.command(cls=Command)
-@with_options
-def kernels(
-    *,
-    ctx: typer.Context,
-    num_seqs: str | None = option(
-        None, "Table", "Sequences per pass, comma-separated.", shown="1,4,8,16,32,64,128,256; on a CPU 1,4"
-    ),
-    max_seq_lens: str | None = option(
-        None,
-        "Table",
-        "Longest contexts, comma-separated; those that do not fit in memory are left out.",
-        shown="1024 to 131072 in powers of two; on a CPU 128,256",
-    ),
-    num_heads: int | None = option(
-        None, "Table", "Query heads.", least=1, shown="32; with --latents 20, GLM-4.7-Flash's"
-    ),
-    num_kv_heads: int | None = option(None, "Table", "Key and value heads.", least=1, shown="8"),
-    head_dim: int | None = option(None, "Table", "Elements per head.", least=1, shown="128"),
-    latents: bool = option(
-        False,
-        "Table",
-        "Latents of 512 + 64 numbers instead of keys and values (DeepSeek-V3, GLM-4.7-Flash): absorbed attention "
-        "alone.",
-    ),
-    num_spec_tokens: int = option(4, "Table", "Drafts, K: passes of K+1 rows are timed too."),
-    page_size: int = option(64, "Table", "Tokens per page.", least=1),
-    engine: Annotated[EngineConfig, Only("dtype kv_dtype device")],
-    repeats: int = option(20, "Table", _REPEATS),
-    output: Path | None = _OUTPUT,
-    as_json: bool = AS_JSON,
-    quiet: bool = QUIET,
-) -> None:
-    """Time attention alone: hopper, trtllm and FlashInfer's wrapper, by sequences, context and rows per sequence.
-
-    Without options on a GPU: the table of vLLM's PR 19825 for the heads of an 8B model, and for K = 4.
-    """
-    from specgen.engine.choices import FP8, device_and_dtype  # imports torch
-    from specgen.experiments.kernels import KernelJob, measure, timed_heads
-
-    device, dtype = device_and_dtype(engine)
-    defaults = _SIZES[device.type]
-    job = KernelJob(
-        heads=timed_heads(
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            latents=latents,
-            dtype=dtype,
-            kv_dtype=FP8 if engine.kv_dtype == "fp8" else dtype,
-            page_size=page_size,
-            max_query_len=num_spec_tokens + 1,
-        ),
-        num_seqs=numbers("num-seqs", num_seqs or defaults[0]),
-        max_seq_lens=numbers("max-seq-lens", max_seq_lens or defaults[1]),
-        num_spec_tokens=num_spec_tokens,
-        repeats=repeats,
-        device=device,
-    )
-    publish("kernels", measure(job), output, as_json, repeating(ctx), quiet)
-
-
-@app.command(cls=Command)
-@with_options
-def experts(
-    *,
-    ctx: typer.Context,
-    shapes: str | None = option(
-        None,
-        "Table",
-        "Experts of qwen3-30b-a3b, qwen3-30b-a3b-fp8 (by block), qwen3-30b-a3b-fp8-dynamic (by channel), "
-        "glm-4.7-flash-fp8 and qwen3.6-35b-a3b-fp8 (by block), llama-4-scout, gpt-oss-20b (MXFP4), gpt-oss-20b-bf16, "
-        "or small; comma-separated.",
-        shown="qwen3-30b-a3b, qwen3-30b-a3b-fp8 and both of gpt-oss-20b; on a CPU small",
-    ),
-    rows: str | None = option(
-        None,
-        "Table",
-        "Rows per pass, comma-separated.",
-        shown="1,5,8,32,40,64,128,160,320,640; on a CPU 1,5,40",
-    ),
-    engine: Annotated[EngineConfig, Only("dtype device")],
-    repeats: int = option(20, "Table", _REPEATS),
-    output: Path | None = _OUTPUT,
-    as_json: bool = AS_JSON,
-    quiet: bool = QUIET,
-) -> None:
-    """Time the experts of one layer of a mixture by number of rows, against the bytes of those that are touched."""
-    from specgen.engine.choices import device_and_dtype  # imports torch
-    from specgen.experiments.expert_bench import ExpertJob, measure
-
-    device, dtype = device_and_dtype(engine)
-    defaults = _EXPERTS[device.type]
-    job = ExpertJob(
-        shapes=tuple(name.strip() for name in (shapes or defaults[0]).split(",")),
-        rows=numbers("rows", rows or defaults[1]),
-        repeats=repeats,
-        dtype=dtype,
-        device=device,
-    )
-    publish("experts", measure(job), output, as_json, repeating(ctx), quiet)
 
 
 @app.command(cls=Command)
@@ -473,7 +364,7 @@ def throughput(
             drafts=True,
         ),
     ],
-    repeats: int = option(3, "Table", _REPEATS),
+    repeats: int = option(3, "Table", "Measurements per number."),
     dry_run: bool = _DRY_RUN,
     output: Path | None = _KEPT,
     as_json: bool = AS_JSON,
@@ -505,33 +396,3 @@ def throughput(
     else:
         tables = measure(job, output, turns(quiet))
         _publish_rounds(job.name, tables, output, as_json, repeating(ctx), quiet)
-
-
-@app.command(cls=Command)
-@with_options
-def step(
-    *,
-    ctx: typer.Context,
-    batch_sizes: str = option("1,8,32", "Table", "Batch sizes, comma-separated."),
-    prompt_tokens: int = option(256, "Table", "Random tokens per prompt."),
-    engine: Annotated[
-        EngineConfig,
-        Only(
-            f"model drafter num_spec_tokens drafter_batch max_prefill_tokens {ON_A_DEVICE}",
-            _PREFILL | {"num_spec_tokens": _STEP_K},
-        ),
-    ],
-    output: Path | None = _OUTPUT,
-    as_json: bool = AS_JSON,
-    quiet: bool = QUIET,
-) -> None:
-    """Explain a decode step: milliseconds by part (draft loop, verify, accept, drafter KV fill, idle) and kernel, and
-    lower bounds."""
-    from specgen.experiments.explain import StepJob, explain  # imports torch
-
-    job = StepJob(
-        engine=replace(engine, prefix_cache=False),
-        batch_sizes=numbers("batch-sizes", batch_sizes),
-        prompt_tokens=prompt_tokens,
-    )
-    publish("step", explain(job), output, as_json, repeating(ctx), quiet)

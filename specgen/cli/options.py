@@ -279,7 +279,8 @@ def repeating(ctx: typer.Context) -> str:
     }
     plain = {name: _plain(value) for name, value in given.items()}
     text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=1000) if plain else ""
-    return f"# specgen{ctx.command_path.rpartition('specgen')[2]} --config FILE\n{text}"
+    before, specgen, words = ctx.command_path.rpartition("specgen")
+    return f"# {specgen or before}{words} --config FILE\n{text}"
 
 
 def _plain(value: object) -> object:

@@ -435,20 +435,17 @@ class EngineCore:
         self._peers.wait(done.numbers)
         numbers = done.numbers.read()
         logprobs = done.logprobs.read() if done.logprobs is not None else [()] * len(numbers)
-        now, steps, touched = self._now(), list[Step](), list[int]()
+        now, steps = self._now(), list[Step]()
         if done.kind == "prefill":
             num_tokens = self._read_prefill(done, numbers, logprobs, now)
         elif done.kind == "decode":
-            found = unpack(numbers, done.num_drafts)
-            steps, touched = self._read_decode(done, found, logprobs), found.touched
+            steps = self._read_decode(done, unpack(numbers, done.num_drafts), logprobs)
             num_tokens = sum(step.emitted for step in steps)
         else:
             self._read_score(done, numbers)
         idle = self._waits.before(done.launch, done.numbers.done)
         if done.kind != "score":
-            self._record(
-                done.row(self._num_passes, now, idle, num_tokens, steps, self._num_preempted, touched)
-            )
+            self._record(done.row(self._num_passes, now, idle, num_tokens, steps, self._num_preempted))
             self._num_passes, self._num_preempted = self._num_passes + 1, 0
         self._in_flight.popleft()  # not before: its sequences fail with it
 

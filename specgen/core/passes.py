@@ -16,8 +16,7 @@ from specgen.core.spec_length import StepPlan
 from specgen.core.step import StepResult, Steps
 from specgen.decoding.sampling import SamplingBatch, token_counts
 from specgen.device import HostCopy, Moment, on_device
-from specgen.models.expert_counts import ExpertSize
-from specgen.record.record_rows import PassRow, Step, Touched
+from specgen.record.record_rows import PassRow, Step
 
 PassKind = Literal["prefill", "decode", "score"]
 
@@ -96,12 +95,8 @@ class Pass:
         num_tokens: int,
         steps: Items[Step],
         num_preempted: int,
-        touched: Items[int],
     ) -> PassRow:
-        """What happened in it; the device had waited ``idle`` seconds for it.
-
-        ``touched`` are its experts, summed over layers, and those of the newest tokens alone.
-        """
+        """What happened in it; the device had waited ``idle`` seconds for it."""
         result = self.result
         num_accepted = sum(step.accepted for step in steps)
         kept = result.fill_rows
@@ -126,18 +121,7 @@ class Pass:
             num_waiting=self.num_waiting,
             idle=round(idle, 9),
             idle_outside=round(min(idle, self.launch.outside), 9),
-            experts=_experts(result.experts, touched),
         )
-
-
-def _experts(size: ExpertSize | None, touched: Items[int]) -> Touched | None:
-    """Means over layers of what a mixture's step counted; None in a dense target."""
-    if size is None or not touched:
-        return None
-    every, plain = (number / size.num_layers for number in touched)
-    return Touched(
-        experts=every, plain=plain, num_experts=size.num_experts, num_bytes=round(size.bytes_of(every))
-    )
 
 
 class Passes:

@@ -33,8 +33,6 @@ from specgen.decoding.verify import accept_by_dice, accept_greedy, accept_sample
 from specgen.device import on_device
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
-from specgen.models.expert_counts import ExpertSize, num_touched
-from specgen.models.mlp import Chosen
 from specgen.models.protocols import Target
 
 _SCORED_TOGETHER = 256  # rows: a float32 row of 128k logits takes half a MiB
@@ -61,7 +59,6 @@ class StepResult:
     target_rows: int
     fill_rows: int = 0
     loop_rows: int = 0
-    experts: ExpertSize | None = None  # of a mixture, whose decode steps are counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,26 +70,21 @@ class Found:
     levels: list[list[int]]
     accepted: list[int]  # [B]
     tokens: list[list[int]]  # [B, K+1], see ``verify`` and NOT_FINITE
-    touched: list[int]  # experts, see ``num_touched``; empty where they are not counted
 
 
-def pack(drafts: Tensor, levels: Tensor, accepted: Tensor, tokens: Tensor, touched: Tensor | None) -> Tensor:
-    """[B, K] twice, [B], [B, K+1] and [2] or None as one matrix [B, n], which one copy takes to the host."""
-    columns = [drafts, levels, accepted[:, None], tokens]
-    if touched is not None:
-        columns.append(touched.expand(len(drafts), 2))
-    return torch.cat(columns, 1)
+def pack(drafts: Tensor, levels: Tensor, accepted: Tensor, tokens: Tensor) -> Tensor:
+    """[B, K] twice, [B] and [B, K+1] as one matrix [B, n], which one copy takes to the host."""
+    return torch.cat([drafts, levels, accepted[:, None], tokens], 1)
 
 
 def unpack(numbers: list[list[int]], num_drafts: int) -> Found:
     """The rows of what ``pack`` made of a step with ``num_drafts`` (K) drafts."""
-    k, end = num_drafts, 3 * num_drafts + 2
+    k = num_drafts
     return Found(
         drafts=[row[:k] for row in numbers],
         levels=[row[k : 2 * k] for row in numbers],
         accepted=[row[2 * k] for row in numbers],
-        tokens=[row[2 * k + 1 : end] for row in numbers],
-        touched=numbers[0][end:],
+        tokens=[row[2 * k + 1 :] for row in numbers],
     )
 
 
@@ -131,7 +123,7 @@ class _Geometry:
 
 
 class Steps:
-    """Target, drafter and their caches at work; decode steps count the ``experts`` of a mixture that they touch."""
+    """Target, drafter and their caches at work."""
 
     def __init__(
         self,
@@ -141,14 +133,12 @@ class Steps:
         backend: Backend,
         drafter: Drafter,
         runner: Runner,
-        experts: ExpertSize | None = None,
         synthetic_acceptance: tuple[float, ...] = (),
     ) -> None:
         self._target = target
         self._cache = cache
         self._backend = backend
         self._drafter = drafter
-        self._experts = experts
         self.runner = runner
         self._spoilt: set[int] = set()  # pages that are to be cleared
         # of drafts, by position and level; at an address that stays, as captured steps read it
@@ -208,18 +198,12 @@ class Steps:
             drafts = self._drafter.propose(state, k, columns.block_tables, sampling)
             return drafts, levels(drafts.confidence, self._begins)
 
-        def verify(drafts: Tensor, *lens: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        def verify(drafts: Tensor, *lens: Tensor) -> tuple[Tensor, Tensor]:
             newest = state.tokens[:, None]  # also where there is no draft: a row of a token that the text has
             every = torch.cat([newest, torch.where(drafts == NO_DRAFT, newest, drafts)], 1)
-            layout, experts = geometry.layout(*lens), self._experts
-            if experts is None:
-                hidden, features = self._forward(geometry.rows(every, layout), layout)
-                touched = None
-            else:
-                chosen = list[Tensor]()
-                hidden, features = self._forward(geometry.rows(every, layout), layout, chosen)
-                touched = num_touched(torch.stack(chosen), layout, columns.active, experts.num_experts)
-            return self._logits(hidden, sampling), features, touched
+            layout = geometry.layout(*lens)
+            hidden, features = self._forward(geometry.rows(every, layout), layout)
+            return self._logits(hidden, sampling), features
 
         def observe(features: Tensor, tokens: Tensor, keep: Tensor, *lens: Tensor) -> tuple[DraftState, int]:
             layout = geometry.layout(*lens)
@@ -234,19 +218,18 @@ class Steps:
         if geometry.num_verified is not None:
             drafts, left = most_likely(drafts, sure, self._chances, columns.active, geometry.num_verified)
             lens = (left + 1,)
-        logits, features, touched = piece(("verify", *what), verify, drafts.tokens, *lens)
+        logits, features = piece(("verify", *what), verify, drafts.tokens, *lens)
         rows = geometry.layout(*lens).rows_of(k + 1) if lens else None
         found = self._accept(drafts, logits, state.positions, sampling, rows)
         next_state, fill_rows = piece(
             ("observe", *what), observe, features, found.tokens, found.accepted + 1, *lens
         )
         result = StepResult(
-            numbers=pack(drafts.tokens, sure, found.accepted, found.shown, touched),
+            numbers=pack(drafts.tokens, sure, found.accepted, found.shown),
             logprobs=found.logprobs,
             target_rows=len(features),
             fill_rows=fill_rows,
             loop_rows=num_rows * self._drafter.draft_rows(k),
-            experts=self._experts,
         )
         sampling.count(found.tokens, (found.accepted + 1) * columns.active)
         columns.advance(next_state)  # last: a step whose numbers do not exist has not been made
@@ -293,9 +276,9 @@ class Steps:
         hidden, features = self.runner.prompts(("prompts", *blocks.size, None), forward, *inputs)
         return hidden[blocks.rows], features[blocks.rows]
 
-    def _forward(self, token_ids: Tensor, layout: Layout, chosen: Chosen = None) -> tuple[Tensor, Tensor]:
+    def _forward(self, token_ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         attend = Attend(self._backend, self._cache, layout, self._target.rope)
-        hidden, features = self._target.forward(token_ids, attend, self._drafter.aux_layers, chosen)
+        hidden, features = self._target.forward(token_ids, attend, self._drafter.aux_layers)
         return hidden, hidden if self._drafter.reads_output else features
 
     def _logits(self, hidden: Tensor, sampling: SamplingBatch) -> Tensor:

@@ -30,7 +30,6 @@ from specgen.engine.loading import Models
 from specgen.kv.kv_cache import KVCache, StateCache
 from specgen.kv.layout import Layout
 from specgen.kv.pages import PageAllocator, StateSlots
-from specgen.models.expert_counts import ExpertSize
 from specgen.models.model_config import LayerConfig
 from specgen.ops.jit_modules import compile_missing
 from specgen.record.record_rows import EngineRow
@@ -98,7 +97,6 @@ def assemble(
             backend=backend,
             drafter=drafter,
             runner=runner,
-            experts=ExpertSize.of(target.config, target.dtype.itemsize),
             synthetic_acceptance=config.synthetic_chances(),
         ),
         batch=RunningBatch(

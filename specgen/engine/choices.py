@@ -88,12 +88,6 @@ def resolve(config: EngineConfig, checkpoints: Checkpoints) -> EngineConfig:
     )
 
 
-def device_and_dtype(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
-    """Of a ``config`` that is not resolved; ``UserError`` for a device that is not here."""
-    device = choose_device(config.device)
-    return device, DTYPES[choose_dtype(config.dtype, device)]
-
-
 def choose_device(name: str) -> torch.device:
     """The device ``name`` stands for, ``cpu`` or ``cuda:N``; ``UserError`` for one that is not here."""
     if name == "auto":

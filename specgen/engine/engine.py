@@ -61,6 +61,10 @@ class Engine:
             not config.synthetic_acceptance,
             "synthetic_acceptance is set: its texts are not the model's, use specgen bench throughput",
         )
+        require(
+            models is None or isinstance(models, Models),
+            f"models is {shown(models)}: use those of an engine, engine.models",
+        )
         require_not_forked(choose_device(config.device))
         checkpoints = open_checkpoints(config, {} if models is None else models.checkpoints)
         self.config = resolve(config, checkpoints)

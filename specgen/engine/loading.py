@@ -8,7 +8,7 @@ import torch
 
 from specgen.checkpoints.checkpoint import load_drafter, load_target, mtp_part, open_checkpoint
 from specgen.checkpoints.tensor_reader import Checkpoint
-from specgen.config import MTP, EngineConfig, SamplingParams, require, shown
+from specgen.config import MTP, EngineConfig, SamplingParams, require
 from specgen.core.peers import Peers
 from specgen.device import Ranks, use
 from specgen.engine.choices import DTYPES, Checkpoints, needed_modules
@@ -147,7 +147,6 @@ def over_target(models: Models, config: EngineConfig, checkpoints: Checkpoints) 
 
     ``UserError`` where the target's files, its number format, device or ranks are others.
     """
-    require(isinstance(models, Models), f"models is {shown(models)}: use those of an engine, engine.models")
     target, held = models.target, models.checkpoints["model"]
     for name, ours, asked in (
         ("model", held.name, config.model),

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from statistics import fmean
 
 import torch
 
@@ -17,13 +16,13 @@ from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.device import synchronize, use
 from specgen.engine.loading import Models
 from specgen.models.dflash import DFlashConfig
-from specgen.models.expert_counts import ExpertSize
 from specgen.models.model_config import LayerConfig, Seen
-from specgen.record.record_rows import EngineRow, PassRow, RequestRow, Touched
+from specgen.record.record_rows import EngineRow, PassRow, RequestRow
 
 COPIED_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}  # far larger than any cache
 _SQUARES = {"cuda": 8192, "cpu": 512}  # sides of the matrices
 _REPEATS = 15
+_MXFP4_BYTES = 0.5 + 1 / 32  # per value: 4 bits, and a scale of 32 values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +114,64 @@ class KVBytes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertSize:
+    """The experts of a target: how many there are, and what one of them takes."""
+
+    num_layers: int  # that are mixtures
+    num_experts: int  # of a layer
+    num_chosen: int  # by a row in a layer
+    num_values: int  # weights of one expert
+    num_bytes: int  # that reading one expert takes, its biases included
+
+    @classmethod
+    def of(cls, config: LayerConfig, bytes_per_value: int) -> "ExpertSize | None":
+        """By the config of a target or a head, whose plain weights take ``bytes_per_value``; None for a dense one."""
+        mixture = config.mixture
+        if mixture is None:
+            return None
+        num_values = 3 * config.hidden_size * mixture.width  # gate, up and down
+        num_biases = 2 * mixture.width + config.hidden_size if mixture.biases else 0
+        weights = num_values * (_MXFP4_BYTES if mixture.mxfp4 else bytes_per_value)
+        first = f"layers.{mixture.layers.index(True)}.mlp.experts.0.gate_proj"
+        if config.fp8 is not None and not config.fp8.ignores(config.prefix + first):
+            gate = config.fp8.num_scales(mixture.width, config.hidden_size)
+            down = config.fp8.num_scales(config.hidden_size, mixture.width)
+            weights = num_values + 4 * (2 * gate + down)
+        return cls(
+            num_layers=sum(mixture.layers),
+            num_experts=mixture.num_experts,
+            num_chosen=mixture.num_chosen,
+            num_values=num_values,
+            num_bytes=int(weights) + num_biases * bytes_per_value,
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all experts of all layers."""
+        return self.num_layers * self.num_experts * self.num_bytes
+
+    def touched(self, num_rows: int) -> float:
+        """Experts of a layer that so many rows choose on average: an estimate, as if each chose evenly and by itself.
+
+        Rows that choose alike, as those of one text may, touch fewer.
+        """
+        return self.num_experts * (1 - (1 - self.num_chosen / self.num_experts) ** num_rows)
+
+    def work(self, passes: int, num_rows: int) -> "Work":
+        """That of ``passes`` of so many rows each."""
+        return Work(
+            num_bytes=passes * self.num_layers * self.touched(num_rows) * self.num_bytes,
+            flops=2.0 * passes * self.num_values * self.num_chosen * self.num_layers * num_rows,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepBytes:
     """The least that the passes of a decode step read, in bytes.
 
     Gathered embedding rows and writes are left out: they are thousands of times smaller, but for recurrent states, each
-    of which is read and written once. Of a mixture's experts a pass reads those that its rows touch.
+    of which is read and written once. Of a mixture's experts a pass reads those that its rows touch: see
+    ``ExpertSize.touched``.
     """
 
     target: int  # weights of one pass, without experts
@@ -191,21 +243,15 @@ class StepBytes:
     def prefill_flops(self, num_rows: int) -> float:
         """Of the target's GEMMs for so many rows of prompts; only the last ones have logits, left out."""
         weights = self.target - self.lm_head
-        experts = self._experts(self.experts, 1, num_rows, 0.0)
-        return 2 * weights / self.bytes_per_value * num_rows + experts.flops
+        return 2 * weights / self.bytes_per_value * num_rows + _experts(self.experts, 1, num_rows).flops
 
-    def step(self, num_spec_tokens: int, batch: int, context: float, touched: float | None = None) -> float:
+    def step(self, num_spec_tokens: int, batch: int, context: float) -> float:
         """Bytes read by the passes of a step; ``accept``, which reads the logits, is none."""
-        parts = self.parts(num_spec_tokens, batch, context, touched)
+        parts = self.parts(num_spec_tokens, batch, context)
         return sum(work.num_bytes for name, work in parts.items() if name != "accept")
 
-    def parts(
-        self, num_spec_tokens: int, batch: int, context: float, touched: float | None = None
-    ) -> dict[str, Work]:
-        """The work of each part of a step of ``batch`` sequences at ``context`` positions each.
-
-        ``touched`` are the experts of a layer that its rows chose; None: as many as by chance.
-        """
+    def parts(self, num_spec_tokens: int, batch: int, context: float) -> dict[str, Work]:
+        """The work of each part of a step of ``batch`` sequences at ``context`` positions each."""
         k, rows = num_spec_tokens, batch * (num_spec_tokens + 1)
 
         def work(weights: float, cache: float, rows_each: int) -> Work:
@@ -214,7 +260,7 @@ class StepBytes:
 
         cache = batch * (self.target_kv.at(context) + self.target_states)
         parts = {
-            "verify": work(self.target, cache, rows) + self._experts(self.experts, 1, rows, touched),
+            "verify": work(self.target, cache, rows) + _experts(self.experts, 1, rows),
             "accept": Work(num_bytes=rows * self.logits, flops=0.0),
         }
         if k == 0 or self.head_pass == 0:
@@ -226,46 +272,12 @@ class StepBytes:
                 passes * self.head_pass, passes * batch * self.head_kv.at(context), batch * k // passes
             )
             + work(k * self.head_draft, 0, batch)
-            + self._experts(self.head_experts, passes, batch * k // passes, None),
+            + _experts(self.head_experts, passes, batch * k // passes),
         }
 
-    def _experts(self, size: ExpertSize | None, passes: int, num_rows: int, touched: float | None) -> Work:
-        """That of the experts of ``passes`` of so many rows each."""
-        if size is None:
-            return Work(num_bytes=0.0, flops=0.0)
-        touched = size.touched_by_chance(num_rows) if touched is None else touched
-        return Work(
-            num_bytes=passes * size.bytes_of(touched),
-            flops=2.0 * passes * size.num_values * size.num_chosen * size.num_layers * num_rows,
-        )
 
-
-def mean_touched(passes: Iterable[EngineRow], num_sequences: int | None = None) -> Touched | None:
-    """The mean over decode steps, or those of ``num_sequences`` alone; None without any of a mixture."""
-    found = [
-        row.experts
-        for row in passes
-        if isinstance(row, PassRow) and row.experts is not None and num_sequences in (None, row.num_sequences)
-    ]
-    if not found:
-        return None
-    return Touched(
-        experts=fmean(each.experts for each in found),
-        plain=fmean(each.plain for each in found),
-        num_experts=found[0].num_experts,
-        num_bytes=round(fmean(each.num_bytes for each in found)),
-    )
-
-
-def touched_note(touched: Touched, sizes: StepBytes, num_rows: int, bytes_per_second: float) -> str:
-    """What a step of ``num_rows`` rows touched on average, beside chance, and its cost."""
-    assert sizes.experts is not None
-    chance = sizes.experts.touched_by_chance(num_rows)
-    return (
-        f"{touched.experts:.1f} of the {touched.num_experts} experts of a layer are touched ({chance:.1f} by chance, "
-        f"{touched.plain:.1f} by a plain step), {touched.num_bytes / 1e9:.2f} GB in all layers: "
-        f"{1e3 * touched.num_bytes / bytes_per_second:.3f} ms of a copy's bandwidth"
-    )
+def _experts(size: ExpertSize | None, passes: int, num_rows: int) -> Work:
+    return Work(num_bytes=0.0, flops=0.0) if size is None else size.work(passes, num_rows)
 
 
 def mean_step_bytes(
@@ -280,12 +292,7 @@ def mean_step_bytes(
             positions[step.number] += length
             length += step.emitted
     each = [
-        sizes.step(
-            row.num_spec_tokens,
-            row.num_sequences,
-            positions[row.number] / row.num_sequences,
-            row.experts.experts if row.experts else None,
-        )
+        sizes.step(row.num_spec_tokens, row.num_sequences, positions[row.number] / row.num_sequences)
         for row in passes
         if isinstance(row, PassRow) and row.kind == "decode"
     ]

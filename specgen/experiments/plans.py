@@ -215,16 +215,12 @@ class Yardstick:
     @property
     def conditions(self) -> dict[str, str]:
         bound = f"bytes that a decode step must read over {self.bandwidth}"
+        if self.sizes.experts is not None:
+            bound += "; of experts as many as rows touch on average that choose evenly and independently"
         found = {
             "bound": bound,
             "x_plain_bound": "x_plain if steps took their bound: what drafts would give by bytes",
         }
-        if self.sizes.experts is not None:
-            found["experts"] = (
-                f"of the {self.sizes.experts.num_experts} of a layer, touched by a decode step; means over layers and "
-                "steps; experts_plain: by the rows of the newest tokens alone, as by a plain step; experts_read: the "
-                "bytes of those touched over that bandwidth"
-            )
         if self.synthetic_acceptance:
             asked = self.synthetic_acceptance
             rates = (

@@ -15,7 +15,6 @@ import msgspec
 from specgen.config import require
 from specgen.record.files import RowFile, Rows, writable
 from specgen.record.provenance import FREE_IN_A_RUN
-from specgen.record.record_rows import Touched
 from specgen.record.results import locked, require_same
 from specgen.report.intervals import Interval, student_t
 from specgen.report.timings import LatencyStats, WallTime
@@ -35,7 +34,6 @@ class Repeat:
     step_seconds: float | None = None  # mean of a decode step
     mean_sequences: float | None = None  # in a decode step
     step_bytes: float | None = None  # that a decode step must read, the mean; a table says how fast
-    touched: Touched | None = None  # of a mixture's experts, mean over decode steps
     texts: Mapping[str, str] = field(default_factory=dict)  # digest of the token ids by request
     num_wrong: int | None = None  # tokens that differ from the known text
     disturbances: tuple[str, ...] = ()  # captures and shortages within the measured time
@@ -146,11 +144,6 @@ class Repeats:
         curves = [repeat.acceptance for repeat in self.each.values()]
         rates = [[rate for rate in position if rate is not None] for position in zip(*curves, strict=True)]
         return " ".join(f"{statistics.fmean(known):.3f}" for known in rates if known) or None
-
-    @property
-    def touched(self) -> Touched | None:
-        """The experts that steps touched, in the first repeat."""
-        return self._first.touched
 
     @property
     def num_wrong(self) -> int | None:

@@ -156,7 +156,7 @@ def table(
     results = [(arm.changes, measured[arm.name]) for arm in matrix.arms if arm.name in measured]
     rows = [_row(matrix, *each, results, yardstick) for each in results]
     busy, others = disturbed(measured)
-    columns = tuple(_columns(matrix, any(repeats.touched for repeats in measured.values())))
+    columns = tuple(_columns(matrix))
     return BenchTable(
         name=f"throughput-{matrix.name}",
         title=matrix.title,
@@ -171,7 +171,7 @@ def table(
     )
 
 
-def _columns(matrix: Matrix, mixture: bool) -> Iterator[Column]:
+def _columns(matrix: Matrix) -> Iterator[Column]:
     yield from (Column(name=axis.name) for axis in matrix.axes)
     yield from (
         Column(name=name, unit="tokens/s", show=display.rate) for name in ("speed", "lowest", "highest")
@@ -183,9 +183,6 @@ def _columns(matrix: Matrix, mixture: bool) -> Iterator[Column]:
     yield from (Column(name=name) for name in ("repeats", "acceptance_length", "acceptance"))
     yield from (Column(name=name, unit="ms") for name in ("step", "bound"))
     yield Column(name="over_bound", show=display.ratio)
-    if mixture:
-        yield from (Column(name=name, show=display.rate) for name in ("experts", "experts_plain"))
-        yield Column(name="experts_read", unit="ms")
     yield Column(name="same_texts", show=display.percent)
     yield Column(name="wrong_tokens")
     if matrix.latencies:
@@ -200,7 +197,6 @@ def _row(
     yardstick: Yardstick,
 ) -> Row:
     """The values of every column there may be."""
-    bytes_per_second, touched = yardstick.bytes_per_second, repeats.touched
     row: dict[str, Value] = {**changes, **_range(("speed", "lowest", "highest"), repeats.speed)}
     for ratio, labels in matrix.ratios.items():
         base = next((other for arm, other in results if arm == {**changes, **labels}), None)
@@ -209,7 +205,7 @@ def _row(
         if ratio == PLAIN:
             row[f"{PLAIN}_bound"] = None if base is None else _by_bytes(repeats, base)
     step, num_bytes = repeats.median(lambda r: r.step_seconds), repeats.median(lambda r: r.step_bytes)
-    bound = None if num_bytes is None else num_bytes / bytes_per_second
+    bound = None if num_bytes is None else num_bytes / yardstick.bytes_per_second
     latencies = {
         f"{name}_{part}": milliseconds(repeats.median(_latency(name, part)))
         for name in _SPREADS
@@ -223,9 +219,6 @@ def _row(
         "step": milliseconds(step),
         "bound": milliseconds(bound),
         "over_bound": step / bound if step and bound else None,
-        "experts": touched and touched.experts,
-        "experts_plain": touched and touched.plain,
-        "experts_read": touched and milliseconds(touched.num_bytes / bytes_per_second),
         "same_texts": None
         if yardstick.synthetic_acceptance
         else repeats.same_texts(next(other for _, other in results if other.ids == repeats.ids)),

@@ -107,3 +107,9 @@ def _on_gpu(graph: torch.cuda.CUDAGraph, repeats: int, device: torch.device) -> 
         marks.append((begin, end))
     torch.cuda.synchronize(device)
     return [begin.elapsed_time(end) / 1e3 for begin, end in marks[_WARM_UPS:]]
+
+
+def relative_error(output: Tensor, expected: Tensor) -> float:
+    """The largest error of a row relative to the norm of that row of ``expected``; both ``[rows, width]``."""
+    errors = (output.float() - expected.float()).norm(dim=1)
+    return float((errors / expected.float().norm(dim=1)).max())

@@ -19,7 +19,7 @@ from specgen.config.errors import DeviceLost
 from specgen.core.engine_core import never_stop
 from specgen.engine.loading import Models
 from specgen.engine.warm_engine import Run, WarmEngine
-from specgen.experiments.bound import mean_step_bytes, mean_touched
+from specgen.experiments.bound import mean_step_bytes
 from specgen.experiments.plans import Plan, Yardstick
 from specgen.experiments.rounds import BUSY, JUDGED, Ranking, Repeat, Rounds
 from specgen.experiments.timing import free_memory
@@ -240,7 +240,6 @@ def repeat_of(run: Run, yardstick: Yardstick | None = None) -> Repeat:
         step_seconds=steps.mean_seconds if steps else None,
         mean_sequences=steps.mean_sequences if steps else None,
         step_bytes=None if yardstick is None else mean_step_bytes(requests, run.passes, yardstick.sizes),
-        touched=mean_touched(run.passes),
         texts={completion.request.id: digest(completion.token_ids) for completion in completions},
         num_wrong=known.num_wrong(completions) if known else None,
         disturbances=tuple(_disturbances(run.passes)),

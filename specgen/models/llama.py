@@ -11,7 +11,6 @@ from specgen.attention import Attend
 from specgen.config import require
 from specgen.models.layers import Block, load_norm
 from specgen.models.loader import Loader
-from specgen.models.mlp import Chosen
 from specgen.models.model_config import TargetConfig
 from specgen.models.rotary import rope_of
 from specgen.ops import Map, Norm, Ops, Rope
@@ -130,7 +129,7 @@ class Llama:
         return self.embedding.dtype
 
     def forward(
-        self, token_ids: Tensor, attend: Attend, aux_layers: tuple[int, ...] = (), chosen: Chosen = None
+        self, token_ids: Tensor, attend: Attend, aux_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor]:
         """One pass over ``token_ids`` [rows]; ``attend`` knows their positions.
 
@@ -143,7 +142,7 @@ class Llama:
         for index, (block, norm) in enumerate(zip(self.blocks, self.norms[1:], strict=True), start=1):
             # not block(...), during which this frame would hold on to the stream before it
             stream, normed = block.post_norm.add(stream, block.attention(normed, attend))
-            stream, normed = norm.add(stream, *block.mlp(normed, chosen))
+            stream, normed = norm.add(stream, *block.mlp(normed))
             if index in aux_layers:
                 inputs[index] = stream
         features = [inputs[index] for index in aux_layers]

@@ -23,9 +23,6 @@ from specgen.ops.experts import (
 )
 from specgen.ops.weight import OUTPUTS, Weight
 
-# Takes the ids [rows, k] of the experts that each mixture's rows choose in a pass, if somebody counts them
-Chosen = list[Tensor] | None
-
 
 @dataclass(frozen=True, kw_only=True)
 class MLP:
@@ -48,8 +45,8 @@ class MLP:
             down=ops.linear_parts(down),
         )
 
-    def __call__(self, x: Tensor, chosen: Chosen = None) -> tuple[Tensor, ...]:
-        """[rows, H] -> [parts, rows, H]; see ``Ops.linear_parts``. There is nothing to choose."""
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        """[rows, H] -> [parts, rows, H]; see ``Ops.linear_parts``."""
         return (self.down(self.gated(x)),)
 
 
@@ -96,12 +93,10 @@ class Mixture:
             beside=beside,
         )
 
-    def __call__(self, x: Tensor, chosen: Chosen = None) -> tuple[Tensor, ...]:
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """[rows, H] -> what is to be added, each [parts, rows, H]; see ``Ops.linear_parts``."""
         ids, weights = self.choice(self.router(x))
         weights, k = weights.to(x.dtype), self.num_chosen
-        if chosen is not None:
-            chosen.append(ids[:, :k])
         if self.beside is None:
             return (self.experts(x, ids, weights),)
         return self.experts(x, ids[:, :k], weights[:, :k]), *self.beside(x, weights[:, k:])

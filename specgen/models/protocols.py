@@ -9,7 +9,6 @@ from torch import Tensor
 
 from specgen.attention import Attend
 from specgen.models.llama import Vocabulary
-from specgen.models.mlp import Chosen
 from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.rotary import rope_of
 from specgen.ops import Map, MostLikely, Ops, Rope
@@ -31,7 +30,7 @@ class Target(Protocol):
     @property
     def vocabulary(self) -> Vocabulary: ...
     def forward(
-        self, token_ids: Tensor, attend: Attend, aux_layers: tuple[int, ...] = (), chosen: Chosen = None
+        self, token_ids: Tensor, attend: Attend, aux_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor]: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
 

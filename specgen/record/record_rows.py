@@ -318,25 +318,12 @@ def _steps(arrays: Mapping[str, Any], num_tokens: int) -> list[Step]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Touched:
-    """The experts of a layer (means over layers) that the rows of a step's sequences chose; no padding rows.
-
-    ``plain`` counts the rows of the newest tokens alone, which are those of a plain step in the place of this one.
-    """
-
-    experts: float
-    plain: float
-    num_experts: int  # that a layer has
-    num_bytes: int  # of those touched, in all layers
-
-
-@dataclass(frozen=True, kw_only=True)
 class PassRow:
     """A pass of the engine: the rows it computed, and what came of them; ``number`` counts from 0.
 
     ``num_spec_tokens`` is K, the drafts per sequence (0 in a prefill). ``first_pass_rows`` are the rows of the drafter
     KV fill and ``first_pass_kept`` those of accepted tokens (the rest is padding of a padded drafter batch);
-    ``loop_rows`` are the rows of the drafting passes. ``experts`` are those that a decode step of a mixture touched.
+    ``loop_rows`` are the rows of the drafting passes.
 
     ``seconds`` are the device's, from the beginning of the pass to its end, without captures of CUDA graphs. Before
     that it had nothing to do for ``idle`` seconds; in at most ``idle_outside`` of them its caller, who prepares
@@ -361,7 +348,6 @@ class PassRow:
     num_waiting: int = 0  # prompts that had not begun
     idle: float = 0.0
     idle_outside: float = 0.0
-    experts: Touched | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -416,7 +402,7 @@ _KINDS: dict[str, type[Row]] = {
     "capture": Captured,
     "out_of_memory": OutOfMemory,
 }
-_NOTHING = {each.name: 0 for each in fields(PassRow) if each.name not in ("number", "kind", "experts")}
+_NOTHING = {each.name: 0 for each in fields(PassRow) if each.name not in ("number", "kind")}
 
 
 def to_line(row: Row) -> str:
@@ -436,8 +422,7 @@ def from_line(line: str) -> Row:
         kind = found.pop("row")
         if kind == "pass":
             found = _NOTHING | found
-            if "experts" in found:
-                found["experts"] = Touched(**found["experts"])
+            found.pop("experts", None)  # of a mixture, in rows of earlier versions
         return _KINDS[kind](**found)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"not a row of passes.jsonl: {line[:80]!r} ({error})") from error

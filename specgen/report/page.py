@@ -58,7 +58,8 @@ class Page:
             # else the last of an odd number has nothing beside it but space
             odd_one = len(cards) % 2 and len(cards) < len(tables) and all(table.chart for table in cards[:-1])
             for table in cards:
-                yield table, _WHOLE if is_whole or (odd_one and table is cards[-1]) else width_class(table)
+                alone = (len(tables) == 1 and table.has_header) or (odd_one and table is cards[-1])
+                yield table, _WHOLE if is_whole or alone else width_class(table)
 
     def anchors(self) -> dict[str, str]:
         """The title of each section by its id in the page, which is made of it."""

@@ -30,8 +30,6 @@ from specgen.record.results import is_gone, requests_in
 from specgen.report.acceptance import RequestSum, Speculation
 from specgen.report.display import count, several
 from specgen.report.timings import (
-    ExpertStats,
-    ExpertSum,
     LatencyStats,
     StepStats,
     StepSum,
@@ -98,7 +96,6 @@ class Report(Speculation):
     tpot_seconds: LatencyStats | None
     steps: Mapping[str, StepStats]  # by kind
     wall: WallTime | None = None  # where the wall time went; None for shards, which run side by side
-    experts: tuple[ExpertStats, ...] = ()  # that decode steps touched; empty for a dense target
     baseline: Baseline | None = None
     num_empty: int = 0  # texts without a character, but for those that ended while reasoning
     state: str | None = None
@@ -211,7 +208,6 @@ class _Sums:
         self.ttft: list[float] = []
         self.tpot: list[float] = []
         self.steps: dict[str, StepSum] = {}
-        self.experts = ExpertSum()
         self.wall = WallSum()
 
     def add_passes(self, passes: Iterable[Row]) -> None:
@@ -227,7 +223,6 @@ class _Sums:
                     self.num_preemptions += row.num_preempted
                     self.num_made += row.num_tokens
                     self.steps.setdefault(row.kind, StepSum()).add(row)
-                    self.experts.add(row)
                     self.wall.add(row)
                 case Captured():
                     self.clock.see(session, row.time)
@@ -295,7 +290,6 @@ class _Sums:
             tpot_seconds=latency_stats(self.tpot),
             steps={kind: steps.result() for kind, steps in sorted(self.steps.items())},
             wall=None if self.clock.sharded else self.wall.result(self.clock.seconds),
-            experts=self.experts.result(),
             num_empty=self.num_empty,
         )
 

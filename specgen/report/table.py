@@ -2,8 +2,8 @@
 
 import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from specgen.report.charts import Bars, Diagonal, Lines, Point, Ticks
@@ -78,8 +78,6 @@ class Table:
     ticks: Ticks = (0, 0.25, 0.5, 0.75, 1)
     num_keys: int = 1  # leading columns that identify a row, repeated where a terminal splits the table
     group: int = 1  # the other columns are kept together in groups of this size
-    # by column, the place of each row where a reader of the page sorts by it; empty for a table that is not sorted
-    ranks: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @property
     def has_header(self) -> bool:

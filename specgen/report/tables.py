@@ -87,16 +87,6 @@ _WALL = {
     "idle_engine": "device idle: other",
     "rest": "before the first pass and after the last",
 }
-_EXPERTS = (
-    Column(name="batch", title="sequences"),
-    Column(name="step", wraps=True),
-    Column(name="num_steps", title="steps", show=count),
-    Column(name="touched", title="experts touched", show=rate),
-    Column(name="touched_plain", title="by a plain step", show=rate),
-    Column(name="x_plain", title="x plain", show=ratio),
-    Column(name="gigabytes", title="read", unit="GB"),
-)
-_SHOWN_EXPERTS = 12  # rows of the table, those of the most steps; report.json has all
 _LENGTHS = (Column(name="k", title="by draft length"), Column(name="steps", title="decode steps"))
 
 
@@ -153,7 +143,7 @@ def _terms(report: Report) -> list[tuple[str, str]]:
     groups = (report, *report.categories.values(), *report.turns.values())
     received = (RECEIVED_TERM,) if received_column(group.received for group in groups) else ()
     one_run = (_BASELINE_TERM,) if report.baseline and report.baseline.ratio else ()
-    return [*(DEFINITIONS if report.num_drafts else ()), *received, *known, *one_run, *expert_terms(report)]
+    return [*(DEFINITIONS if report.num_drafts else ()), *received, *known, *one_run]
 
 
 def _numbers(report: Report) -> tuple[Table, Table]:
@@ -308,7 +298,6 @@ def _times(report: Report) -> Iterator[Table]:
     yield Table(title="Times by step", columns=_STEPS, rows=steps)
     lengths = tuple({"k": f"K = {k}", "steps": number} for k, number in report.draft_lengths.items())
     yield Table(title="Decode steps by draft length", columns=_LENGTHS, rows=lengths)
-    yield from experts_table(report)
 
 
 def _speed(report: Report) -> Iterator[_Item]:
@@ -368,42 +357,6 @@ def wall_table(wall: WallTime | None) -> Iterator[Table]:
         bars="share",
         ticks=quarters(max((row["share"] or 0.0) for row in rows)),
     )
-
-
-def experts_table(report: Report) -> Iterator[Table]:
-    """Of the most frequent kinds of steps; none for a dense target."""
-    shown = sorted(report.experts, key=lambda each: -each.num_steps)[:_SHOWN_EXPERTS]
-    if not shown:
-        return
-    rows = tuple(
-        {
-            "batch": each.sequences,
-            "step": f"verify, K = {k}" if (k := each.num_spec_tokens) else "plain",
-            "num_steps": each.num_steps,
-            "touched": each.touched,
-            "touched_plain": each.touched_plain,
-            "x_plain": each.touched / each.touched_plain if each.touched_plain else None,
-            "gigabytes": each.num_bytes / 1e9,
-        }
-        for each in report.experts
-        if each in shown
-    )
-    yield Table(
-        title="Experts touched",
-        note="of a layer, means over layers and steps",
-        columns=_EXPERTS,
-        rows=rows,
-        num_keys=2,
-    )
-
-
-def expert_terms(report: Report) -> Iterator[tuple[str, str]]:
-    """The definitions that the table needs; none without one."""
-    for each in report.experts[:1]:
-        of = count(each.num_experts)
-        yield "experts touched", f"of the {of} of a layer, by any row of a step; no padding, mean over layers"
-        yield "by a plain step", "the same by the row of each newest token alone, in the same step"
-        yield "read", "the bytes of the experts touched, in all layers"
 
 
 # --- sentences ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Latencies of requests; of passes their times, rows and experts, and where the wall time of a run went."""
+"""Latencies of requests; of passes their times and rows, and where the wall time of a run went."""
 
 import math
 from collections import Counter, defaultdict
@@ -201,57 +201,3 @@ def _priced(
     totals = [sum(each) for each in sequences]
     measured = [(a + b) / total for ((_, a), (_, b)), total in zip(steps, totals, strict=True)]
     return isotonic_regression(measured, weights=totals).x.tolist(), sequences
-
-
-# --- experts ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertStats:
-    """Decode steps of one K and of similar batches: means over steps, and for experts also over layers."""
-
-    num_spec_tokens: int
-    sequences: str  # the range of batch sizes: "1", "2", "3-4", "5-8", ...
-    num_steps: int
-    mean_sequences: float
-    touched: float  # experts of a layer
-    touched_plain: float  # by a plain step in its place
-    num_experts: int  # of a layer
-    num_bytes: float  # of what is touched in all layers
-
-
-class ExpertSum:
-    """Sums over the decode steps of a mixture, by K and batch size up to the next power of two."""
-
-    def __init__(self) -> None:
-        self._sums: dict[tuple[int, int], list[float]] = {}
-        self._num_experts = 0
-
-    def add(self, step: PassRow) -> None:
-        """Add one step; nothing if it has no experts."""
-        found = step.experts
-        if found is None:
-            return
-        self._num_experts = found.num_experts
-        key = (1 << (step.num_sequences - 1).bit_length(), step.num_spec_tokens)
-        figures = (1, step.num_sequences, found.experts, found.plain, found.num_bytes)
-        before = self._sums.get(key, [0.0] * len(figures))
-        self._sums[key] = [sum(pair) for pair in zip(before, figures, strict=True)]
-
-    def result(self) -> tuple[ExpertStats, ...]:
-        """By batch size and K."""
-        return tuple(self._stats(*key, self._sums[key]) for key in sorted(self._sums))
-
-    def _stats(self, most: int, k: int, sums: list[float]) -> ExpertStats:
-        number, sequences, touched, plain, size = sums
-        least = most // 2 + 1
-        return ExpertStats(
-            num_spec_tokens=k,
-            sequences=str(most) if least >= most else f"{least}-{most}",
-            num_steps=int(number),
-            mean_sequences=sequences / number,
-            touched=touched / number,
-            touched_plain=plain / number,
-            num_experts=self._num_experts,
-            num_bytes=size / number,
-        )

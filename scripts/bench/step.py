@@ -12,11 +12,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
+from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from torch.profiler import ProfilerActivity, profile
 
-from specgen.config import EngineConfig, require
+from specgen.cli.main import main, program_of
+from specgen.cli.measuring import OUTPUT, publish
+from specgen.cli.options import AS_JSON, ON_A_DEVICE, Only, numbers, repeating, with_options
+from specgen.cli.progress_bar import QUIET
+from specgen.config import EngineConfig, option, require
 from specgen.config.errors import DeviceLost
 from specgen.device import synchronize
 from specgen.engine.choices import attention_note, resolve, target_kv_dtype
@@ -28,8 +35,6 @@ from specgen.experiments.bound import (
     Work,
     copy_bandwidth,
     matrix_flops,
-    mean_touched,
-    touched_note,
 )
 from specgen.experiments.matrices import RANDOM, Workload
 from specgen.experiments.output import BenchTable, Plot
@@ -223,7 +228,7 @@ Step = tuple[
 
 @dataclass(frozen=True, kw_only=True)
 class StepJob:
-    """One run of ``specgen bench step``: steps of ``engine`` at each of ``batch_sizes``; without drafts, plain ones."""
+    """One run of the script: steps of ``engine`` at each of ``batch_sizes``; without drafts, plain ones."""
 
     engine: EngineConfig
     batch_sizes: tuple[int, ...]
@@ -295,15 +300,11 @@ def _explained(
     time = split(marker.spans(), _STEPS)
     # in the middle of the window
     context = context_at(observed.requests, observed.passes, batch, _SKIPPED + _STEPS // 2)
-    touched = mean_touched(observed.passes, batch)
-    works = sizes.parts(k, batch, context, touched.experts if touched else None)
+    works = sizes.parts(k, batch, context)
     notes = [
         f"batch {batch}: {1e3 * time.total:.3f} ms per step while profiled, "
         f"{1e3 * unobserved:.3f} without, at {context:,.0f} positions per sequence"
     ]
-    if touched:
-        note = touched_note(touched, sizes, batch * (k + 1), device.bytes_per_second)
-        notes.append(f"batch {batch}: {note}")
     return (batch, time, works), notes
 
 
@@ -511,3 +512,42 @@ def _kernel_rows(batch: int, time: StepTime) -> list[Row]:
         for kernel in time.kernels
         if kernel.seconds >= _LEAST * time.total
     ]
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+_STEP_K = option(4, "Speculation", "Draft tokens per step, K: 0 (plain decoding) to 16.")
+
+
+@with_options
+def step(
+    *,
+    ctx: typer.Context,
+    batch_sizes: str = option("1,8,32", "Table", "Batch sizes, comma-separated."),
+    prompt_tokens: int = option(256, "Table", "Random tokens per prompt."),
+    engine: Annotated[
+        EngineConfig,
+        Only(
+            f"model drafter num_spec_tokens drafter_batch max_prefill_tokens {ON_A_DEVICE}",
+            {"max_prefill_tokens": 8192, "num_spec_tokens": _STEP_K},
+        ),
+    ],
+    output: Path | None = OUTPUT,
+    as_json: bool = AS_JSON,
+    quiet: bool = QUIET,
+) -> None:
+    """Explain a decode step: milliseconds by part (draft loop, verify, accept, drafter KV fill, idle) and kernel, and
+    lower bounds."""
+    job = StepJob(
+        engine=replace(engine, prefix_cache=False),
+        batch_sizes=numbers("batch-sizes", batch_sizes),
+        prompt_tokens=prompt_tokens,
+    )
+    publish("step", explain(job), output, as_json, repeating(ctx), quiet)
+
+
+app = program_of(step)
+
+if __name__ == "__main__":
+    main(app, "python scripts/bench/step.py")

@@ -2,16 +2,30 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
+import typer
 from torch import Tensor
 
-from specgen.config import require
+from specgen.cli.main import main, program_of
+from specgen.cli.measuring import OUTPUT, publish
+from specgen.cli.options import AS_JSON, Only, numbers, repeating, with_options
+from specgen.cli.progress_bar import QUIET
+from specgen.config import EngineConfig, option, require
+from specgen.engine.choices import DTYPES, choose_device, choose_dtype
 from specgen.experiments.bound import DeviceSpeed, copy_bandwidth, matrix_flops
-from specgen.experiments.kernels import relative_error
 from specgen.experiments.output import BenchTable, Plot
-from specgen.experiments.timing import COLD_BYTES, Timing, environment, free_memory, num_layers, time_layers
+from specgen.experiments.timing import (
+    COLD_BYTES,
+    Timing,
+    environment,
+    free_memory,
+    num_layers,
+    relative_error,
+    time_layers,
+)
 from specgen.ops import bind_ops
 from specgen.ops.experts import Experts, ExpertsMap, Gating, from_mxfp4, grouped_experts
 from specgen.ops.fp8 import plain_matrix, rounded
@@ -162,7 +176,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertJob:
-    """One run of ``specgen bench experts``; ``UserError`` for invalid values."""
+    """One run of the script; ``UserError`` for invalid values."""
 
     shapes: tuple[str, ...]
     rows: tuple[int, ...]
@@ -290,3 +304,59 @@ def _empty_table(job: ExpertJob, speed: DeviceSpeed) -> BenchTable:
         plots=(Plot(title="over the bound", x="rows", y="over_bound", series="shape"),),
         num_keys=2,
     )
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+_EXPERTS = {
+    "cuda": (
+        "qwen3-30b-a3b,qwen3-30b-a3b-fp8,gpt-oss-20b,gpt-oss-20b-bf16",
+        "1,5,8,32,40,64,128,160,320,640",
+    ),
+    "cpu": ("small", "1,5,40"),
+}
+
+
+@with_options
+def experts(
+    *,
+    ctx: typer.Context,
+    shapes: str | None = option(
+        None,
+        "Table",
+        "Experts of qwen3-30b-a3b, qwen3-30b-a3b-fp8 (by block), qwen3-30b-a3b-fp8-dynamic (by channel), "
+        "glm-4.7-flash-fp8 and qwen3.6-35b-a3b-fp8 (by block), llama-4-scout, gpt-oss-20b (MXFP4), gpt-oss-20b-bf16, "
+        "or small; comma-separated.",
+        shown="qwen3-30b-a3b, qwen3-30b-a3b-fp8 and both of gpt-oss-20b; on a CPU small",
+    ),
+    rows: str | None = option(
+        None,
+        "Table",
+        "Rows per pass, comma-separated.",
+        shown="1,5,8,32,40,64,128,160,320,640; on a CPU 1,5,40",
+    ),
+    engine: Annotated[EngineConfig, Only("dtype device")],
+    repeats: int = option(20, "Table", "Measurements per number."),
+    output: Path | None = OUTPUT,
+    as_json: bool = AS_JSON,
+    quiet: bool = QUIET,
+) -> None:
+    """Time the experts of one layer of a mixture by number of rows, against the bytes of those that are touched."""
+    device = choose_device(engine.device)
+    dtype = DTYPES[choose_dtype(engine.dtype, device)]
+    defaults = _EXPERTS[device.type]
+    job = ExpertJob(
+        shapes=tuple(name.strip() for name in (shapes or defaults[0]).split(",")),
+        rows=numbers("rows", rows or defaults[1]),
+        repeats=repeats,
+        dtype=dtype,
+        device=device,
+    )
+    publish("experts", measure(job), output, as_json, repeating(ctx), quiet)
+
+
+app = program_of(experts)
+
+if __name__ == "__main__":
+    main(app, "python scripts/bench/experts.py")

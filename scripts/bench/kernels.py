@@ -11,9 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from pathlib import Path
 from random import Random
+from typing import Annotated
 
 import torch
+import typer
 from torch import Tensor
 
 from specgen.attention import Attend, Backend, Gpu, Heads, LatentDims, LayerAttention, Rows, Use
@@ -21,8 +24,13 @@ from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.hopper import HopperBackend
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
-from specgen.config import require
+from specgen.cli.main import main, program_of
+from specgen.cli.measuring import OUTPUT, publish
+from specgen.cli.options import AS_JSON, Only, numbers, repeating, with_options
+from specgen.cli.progress_bar import QUIET
+from specgen.config import EngineConfig, option, require
 from specgen.device import on_device
+from specgen.engine.choices import DTYPES, FP8, choose_device, choose_dtype
 from specgen.experiments.bound import copy_bandwidth
 from specgen.experiments.output import BenchTable, Plot, Value, selected
 from specgen.experiments.timing import (
@@ -33,6 +41,7 @@ from specgen.experiments.timing import (
     environment,
     free_memory,
     num_layers,
+    relative_error,
     time_layers,
 )
 from specgen.kv.kv_cache import KVCache, KVSpec
@@ -209,7 +218,7 @@ def timed_heads(
 
 @dataclass(frozen=True, kw_only=True)
 class KernelJob:
-    """One run of ``specgen bench kernels``; ``UserError`` for invalid values."""
+    """One run of the script; ``UserError`` for invalid values."""
 
     heads: Heads
     num_seqs: tuple[int, ...]
@@ -419,12 +428,6 @@ def _absorbed(backend: Backend, latent: LatentDims, cache: KVCache, layout: Layo
     return call
 
 
-def relative_error(output: Tensor, expected: Tensor) -> float:
-    """The largest error of a row relative to the norm of that row of ``expected``; both ``[rows, width]``."""
-    errors = (output.float() - expected.float()).norm(dim=1)
-    return float((errors / expected.float().norm(dim=1)).max())
-
-
 def _columns(names: Sequence[str]) -> tuple[Column, ...]:
     times = [
         Column(name=f"{name}_{what}", unit="us", show=display.plain)
@@ -456,3 +459,77 @@ def ordered(rows: Sequence[Row]) -> tuple[Row, ...]:
     """Rows grouped by kind of query, each in the order measured."""
     kinds = list(dict.fromkeys(row["query"] for row in rows))
     return tuple(sorted(rows, key=lambda row: kinds.index(row["query"])))
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+_SIZES = {
+    "cuda": ("1,4,8,16,32,64,128,256", "1024,2048,4096,8192,16384,32768,65536,131072"),
+    "cpu": ("1,4", "128,256"),
+}
+
+
+@with_options
+def kernels(
+    *,
+    ctx: typer.Context,
+    num_seqs: str | None = option(
+        None, "Table", "Sequences per pass, comma-separated.", shown="1,4,8,16,32,64,128,256; on a CPU 1,4"
+    ),
+    max_seq_lens: str | None = option(
+        None,
+        "Table",
+        "Longest contexts, comma-separated; those that do not fit in memory are left out.",
+        shown="1024 to 131072 in powers of two; on a CPU 128,256",
+    ),
+    num_heads: int | None = option(
+        None, "Table", "Query heads.", least=1, shown="32; with --latents 20, GLM-4.7-Flash's"
+    ),
+    num_kv_heads: int | None = option(None, "Table", "Key and value heads.", least=1, shown="8"),
+    head_dim: int | None = option(None, "Table", "Elements per head.", least=1, shown="128"),
+    latents: bool = option(
+        False,
+        "Table",
+        "Latents of 512 + 64 numbers instead of keys and values (DeepSeek-V3, GLM-4.7-Flash): absorbed attention "
+        "alone.",
+    ),
+    num_spec_tokens: int = option(4, "Table", "Drafts, K: passes of K+1 rows are timed too."),
+    page_size: int = option(64, "Table", "Tokens per page.", least=1),
+    engine: Annotated[EngineConfig, Only("dtype kv_dtype device")],
+    repeats: int = option(20, "Table", "Measurements per number."),
+    output: Path | None = OUTPUT,
+    as_json: bool = AS_JSON,
+    quiet: bool = QUIET,
+) -> None:
+    """Time attention alone: hopper, trtllm and FlashInfer's wrapper, by sequences, context and rows per sequence.
+
+    Without options on a GPU: the table of vLLM's PR 19825 for the heads of an 8B model, and for K = 4.
+    """
+    device = choose_device(engine.device)
+    dtype = DTYPES[choose_dtype(engine.dtype, device)]
+    defaults = _SIZES[device.type]
+    job = KernelJob(
+        heads=timed_heads(
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            latents=latents,
+            dtype=dtype,
+            kv_dtype=FP8 if engine.kv_dtype == "fp8" else dtype,
+            page_size=page_size,
+            max_query_len=num_spec_tokens + 1,
+        ),
+        num_seqs=numbers("num-seqs", num_seqs or defaults[0]),
+        max_seq_lens=numbers("max-seq-lens", max_seq_lens or defaults[1]),
+        num_spec_tokens=num_spec_tokens,
+        repeats=repeats,
+        device=device,
+    )
+    publish("kernels", measure(job), output, as_json, repeating(ctx), quiet)
+
+
+app = program_of(kernels)
+
+if __name__ == "__main__":
+    main(app, "python scripts/bench/kernels.py")
