@@ -545,7 +545,7 @@ def test_a_dry_run_lists_the_arms(pair: Path, monkeypatch) -> None:
     assert timed.built == []
     assert "batch 2, K 3" in done
     assert re.search(r"2 arms, with a warm-up each: about \d+ s, if every step", " ".join(done.split()))
-    busy = "11.7 GB/s of a copy; BUSY: load 5 of other programs on 2 CPUs, so speeds are doubtful)"
+    busy = "11.7 GB/s of a copy; BUSY: load 5 of other programs in the last minute on 2 CPUs, so speeds are doubtful)"
     assert busy in " ".join(done.split())
     assert len(re.findall(r"  3$", done, re.MULTILINE)) == 2
 
