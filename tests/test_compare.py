@@ -544,6 +544,16 @@ def test_tokens_per_step_stand_beside_a_length_that_texts_did_not_get():
     assert "per step" in " ".join(tables(found).split())
 
 
+def test_steps_without_drafts_are_in_a_length_beside():
+    runs = [arm("K3", [1, 0], accepted=2), arm("auto", [1, 0], accepted=2), arm("baseline", [1, 0])]
+    assert "over all steps" not in tables(compare(runs))
+    at_times = fold(request("a", [(3, 2)] * 4 + [(0, 0)] * 4), num_spec_tokens=3)
+    shown = tables(compare([runs[0], replace(runs[1], report=at_times), runs[2]]))
+    assert re.search(r"arm +acceptance length +95 % +over all steps ", shown)
+    assert re.search(r"^K3 +3\.00 .*3\.00 +100\.0 %", shown, re.MULTILINE)
+    assert re.search(r"^auto +3\.00 .*2\.00 +100\.0 %", shown, re.MULTILINE)
+
+
 def test_several_tasks_have_figures_each():
     def with_tasks(run, *accepted):
         reports = (arm("", [], number).report for number in accepted)

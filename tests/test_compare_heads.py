@@ -631,11 +631,18 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     two = ("--drafter", "ngram", "--drafter", "ngram:3")
     copy = shutil.copytree(heads()[0], tmp_path / "copy")
     same = ("--model", target, "--drafter", heads()[0], "--drafter", heads()[1], "--drafter", str(copy))
+    rows, again = tmp_path / "rows.jsonl", tmp_path / "again.jsonl"
+    for file in (rows, again):
+        file.write_text('{"prompt": "Tom has"}\n')
     refusals = {
         ("--repeats", "1"): "one run has no spread",
         two: "drafter 'ngram:3' is given twice",
         same: f"^drafters '{heads()[0]}' and '{copy}' have the same weights: leave one out$",
         ("--dataset", "bundled,bundled"): "dataset 'bundled' is given twice",
+        (
+            "--dataset",
+            f"{rows},{again}",
+        ): f"^data sets '{rows}' and '{again}' have the same content: leave one",
         ("--dataset", "bundled,"): "write names or files with commas",
         ("--dataset", "bundled,nothing"): "neither a known name nor a file",
         ("--dataset", "-"): "can be read only once",

@@ -45,8 +45,8 @@ _SYNTHETIC_ACCEPTANCE = option(
     None,
     "Speculation",
     "What would such a head be worth here? Real passes, but drafts are accepted by dice: a mean acceptance length "
-    "at each K, such as 3.2, or chances by position behind accepted drafts, such as 0.8,0.7,0.6. The texts are not "
-    "the model's then.",
+    "at each K (auto: at its largest), such as 3.2, or chances by position behind accepted drafts, such as "
+    "0.8,0.7,0.6. The texts are not the model's then.",
     shown="by the target",
 )
 _OUTPUT_LENS = option(

@@ -24,6 +24,7 @@ from specgen.experiments.turns import Turn, Turns, Watch, nobody
 from specgen.jobs.job import Job
 from specgen.jobs.run import run
 from specgen.prompts import Rejected, prompt_ids
+from specgen.prompts.formats import Format
 from specgen.prompts.load import STDIN, DataSource
 from specgen.record.files import RowFile, Rows, write_json
 from specgen.record.interrupt import StoppedError
@@ -85,8 +86,15 @@ class HeadsJob:
 
     def check(self) -> None:
         """``UserError`` for what would end the comparison after its first runs."""
+        prompts: dict[tuple[str, Format], str] = {}  # the first data set with each
         for source in self.data:
-            source.open()
+            opened = source.open()
+            if (content := opened.key()) is not None:
+                first = prompts.setdefault((content, opened.row_format), source.dataset)
+                require(
+                    first == source.dataset,
+                    f"data sets {first!r} and {source.dataset!r} have the same content: leave one out",
+                )
         weights: dict[str, str] = {}  # the first drafter with each
         for drafter in self.drafters:
             try:

@@ -226,7 +226,7 @@ class Yardstick:
             rates = (
                 f"{', '.join(f'{rate:.3g}' for rate in asked)} by position, the last one's for later ones"
                 if isinstance(asked, tuple)
-                else f"a mean acceptance length of {asked:g} at each K"
+                else f"a mean acceptance length of {asked:g} at each K (auto: at its largest)"
             )
             found["synthetic acceptance"] = f"{rates}: drafts are accepted by dice, texts are not the model's"
         if self.known is not None:

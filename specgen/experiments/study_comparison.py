@@ -186,6 +186,7 @@ class Figures:
     ratio: float | None
     mean_acceptance_length: float | None
     mean_acceptance_length_ci95: Interval | None
+    length_over_all_steps: float | None  # those without drafts too
     draft_acceptance_rate: float | None
     received: float | None  # tokens per step that texts got, where they are less than the length
 
@@ -393,6 +394,7 @@ def _figures(report: Report, reference: Report | None) -> dict[str, Any]:
         "ratio": speed / base if speed is not None and base else None,
         "mean_acceptance_length": report.mean_acceptance_length,
         "mean_acceptance_length_ci95": report.mean_acceptance_length_ci95,
+        "length_over_all_steps": report.length_over_all_steps,
         "draft_acceptance_rate": report.draft_acceptance_rate,
         "received": report.received,
     }

@@ -11,6 +11,7 @@ from specgen.experiments.study_comparison import (
     CHANGES,
     Accuracy,
     ArmComparison,
+    Figures,
     SampleTexts,
     SharedAnswer,
     StudyComparison,
@@ -197,12 +198,19 @@ def _acceptance(comparison: StudyComparison) -> Table:
         columns=(
             _ARM,
             _LENGTH,
-            *received_column(arm.received for arm in drafting),
+            *_other_lengths(drafting),
             *(Column(name=token, show=percent) for token in tokens),
         ),
         rows=tuple(rows),
         lines=curves("Acceptance by draft position and arm", lines) if lines else None,
     )
+
+
+def _other_lengths(each: Sequence[Figures]) -> tuple[Column, ...]:
+    """The length over all steps and the tokens per step, where some are not the acceptance length."""
+    is_shown = any(one.length_over_all_steps != one.mean_acceptance_length for one in each)
+    over_all = (Column(name="length_over_all_steps", title="over all steps", show=plain),) if is_shown else ()
+    return (*over_all, *received_column(one.received for one in each))
 
 
 def _parts(comparison: StudyComparison) -> Table:
@@ -234,11 +242,11 @@ def _speed(comparison: StudyComparison) -> Table:
 
 def _tasks(comparison: StudyComparison) -> Table:
     """Acceptance and speed by task; no rows for a single task."""
-    received = received_column(each.received for arm in comparison.arms for each in arm.tasks.values())
+    others = _other_lengths([each for arm in comparison.arms for each in arm.tasks.values()])
     return Table(
         title="By task",
         note=f"mean acceptance length with 95 % intervals; speed, and its ratio to {comparison.reference}",
-        columns=(Column(name="task", wraps=True), _ARM, *_LENGTH_AND_RATE, *received, *_SPEED),
+        columns=(Column(name="task", wraps=True), _ARM, *_LENGTH_AND_RATE, *others, *_SPEED),
         rows=tuple(
             {"task": task, "name": arm.name, **vars(arm.tasks[task])}
             for task in comparison.arms[0].tasks
