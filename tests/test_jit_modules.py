@@ -2,11 +2,10 @@
 
 import importlib.util
 import os
-import stat
 import sys
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,7 +32,6 @@ from specgen.models.model_config import LatentConfig
 from specgen.ops import jit_modules
 from specgen.ops.block_fp8 import FEWEST_ROWS
 from specgen.ops.jit_modules import Module, compile_missing, compiled_meanwhile
-from specgen.ops.weight import Weight
 from specgen.record.startup import watched
 from tests.engines import engine_config
 from tests.timed_engines import write_tiny
@@ -61,92 +59,79 @@ echo "$7" > jobs && exec sh "$5"
 
 
 @pytest.fixture(autouse=True)
-def _can_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+def _can_compile(monkeypatch):
     """Whether or not this machine can."""
     monkeypatch.setattr("specgen.attention.trtllm.compiles", lambda: True)
 
 
-@dataclass
 class Spec:
     """As FlashInfer's ``JitSpec``; ``script`` is what its ninja does."""
 
-    name: str
-    root: Path
-    script: str
-    sources: list[str] = field(default_factory=lambda: ["a.cu"])
-    is_aot: bool = False
+    def __init__(self, root, name, script, num_sources=1, is_aot=False):
+        self.name, self.script, self.is_aot = name, script, is_aot
+        self.sources = ["a.cu"] * num_sources
+        self.build_dir, self.lock_path = root / name, root / f"{name}.lock"
+        self.ninja_path = self.build_dir / "build.ninja"
 
     @property
-    def build_dir(self) -> Path:
-        return self.root / self.name
-
-    @property
-    def ninja_path(self) -> Path:
-        return self.build_dir / "build.ninja"
-
-    @property
-    def lock_path(self) -> Path:
-        return self.root / f"{self.name}.lock"
-
-    @property
-    def is_compiled(self) -> bool:
+    def is_compiled(self):
         return (self.build_dir / f"{self.name}.so").exists()
 
-    def write_ninja(self) -> None:
+    def write_ninja(self):
         self.build_dir.mkdir(exist_ok=True)
         self.ninja_path.write_text(self.script)
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def make(tmp_path, monkeypatch):
     """Makes a module, with a stand-in for ninja in the path."""
     ninja = tmp_path / "bin" / "ninja"
     ninja.parent.mkdir()
     ninja.write_text(NINJA)
-    ninja.chmod(ninja.stat().st_mode | stat.S_IXUSR)
+    ninja.chmod(0o755)
     monkeypatch.setenv("PATH", f"{ninja.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("MAX_JOBS", "4")
 
-    def module(name: str, script: str = "", *, longest: bool = False, **fields: Any) -> Module:
-        made = Spec(name, tmp_path, script or f"touch {name}.so", **fields)
+    def module(name, script="touch $(basename $PWD).so", *, longest=False, **fields):
+        made = Spec(tmp_path, name, script, **fields)
         return Module(what=f"the {name}", spec=lambda: made, longest=longest)
 
     return module
 
 
-def meets(*others: str) -> str:
-    """A script that ends well only if all of ``others`` are at work with it."""
-    here = " && ".join(f"[ -e ../{name}/here ]" for name in others)
-    return f"touch here; for i in $(seq 100); do {here} && touch $(basename $PWD).so && exit 0; sleep .05; done; exit 1"
+MEETS = """touch here
+for i in $(seq 100); do
+    [ -e ../a/here ] && [ -e ../b/here ] && [ -e ../c/here ] && touch $(basename $PWD).so && exit 0
+    sleep .05
+done
+exit 1
+"""
 
 
-def test_missing_modules_are_compiled_side_by_side(make, tmp_path: Path) -> None:
-    names = ("a", "b", "c")
+def test_missing_modules_are_compiled_side_by_side(make, tmp_path):
     modules = [
-        make(name, meets(*names), sources=["x.cu"] * n, longest=name == "b")
-        for name, n in zip(names, (1, 1, 2), strict=True)
+        make(name, MEETS, num_sources=n, longest=name == "b")
+        for name, n in zip("abc", (1, 1, 2), strict=True)
     ]
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "there.so").touch()
-    reported: list[tuple[int, int, tuple[str, ...]]] = []
+    reported = []
     with watched(lambda *now: reported.append((now[0], now[1], tuple(now[2])))) as startup:
         assert compile_missing([make("there", "exit 1"), *modules]) == ["the a", "the b", "the c"]
     assert reported[0] == (0, 3, ("the b", "the c", "the a")), "the longest first"
     assert reported[-1] == (3, 3, ())
     assert [done for done, _, _ in reported] == sorted(done for done, _, _ in reported)
     assert startup.take()["kernels"] > 0
-
-
-def test_what_is_compiled_is_not_compiled_again_and_one_module_is_compiled_once(make, tmp_path: Path) -> None:
-    once = "[ -e here ] && exit 1; touch here a.so"
-    modules = [make("a", once), make("a", once)]
-    assert compile_missing(modules) == ["the a"]
     assert compile_missing(modules) == []
 
 
-def test_what_was_compiled_of_other_files_is_compiled_again_ahead(
-    make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_module_is_compiled_once(make):
+    assert compile_missing([make("a", "[ -e here ] && exit 1; touch here a.so") for _ in range(2)]) == [
+        "the a"
+    ]
+
+
+def test_what_was_compiled_of_other_files_is_compiled_again_ahead(make, tmp_path, monkeypatch):
     """Else each module would be, one after the other, where it is first used."""
     modules = [make(name, f"rm -f stale; touch {name}.so") for name in "ab"]
     assert compile_missing(modules) == ["the a", "the b"]
@@ -159,17 +144,15 @@ def test_what_was_compiled_of_other_files_is_compiled_again_ahead(
     assert compile_missing(modules) == []
 
 
-@pytest.mark.parametrize("files", [1, 7])
-def test_no_more_compilers_are_at_work_than_there_is_room_for(
-    make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int
-) -> None:
+def test_no_more_compilers_are_at_work_than_there_is_room_for(make, tmp_path, monkeypatch):
     monkeypatch.setenv("MAX_JOBS", "1")
     alone = "mkdir ../busy || exit 1; sleep .1; rmdir ../busy; touch $(basename $PWD).so"
-    assert len(compile_missing([make(name, alone, sources=["x.cu"] * files) for name in "abc"])) == 3
+    for names, files in (("abc", 1), ("def", 7)):
+        assert len(compile_missing([make(name, alone, num_sources=files) for name in names])) == 3
     assert (tmp_path / "a" / "jobs").read_text() == "1\n"
 
 
-def test_compilers_at_once_are_as_many_as_cores_and_memory_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilers_at_once_are_as_many_as_cores_and_memory_are_for(monkeypatch):
     monkeypatch.delenv("MAX_JOBS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
     for gib, room in ((100, 16), (17, 8), (1, 1)):
@@ -179,7 +162,7 @@ def test_compilers_at_once_are_as_many_as_cores_and_memory_are_for(monkeypatch: 
     assert 1 << 20 < jit_modules._free_memory() < 1 << 50
 
 
-def test_a_failure_names_its_module_shows_the_last_lines_and_stops_the_others(make, tmp_path: Path) -> None:
+def test_a_failure_names_its_module_shows_the_last_lines_and_stops_the_others(make, tmp_path):
     fails = (
         "while ! [ -e ../slow/here ]; do sleep .05; done; for i in $(seq 40); do echo line $i; done; exit 2"
     )
@@ -208,66 +191,47 @@ exit 1
 """
 
 
-def test_of_a_failure_the_lines_of_the_command_that_failed_are_shown(make) -> None:
-    with pytest.raises(UserError) as caught:
+def test_of_a_failure_the_lines_of_the_command_that_failed_are_shown(make, monkeypatch):
+    lines = "b.cpp:1:10: fatal error: cuda.h: No such file or directory\ncompilation terminated."
+    with pytest.raises(UserError, match=rf"last lines:\n{lines}$"):
         compile_missing([make("bad", NINJAS)])
-    assert str(caught.value).split("\n")[1:] == [
-        "b.cpp:1:10: fatal error: cuda.h: No such file or directory",
-        "compilation terminated.",
-    ]
-
-
-def test_without_ninja_the_error_says_so(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        compile_missing([make("a", "echo 'ninja: build stopped: interrupted by user.'; exit 2")])
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match=r"module a .* cannot be compiled: .*ninja cannot be run"):
         compile_missing([make("a")])
 
 
-def test_ctrl_c_is_no_failure_of_a_compiler(make) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        compile_missing([make("a", "echo 'ninja: build stopped: interrupted by user.'; exit 2")])
+def test_what_another_process_compiles_is_waited_for(make, tmp_path):
+    with ThreadPoolExecutor() as pool:
+        with FileLock(tmp_path / "a.lock"):
+            waiting = pool.submit(compile_missing, [make("a", "exit 1")])
+            time.sleep(0.2)
+            assert not waiting.done()
+            (tmp_path / "a").mkdir()
+            (tmp_path / "a" / "a.so").touch()
+        assert waiting.result() == []
 
 
-def test_what_another_process_compiles_is_waited_for(make, tmp_path: Path) -> None:
-    found: list[list[str]] = []
-    with FileLock(tmp_path / "a.lock"):
-        waiting = threading.Thread(target=lambda: found.append(compile_missing([make("a", "exit 1")])))
-        waiting.start()
-        time.sleep(0.2)
-        assert not found
-        (tmp_path / "a").mkdir()
-        (tmp_path / "a" / "a.so").touch()
-    waiting.join()
-    assert found == [[]]
-
-
-def test_kernels_are_compiled_beside_other_work_and_waited_for(make, tmp_path: Path) -> None:
-    reported: list[int] = []
-    with watched(lambda done, total, names: reported.append(done)) as startup:
-        with compiled_meanwhile(
-            [make("a", "while ! [ -e ../loaded ]; do sleep .05; done; sleep .2; touch a.so")]
-        ):
+def test_kernels_are_compiled_beside_other_work_and_waited_for(make, tmp_path):
+    slow = "while ! [ -e ../loaded ]; do sleep .05; done; sleep .2; touch a.so"
+    with watched(lambda *now: None) as startup:
+        with compiled_meanwhile([make("a", slow)]):
             assert not (tmp_path / "a" / "a.so").exists()
             (tmp_path / "loaded").touch()
         assert (tmp_path / "a" / "a.so").exists()
-        assert reported == [0, 1]
         assert startup.take()["kernels"] > 0.1, "the time that it was waited for"
 
 
-def test_what_fails_to_compile_beside_other_work_is_raised_behind_it(make) -> None:
-    done = []
-
-    def load() -> None:
-        with compiled_meanwhile([make("a", "exit 1")]):
-            time.sleep(0.1)
-            done.append("loaded")
-
+def test_what_fails_to_compile_beside_other_work_is_raised_behind_it(make):
+    beside = compiled_meanwhile([make("a", "exit 1")])
+    beside.__enter__()
+    time.sleep(0.1)
     with pytest.raises(UserError, match=r"module a .* cannot be compiled"):
-        load()
-    assert done == ["loaded"]
+        beside.__exit__(None, None, None)
 
 
-def test_what_fails_beside_a_compilation_does_not_wait_for_it(make) -> None:
+def test_what_fails_beside_a_compilation_does_not_wait_for_it(make):
     others = set(threading.enumerate())  # some of which never end
     began = time.monotonic()
     with (
@@ -282,18 +246,14 @@ def test_what_fails_beside_a_compilation_does_not_wait_for_it(make) -> None:
         thread.join(10)
 
 
-def test_where_flashinfer_may_compile_nothing_neither_is_anything_compiled_here(
-    make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
-    assert compile_missing([make("a")]) == []
-
-
-def test_where_nobody_watches_the_log_says_what_takes_so_long(make, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_what_takes_so_long_and_nothing_where_flashinfer_may_not_compile(
+    make, monkeypatch, caplog
+):
     compile_missing([make("a")])
-    assert [each.getMessage() for each in caplog.records] == [
-        "compiling kernels, once on this machine: 0 of 1 modules; to do: the a"
-    ]
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    assert compile_missing([make("b")]) == []
+    said = ["compiling kernels, once on this machine: 0 of 1 modules; to do: the a"]
+    assert [each.getMessage() for each in caplog.records] == said
 
 
 def use(heads: Heads = LLAMA, **changed: Any) -> Use:
@@ -315,72 +275,57 @@ GLM = changed(
         {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
     ),
 )
+CHUNKS = changed(chunk=8192)
 HALF = changed(dtype=torch.float16, kv_dtype=torch.float16)
 FP8 = changed(kv_dtype=torch.float8_e4m3fn)
 
-NEEDED = {
-    (HopperBackend, H100): [
-        (use(), "FA3, heads of 128; attention, 32 rows, heads of 128"),
-        (  # 4 heads of a KV head
-            use(num_sequences=17, query_lens=(1, 4, 17)),
-            "FA3, heads of 128; attention, 16 rows, heads of 128; attention, 16 rows, heads of 128; "
-            "XQA, 17 rows, heads of 128",
-        ),
-        (use(HALF), "FA3, heads of 128; XQA, 5 rows, heads of 128"),
-        (
-            use(HALF, num_sequences=17, query_lens=(1, 2)),
-            "FA3, heads of 128; XQA, 1 row, heads of 128; XQA, 2 rows, heads of 128; FA2, heads of 128",
-        ),
-        (use(HALF, num_sequences=17, query_lens=(1,)), "FA3, heads of 128; XQA, 1 row, heads of 128"),
-        # 68 rows of a KV head are more than the tile
-        (use(num_sequences=128, query_lens=(17,)), "FA3, heads of 128; XQA, 17 rows, heads of 128"),
-        (use(prefills=False, query_lens=(1,)), "attention, 16 rows, heads of 128"),
-        (
-            use(SINKS, windowed=(False, True), num_sequences=128),
-            "FA3, heads of 64, sinks; FA3, heads of 64, sinks, windows; attention, 48 rows, heads of 64",
-        ),
-        (
-            use(HYBRID, query_lens=(1, 5, 9, 17)),
-            "FA3, heads of 256; attention, 16 rows, heads of 256; attention, 32 rows, heads of 256; "
-            "attention, 32 rows, heads of 256; XQA, 17 rows, heads of 256",
-        ),
-        (use(FP8, num_sequences=128), "FA2, heads of 128, FP8 KV; XQA, 5 rows, heads of 128, FP8 KV"),
-        (
-            use(GLM, query_lens=(1, 2)),
-            "latent attention; work lists of latent attention; FA3, keys of 256 and values of 256",
-        ),
-        (use(GLM, prefills=False), "latent attention; work lists of latent attention"),
-        (
-            use(changed(chunk=8192)),
-            "FA3, heads of 128; attention, 32 rows, heads of 128; XQA, 1 row, heads of 128; XQA, 5 rows, heads of 128",
-        ),
-    ],
-    (TrtllmBackend, H100): [
-        (use(num_sequences=128), "FA3, heads of 128; XQA, 5 rows, heads of 128"),
-        (
-            use(changed(chunk=8192)),
-            "FA3, heads of 128; XQA, 5 rows, heads of 128; XQA, 1 row, heads of 128",
-        ),
-        (
-            use(HALF, num_sequences=17, query_lens=(1, 2), windowed=(False, True)),
-            "FA3, heads of 128; FA3, heads of 128, windows; XQA, 1 row, heads of 128; "
-            "XQA, 1 row, heads of 128, windows; XQA, 2 rows, heads of 128; XQA, 2 rows, heads of 128, windows",
-        ),
-    ],
-    (TrtllmBackend, Gpu(major=12, num_sms=188)): [(use(), "FA2, heads of 128; XQA, 5 rows, heads of 128")],
-    (TrtllmBackend, Gpu(major=10, num_sms=148)): [(use(), "FA2, heads of 128")],
-    (FlashInferBackend, H100): [
-        (use(windowed=(False, True)), "FA2, heads of 128; FA2, heads of 128, windows")
-    ],
-    (SdpaBackend, H100): [(use(), "")],
-}
+ALL = (False, True)  # with windows and without
+# by what is asked of a backend the modules that it needs, without "heads of" so many
+NEEDED = (
+    (HopperBackend, 9, use(), "FA3; attention, 32 rows"),
+    (  # 4 heads of a KV head
+        *(HopperBackend, 9, use(num_sequences=17, query_lens=(1, 4, 17))),
+        "FA3; attention, 16 rows; attention, 16 rows; XQA, 17 rows",
+    ),
+    (HopperBackend, 9, use(HALF), "FA3; XQA, 5 rows"),
+    (HopperBackend, 9, use(HALF, num_sequences=17, query_lens=(1, 2)), "FA3; XQA, 1 row; XQA, 2 rows; FA2"),
+    (HopperBackend, 9, use(HALF, num_sequences=17, query_lens=(1,)), "FA3; XQA, 1 row"),
+    # 68 rows of a KV head are more than the tile
+    (HopperBackend, 9, use(num_sequences=128, query_lens=(17,)), "FA3; XQA, 17 rows"),
+    (HopperBackend, 9, use(prefills=False, query_lens=(1,)), "attention, 16 rows"),
+    (
+        *(HopperBackend, 9, use(SINKS, windowed=ALL, num_sequences=128)),
+        "FA3, sinks; FA3, sinks, windows; attention, 48 rows",
+    ),
+    (
+        *(HopperBackend, 9, use(HYBRID, query_lens=(1, 5, 9, 17))),
+        "FA3; attention, 16 rows; attention, 32 rows; attention, 32 rows; XQA, 17 rows",
+    ),
+    (HopperBackend, 9, use(FP8, num_sequences=128), "FA2, FP8 KV; XQA, 5 rows, FP8 KV"),
+    (
+        *(HopperBackend, 9, use(GLM, query_lens=(1, 2))),
+        "latent attention; work lists of latent attention; FA3, keys of 256 and values of 256",
+    ),
+    (HopperBackend, 9, use(GLM, prefills=False), "latent attention; work lists of latent attention"),
+    (HopperBackend, 9, use(CHUNKS), "FA3; attention, 32 rows; XQA, 1 row; XQA, 5 rows"),
+    (TrtllmBackend, 9, use(num_sequences=128), "FA3; XQA, 5 rows"),
+    (TrtllmBackend, 9, use(CHUNKS), "FA3; XQA, 5 rows; XQA, 1 row"),
+    (
+        *(TrtllmBackend, 9, use(HALF, num_sequences=17, query_lens=(1, 2), windowed=ALL)),
+        "FA3; FA3, windows; XQA, 1 row; XQA, 1 row, windows; XQA, 2 rows; XQA, 2 rows, windows",
+    ),
+    (TrtllmBackend, 12, use(), "FA2; XQA, 5 rows"),
+    (TrtllmBackend, 10, use(), "FA2"),
+    (FlashInferBackend, 9, use(windowed=ALL), "FA2; FA2, windows"),
+    (SdpaBackend, 9, use(), ""),
+)
 
 
-def test_a_backend_knows_what_it_needs_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    for (backend, gpu), cases in NEEDED.items():
-        for asked, names in cases:
-            found = "; ".join(module.what for module in backend.modules(gpu, asked))
-            assert found == names, (backend.name, gpu, asked)
+def test_a_backend_knows_what_it_needs_compiled(monkeypatch):
+    for backend, major, asked, names in NEEDED:
+        gpu = Gpu(major=major, num_sms={9: 132, 10: 148, 12: 188}[major])
+        found = "; ".join(module.what for module in backend.modules(gpu, asked))
+        assert found.replace(f", heads of {asked.heads.head_dim}", "") == names, (backend.name, gpu, asked)
     monkeypatch.setattr("specgen.attention.trtllm.compiles", lambda: False)
     prefill = TrtllmBackend.modules(H100, use())[0]
     assert prefill.what == "FA2, heads of 128", "which FlashInfer's package may have compiled"
@@ -388,7 +333,7 @@ def test_a_backend_knows_what_it_needs_compiled(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.fixture
-def generators(monkeypatch: pytest.MonkeyPatch) -> None:
+def generators(monkeypatch):
     """FlashInfer's functions that make specs, of which each returns what it is called with."""
     for name, functions in {
         "flashinfer": (),
@@ -410,9 +355,7 @@ def generators(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_flashinfer_is_asked_for_what_it_would_compile_at_the_first_use(
-    generators: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flashinfer_is_asked_for_what_it_would_compile_at_the_first_use(generators, monkeypatch):
     half, fp8, none = torch.float16, torch.float8_e4m3fn, (False, False)
     monkeypatch.setattr(fa3, "_spec", lambda shape: shape)
     first, step, unsplit = [
@@ -441,7 +384,7 @@ def test_flashinfer_is_asked_for_what_it_would_compile_at_the_first_use(
     assert [each.spec() for each in newer] == [first, step, ("FlashInfer 0.7's", *unsplit)]
 
 
-def test_what_fa3_is_compiled_without_is_what_flashinfer_includes() -> None:
+def test_what_fa3_is_compiled_without_is_what_flashinfer_includes():
     package = importlib.util.find_spec("flashinfer")
     if package is None or package.origin is None:
         pytest.skip("flashinfer is not installed")
@@ -451,16 +394,15 @@ def test_what_fa3_is_compiled_without_is_what_flashinfer_includes() -> None:
         assert f'#include "{name}"' in text, name
 
 
-def of_pair(path: Path, expected: SamplingParams = SamplingParams(), **settings: Any) -> list[str]:  # noqa: B008
-    config = engine_config(
-        path, attention="hopper", dtype="bfloat16", kv_dtype="model", page_size=64, device="cuda", **settings
-    )
+GPU = {"dtype": "bfloat16", "kv_dtype": "model", "page_size": 64, "device": "cuda"}
+
+
+def of_pair(path, expected=SamplingParams(), **settings):  # noqa: B008
+    config = engine_config(path, attention="hopper", **GPU, **settings)
     return [module.what for module in modules_of(config, open_checkpoints(config), expected, H100)]
 
 
-def test_a_pair_needs_what_its_passes_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generators: None
-) -> None:
+def test_a_pair_needs_what_its_passes_use(tmp_path, monkeypatch, generators):
     write_head(tmp_path / "drafter", write_target(tmp_path / "target"), draft_vocab_size=None)
     target, head = "XQA, {} rows, heads of 16", "XQA, 1 row, heads of 16"
     assert of_pair(tmp_path, num_spec_tokens=3) == ["FA3, heads of 16", target.format(4), head]
@@ -475,126 +417,93 @@ def test_a_pair_needs_what_its_passes_use(
     assert of_pair(tmp_path, filtered, num_spec_tokens=0) == [*plain, "top-k and top-p"]
 
 
-@pytest.mark.parametrize(
-    ("attention", "changes", "note"),
-    [
-        (
-            "hopper",
-            {},
-            "hopper (specgen hopper_decode: 4 rows, 1 row; FlashInfer FA3: prefill; XQA: short prefill; "
-            "FlashInfer FA2 without splits: short prefill of many sequences)",
-        ),
-        ("trtllm", {}, "trtllm (XQA: 4 rows, short prefill, 1 row; FlashInfer FA3: prefill)"),
-        (
-            "hopper",
-            {"kv_dtype": "fp8"},
-            "hopper (XQA: 4 rows, short prefill; FlashInfer FA2: prefill; specgen hopper_decode: 1 row)",
-        ),
-        (
-            "hopper",
-            {"dtype": "float16", "max_batch_size": 8},
-            "hopper (XQA: 4 rows, short prefill, 1 row; FlashInfer",
-        ),
-        ("flashinfer", {}, "flashinfer (FlashInfer FA2: 4 rows, prefill, 1 row)"),
-        ("sdpa", {"device": "cpu"}, "sdpa"),
-    ],
-)
-def test_a_report_names_the_kernels_that_attend(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str, changes: dict[str, Any], note: str
-) -> None:
+def test_a_head_that_drafts_at_once_attends_with_all_its_rows(tmp_path):
+    config = write_target(tmp_path / "target")
+    write_head(tmp_path / "drafter", config, draft_vocab_size=None, mask_token=("mask_token_id", 5))
+    found = of_pair(tmp_path, num_spec_tokens=DraftLength(most=2, kind="auto"))
+    one, *more = (f"XQA, {rows}, heads of 16" for rows in ("1 row", "2 rows", "3 rows"))
+    assert found[1:] == [one, *more, *(f"{each}, ragged" for each in more), one, more[0]]
+
+
+def note_of(path, **settings):
+    config = engine_config(path, num_spec_tokens=3, **GPU | {"max_batch_size": 256} | settings)
+    return attention_note(config, open_checkpoints(config))
+
+
+def test_a_report_names_the_kernels_that_attend(tmp_path, monkeypatch):
     monkeypatch.setattr(Gpu, "of", lambda device: H100)
     shape = {"hidden_size": 512, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64}
     write_head(tmp_path / "drafter", write_target(tmp_path / "target", **shape), draft_vocab_size=None)
-    config = engine_config(
-        tmp_path,
-        num_spec_tokens=3,
-        page_size=64,
-        **{
-            "max_batch_size": 256,
-            "dtype": "bfloat16",
-            "kv_dtype": "model",
-            "device": "cuda",
-            "attention": attention,
-            "cuda_graphs": "step" if attention in ("hopper", "trtllm") else "off",
-            **changes,
-        },
-    )
-    assert attention_note(config, open_checkpoints(config)).startswith(note)
+    hopper, trtllm = ({"attention": name, "cuda_graphs": "step"} for name in ("hopper", "trtllm"))
+    for changes, note in (
+        (
+            hopper,
+            "hopper (specgen hopper_decode: 4 rows, 1 row; FlashInfer FA3: prefill; XQA: short prefill; "
+            "FlashInfer FA2 without splits: short prefill of many sequences)",
+        ),
+        (trtllm, "trtllm (XQA: 4 rows, short prefill, 1 row; FlashInfer FA3: prefill)"),
+        (
+            hopper | {"kv_dtype": "fp8"},
+            "hopper (XQA: 4 rows, short prefill; FlashInfer FA2: prefill; specgen hopper_decode: 1 row)",
+        ),
+        (
+            hopper | {"dtype": "float16", "max_batch_size": 8},
+            "hopper (XQA: 4 rows, short prefill, 1 row; FlashInfer",
+        ),
+        (
+            {"attention": "flashinfer", "cuda_graphs": "off"},
+            "flashinfer (FlashInfer FA2: 4 rows, prefill, 1 row)",
+        ),
+        ({"attention": "sdpa", "device": "cpu", "cuda_graphs": "off"}, "sdpa"),
+    ):
+        assert note_of(tmp_path, **changes).startswith(note), changes
 
 
-def test_a_report_names_the_kernels_that_attend_in_chunks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_names_the_kernels_that_attend_in_chunks(tmp_path, monkeypatch):
     monkeypatch.setattr(Gpu, "of", lambda device: H100)
     target = write_llama4(tmp_path / "target", hidden_size=256, head_dim=64, attention_chunk_size=64)
     write_eagle_llama4(tmp_path / "drafter", target, chunk=64)
-    settings: dict[str, Any] = {
-        "dtype": "bfloat16",
-        "kv_dtype": "model",
-        "device": "cuda",
-        "attention": "hopper",
-    }
-    config = engine_config(
-        tmp_path, num_spec_tokens=3, page_size=64, cuda_graphs="off", max_batch_size=8, **settings
-    )
-    assert attention_note(config, open_checkpoints(config)) == (
+    assert note_of(tmp_path, attention="hopper", cuda_graphs="off", max_batch_size=8) == (
         "hopper (specgen hopper_decode: 4 rows, 1 row; XQA: 1 row in chunks, 4 rows in chunks; FlashInfer FA3: prefill)"
     )
 
 
-def test_a_head_that_drafts_at_once_attends_with_all_its_rows(tmp_path: Path) -> None:
-    config = write_target(tmp_path / "target")
-    write_head(tmp_path / "drafter", config, draft_vocab_size=None, mask_token=("mask_token_id", 5))
-    found = of_pair(tmp_path, num_spec_tokens=DraftLength(most=2, kind="auto"))
-    assert found[-2:] == ["XQA, 1 row, heads of 16", "XQA, 2 rows, heads of 16"]
-    several = ("1 row", "2 rows", "3 rows")
-    ragged = [f"XQA, {rows}, heads of 16, ragged" for rows in several[1:]]
-    assert found[1:-2] == [*(f"XQA, {rows}, heads of 16" for rows in several), *ragged]
+BLOCK = "block FP8 GEMMs of "
 
 
-@pytest.mark.parametrize(
-    ("scheme", "kinds"), [(None, ["bf16"]), ("block", ["bf16"]), ("modelopt", ["bf16", "fp8"])]
-)
-def test_gemms_on_hopper_are_compiled_for_the_weights(
-    tmp_path: Path, scheme: str | None, kinds: list[str]
-) -> None:
-    write_target(tmp_path / "target")
-    if scheme is not None:
-        quantize(tmp_path / "target", scheme)
-    config = EngineConfig(model=str(tmp_path / "target"), drafter=None, num_spec_tokens=0, dtype="bfloat16")
-    found = [each.what for each in gemm_modules(config, open_checkpoints(config))]
-    sizes = {"bf16": (16, 32, 48, 64, 96, 128, 160, 192), "fp8": (96, 128, 160, 192)}
-    assert found == [f"{kind} GEMMs of {rows} rows" for kind in kinds for rows in sizes[kind]]
-    assert gemm_modules(replace(config, dtype="float32"), open_checkpoints(config)) == []
+def gemms(path, **settings):
+    """The modules of GEMMs that the target in ``path`` needs; of those by shape the shape alone."""
+    settings = {"dtype": "bfloat16"} | settings
+    config = EngineConfig(model=str(path), drafter=None, num_spec_tokens=0, **settings)
+    return [each.what.removeprefix(BLOCK) for each in gemm_modules(config, open_checkpoints(config))]
 
 
-@pytest.mark.parametrize(
-    ("rows", "compiled"),
-    [
-        ({}, True),
-        ({"max_prefill_tokens": FEWEST_ROWS - 1, "max_batch_size": FEWEST_ROWS - 1}, False),
-        ({"max_prefill_tokens": FEWEST_ROWS - 1, "max_batch_size": FEWEST_ROWS}, True),
-        ({"max_prefill_tokens": FEWEST_ROWS, "max_batch_size": 1}, True),
-    ],
-)
-def test_gemms_of_block_fp8_are_compiled_by_shape_for_passes_of_many_rows(
-    tmp_path: Path, rows: dict[str, int], compiled: bool
-) -> None:
-    write_target(tmp_path / "target", hidden_size=384, head_dim=128)
-    quantize(tmp_path / "target", "block")
-    config = EngineConfig(
-        model=str(tmp_path / "target"), drafter=None, num_spec_tokens=0, dtype="bfloat16", **rows
-    )
+def by_shape(found):
+    return [each for each in found if " x " in each]
 
-    def found(config: EngineConfig) -> list[str]:
-        modules = gemm_modules(config, open_checkpoints(config))
-        return [each.what.removeprefix("block FP8 GEMMs of ") for each in modules if "block" in each.what]
 
-    assert found(config) == (["384 x 512", "1024 x 384", "1536 x 384", "384 x 768"] if compiled else [])
-    assert found(replace(config, tensor_parallel=2)) == (
-        [] if not compiled else ["384 x 256", "512 x 384", "768 x 384", "384 x 384"]
-    )
-    assert found(replace(config, dtype="float16")) == []
+def test_gemms_on_hopper_are_compiled_for_the_weights(tmp_path):
+    bf16 = [f"bf16 GEMMs of {rows} rows" for rows in (16, 32, 48, 64, 96, 128, 160, 192)]
+    fp8 = [f"fp8 GEMMs of {rows} rows" for rows in (96, 128, 160, 192)]
+    for scheme, expected in ((None, bf16), ("block", bf16), ("modelopt", [*bf16, *fp8])):
+        write_target(tmp_path / str(scheme))
+        if scheme is not None:
+            quantize(tmp_path / scheme, scheme)
+        assert gemms(tmp_path / str(scheme)) == expected, scheme
+        assert gemms(tmp_path / str(scheme), dtype="float32") == []
+
+
+def test_gemms_of_block_fp8_are_compiled_by_shape_for_passes_of_many_rows(tmp_path):
+    write_target(tmp_path, hidden_size=384, head_dim=128)
+    quantize(tmp_path, "block")
+    few = FEWEST_ROWS - 1
+    for prefill, batch in ((8192, 8), (few, FEWEST_ROWS), (FEWEST_ROWS, 1)):
+        rows = {"max_prefill_tokens": prefill, "max_batch_size": batch}
+        assert by_shape(gemms(tmp_path, **rows)) == ["384 x 512", "1024 x 384", "1536 x 384", "384 x 768"]
+        halves = ["384 x 256", "512 x 384", "768 x 384", "384 x 384"]
+        assert by_shape(gemms(tmp_path, tensor_parallel=2, **rows)) == halves
+        assert gemms(tmp_path, dtype="float16", **rows) == []
+    assert by_shape(gemms(tmp_path, max_prefill_tokens=few, max_batch_size=few)) == []
 
 
 _HEADS = {"hidden_size": 384, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -602,70 +511,49 @@ _LINEAR = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "intermedia
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3_5ForCausalLM", "Qwen3NextForCausalLM"])
-def test_those_of_a_hybrid_are_of_the_matrices_that_it_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
-) -> None:
+def test_those_of_a_hybrid_are_of_the_matrices_that_it_loads(tmp_path, monkeypatch, architecture):
     dense = {"mlp_only_layers": [0, 1, 2, 3]} if architecture == "Qwen3NextForCausalLM" else {}
-    write_hybrid(tmp_path / "target", architecture, **_HEADS, **_LINEAR, **dense)
-    quantize(tmp_path / "target", "block")
+    write_hybrid(tmp_path, architecture, **_HEADS, **_LINEAR, **dense)
+    quantize(tmp_path, "block")
     loaded, linear = set(), TensorReader.linear
 
-    def watched_linear(self: TensorReader, *given: Any, **settings: Any) -> Weight:
+    def watched_linear(self, *given, **settings):
         weight = linear(self, *given, **settings)
         if weight.format == "fp8":
             loaded.add("{} x {}".format(*weight.data.shape))
         return weight
 
     monkeypatch.setattr(TensorReader, "linear", watched_linear)
-    config = EngineConfig(model=str(tmp_path / "target"), drafter=None, num_spec_tokens=0, dtype="bfloat16")
-    checkpoints = open_checkpoints(config)
-    load_target(checkpoints["model"], torch.float32, torch.device("cpu"))
-    found = [each.what for each in gemm_modules(config, checkpoints) if "block" in each.what]
-    assert {each.removeprefix("block FP8 GEMMs of ") for each in found} == loaded
+    config = EngineConfig(model=str(tmp_path), drafter=None, num_spec_tokens=0, dtype="bfloat16")
+    load_target(open_checkpoints(config)["model"], torch.float32, torch.device("cpu"))
+    assert {*by_shape(gemms(tmp_path))} == loaded
     assert len(loaded) == 6
 
 
-@pytest.mark.parametrize(("width", "compiled"), [(128, []), (256, ["512 x 384", "384 x 256"])])
-def test_a_shared_expert_is_compiled_for_where_it_runs_beside_the_others(
-    tmp_path: Path, width: int, compiled: list[str]
-) -> None:
-    sizes = {"hidden_size": 384, "moe_intermediate_size": 128, "shared_expert_intermediate_size": width}
-    write_hybrid(
-        tmp_path, "Qwen3_5MoeForCausalLM", num_hidden_layers=1, layer_types=["full_attention"], **sizes
-    )
-    quantize(tmp_path, "block")
-    config = EngineConfig(model=str(tmp_path), drafter=None, num_spec_tokens=0, dtype="bfloat16")
-    found = [
-        each.what.removeprefix("block FP8 GEMMs of ")
-        for each in gemm_modules(config, open_checkpoints(config))
-    ]
-    assert [
-        each for each in found if each in ("256 x 384", "384 x 128", "512 x 384", "384 x 256")
-    ] == compiled
+def test_a_shared_expert_is_compiled_for_where_it_runs_beside_the_others(tmp_path):
+    for width, compiled in ((128, []), (256, ["512 x 384", "384 x 256"])):
+        sizes = {"hidden_size": 384, "moe_intermediate_size": 128, "shared_expert_intermediate_size": width}
+        path, layers = tmp_path / str(width), {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+        write_hybrid(path, "Qwen3_5MoeForCausalLM", **layers, **sizes)
+        quantize(path, "block")
+        shapes = ("256 x 384", "384 x 128", "512 x 384", "384 x 256")
+        assert [each for each in gemms(path) if each in shapes] == compiled, width
 
 
-def test_a_cpu_needs_nothing_compiled() -> None:
-    assert (
-        needed_modules(
-            EngineConfig(model="a", drafter=None, num_spec_tokens=0, device="cpu"), {}, SamplingParams()
-        )
-        == []
-    )
+def test_a_cpu_needs_nothing_compiled():
+    config = EngineConfig(model="a", drafter=None, num_spec_tokens=0, device="cpu")
+    assert needed_modules(config, {}, SamplingParams()) == []
 
 
-def test_a_bench_compiles_for_all_of_its_arms_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pair = write_tiny(tmp_path)
-    asked: list[list[str]] = []
+def test_a_bench_compiles_for_all_of_its_arms_at_once(tmp_path, monkeypatch):
+    asked = []
     monkeypatch.setattr(
-        plans,
-        "needed_modules",
-        lambda config, *given: [Module(what=str(config.draft_length.most), spec=list)],
+        plans, "needed_modules", lambda asked, *_: [Module(what=str(asked.draft_length.most), spec=list)]
     )
     monkeypatch.setattr(plans, "compile_missing", lambda found: asked.append([each.what for each in found]))
     arms = [Arm(name=str(k), changes={"K": k}) for k in (0, 2, 3)]
-    engine = engine_config(pair)
-    ready = plans.prepare(arms, engine, Workload(dataset="random", max_new_tokens=4))
+    ready = plans.prepare(
+        arms, engine_config(write_tiny(tmp_path)), Workload(dataset="random", max_new_tokens=4)
+    )
     assert ready.load().target.device.type == "cpu"
     assert asked == [["0", "2", "3"]]

@@ -1,10 +1,12 @@
 """Published figures are validated, and a run is compared with each of them."""
 
+import itertools
 import json
 import re
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from specgen.cli import main as cli
@@ -17,15 +19,15 @@ from specgen.report.references import (
     compare_run,
     conditions_of,
     load_reference,
+    load_references,
     load_results,
     of_figures,
-    read_reference,
 )
 from specgen.report.terminal import render as in_terminal
 from tests.commands import refused, specgen, write_rows
 from tests.streams import fold, request
 
-NAMES = sorted(path.stem for path in (evaluation_directory() / "reference").glob("*.json"))
+NAMES = sorted(each.name for each in load_references())
 MEASURED: dict[str, Any] = {
     "dataset": "gsm8k",
     "num_spec_tokens": 2,
@@ -36,6 +38,7 @@ MEASURED: dict[str, Any] = {
     "accuracy": [{"measure": "gsm8k exact_match,strict-match", "value": 0.7, "stderr": 0.02}],
 }
 GOOD: dict[str, Any] = {
+    "name": "mine",
     "source": "https://example.org/figures",
     "model": "a target",
     "drafter": "a head",
@@ -44,12 +47,10 @@ GOOD: dict[str, Any] = {
 }
 
 
-def read(tmp_path, *, others=(), **changes) -> Reference:
+def read(*, others=(), **changes) -> Reference:
     """The reference ``mine``, whose first figures have these changes."""
     measured = [MEASURED | changes, *(MEASURED | each for each in others)]
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps(GOOD | {"measurements": measured}))
-    return read_reference(path)
+    return msgspec.convert(GOOD | {"measurements": measured}, Reference)
 
 
 def report(num_spec_tokens, *accepted):
@@ -77,15 +78,36 @@ def render(found, reference, width=80):
     return in_terminal(of_figures(reference, [found]), width)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_bundled_references_are_valid(name):
-    reference = load_reference(name)
-    assert reference.name == name
-    for each in reference.measurements:
-        assert each.mean_acceptance_length or each.acceptance or each.accuracy
-        if each.acceptance:  # the published mean is rounded to hundredths
-            assert 1 + sum(each.acceptance) == pytest.approx(each.mean_acceptance_length, abs=0.01)
-        assert each is reference.of(each)  # found by its own conditions
+def test_bundled_references_say_what_can_be():
+    """Each measurement is found by its own conditions, and is alone with them."""
+    for reference in load_references():
+        assert reference.source.startswith("https://"), reference
+        assert reference.measurements, reference
+        for each in reference.measurements:
+            assert each is reference.of(each)
+            assert each.num_spec_tokens >= 1, each
+            assert each.temperature >= 0, each
+            assert each.draft_sampling in (None, "greedy", "probabilistic"), each
+            assert each.mean_acceptance_length or each.accuracy, each
+            assert (each.mean is None) == (each.mean_acceptance_length is None), each
+            assert 1 <= (each.mean_acceptance_length or 1) <= each.num_spec_tokens + 1, each
+            if each.acceptance:  # the published mean is rounded to hundredths
+                assert len(each.acceptance) == each.num_spec_tokens, each
+                assert 1 + sum(each.acceptance) == pytest.approx(each.mean_acceptance_length, abs=0.01)
+            assert all(1 >= a >= b >= 0 for a, b in itertools.pairwise((1, *each.acceptance, 0))), each
+            for accuracy in each.accuracy:
+                assert (len(accuracy.measure.split(" ")), 0 <= accuracy.value <= 1) == (2, True), each
+                assert 0 <= accuracy.stderr < 1, each
+
+
+def test_bundled_references_have_no_key_that_nothing_reads():
+    found = json.loads((evaluation_directory() / "references.json").read_text())
+    read = msgspec.to_builtins(load_references())
+    assert len({each["name"] for each in found}) == len(found)
+    for theirs, ours in zip(found, read, strict=True):
+        assert theirs.keys() == ours.keys()
+        for each, known in zip(theirs["measurements"], ours["measurements"], strict=True):
+            assert each.keys() <= known.keys()
 
 
 def test_the_anchors_are_there():
@@ -116,59 +138,6 @@ def test_published_tables_are_there_with_all_they_measured():
     assert length("inferencex-qwen3.5-mtp", "speed-bench-coding", 1, temperature=0.7) == (1.92, "pooled")
     vllm = ("vllm-ci-qwen3-8b-dflash", "humaneval:vllm", 16)
     assert length(*vllm, temperature=0) == (6.50, "requests")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"acceptance": [0.6]}, "1 figures: write one for each of 2 drafts"),
-        ({"acceptance": [0.3, 0.6]}, "shares that never rise"),
-        ({"acceptance": [60, 30]}, "shares that never rise"),
-        ({"mean_acceptance_length": 3.1}, "a step yields 1 to 3 tokens"),
-        ({"num_spec_tokens": 0}, "at least 1"),
-        ({"temperature": -1}, "temperature is -1: write 0"),
-        ({"thinking": "off"}, "thinking is 'off': write true, false or null"),
-        ({"temperature": "hot"}, "not supported between"),
-        ({"mean": None}, "mean is None: write pooled or requests beside a mean_acceptance_length"),
-        ({"mean": "median"}, "mean is 'median': write pooled or requests"),
-        ({"mean_acceptance_length": None}, "mean is 'pooled': write .* only there"),
-        ({"draft_sampling": "argmax"}, "draft_sampling is 'argmax': write greedy, probabilistic or null"),
-        ({"dataset": ""}, "dataset is empty"),
-        ({"accuracy": [{"measure": "m", "value": 79.6, "stderr": 1.8}]}, "share in"),
-        ({"accuracy": [{"measure": "m", "value": 0.796}]}, "stderr is missing"),
-        ({"accuracy": [{"measure": "gsm8k", "value": 0.7, "stderr": 0}]}, "the task, a space and the metric"),
-        ({"speed": 12}, "speed is not known"),
-        ({"acceptance": None}, "NoneType"),
-        ({"others": [{}]}, "two measurements are of gsm8k, K 2, temperature 0: leave one out"),
-    ],
-)
-def test_impossible_figures_are_refused(tmp_path, changes, message):
-    with refused(rf"mine\.json is not a reference: .*{message}"):
-        read(tmp_path, **changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"source": "a friend"}, "write the address"),
-        ({"measurements": []}, "measurements is empty"),
-        ({"measurements": 3}, "is not a reference"),
-        ({"num_spec_tokens": 2}, "num_spec_tokens is not known"),
-    ],
-)
-def test_impossible_references_are_refused(tmp_path, changes, message):
-    (tmp_path / "mine.json").write_text(json.dumps(GOOD | changes))
-    with refused(message):
-        read_reference(tmp_path / "mine.json")
-
-
-def test_a_file_that_is_not_json_or_lacks_a_key(tmp_path):
-    (tmp_path / "mine.json").write_text("[1]")
-    with pytest.raises(UserError, match="is not a JSON object: fix it"):
-        read_reference(tmp_path / "mine.json")
-    (tmp_path / "mine.json").write_text("{")
-    with pytest.raises(UserError, match=r"mine\.json is not valid JSON .*: fix it"):
-        read_reference(tmp_path / "mine.json")
 
 
 # --- what is compared with what -------------------------------------------------------------------
@@ -221,9 +190,9 @@ def test_conditions_are_those_of_the_manifest():
         ),
     ],
 )
-def test_what_was_measured_otherwise_is_refused_with_both_sides(tmp_path, changes, says):
+def test_what_was_measured_otherwise_is_refused_with_both_sides(changes, says):
     seven = {"num_spec_tokens": 7, "acceptance": [], "thinking": False, "draft_sampling": "probabilistic"}
-    reference = read(tmp_path, others=[seven])
+    reference = read(others=[seven])
     with refused(f"^mine has {says}"):
         reference.of(conditions(**changes))
     first, second = reference.measurements
@@ -232,8 +201,8 @@ def test_what_was_measured_otherwise_is_refused_with_both_sides(tmp_path, change
     assert reference.of(conditions(num_spec_tokens=7)) is second
 
 
-def test_two_ways_of_thinking_need_a_word(tmp_path):
-    reference = read(tmp_path, thinking=True, others=[{"thinking": False, "mean_acceptance_length": 2.0}])
+def test_two_ways_of_thinking_need_a_word():
+    reference = read(thinking=True, others=[{"thinking": False, "mean_acceptance_length": 2.0}])
     with refused(r"2 figures for gsm8k, K 2, temperature 0 \(.*thinking on; .*thinking off\): say with"):
         reference.of(conditions())
     assert reference.of(conditions(thinking=False)).mean_acceptance_length == 2.0
@@ -241,11 +210,9 @@ def test_two_ways_of_thinking_need_a_word(tmp_path):
 
 def test_what_else_a_run_sampled_with_stands_beside_a_reference(tmp_path):
     run = report(2, [2, 1, 0], [1, 1, 0])
-    found = replace(against(tmp_path, run, read(tmp_path)), run=conditions(besides="at most 9 new tokens"))
-    assert "sampled here with at most 9 new tokens; see that the reference was" in render(
-        found, read(tmp_path)
-    )
-    assert "sampled here" not in render(against(tmp_path, run, read(tmp_path)), read(tmp_path))
+    found = replace(against(tmp_path, run, read()), run=conditions(besides="at most 9 new tokens"))
+    assert "sampled here with at most 9 new tokens; see that the reference was" in render(found, read())
+    assert "sampled here" not in render(against(tmp_path, run, read()), read())
 
 
 # --- a run beside a reference ---------------------------------------------------------------------
@@ -253,7 +220,7 @@ def test_what_else_a_run_sampled_with_stands_beside_a_reference(tmp_path):
 
 def test_a_run_beside_a_reference(tmp_path):
     run = report(2, [2, 1, 0], [1, 1, 0], [2, 0, 0], [1, 2, 1])
-    found = against(tmp_path, run, read(tmp_path, acceptance=[0.6, 0.9 * 0.1]))
+    found = against(tmp_path, run, read(acceptance=[0.6, 0.9 * 0.1]))
     length, first, second, accuracy = found.figures
     assert (length.ours, length.theirs, length.inside) == (pytest.approx(23 / 12), 1.9, True)
     assert length.ci95 == run.mean_acceptance_length_ci95
@@ -283,27 +250,27 @@ def test_a_mean_over_requests_is_compared_with_one(tmp_path):
     steps = {"a": [2, 2, 2, 0, 1, 2, 2, 1, 2, 2], "b": [0, 1], "c": [1], "d": [1, 1, 1], "e": [1, 0]}
     completions(tmp_path, steps)
     run = report(2, *steps.values())
-    length, *_ = against(tmp_path, run, read(tmp_path, mean="requests")).figures
+    length, *_ = against(tmp_path, run, read(mean="requests")).figures
     lengths = [2.6, 1.5, 2, 2, 1.5]
     mean = sum(lengths) / 5
     assert (length.figure, length.ours) == ("mean length over requests", pytest.approx(mean))
     error = (sum((each - mean) ** 2 for each in lengths) / 4 / 5) ** 0.5
     assert length.ci95 == pytest.approx(t_test(mean, error, 4)[0])
     assert length.inside is True
-    pooled, *_ = against(tmp_path, run, read(tmp_path)).figures
+    pooled, *_ = against(tmp_path, run, read()).figures
     assert pooled.ours == pytest.approx(1 + 22 / 18)
     rows = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
     for row in rows:  # as n-grams, which find nothing in most steps
         row["metrics"]["num_steps_without_drafts"] = 7
     write_rows(tmp_path / "completions.jsonl", rows)
-    at_times, *_ = against(tmp_path, run, read(tmp_path, mean="requests")).figures
+    at_times, *_ = against(tmp_path, run, read(mean="requests")).figures
     assert at_times == length
 
 
 def test_an_interval_of_a_mean_over_requests_stays_within_what_a_step_can_yield(tmp_path):
     completions(tmp_path, {"a": [2], "b": [0]})
     run = report(2, [2], [0])
-    assert against(tmp_path, run, read(tmp_path, mean="requests")).figures[0].ci95 == (1.0, 3.0)
+    assert against(tmp_path, run, read(mean="requests")).figures[0].ci95 == (1.0, 3.0)
 
 
 def test_turns_of_a_conversation_are_one_unit_of_a_mean_over_requests(tmp_path):
@@ -315,13 +282,13 @@ def test_turns_of_a_conversation_are_one_unit_of_a_mean_over_requests(tmp_path):
     for steps in (alone, both):
         completions(tmp_path, steps)
         run = report(2, *steps.values())
-        intervals.append(against(tmp_path, run, read(tmp_path, mean="requests")).figures[0].ci95)
+        intervals.append(against(tmp_path, run, read(mean="requests")).figures[0].ci95)
     assert intervals[0] == pytest.approx(intervals[1])
 
 
 def test_figures_outside_the_interval_are_named(tmp_path):
     run = report(2, *[[2, 2, 2, 1, 2]] * 40)
-    reference = read(tmp_path)
+    reference = read()
     found = against(tmp_path, run, reference)
     assert [line.inside for line in found.figures[1:]] == [False, False, None]
     text = render(found, reference)
@@ -332,20 +299,20 @@ def test_figures_outside_the_interval_are_named(tmp_path):
 
 
 def test_a_run_without_an_interval_says_so(tmp_path):
-    reference = read(tmp_path, acceptance=[])
+    reference = read(acceptance=[])
     text = render(against(tmp_path, report(2, [2, 1]), reference), reference)
     assert "There is no interval that could hold a figure" in text
 
 
 def test_reasoning_in_the_texts_is_thinking(tmp_path):
-    reference, run = read(tmp_path, thinking=False), report(2, [2, 1, 0], [1, 1, 0])
+    reference, run = read(thinking=False), report(2, [2, 1, 0], [1, 1, 0])
     reasoned = replace(run, parts={"reasoning": run, "answer": run})
     with refused("figures for thinking off .* of thinking on:"):
         against(tmp_path, reasoned, reference)
 
 
 def test_thinking_that_nobody_told_of_is_named(tmp_path):
-    reference, run = read(tmp_path, thinking=False), report(2, [2, 1, 0], [1, 1, 0])
+    reference, run = read(thinking=False), report(2, [2, 1, 0], [1, 1, 0])
     said = "The reference has thinking off; whether this model thinks was not said"
     assert said in " ".join(render(against(tmp_path, run, reference), reference).split())
     told = against(tmp_path, run, reference, kwargs={"enable_thinking": False})
@@ -377,13 +344,13 @@ def scored(path, **tasks):
 @pytest.mark.parametrize(("right", "inside"), [(350, True), (300, False), (367, True), (372, False)])
 def test_accuracy_is_compared_over_the_samples(tmp_path, right, inside):
     scored(tmp_path, gsm8k=right)
-    *_, accuracy = against(tmp_path, report(2, [2, 1]), read(tmp_path)).figures
+    *_, accuracy = against(tmp_path, report(2, [2, 1]), read()).figures
     assert (accuracy.ours, accuracy.ci95) == (right / 500, wilson(right / 500, 500))
     assert accuracy.inside is inside
 
 
 def test_the_accuracy_of_another_task_is_not_taken_for_it(tmp_path):
-    reference = read(tmp_path)
+    reference = read()
     scored(tmp_path, word_problems=350)
     found = against(tmp_path, report(2, [2, 1, 0], [1, 1, 2]), reference)
     assert found.figures[-1].ours is None
@@ -397,7 +364,7 @@ def test_the_accuracy_of_another_task_is_not_taken_for_it(tmp_path):
 
 
 def test_accuracy_that_is_there_is_not_called_missing(tmp_path):
-    reference = read(tmp_path)
+    reference = read()
     scored(tmp_path, gsm8k=250)
     text = render(against(tmp_path, report(2, [2, 1, 0], [1, 1, 2]), reference), reference)
     assert re.search(r"strict-match +70\.0 % ± 2\.0 +50\.0 %  \[45\.6, 54\.4\] +no$", text, re.MULTILINE)
@@ -408,7 +375,7 @@ def test_accuracy_that_is_there_is_not_called_missing(tmp_path):
 def test_an_accuracy_that_is_no_share_is_refused(tmp_path):
     scored(tmp_path, gsm8k=600)
     with refused(r"gsm8k exact_match,strict-match of the run is 1\.2, not a share"):
-        against(tmp_path, report(2, [2, 1]), read(tmp_path))
+        against(tmp_path, report(2, [2, 1]), read())
 
 
 @pytest.mark.parametrize(

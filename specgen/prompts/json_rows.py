@@ -1,25 +1,24 @@
-"""Rows of JSON text, streamed in bounded memory; an invalid or oversized row does not stop the rest."""
+"""Rows of JSON text: lines are streamed, an array is read whole; an invalid row does not stop the rest."""
 
 import json
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from gzip import GzipFile
-from io import BufferedReader, TextIOWrapper
+from io import BufferedReader
 from typing import Any, NamedTuple
 
 import msgspec
 
 from specgen.config import UserError, first_line, require, shown
 
-_LONGEST = 64 * 2**20  # bytes of a line, characters of an array element
+_LONGEST = 64 * 2**20  # bytes of a line
 _CHUNK = 2**20
 _BOM = b"\xef\xbb\xbf"
-_BETWEEN_ROWS = re.compile(r"[ \t\r\n,]*")
 _KEY_END = re.compile(rb'"[ \t\r\n]*:')
 Source = BufferedReader | GzipFile
-_DECODER = json.JSONDecoder()
 _decode = msgspec.json.Decoder().decode  # five times as fast as ``json``
+_elements = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 class OtherFormatError(UserError):
@@ -127,55 +126,20 @@ def _skip_line(file: Source, part: bytes) -> None:
 
 
 def _read_array(file: Source) -> Iterator[Row]:
-    number = 0
+    """``OtherFormatError`` where the array as a whole is not valid JSON: no row is read of one that is cut short."""
+    text = file.read().removeprefix(_BOM)
     try:
-        for number, (value, text) in enumerate(_elements(file), start=1):
-            yield Row("row", number, (value, text), _checked)
-    except UserError as error:
-        yield _broken("row", number + 1, f"not valid JSON ({error}); no row after it is read")
-
-
-def _checked(element: tuple[object, str]) -> object:
-    """The value of an element of the array and its text, in which no key may be there twice."""
-    value, text = element
-    return _value_or_why(text) if repeats_key(text.encode(errors="replace"), num_keys(value)) else value
-
-
-def _elements(file: Source) -> Iterator[tuple[object, str]]:
-    """The elements of a JSON array and their texts, from a window of the file that grows to hold the next one.
-
-    ``UserError`` where invalid JSON begins.
-    """
-    # An invalid byte becomes a lone surrogate, which invalidates only the row it is in.
-    text = TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape")
-    window, start = text.read(_CHUNK).lstrip().removeprefix("["), 0
-    while True:
-        start = _BETWEEN_ROWS.match(window, start).end()  # type: ignore[union-attr]
-        if window.startswith("]", start):
-            require(not (window[start + 1 :] + text.read(_CHUNK)).strip(), "text behind the array")
-            return
-        value, end, problem = _decoded(window, start)
-        if end >= len(window):  # an element that ends with the window might continue after it
-            require(len(window) - start <= _LONGEST, f"longer than {_LONGEST:,} characters")
-            if more := text.read(max(_CHUNK, len(window) - start)):
-                window, start = window[start:] + more, 0
-                continue
-        if problem is not None:
-            raise UserError(problem)
-        yield value, window[start:end]
-        start = end
-
-
-def _decoded(window: str, start: int) -> tuple[Any, int, str | None]:
-    """The element at ``start``, its end (that of the window if it is cut off), and the error, if any."""
-    try:
-        value, end = _DECODER.raw_decode(window, start)
-        return value, end, None
-    except json.JSONDecodeError as error:
-        cut_off = error.msg.startswith("Unterminated string") or error.pos > len(window) - 16
-        return None, len(window) if cut_off else error.pos, error.msg
-    except (ValueError, RecursionError) as error:  # too many digits, or nested too deeply
-        return None, start, first_line(error)
+        rows = _elements(text)
+    except (msgspec.DecodeError, RecursionError):
+        try:  # takes what msgspec refuses, such as NaN; an invalid byte invalidates only the row it is in
+            values = _value_or_why(text.decode(errors="surrogateescape"))
+        except UserError as error:
+            remedy = "mend the array, or write each row on a line of its own"
+            raise OtherFormatError(f"{error}; no row is read: {remedy}") from error
+        assert isinstance(values, list)
+        yield from (parsed("row", number, value) for number, value in enumerate(values, start=1))
+        return
+    yield from (Row("row", number, bytes(row), _value) for number, row in enumerate(rows, start=1))
 
 
 def _first_character(file: Source) -> bytes:

@@ -1,16 +1,16 @@
-"""Published figures from ``eval/reference/``, each with its source, and whether a run's intervals contain them."""
+"""Published figures from ``eval/references.json``, each with its source, and whether a run's intervals contain them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePath
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from specgen.config import SamplingParams, UserError, require
+from specgen.config import SamplingParams, require
 from specgen.config.bundled import evaluation_directory
-from specgen.config.json_fields import check_fields, load_json
+from specgen.config.json_fields import load_json
 from specgen.report.display import DASH, ends, hundredths, percent, plain
 from specgen.report.intervals import wilson
 from specgen.report.paired_requests import mean_over_requests, read_answers
@@ -38,14 +38,6 @@ class PublishedAccuracy:
     measure: str
     value: float
     stderr: float
-
-    def __post_init__(self) -> None:
-        require(0 <= self.value <= 1, f"accuracy is {self.value}: write a share in [0, 1]")
-        require(self.stderr >= 0, f"stderr is {self.stderr}: write a share of at least 0")
-        require(
-            len(self.measure.split(" ")) == 2,
-            f"measure is {self.measure!r}: write the task, a space and the metric with its filter",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,40 +80,10 @@ class Measurement(Conditions):
     ``pooled`` is 1 + accepted / steps over all requests, ``requests`` the mean of the lengths of each.
     """
 
-    mean: str | None = None
+    mean: Literal["pooled", "requests"] | None = None
     mean_acceptance_length: float | None = None
     acceptance: tuple[float, ...] = ()  # [K], joint, pooled; empty if not published
     accuracy: tuple[PublishedAccuracy, ...] = ()
-
-    def __post_init__(self) -> None:
-        length, k = self.mean_acceptance_length, self.num_spec_tokens
-        require(bool(self.dataset), "dataset is empty: write its name as of --dataset")
-        require(k >= 1, f"num_spec_tokens is {k}: write the draft length, at least 1")
-        require(self.temperature >= 0, f"temperature is {self.temperature}: write 0 (greedy) or more")
-        require(
-            self.thinking in (None, True, False), f"thinking is {self.thinking!r}: write true, false or null"
-        )
-        require(
-            self.draft_sampling in (None, "greedy", "probabilistic"),
-            f"draft_sampling is {self.draft_sampling!r}: write greedy, probabilistic or null",
-        )
-        require(
-            self.mean in ((None,) if length is None else (*_LENGTHS,)),
-            f"mean is {self.mean!r}: write {' or '.join(_LENGTHS)} beside a mean_acceptance_length, and only there",
-        )
-        require(
-            length is None or 1 <= length <= k + 1,
-            f"mean_acceptance_length is {length}: a step yields 1 to {k + 1} tokens",
-        )
-        require(
-            len(self.acceptance) in (0, k),
-            f"acceptance has {len(self.acceptance)} figures: write one for each of {k} drafts, or none",
-        )
-        falling = [1.0, *self.acceptance, 0.0]
-        require(
-            falling == sorted(falling, reverse=True),
-            f"acceptance is {list(self.acceptance)}: write joint rates, shares that never rise",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,15 +96,6 @@ class Reference:
     drafter: str
     setting: str  # prompts and lengths
     measurements: tuple[Measurement, ...]
-
-    def __post_init__(self) -> None:
-        require(
-            self.source.startswith("https://"), f"source is {self.source!r}: write the address of the figures"
-        )
-        require(bool(self.measurements), "measurements is empty: write one for each data set")
-        texts = [each.text() for each in self.measurements]
-        twice = next((text for text in texts if texts.count(text) > 1), "")
-        require(not twice, f"two measurements are of {twice}: leave one out")
 
     def to_json(self) -> dict[str, Any]:
         """Where the figures come from, without them."""
@@ -177,31 +130,17 @@ def _agree(theirs: object, ours: object) -> bool:
 
 def load_reference(name: str) -> Reference:
     """The bundled reference ``name``; ``UserError`` listing the bundled ones for any other name."""
-    files = {path.stem: path for path in (evaluation_directory() / "reference").glob("*.json")}
+    found = {each.name: each for each in load_references()}
     require(
-        name in files, f"against is {name!r}, which is not a reference: use one of {', '.join(sorted(files))}"
+        name in found, f"against is {name!r}, which is not a reference: use one of {', '.join(sorted(found))}"
     )
-    return read_reference(files[name])
+    return found[name]
 
 
-def read_reference(path: Path) -> Reference:
-    """The reference in ``path``; ``UserError`` for invalid content."""
-    value = load_json(path, "fix it")
-    try:
-        known = check_fields({**value, "name": path.stem}, Reference)
-        return Reference(**known | {"measurements": tuple(map(_measurement, known["measurements"]))})
-    except (UserError, TypeError) as error:
-        raise UserError(f"{path} is not a reference: {error}") from error
-
-
-def _measurement(value: object) -> Measurement:
-    known = check_fields(value, Measurement)
-    accuracy = (
-        PublishedAccuracy(**check_fields(each, PublishedAccuracy)) for each in known.get("accuracy", ())
-    )
-    return Measurement(
-        **known | {"acceptance": tuple(known.get("acceptance", ())), "accuracy": tuple(accuracy)}
-    )
+def load_references() -> tuple[Reference, ...]:
+    """All that are bundled."""
+    text = (evaluation_directory() / "references.json").read_bytes()
+    return msgspec.json.decode(text, type=tuple[Reference, ...])
 
 
 # --- a run against them ---------------------------------------------------------------------------
