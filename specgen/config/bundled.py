@@ -13,7 +13,7 @@ def data_directory() -> Path:
 
 
 def evaluation_directory() -> Path:
-    """The directory with ``tasks/`` and ``studies/`` of ``specgen eval`` and ``references.json`` (published figures)."""
+    """The directory with ``tasks/`` and ``studies/`` of ``specgen eval``, and ``references.json`` (published)."""
     return _directory("eval")
 
 
