@@ -13,7 +13,7 @@ def data_directory() -> Path:
 
 
 def evaluation_directory() -> Path:
-    """The directory with ``tasks/`` and ``studies/`` of ``specgen eval``, and ``references.json`` (published)."""
+    """The directory with tasks and studies of ``specgen eval``, and published figures (``references.json``)."""
     return _directory("eval")
 
 
