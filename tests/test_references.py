@@ -1,4 +1,4 @@
-"""Published figures are validated, and a run is compared with each of them."""
+"""What published figures may say, and a run that is compared with each of them."""
 
 import itertools
 import json
@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from specgen.cli import main as cli
-from specgen.config import UserError
 from specgen.config.bundled import evaluation_directory
 from specgen.report.intervals import t_test, wilson
 from specgen.report.references import (
@@ -74,8 +73,13 @@ def against(path, run, reference, **said):
     return compare_run(path, run, manifest(**{"num_spec_tokens": run.num_spec_tokens} | said), reference)
 
 
-def render(found, reference, width=80):
-    return in_terminal(of_figures(reference, [found]), width)
+def printed(path, run, reference, **said):
+    """What the terminal shows of ``run`` beside ``reference``, at 80 columns."""
+    return in_terminal(of_figures(reference, [against(path, run, reference, **said)]), 80)
+
+
+def in_one_line(text):
+    return " ".join(text.split())
 
 
 def test_bundled_references_say_what_can_be():
@@ -174,27 +178,21 @@ def test_conditions_are_those_of_the_manifest():
         conditions_of(manifest(spec_length="auto"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        (
-            {"dataset": "mt-bench"},
-            "figures for data set gsm8k .* of data set mt-bench: generate with the same",
-        ),
-        ({"num_spec_tokens": 3}, r"figures for K 2, 7 \(gsm8k, K 2, .* this run is of K 3:"),
-        ({"temperature": 0.5}, "figures for temperature 0 .* of temperature 0.5:"),
-        ({"num_spec_tokens": 7, "thinking": True}, "figures for thinking off .* of thinking on:"),
-        (
-            {"num_spec_tokens": 7, "draft_sampling": "greedy"},
-            "figures for draft sampling probabilistic .* of draft sampling greedy:",
-        ),
-    ],
-)
-def test_what_was_measured_otherwise_is_refused_with_both_sides(changes, says):
+def test_what_was_measured_otherwise_is_refused_with_both_sides():
     seven = {"num_spec_tokens": 7, "acceptance": [], "thinking": False, "draft_sampling": "probabilistic"}
     reference = read(others=[seven])
-    with refused(f"^mine has {says}"):
-        reference.of(conditions(**changes))
+    for changes, says in (
+        ({"dataset": "mt-bench"}, "data set gsm8k .* of data set mt-bench: generate with the same"),
+        ({"num_spec_tokens": 3}, r"K 2, 7 \(gsm8k, K 2, .* this run is of K 3:"),
+        ({"temperature": 0.5}, "temperature 0 .* of temperature 0.5:"),
+        ({"num_spec_tokens": 7, "thinking": True}, "thinking off .* of thinking on:"),
+        (
+            {"num_spec_tokens": 7, "draft_sampling": "greedy"},
+            "draft sampling probabilistic .* of draft sampling greedy:",
+        ),
+    ):
+        with refused(f"^mine has figures for {says}"):
+            reference.of(conditions(**changes))
     first, second = reference.measurements
     assert reference.of(conditions()) is first
     assert reference.of(conditions(num_spec_tokens=7, thinking=False)) is second
@@ -209,10 +207,11 @@ def test_two_ways_of_thinking_need_a_word():
 
 
 def test_what_else_a_run_sampled_with_stands_beside_a_reference(tmp_path):
-    run = report(2, [2, 1, 0], [1, 1, 0])
-    found = replace(against(tmp_path, run, read()), run=conditions(besides="at most 9 new tokens"))
-    assert "sampled here with at most 9 new tokens; see that the reference was" in render(found, read())
-    assert "sampled here" not in render(against(tmp_path, run, read()), read())
+    found = against(tmp_path, report(2, [2, 1, 0], [1, 1, 0]), read())
+    said = replace(found, run=conditions(besides="at most 9 new tokens"))
+    texts = [in_terminal(of_figures(read(), [each]), 80) for each in (said, found)]
+    assert "sampled here with at most 9 new tokens; see that the reference was" in texts[0]
+    assert "sampled here" not in texts[1]
 
 
 # --- a run beside a reference ---------------------------------------------------------------------
@@ -288,20 +287,12 @@ def test_turns_of_a_conversation_are_one_unit_of_a_mean_over_requests(tmp_path):
 
 def test_figures_outside_the_interval_are_named(tmp_path):
     run = report(2, *[[2, 2, 2, 1, 2]] * 40)
-    reference = read()
-    found = against(tmp_path, run, reference)
-    assert [line.inside for line in found.figures[1:]] == [False, False, None]
-    text = render(found, reference)
-    assert "Outside our intervals: acceptance at token 0, acceptance at token 1 (2 of 2" in " ".join(
-        text.split()
-    )
+    assert [line.inside for line in against(tmp_path, run, read()).figures[1:]] == [False, False, None]
+    text = printed(tmp_path, run, read())
+    assert "Outside our intervals: acceptance at token 0, acceptance at token 1 (2 of 2" in in_one_line(text)
     assert all(len(line) <= 80 for line in text.splitlines())
-
-
-def test_a_run_without_an_interval_says_so(tmp_path):
-    reference = read(acceptance=[])
-    text = render(against(tmp_path, report(2, [2, 1]), reference), reference)
-    assert "There is no interval that could hold a figure" in text
+    alone = printed(tmp_path, report(2, [2, 1]), read(acceptance=[]))
+    assert "There is no interval that could hold a figure" in alone
 
 
 def test_reasoning_in_the_texts_is_thinking(tmp_path):
@@ -314,62 +305,49 @@ def test_reasoning_in_the_texts_is_thinking(tmp_path):
 def test_thinking_that_nobody_told_of_is_named(tmp_path):
     reference, run = read(thinking=False), report(2, [2, 1, 0], [1, 1, 0])
     said = "The reference has thinking off; whether this model thinks was not said"
-    assert said in " ".join(render(against(tmp_path, run, reference), reference).split())
-    told = against(tmp_path, run, reference, kwargs={"enable_thinking": False})
-    assert "thinks" not in render(told, reference)
+    assert said in in_one_line(printed(tmp_path, run, reference))
+    assert "thinks" not in printed(tmp_path, run, reference, kwargs={"enable_thinking": False})
 
 
-def results(**tasks):
-    """lm-eval's document for tasks that each have a number of right answers of 500, by both filters of GSM8K."""
-    return {
-        "results": {
-            task: {
-                "alias": task,
-                "exact_match,strict-match": right / 500,
-                "exact_match_stderr,strict-match": 0.02,
-                "exact_match,flexible-extract": (right + 20) / 500,
-                "exact_match_stderr,flexible-extract": 0.02,
-            }
-            for task, right in tasks.items()
-        },
-        "n-samples": {task: {"original": 1319, "effective": 500} for task in tasks},
-    }
+FILTERS = (("strict-match", 0), ("flexible-extract", 20))
 
 
 def scored(path, **tasks):
-    """Leave ``results.json`` there."""
-    (path / "results.json").write_text(json.dumps(results(**tasks)))
+    """Leave lm-eval's ``results.json`` of tasks that each have a number of right answers of 500, by both filters."""
+    results = {
+        task: {
+            "alias": task,
+            **{f"exact_match,{name}": (right + more) / 500 for name, more in FILTERS},
+            **{f"exact_match_stderr,{name}": 0.02 for name, _ in FILTERS},
+        }
+        for task, right in tasks.items()
+    }
+    samples = {task: {"original": 1319, "effective": 500} for task in tasks}
+    (path / "results.json").write_text(json.dumps({"results": results, "n-samples": samples}))
 
 
-@pytest.mark.parametrize(("right", "inside"), [(350, True), (300, False), (367, True), (372, False)])
-def test_accuracy_is_compared_over_the_samples(tmp_path, right, inside):
-    scored(tmp_path, gsm8k=right)
-    *_, accuracy = against(tmp_path, report(2, [2, 1]), read()).figures
-    assert (accuracy.ours, accuracy.ci95) == (right / 500, wilson(right / 500, 500))
-    assert accuracy.inside is inside
+def test_accuracy_is_compared_over_the_samples(tmp_path):
+    for right, inside in ((350, True), (300, False), (367, True), (372, False)):
+        scored(tmp_path, gsm8k=right)
+        *_, accuracy = against(tmp_path, report(2, [2, 1]), read()).figures
+        assert (accuracy.ours, accuracy.ci95) == (right / 500, wilson(right / 500, 500))
+        assert accuracy.inside is inside, right
 
 
 def test_the_accuracy_of_another_task_is_not_taken_for_it(tmp_path):
-    reference = read()
+    run = report(2, [2, 1, 0], [1, 1, 2])
     scored(tmp_path, word_problems=350)
-    found = against(tmp_path, report(2, [2, 1, 0], [1, 1, 2]), reference)
-    assert found.figures[-1].ours is None
-    text = render(found, reference)
+    text = printed(tmp_path, run, read())
     assert re.search(
         r"^gsm8k exact_match,strict-match +70\.0 % ± 2\.0 +- +-  not compared$", text, re.MULTILINE
     )
-    assert "Not measured here: gsm8k exact_match,strict-match; `specgen eval` measures" in " ".join(
-        text.split()
-    )
-
-
-def test_accuracy_that_is_there_is_not_called_missing(tmp_path):
-    reference = read()
+    said = "Not measured here: gsm8k exact_match,strict-match; `specgen eval` measures"
+    assert said in in_one_line(text)
     scored(tmp_path, gsm8k=250)
-    text = render(against(tmp_path, report(2, [2, 1, 0], [1, 1, 2]), reference), reference)
+    text = printed(tmp_path, run, read())
     assert re.search(r"strict-match +70\.0 % ± 2\.0 +50\.0 %  \[45\.6, 54\.4\] +no$", text, re.MULTILINE)
     assert "Not measured" not in text
-    assert "Outside our intervals: gsm8k exact_match,strict-match (1 of 4" in " ".join(text.split())
+    assert "Outside our intervals: gsm8k exact_match,strict-match (1 of 4" in in_one_line(text)
 
 
 def test_an_accuracy_that_is_no_share_is_refused(tmp_path):
@@ -378,16 +356,16 @@ def test_an_accuracy_that_is_no_share_is_refused(tmp_path):
         against(tmp_path, report(2, [2, 1]), read())
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("{", "is not valid JSON"), ("[]", "is not a JSON object"), ('{"results": {}}', "holds no results")],
-)
-def test_results_that_are_not_lm_evals_are_refused(tmp_path, text, message):
+def test_results_that_are_not_lm_evals_are_refused(tmp_path):
     assert load_results(tmp_path) == {}
-    (tmp_path / "results.json").write_text(text)
-    with pytest.raises(UserError, match=message) as refused:
-        load_results(tmp_path)
-    assert "\n" not in str(refused.value)
+    for text, message in (
+        ("{", "is not valid JSON"),
+        ("[]", "is not a JSON object"),
+        ('{"results": {}}', "holds no results"),
+    ):
+        (tmp_path / "results.json").write_text(text)
+        with refused(message):
+            load_results(tmp_path)
 
 
 @pytest.fixture

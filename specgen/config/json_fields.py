@@ -1,8 +1,7 @@
-"""JSON files, and strict conversion of their objects to dataclasses."""
+"""JSON files, and checks of the keys of their objects."""
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,6 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield from flat(inner, f"{prefix}{name}.")
         else:
             yield prefix + name, inner
-
-
-def check_fields(value: object, cls: type[Any]) -> dict[str, Any]:
-    """``value`` as the arguments of the dataclass ``cls``; ``UserError`` names a key that is missing or unknown."""
-    needed = {field.name for field in fields(cls) if field.default is MISSING}
-    return check_keys(value, needed=needed, known={field.name for field in fields(cls)})
 
 
 def check_keys(value: object, *, needed: set[str], known: set[str]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Studies as data: tasks, number of questions, and the arms to compare."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -9,7 +9,7 @@ from specgen.config import EngineConfig, UserError, choices, require, shown
 from specgen.config.bundled import evaluation_directory
 from specgen.config.errors import did_you_mean
 from specgen.config.field_types import number, whole
-from specgen.config.json_fields import check_fields, check_keys, load_json
+from specgen.config.json_fields import check_keys, load_json
 from specgen.engine.arms import DECODING, Arm
 
 _SETTINGS = ("drafter_batch", "num_spec_tokens", "attention", "cuda_graphs", "dtype", "temperature")
@@ -82,7 +82,8 @@ class Study:
     @classmethod
     def from_json(cls, name: str, value: Mapping[str, Any]) -> Self:
         """The study in a file named ``name``; ``UserError`` if it is invalid."""
-        known = check_fields({**value, "name": name}, cls)
+        names = {each.name for each in fields(cls)}
+        known = check_keys({**value, "name": name}, needed={"tasks", "arms"}, known=names)
         for field, of in (("tasks", str), ("arms", dict)):
             given = known[field]
             require(
