@@ -187,6 +187,13 @@ def test_the_worst_requests_come_first(byte_level):
     assert lengths[0] < lengths[-1]
 
 
+def test_a_draft_in_whose_place_a_line_ends_stands_in_that_line(byte_level):
+    a, end, c = (byte_level.encode_rendered(each)[0] for each in "a\nc")
+    requests = list(request("r", [(1, 0)], drafts=[(c,)]))
+    _, _, listed = shown(requests, {"r": {"prompt": "", "text": "a\n", "token_ids": [a, end]}}, byte_level)
+    assert '<i class=correction tabindex=0 data-draft="c" data-break>\n</i>' in in_page(listed)
+
+
 def test_a_correction_shows_the_draft_in_whose_place_it_stands(byte_level):
     a, b, c = (byte_level.encode_rendered(each)[0] for each in "abc")
     requests = list(request("r", [(1, 0)], drafts=[(c,)]))
