@@ -31,9 +31,9 @@ from specgen.jobs import run as run_module
 from specgen.prompts.load import DataSource
 from specgen.record.files import RowFile
 from specgen.record.interrupt import StoppedError
-from specgen.record.record_rows import RequestRow, StepCounts, turn_id
+from specgen.record.record_rows import RequestRow, turn_id
 from specgen.record.results import RunDirectory
-from specgen.report.acceptance import fold_request
+from specgen.report.acceptance import metrics_of
 from specgen.report.paired_requests import shared_requests
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
 from tests.commands import printed, refused, specgen, write_rows
@@ -420,7 +420,8 @@ def a_run(
             row = {"id": name, "prompt": name, "token_ids": [1], "turn": turn, "category": category}
             row |= {"text": "x", "finish_reason": "stop", "num_prompt_tokens": 1}
             steps = found.steps or ()
-            metrics = fold_request(steps, StepCounts.of(steps, K))
+            per_step = [step.accepted for step in steps if step.drafts]
+            metrics = metrics_of(found.counts, per_step, K)
             files.add_completion(row | {"metrics": metrics.to_json()}, found)
     (path / "report.json").write_text(json.dumps(fold(records, num_spec_tokens=K).to_json()))
     manifest = {

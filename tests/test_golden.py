@@ -10,7 +10,7 @@ import yaml
 
 from specgen.experiments.golden import curve_of
 from specgen.record.record_rows import Step, StepCounts
-from specgen.report.acceptance import fold_request
+from specgen.report.acceptance import metrics_of
 from specgen.report.intervals import t_test
 from tests.commands import printed, refused, write_rows
 from tests.streams import fold, request
@@ -31,7 +31,7 @@ def a_run(
             {
                 "id": f"r{number}",
                 "prompt": f"prompt {number}",
-                "metrics": fold_request(found, StepCounts.of(found, k)).to_json(),
+                "metrics": metrics_of(StepCounts.of(found, k), accepted, k).to_json(),
             }
         )
         events += request(f"r{number}", [(many, each) for each in accepted])

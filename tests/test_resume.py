@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specgen.config import UserError
-from specgen.record import results
+from specgen.record import columns, results
 from specgen.record.files import RowFile, Rows
 from specgen.record.record_rows import Session, read_passes
 from specgen.record.results import RunDirectory
@@ -28,7 +28,7 @@ def report_in(path: Path) -> dict[str, object]:
     run = RunDirectory(path)
     with run:
         pass
-    return report_of(run.requests(), run.passes(), num_spec_tokens=2).to_json()
+    return report_of(columns.read(path, 2), run.passes()).to_json()
 
 
 def test_a_resumed_run_reports_the_same_as_an_uninterrupted_one(tmp_path: Path) -> None:
