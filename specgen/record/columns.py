@@ -216,6 +216,7 @@ def _line(name: str, content: bytes, decoder: msgspec.json.Decoder[_Line]) -> _L
 
 class _EarlierMetrics(msgspec.Struct):
     acceptance_histogram: list[int]
+    num_draft_tokens: int
     num_steps_without_drafts: int
 
 
@@ -227,16 +228,15 @@ _decode_line, _decode_earlier = msgspec.json.Decoder(Line), msgspec.json.Decoder
 
 
 def _of_earlier(metrics: _EarlierMetrics | None) -> Record:
-    """What a row of a version without records says: what was accepted, over all steps; not what was drafted where."""
-    histogram = [0] if metrics is None else metrics.acceptance_histogram
-    at_least = [*accumulate(reversed(histogram))][::-1]  # [K + 1]: steps that accepted so many drafts or more
-    num = len(histogram) - 1
+    """What a row of a version without records says: what was accepted; where not every step drafted K, not where."""
+    metrics = metrics or _EarlierMetrics([0], 0, 0)
+    histogram = metrics.acceptance_histogram
+    # [K + 1]: steps that accepted so many drafts or more
+    steps, *accepted = [*accumulate(reversed(histogram))][::-1]
+    is_whole = metrics.num_draft_tokens == steps * len(accepted)
+    drafted = [steps] * len(accepted) if is_whole else [steps, *accepted[1:]]  # at least
     counts = StepCounts(
-        drafted=at_least[:1] * num,
-        reached=at_least[:1] * num,
-        accepted=at_least[1:],
-        histogram=histogram,
-        without_drafts=0 if metrics is None or not num else metrics.num_steps_without_drafts,
+        drafted, drafted, accepted, histogram, metrics.num_steps_without_drafts if accepted else 0
     )
     return Record(
         session=ONLY_SESSION, arrival=0.0, first_token=None, ended=0.0, num_cached_tokens=0, counts=counts
@@ -271,15 +271,14 @@ class _Columns:
         }
         self._units: dict[str, int] = {}
         self._codes: dict[str, dict[Any, int]] = {name: {} for name in ("category", "reason", "session")}
-        self._counts, self._reasoning = _GrowingCounts(), _GrowingCounts()
-        self._has_parts = False
+        self._counts = _GrowingCounts()
+        self._reasoning: _GrowingCounts | None = None  # with the first text that has some
 
     def add(self, row: RequestRow, unit: str, prompt: int, tokens: int) -> None:
         """One request; without a name its ``unit`` is its own."""
         at = len(self._names)
         self._names.append(row.name)
         parts = row.parts
-        self._has_parts |= parts is not None
         values: dict[str, Any] = {
             "unit": self._units.setdefault(unit, at) if unit else at,
             "turn": row.turn,
@@ -300,7 +299,12 @@ class _Columns:
         for name, value in values.items():
             self._columns[name].append(value)
         self._counts.add(row.counts)
-        self._reasoning.add(_NONE if parts is None else parts.steps["reasoning"])
+        if parts is not None and self._reasoning is None:
+            self._reasoning = _GrowingCounts()
+            for _ in range(at):
+                self._reasoning.add(_NONE)
+        if self._reasoning is not None:
+            self._reasoning.add(_NONE if parts is None else parts.steps["reasoning"])
 
     def run(self, num_spec_tokens: int | None) -> Run:
         """All of them, with this K or that of the longest step."""
@@ -314,7 +318,7 @@ class _Columns:
             reasons=tuple(self._codes["reason"]),
             sessions=tuple(self._codes["session"]),
             counts=self._counts.result(k),
-            reasoning=self._reasoning.result(k) if self._has_parts else None,
+            reasoning=None if self._reasoning is None else self._reasoning.result(k),
             without_record=self.without_record,
             **{
                 name: column.astype(bool) if column.dtype == np.int8 else column

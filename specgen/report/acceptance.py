@@ -1,16 +1,18 @@
 """Acceptance statistics of one request and of sets of requests, by draft position."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specgen.config import CONFIDENCE_LEVELS, require
 from specgen.record.columns import Array, Run
 from specgen.record.record_rows import PARTS, StepCounts
-from specgen.report.intervals import Interval, Ratio, clustered_mean_interval
+from specgen.report.intervals import Interval, Ratio, clustered_mean_interval, student_t
 
 _UNLIKE = 1.02  # a length over the tokens per step that texts got
 
@@ -273,6 +275,21 @@ class Acceptance:
             conditional_ci95=conditional.share_interval(),
         )
 
+    @cached_property
+    def length_over_all_steps(self) -> "Estimate | None":
+        """1 + accepted drafts per step, with drafts or without; None without a step.
+
+        So it is what plain decoding's passes are divided by, also of n-grams, which draft in some steps only.
+        """
+        found = self.over_all_steps()
+        if found.rate is None:
+            return None
+        return Estimate(1 + found.rate, length_interval(found, self.num_spec_tokens))
+
+    def positions_over_all_steps(self) -> list[Ratio]:
+        """[K]: accepted drafts by position per step, with drafts or without: 1 + their sum is the length."""
+        return [self.over_all_steps(slice(i, i + 1)) for i in range(self.num_spec_tokens)]
+
     def mean_over_requests_interval(self) -> Interval | None:
         """The 95 % interval of the mean of the requests' lengths, over units; None without a spread.
 
@@ -288,6 +305,34 @@ class Acceptance:
             return None
         # as in ``length_interval``
         return max(1.0, interval[0]), min(self.num_spec_tokens + 1.0, interval[1])
+
+
+class Estimate(NamedTuple):
+    """A mean with its 95 % interval, None without a spread."""
+
+    value: float
+    interval: Interval | None
+
+
+def mean_length(parts: Sequence[Acceptance | None]) -> Estimate | None:
+    """The mean of the lengths over all steps of independent data sets, each with the same weight; None without one.
+
+    Degrees of freedom by Satterthwaite (Biometrics Bulletin 2, 1946).
+    """
+    known = [each for each in parts if each is not None and each.counts.num_steps.any()]
+    if not known or len(known) < len(parts):
+        return None
+    ratios = [each.over_all_steps() for each in known]
+    mean = 1 + math.fsum(each.rate or 0.0 for each in ratios) / len(ratios)
+    spreads = [(each.variance(), each.groups - 1) for each in ratios if each.groups > 1]
+    spreads = [(variance, freedom) for variance, freedom in spreads if variance]
+    if len(spreads) < len(ratios):
+        return Estimate(mean, None)
+    total = math.fsum(variance for variance, _ in spreads)
+    freedom = total**2 / math.fsum(variance**2 / freedom for variance, freedom in spreads)
+    half = student_t(freedom) * math.sqrt(total) / len(ratios)
+    most = max(each.num_spec_tokens for each in known) + 1.0
+    return Estimate(mean, (max(1.0, mean - half), min(most, mean + half)))
 
 
 def figures(run: Run, by: str | None = None) -> dict[str, Acceptance]:
