@@ -5,14 +5,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from specgen.config import CONFIDENCE_LEVELS, require
 from specgen.record.columns import Array, Run
 from specgen.record.record_rows import PARTS, StepCounts
-from specgen.report.intervals import Interval, Ratio, clustered_mean_interval, student_t
+from specgen.report.intervals import Estimate, Interval, Ratio, clustered_mean_interval, student_t
 
 _UNLIKE = 1.02  # a length over the tokens per step that texts got
 
@@ -197,6 +197,12 @@ class Acceptance:
         """Accepted drafts per step with drafts."""
         return self.ratio(self.counts.num_accepted, self.counts.num_drafts)
 
+    @property
+    def mean_length(self) -> float | None:
+        """The mean acceptance length: 1 + accepted drafts per step with drafts; None without one."""
+        rate = self.length.rate
+        return None if rate is None else 1 + rate
+
     def over_all_steps(self, positions: slice = slice(None)) -> Ratio:
         """Accepted drafts at ``positions`` per step, with drafts or without."""
         accepted = self.counts.accepted[:, positions].sum(axis=1, dtype=np.int64)
@@ -228,7 +234,7 @@ class Acceptance:
             num_steps_without_drafts=without,
             num_draft_tokens=drafted,
             num_accepted_tokens=length.hits,
-            mean_acceptance_length=None if length.rate is None else 1 + length.rate,
+            mean_acceptance_length=self.mean_length,
             mean_acceptance_length_ci95=length_interval(length, most),
             mean_acceptance_length_per_request=_mean_over_requests(num_drafts, counts.num_accepted),
             draft_acceptance_rate=length.hits / drafted if drafted else None,
@@ -276,7 +282,7 @@ class Acceptance:
         )
 
     @cached_property
-    def length_over_all_steps(self) -> "Estimate | None":
+    def length_over_all_steps(self) -> Estimate | None:
         """1 + accepted drafts per step, with drafts or without; None without a step.
 
         So it is what plain decoding's passes are divided by, also of n-grams, which draft in some steps only.
@@ -286,9 +292,11 @@ class Acceptance:
             return None
         return Estimate(1 + found.rate, length_interval(found, self.num_spec_tokens))
 
-    def positions_over_all_steps(self) -> list[Ratio]:
+    @cached_property
+    def positions_over_all_steps(self) -> list[Estimate]:
         """[K]: accepted drafts by position per step, with drafts or without: 1 + their sum is the length."""
-        return [self.over_all_steps(slice(i, i + 1)) for i in range(self.num_spec_tokens)]
+        found = [self.over_all_steps(slice(i, i + 1)) for i in range(self.num_spec_tokens)]
+        return [Estimate(each.rate, each.share_interval()) for each in found if each.rate is not None]
 
     def mean_over_requests_interval(self) -> Interval | None:
         """The 95 % interval of the mean of the requests' lengths, over units; None without a spread.
@@ -305,13 +313,6 @@ class Acceptance:
             return None
         # as in ``length_interval``
         return max(1.0, interval[0]), min(self.num_spec_tokens + 1.0, interval[1])
-
-
-class Estimate(NamedTuple):
-    """A mean with its 95 % interval, None without a spread."""
-
-    value: float
-    interval: Interval | None
 
 
 def mean_length(parts: Sequence[Acceptance | None]) -> Estimate | None:

@@ -5,10 +5,11 @@ A group is what a number is of: the ``Report`` of a run, or the ``Speculation`` 
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from specgen.record.record_rows import PARTS
-from specgen.report.display import DASH, between, count, percent, plain, rate, ratio, seconds
+from specgen.report.display import DASH, Show, between, count, percent, plain, rate, ratio, seconds
+from specgen.report.intervals import Estimate
 from specgen.report.table import Column, Row, Table
 
 
@@ -25,13 +26,23 @@ class Figure(Column):
     of: Callable[[Any], Any] | None = None
     needed: Callable[[Any], bool] | None = None
 
+    @classmethod
+    def estimated(
+        cls, name: str, of: Callable[[Any], Estimate | None], *, title: str | None = None, show: Show = plain
+    ) -> Self:
+        """One whose interval is computed with it."""
+        return cls(name=name, title=title, show=show, tables="", of=of, interval=f"ends of {name}")
+
     def value(self, group: object) -> Any:  # noqa: ANN401, what its ``show`` takes
         return getattr(group, self.name, None) if self.of is None else self.of(group)
 
     def cells(self, group: object) -> Row:
         """The cells of a row: the value, and its interval if the figure has one."""
-        own = {self.interval: getattr(group, self.interval, None)} if self.interval else {}
-        return {self.name: self.value(group), **own}
+        value = self.value(group)
+        if not self.interval:
+            return {self.name: value}
+        found = Estimate(value, getattr(group, self.interval, None)) if self.of is None else value
+        return dict(zip((self.name, self.interval), found or (None, None), strict=True))
 
 
 def _counter(name: str, tables: str, short: str | None = None) -> Figure:
@@ -121,6 +132,16 @@ FIGURES = (
 )
 
 
+def field_of(of: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The field ``name`` of what ``of`` finds, None where that is None."""
+
+    def found(*group: object) -> Any:  # noqa: ANN401
+        each = of(*group)
+        return None if each is None else getattr(each, name)
+
+    return found
+
+
 def chosen(table: str, groups: Iterable[object]) -> list[Figure]:
     """The figures that ``table`` shows of ``groups``."""
     groups = list(groups)
@@ -140,9 +161,7 @@ def by_position(groups: Iterable[Any], most: int | None = None, title: str = "to
             name=f"{title} {position}",
             show=percent,
             tables="",
-            of=lambda group: (
-                dict(enumerate(group.acceptance)).get(position) and group.acceptance[position].rate
-            ),
+            of=field_of(lambda group: dict(enumerate(group.acceptance)).get(position), "rate"),
         )
 
     return [at(position) for position in range(longest if most is None else min(most, longest))]
@@ -162,7 +181,7 @@ class Grid:
             {**own, **{key: cell for each in self.figures for key, cell in each.cells(group).items()}}
             for own, group in self.groups
         )
-        return Table(title=title, columns=(*keys, *columns), rows=rows, num_keys=len(keys), **others)
+        return Table(title=title, columns=(*keys, *columns), rows=rows, **{"num_keys": len(keys)} | others)
 
     def across(self, title: str) -> Table:
         """A row for each figure that some group has, a column for each group's ``arm``, and ratios to the first."""
