@@ -79,7 +79,7 @@ class RequestOutput:
             "num_prompt_tokens": self.num_prompt_tokens,
             **given,
             **({} if self.logprobs is None else {"logprobs": [asdict(each) for each in self.logprobs]}),
-            "metrics": self.metrics.to_json(),
+            "metrics": self.metrics.to_row(),
         }
 
 

@@ -230,7 +230,7 @@ def _body(row: Mapping[str, Any], name: str, served: Served) -> dict[str, Any]:
         },
     }
     if row["metrics"]["num_spec_tokens"]:
-        body["metrics"] = {"speculative_decoding": row["metrics"]}
+        body["metrics"] = {"speculative_decoding": RequestMetrics.of_row(row)}
     return body
 
 
@@ -294,9 +294,10 @@ def export_parquet(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
 
 
 def _table_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """``row`` with log-probabilities as objects: a list of a column cannot mix ids and floats."""
+    """``row`` with all metrics, and log-probabilities as objects: a list of a column cannot mix ids and floats."""
+    row = {**row, "metrics": RequestMetrics.of_row(row)}
     if "logprobs" not in row:
-        return dict(row)
+        return row
     logprobs = [
         {
             "chosen": each["chosen"],

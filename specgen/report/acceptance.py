@@ -1,7 +1,7 @@
 """Acceptance statistics of one request and of sets of requests, by draft position."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -11,7 +11,7 @@ import numpy as np
 
 from specgen.config import CONFIDENCE_LEVELS, require
 from specgen.record.columns import Array, Run
-from specgen.record.record_rows import PARTS, StepCounts
+from specgen.record.record_rows import PARTS, RequestRow, StepCounts
 from specgen.report.intervals import Estimate, Interval, Ratio, clustered_mean_interval, student_t
 
 _UNLIKE = 1.02  # a length over the tokens per step that texts got
@@ -36,6 +36,23 @@ class RequestMetrics:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    def to_row(self) -> dict[str, Any]:
+        """What a row has of it: not the lists, as ``record`` has them."""
+        return {name: number for name, number in vars(self).items() if not isinstance(number, tuple)}
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> dict[str, Any]:
+        """All of it, from a row of ``completions.jsonl``; one of an earlier version has the lists itself.
+
+        Steps that were not kept are none in ``per_step_accepted``.
+        """
+        found: dict[str, Any] = row["metrics"]
+        if "acceptance_histogram" in found:
+            return found
+        request = RequestRow.of_row(row)
+        per_step = (step.accepted for step in request.steps or () if step.drafts)
+        return metrics_of(request.counts, per_step, found["num_spec_tokens"]).to_json()
 
 
 @dataclass(frozen=True, kw_only=True)
