@@ -1,6 +1,9 @@
 """Shared fixtures: pairs and reference drafters."""
 
 import gc
+import os
+import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -60,6 +63,43 @@ def flashinfer_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _threads() -> None:
     torch.set_num_threads(1)  # also where torch ignores the environment set in tests/__init__.py
+
+
+QUICK = 2.0  # seconds of processors that a test of the quick set may take, its processes included
+OF_A_MODULE = 0.01  # seconds, about: which test is the first to import a library is chance
+_COUNTED = 0.03  # seconds, of ``_count`` on the machine that ``QUICK`` is meant for
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A quick test that takes long fails: with each of them `make test` is run less often.
+
+    In time of processors, as other programs make every test longer; and on a machine that counts slowly just now a
+    test may take as much longer.
+    """
+    if any(item.get_closest_marker(name) for name in ("slow", "scripts", "gpu")):
+        yield
+        return
+    before, modules = _processor_seconds(), len(sys.modules)
+    yield
+    used = _processor_seconds() - before - OF_A_MODULE * (len(sys.modules) - modules)
+    if used > QUICK and used > (allowed := QUICK * max(1.0, _count() / _COUNTED)):
+        pytest.fail(
+            f"{item.nodeid} takes {used:.1f} s of processors, and a quick test at most {allowed:.1f} s: make it "
+            "smaller, share what it builds, or mark it slow beside a quick one (tests/marks.py: mostly_slow)",
+            pytrace=False,
+        )
+
+
+def _processor_seconds() -> float:
+    return sum(os.times()[:4])
+
+
+def _count() -> float:
+    """Seconds of a processor for a loop, which are more on a slow machine and beside other programs."""
+    before = time.process_time()
+    sum(n * n % 7 for n in range(500_000))
+    return time.process_time() - before
 
 
 def pytest_sessionstart() -> None:
