@@ -17,7 +17,7 @@ from specgen.record.record_rows import OutOfMemory, PassRow
 from tests.engines import Outputs, Pair, bundled_requests, engine_of, generate, random_requests
 from tests.marks import mostly_slow
 
-GREEDY = SamplingParams(max_tokens=40)
+GREEDY = SamplingParams(max_tokens=30)
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9)
 
 
