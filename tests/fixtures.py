@@ -1,10 +1,12 @@
 """Shared fixtures: pairs and reference drafters."""
 
+import fcntl
 import gc
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from specgen.device import Ranks
 from specgen.engine import build, choices
 from specgen.experiments.bound import COPIED_BYTES
 from specgen.models.protocols import Head, Target
+from tests.commands import printed
 from tests.engines import Pair, load_pair
 from tests.reference_heads import DenseTarget, ReferenceHead, reference_head
 from tests.tiny_checkpoints import write_head, write_target
@@ -176,6 +179,38 @@ def random_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     path = tmp_path_factory.mktemp("random_pair")
     write_head(path / "drafter", write_target(path / "target"))
     return load_pair(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedRuns:
+    """Directories of finished runs of the bundled pair over the same 6 prompts, for all to read: change a copy."""
+
+    padded: Path  # with a baseline
+    non_padded: Path
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> FinishedRuns:
+    """Made once, by the first of pytest's processes that asks."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # of all processes
+    runs = FinishedRuns(padded=root / "finished-padded", non_padded=root / "finished-non-padded")
+    with (root / "finished.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (root / "finished").exists():
+            asked = (
+                "generate",
+                "--num-prompts=6",
+                "--max-new-tokens=16",
+                "--device=cpu",
+                "--quiet",
+                "--output",
+            )
+            printed(*asked, runs.padded, "--baseline")
+            printed(*asked, runs.non_padded, "--drafter-batch=non-padded")
+            (root / "finished").touch()
+    return runs
 
 
 @pytest.fixture(scope="session")

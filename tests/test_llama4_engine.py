@@ -72,9 +72,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.usefixtures("oracle")
-@pytest.mark.parametrize(
-    "name", mostly_slow(SETTINGS, "a batch that drains", "captured attention")
-)
+@pytest.mark.parametrize("name", mostly_slow(SETTINGS, "a batch that drains", "captured attention"))
 def test_text_is_that_of_transformers_whatever_is_accepted(
     world: World, device_like: Callable[..., None], name: str
 ) -> None:
