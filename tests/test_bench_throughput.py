@@ -270,6 +270,7 @@ def test_a_stopped_bench_goes_on(pair: Path, monkeypatch, tmp_path: Path) -> Non
         list(throughput(job, tmp_path))
 
 
+@pytest.mark.slow
 def test_dice_accept_in_place_of_the_target(pair: Path, tmp_path: Path) -> None:
     workload = replace(SMALL, num_prompts=8, max_new_tokens=30)
     job = job_of(pair, "batch-and-k", "batch=8", "K=0,2", workload=workload, repeats=1)
@@ -421,6 +422,7 @@ def test_modes_are_beside_their_bound_and_the_known_text(pair: Path) -> None:
     assert table.conditions["wrong_tokens"].endswith("the pair's head knows 75.0 % of it")
 
 
+@pytest.mark.slow
 def test_a_wrong_token_is_counted(pair: Path, monkeypatch) -> None:
     """One wrong token is planted per run; the text continues from it."""
     planted = CYCLE.tokens[5]

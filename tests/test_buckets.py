@@ -454,6 +454,7 @@ def test_a_finished_run_is_left_as_it_is_and_other_settings_are_refused(job: Job
         assert (found / "completions.parquet").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_a_finished_run_with_failures_does_them_again(
     job: Job, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -561,6 +562,7 @@ def test_a_mistake_before_the_first_answer_leaves_nothing_there(job: Job, tmp_pa
     assert list((tmp_path / "cache" / "specgen" / "runs").glob("*/run/*")) == []
 
 
+@pytest.mark.slow
 def test_runs_at_urls_are_reported_and_merged(job: Job, tmp_path: Path) -> None:
     job = replace(job, data=replace(job.data, num_prompts=3))
     run(job, tmp_path / "whole", Silent())

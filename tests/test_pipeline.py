@@ -179,7 +179,7 @@ def test_out_of_memory_lowers_the_limits_and_changes_no_text(
     where: str,
     ahead: bool,
 ) -> None:
-    requests = bundled_requests(10, GREEDY)
+    requests = bundled_requests(8, GREEDY)
     plain = generate(demo_pair, requests, num_spec_tokens=4, max_batch_size=8)
     device_like(ahead)
     work = getattr(Steps, where)
