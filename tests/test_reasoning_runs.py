@@ -378,6 +378,7 @@ def test_without_chats_or_a_dated_template_no_date_is_recorded(
         assert "template" not in record["settings"]
 
 
+@pytest.mark.slow
 def test_wrong_kwargs_leave_no_directory_that_refuses_the_right_ones(
     think_pair: Path, questions: Path, tmp_path: Path
 ) -> None:

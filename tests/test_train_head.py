@@ -17,6 +17,8 @@ from specgen.record.record_rows import Step
 from tests.engines import engine_of, load_pair
 from tests.tiny_checkpoints import write_target
 
+pytestmark = pytest.mark.scripts
+
 RECIPE = Recipe(
     head_row_length=96,
     head_batch_rows=4,
