@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, repeat
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -177,12 +177,11 @@ def read(directory: Path, num_spec_tokens: int | None = None, rows: Rows | None 
         if line.record is None:
             found.without_record = found.without_record or name
             line.record = _of_earlier(_line(name, content, _decode_earlier).metrics)
-        row = line.request({}, None)
+        row = line.request()
         several = line.record.num_turns > 1 or found.without_record is not None
         unit = conversation_of(row.name, row.turn) if several else ""
         found.add(row, unit, hash(line.prompt), hash(tuple(line.token_ids)))
-    run = found.run(num_spec_tokens)
-    return replace(run, unit=_with_one_prompt(run))
+    return found.run(num_spec_tokens)
 
 
 def in_both(run: Run, other: Run) -> tuple[Array, Array]:
@@ -193,12 +192,12 @@ def in_both(run: Run, other: Run) -> tuple[Array, Array]:
     return ours, theirs
 
 
-def of(requests: Iterable[RequestRow], num_spec_tokens: int) -> Run:
-    """The columns of ``requests``, of which those that failed are left out; without digests of texts."""
+def of(requests: Iterable[RequestRow], num_spec_tokens: int, prompts: Iterable[str] | None = None) -> Run:
+    """The columns of ``requests`` and, where they are known, of their ``prompts``; those that failed are left out."""
     found = _Columns()
-    for row in requests:
+    for row, prompt in zip(requests, repeat(None) if prompts is None else prompts, strict=False):
         if row.reason != "error":
-            found.add(row, row.unit or conversation_of(row.name, row.turn), _NO_TEXT, _NO_TEXT)
+            found.add(row, conversation_of(row.name, row.turn), hash(prompt), _NO_TEXT)
     return found.run(num_spec_tokens)
 
 
@@ -243,13 +242,13 @@ def _of_earlier(metrics: _EarlierMetrics | None) -> Record:
     )
 
 
-def _with_one_prompt(run: Run) -> Array:
-    """The units of ``run``, those of conversations with the same first prompt made one: the first one's."""
-    first = np.flatnonzero((run.turn == 1) & (run.prompt != _NO_TEXT))
-    _, at, prompts = np.unique(run.prompt[first], return_index=True, return_inverse=True)
-    became = np.arange(len(run))  # by unit, which is the row that it was first seen in
-    became[run.unit[first]] = run.unit[first[at[prompts]]]
-    return became[run.unit]
+def _with_one_prompt(unit: Array, turn: Array, prompt: Array) -> Array:
+    """``unit``, those of conversations with the same first prompt made one: the first one's."""
+    first = np.flatnonzero((turn == 1) & (prompt != _NO_TEXT))
+    _, at, prompts = np.unique(prompt[first], return_index=True, return_inverse=True)
+    became = np.arange(len(unit))  # by unit, which is the row that it was first seen in
+    became[unit[first]] = unit[first[at[prompts]]]
+    return became[unit]
 
 
 class _Columns:
@@ -312,6 +311,7 @@ class _Columns:
         k = most if num_spec_tokens is None else num_spec_tokens
         require(most <= k, f"a step has {most} drafts but K is {k}: give the run's K")
         columns = {name: np.array(column) for name, column in self._columns.items()}
+        columns["unit"] = _with_one_prompt(*(columns[name] for name in ("unit", "turn", "prompt")))
         return Run(
             names=self._names,
             categories=tuple(self._codes["category"]),

@@ -5,7 +5,7 @@ The engine hands out both, and every figure is a function of them. Times are sec
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -171,26 +171,13 @@ def conversation_of(request: str, turn: int) -> str:
     return request if turn == 1 else request.removesuffix(f"/turn-{turn}")
 
 
-def units_of(prompts: Iterable[tuple[str, int]]) -> dict[str, str]:
-    """Of conversations, each with a hash of its first prompt, those that share it with others: by each the first.
-
-    Several samples of one prompt are as little independent as the turns of a conversation.
-    """
-    firsts, found = dict[int, str](), dict[str, str]()
-    for conversation, prompt in prompts:
-        first = firsts.setdefault(prompt, conversation)
-        if first != conversation:
-            found[first] = found[conversation] = first
-    return found
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestRow:
     """One request that has ended; times are seconds since the session's engine was warm.
 
     ``steps`` is None where they were not kept; ``counts`` are theirs, and ``parts`` are of a text with reasoning. An
-    answer ``is_empty`` without a character, where the row has it. ``unit`` is that of ``units_of``, where the
-    conversation has one. ``asked`` is a digest of the row of the input, where that is known.
+    answer ``is_empty`` without a character, where the row has it. ``asked`` is a digest of the row of the input, where
+    that is known.
     """
 
     name: str
@@ -209,7 +196,6 @@ class RequestRow:
     parts: TextParts | None
     steps: Sequence[Step] | None
     is_empty: bool = False
-    unit: str = ""
     asked: str = ""
 
     def to_json(self, *, with_steps: bool = True) -> dict[str, Any]:
@@ -234,7 +220,7 @@ class RequestRow:
         return found
 
     @staticmethod
-    def of_row(row: Mapping[str, Any], units: Mapping[str, str] | None = None) -> "RequestRow":
+    def of_row(row: Mapping[str, Any]) -> "RequestRow":
         """From a row of ``completions.jsonl``; ``UserError`` for one of a version that kept no record in it.
 
         So it is for one that another program has damaged.
@@ -247,9 +233,7 @@ class RequestRow:
             found = msgspec.convert(row, _WholeLine)
             assert found.record is not None
             arrays = found.record.steps
-            return found.request(
-                units or {}, None if arrays is None else _steps(arrays, len(found.token_ids or ()))
-            )
+            return found.request(None if arrays is None else _steps(arrays, len(found.token_ids or ())))
         except ValueError as error:
             raise damaged(row.get("id"), error) from error
 
@@ -339,7 +323,7 @@ class Line(msgspec.Struct, kw_only=True):
     category: str | None = None
     record: Record | None = None
 
-    def request(self, units: Mapping[str, str], steps: Sequence[Step] | None) -> RequestRow:
+    def request(self, steps: Sequence[Step] | None = None) -> RequestRow:
         """The request of a row with a record."""
         record = self.record
         assert record is not None
@@ -360,7 +344,6 @@ class Line(msgspec.Struct, kw_only=True):
             parts=record.parts,
             steps=steps,
             is_empty=self.text is not None and not self.text.strip(),
-            unit=units.get(conversation_of(self.id, self.turn), ""),
             asked=record.asked,
         )
 
