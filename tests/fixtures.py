@@ -70,7 +70,7 @@ def _threads() -> None:
 
 QUICK = 2.0  # seconds of processors that a test of the quick set may take, its processes included
 OF_A_MODULE = 0.01  # seconds, about: which test is the first to import a library is chance
-_COUNTED = 0.03  # seconds, of ``_count`` on the machine that ``QUICK`` is meant for
+_COUNTED = 0.02  # seconds, of ``_count`` on the machine that ``QUICK`` is meant for
 
 
 @pytest.hookimpl(wrapper=True)
