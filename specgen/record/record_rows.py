@@ -59,9 +59,8 @@ class StepCounts:
                 counts.level_reached[level] += 1
             for level in step.levels[: step.accepted]:
                 counts.level_accepted[level] += 1
-        for (drafted, accepted), number in Counter(
-            (len(each.drafts), each.accepted) for each in steps
-        ).items():
+        pairs = zip([len(step.drafts) for step in steps], [step.accepted for step in steps], strict=True)
+        for (drafted, accepted), number in Counter(pairs).items():
             require(drafted <= most, f"a step has {drafted} drafts but K is {most}: give the run's K")
             require(
                 0 <= accepted <= drafted,

@@ -1,7 +1,7 @@
 """Acceptance statistics of one request and of sets of requests, by draft position."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -30,7 +30,7 @@ class RequestMetrics:
     num_steps_without_drafts: int
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ class Speculation:
 
 def fold_request(steps: Sequence[Step], counts: StepCounts) -> RequestMetrics:
     """The metrics of one request from its steps and their ``counts``."""
-    per_step = tuple(step.accepted for step in steps if step.drafts)
+    per_step = tuple([step.accepted for step in steps if step.drafts])
     drafted, accepted, num_steps = sum(counts.drafted), sum(counts.accepted), counts.num_steps
     return RequestMetrics(
         mean_acceptance_length=1 + accepted / num_steps if num_steps else None,

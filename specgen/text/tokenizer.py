@@ -296,13 +296,15 @@ class ByteRuns:
         """The next token, which has text."""
         value = self._values.get(token_id)
         if value is None:
-            self.end()
-        elif not self._spoilt:
-            try:
-                self._decoder.decode(bytes([value]))
-            except UnicodeDecodeError:
-                self._spoil()
-        self._length += value is not None
+            if self._length:
+                self.end()
+        else:
+            if not self._spoilt:
+                try:
+                    self._decoder.decode(bytes([value]))
+                except UnicodeDecodeError:
+                    self._spoil()
+            self._length += 1
         self._shown.append(self._no_character if self._spoilt else token_id)
 
     def end(self) -> None:
