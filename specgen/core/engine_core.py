@@ -341,7 +341,8 @@ class EngineCore:
     def _take(self) -> list[Completion]:
         taken, self._completions = self._completions, []
         if taken:
-            self._peers.agree(each.request.id for each in (*taken, *self._scheduler.in_hand))
+            every: list[Completion | Sequence] = [*taken, *self._scheduler.in_hand]
+            self._peers.agree(each.request.id for each in every)
         return taken
 
     @property
@@ -388,7 +389,7 @@ class EngineCore:
         if not self._scheduler.running:
             return False
         running = self._scheduler.running
-        plan = self._spec_length.choose(len(running), sum(len(sequence.tokens) for sequence in running))
+        plan = self._spec_length.choose(len(running), sum([len(sequence.tokens) for sequence in running]))
         launched = _attempt(lambda: self._passes.decode(plan, self._waits.launch()))
         if launched is None:
             self._recover("decode")
@@ -410,7 +411,8 @@ class EngineCore:
         self._peers.see((launched.num_sequences, launched.num_drafts, launched.result.target_rows))
         for sequence, row in launched.sequences:
             if row is not None:
-                sequence.add_in_flight(1, launched.num_drafts + 1)
+                sequence.in_flight_min += 1
+                sequence.in_flight_max += launched.num_drafts + 1
         self._in_flight.append(launched)
         if self._scheduler.limits.see_pass():
             self._runner.try_again()
@@ -458,7 +460,8 @@ class EngineCore:
             if sequence.finish_reason is not None:
                 continue
             if row is not None:
-                sequence.remove_in_flight(1, 1)
+                sequence.in_flight_min -= 1
+                sequence.in_flight_max -= 1
                 if sequence.append(tokens[row], logprobs[row]):
                     sequence.begin(now)
                     num_tokens += 1
@@ -479,7 +482,8 @@ class EngineCore:
                 continue
             taken.append(found[row])
             drafts, levels, accepted, tokens = found[row]
-            sequence.remove_in_flight(1, k + 1)
+            sequence.in_flight_min -= 1
+            sequence.in_flight_max -= k + 1
             emitted = sequence.append(tokens, logprobs[row])
             proposed = drafts[: drafts.index(NO_DRAFT)] if NO_DRAFT in drafts else drafts
             self._spec_length.see(levels, len(proposed), accepted)

@@ -242,9 +242,10 @@ class Scheduler:
 
         A step in flight may add tokens first, but none behind the step that ends the text is ever looked at.
         """
+        size, behind = self.page_size, self._step_rows
         for sequence in self.running:
-            reached = min(len(sequence.tokens) + sequence.in_flight_max, sequence.max_length)
-            if not self._allocator.grow(sequence.pages, reached + self._step_rows):
+            needed = min(len(sequence.tokens) + sequence.in_flight_max, sequence.max_length) + behind
+            if needed > len(sequence.pages) * size and not self._allocator.grow(sequence.pages, needed):
                 return False
         return True
 

@@ -149,16 +149,6 @@ class Sequence:
         """Whether passes in flight could fill it."""
         return len(self.tokens) + self.in_flight_max >= self.max_length
 
-    def add_in_flight(self, at_least: int, at_most: int) -> None:
-        """A pass that adds so many tokens was launched."""
-        self.in_flight_min += at_least
-        self.in_flight_max += at_most
-
-    def remove_in_flight(self, at_least: int, at_most: int) -> None:
-        """The results of such a pass were read."""
-        self.in_flight_min -= at_least
-        self.in_flight_max -= at_most
-
     def append(self, tokens: list[int], logprobs: Items[Items[float]] = ()) -> int:
         """Take ``tokens`` up to the first that ends the text or is NOT_FINITE; returns how many were taken.
 

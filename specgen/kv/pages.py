@@ -50,8 +50,6 @@ class PageAllocator:
 
     def grow(self, pages: list[int], num_tokens: int) -> bool:
         """Extend ``pages`` until they hold ``num_tokens`` positions; False, and nothing taken, if too few are free."""
-        if num_tokens <= len(pages) * self.page_size:  # as in most steps
-            return True
         missing = self.pages_for(num_tokens) - len(pages)
         if missing > self.num_free:
             return False
