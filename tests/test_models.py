@@ -17,7 +17,7 @@ from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.models.llama import Llama
 from specgen.models.model_config import TargetConfig
 from specgen.models.rotary import Llama3Scaling, RopeConfig, inverse_frequencies
-from specgen.ops.cpu import cpu_float32_ops
+from specgen.ops.cpu import cpu_ops
 from specgen.ops.reference import rotate, silu_and_mul, torch_ops
 from specgen.ops.weight import Weight
 from tests.dense import DenseAttend
@@ -227,7 +227,7 @@ def test_reference_kernels_equal_transformers_bit_for_bit(dtype: torch.dtype) ->
 @pytest.mark.parametrize("rows", [0, 1, 2, 5, 33])
 def test_cpu_kernels_equal_the_reference(rows: int) -> None:
     torch.manual_seed(0)
-    fast, plain = cpu_float32_ops(), torch_ops()
+    fast, plain = cpu_ops(torch.float32), torch_ops()
     x = torch.randn(rows, 64)
     for shape in ((48, 64), (1100, 64), (9000, 64)):
         matrix = Weight(data=torch.randn(shape))
@@ -260,7 +260,7 @@ def test_kernels_refuse_unknown_weight_formats() -> None:
     unknown: Any = {"data": torch.zeros(2, 2), "scale": torch.ones(2), "format": "int8"}
     weight = Weight(**unknown)
     assert weight.num_bytes == 4 * 4 + 2 * 4
-    bundles, names = (torch_ops(), cpu_float32_ops()), ("linear", "linear_parts", "gated_linear")
+    bundles, names = (torch_ops(), cpu_ops(torch.float32)), ("linear", "linear_parts", "gated_linear")
     prepared = [getattr(ops, name) for ops in bundles for name in names]
     for prepare in (*prepared, lambda weight: Weight.joined([weight, weight])):
         with pytest.raises(AssertionError, match="int8"):
