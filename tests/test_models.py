@@ -1,5 +1,6 @@
 """Targets against ``transformers``, heads against dense references, kernels bit for bit."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -246,6 +247,27 @@ def test_cpu_kernels_equal_the_reference(rows: int) -> None:
     some, whole = (fast.rms_norm(weight, 1e-6)(heads) for weight in (by_head[:3], by_head))
     assert torch.equal(some[:, :3], whole[:, :3])
     assert torch.equal(some[:, 3:], heads[:, 3:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cpu_kernels_of_other_dtypes_round_as_the_reference(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for rows in (1, 5, 33):
+        x, bias = torch.randn(rows, 64).to(dtype), torch.randn(48).to(dtype)
+        weight = Weight(data=torch.randn(48, 64).to(dtype), bias=bias)
+        exact = x.double() @ weight.data.double().T + bias.double()
+        for got in (cpu_ops(dtype).linear(weight)(x), cpu_ops(dtype).linear_parts(weight)(x)[0]):
+            assert got.dtype == dtype
+            torch.testing.assert_close(got.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_largest_is_the_first_of_equals_and_nan_before_all(dtype: torch.dtype) -> None:
+    x = torch.tensor([[1.0, 3, 2, 3], [1, 5, math.nan, 7], [-math.inf, -math.inf, -1, -2]]).to(dtype)
+    index, value = cpu_ops(dtype).largest(x)
+    assert index.tolist() == [1, 2, 2]
+    assert value.dtype == dtype
+    assert not value[1].isfinite()
 
 
 def test_joined_weights_are_concatenated_and_a_single_one_is_not_copied() -> None:

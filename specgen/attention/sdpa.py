@@ -22,7 +22,7 @@ class _Group:
     """Sequences with one query length and nearly one KV length: one dense attention call."""
 
     rows: Tensor | slice  # [g * q] rows of the pass, sequence by sequence
-    pages: Tensor  # [g * p] pages, sequence by sequence
+    pages: Tensor | slice  # [g * p] pages, sequence by sequence; a slice where they follow one another
     positions: Tensor  # [g, q] of the rows
     size: int  # g
     _masks: dict[object, Tensor] = field(default_factory=dict, init=False)
@@ -64,7 +64,11 @@ class _Group:
         """The group's positions as a dense ``[g, num_kv_heads, p * page_size, head_dim]`` of ``dtype``."""
         # torch gathers no 8-bit floats
         numbers = pages.view(torch.uint8) if pages.dtype.itemsize == 1 else pages
-        gathered = numbers.flatten(1).index_select(0, self.pages).view(pages.dtype).to(dtype)
+        if isinstance(self.pages, slice):
+            gathered = numbers[self.pages]
+        else:
+            gathered = numbers.flatten(1).index_select(0, self.pages)
+        gathered = gathered.view(pages.dtype).to(dtype)
         return gathered.view(self.size, -1, *pages.shape[2:]).transpose(1, 2)
 
     def _mask(self, layer: LayerAttention, num_positions: int, dtype: torch.dtype) -> Tensor:
@@ -192,9 +196,12 @@ def _make_group(layout: Layout, members: list[int], query_len: int, num_pages: i
     else:
         offsets = torch.arange(query_len, device=device)
         rows = (layout.first_rows[members][:, None] + offsets).flatten()
+    pages = layout.block_tables[members, :num_pages].flatten()
+    first, count = int(pages[0]), len(pages)
+    following = torch.equal(pages, torch.arange(first, first + count, device=device, dtype=pages.dtype))
     return _Group(
         rows=rows,
-        pages=layout.block_tables[members, :num_pages].flatten(),
+        pages=slice(first, first + count) if following else pages,  # a view, as of a sequence that is alone
         positions=layout.positions[rows].view(len(members), query_len),
         size=len(members),
     )
