@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/pytest -n logical --maxprocesses 8 --dist loadgroup
 
-.PHONY: demo smollm2 test test-slow test-all check gpu-test
+.PHONY: demo smollm2 test test-slow test-scripts test-all check gpu-test
 
 demo: $(INSTALLED)
 	rm -rf runs/padded runs/non-padded
@@ -23,10 +23,14 @@ smollm2: $(INSTALLED)
 	$(BIN)/python scripts/fetch_smollm2.py runs/smollm2
 
 test: $(INSTALLED)
-	$(PYTEST) -m 'not slow and not gpu'
+	$(PYTEST) -m 'not slow and not scripts and not gpu'
 
 test-slow: $(INSTALLED)
-	$(PYTEST) -m 'slow and not gpu'
+	$(PYTEST) -m '(slow or scripts) and not gpu'
+
+# Those of scripts/, slow ones included: after a change there
+test-scripts: $(INSTALLED)
+	$(PYTEST) -m 'scripts and not gpu'
 
 test-all: $(INSTALLED)
 	$(PYTEST)

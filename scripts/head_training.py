@@ -3,6 +3,7 @@
 import json
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,8 +76,9 @@ def pack_answers(recipe: Recipe, answered: Answered) -> tuple[Tensor, Tensor, Te
 
 def train_head(
     recipe: Recipe, config: HeadConfig, target: LlamaForCausalLM, answered: Answered
-) -> tuple[Head, Tensor]:
-    """A head trained by training-time test on the target's generations, and its draft vocabulary."""
+) -> Iterator[tuple[Head, Tensor]]:
+    """A head in training by training-time test on the target's generations, and its draft vocabulary, after every
+    epoch: the same head each time."""
     torch.manual_seed(recipe.seed)
     device = target.device
     kept = draft_vocabulary(answered, config.draft_vocab_size).to(device)
@@ -116,7 +118,8 @@ def train_head(
                 f"head step {step}/{steps} loss {loss.item():.4f} {time.monotonic() - start:.0f} s",
                 flush=True,
             )
-    return head.eval(), kept
+        if step % each == each - 1:
+            yield head, kept
 
 
 @torch.no_grad()

@@ -254,7 +254,7 @@ def train(recipe: Recipe, sources: Sources, output: Path, device: str) -> dict[s
     for each in dict.fromkeys(recipes.values()):
         answered = make_answers(each, sources, tokenizer, output / "target", device)
         for name in (name for name in missing if recipes[name] == each):
-            head, kept = train_head(each, HEADS[name], target, answered)
+            *_, (head, kept) = train_head(each, HEADS[name], target, answered)
             write_head(output / name, head, kept, target)
     held_out, acceptance = answer_held_out(recipe, tokenizer, target), {}
     for name, config in HEADS.items():

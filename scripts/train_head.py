@@ -1,12 +1,14 @@
 """Trains a draft head for a target of Llama's architecture, on what that target itself answers.
 
-    python scripts/train_head.py --target runs/smollm2 --kind EAGLE3 --output runs/eagle3 \\
-        --prompts gsm8k.jsonl --prompts sharegpt.json:8 --own-prompts 40000 --answers runs/answers.npz
+    python scripts/train_head.py --target runs/smollm2 --answers runs/answers.npz \\
+        --prompts gsm8k.jsonl --prompts sharegpt.json:8 --own-prompts 40000
+    python scripts/train_head.py --target runs/smollm2 --answers runs/answers.npz --kind EAGLE3 --output runs/eagle3
 
-Prompts are files that `specgen generate --dataset` reads, `:N` for N answers to each; of `--own-prompts` the target
-writes the user's part too, from its chat template alone. A third of the answers is greedy, the others are sampled at
-temperature 0.7 and 1. `--answers` keeps them for the next head. The head is written in a published format; the seed
-decides everything but the order of floating-point sums.
+The first line has the target answer, the second trains on it. Prompts are files that `specgen generate --dataset`
+reads, `:N` for N answers to each; of `--own-prompts` the target writes the user's part too, from its chat template
+alone. A third of the answers is greedy, the others are sampled at temperature 0.7 and 1. Several processes with a seed
+each can answer at once: all files that `--answers` names are trained on. The head is written in a published format,
+after every epoch; the seed decides everything but the order of floating-point sums.
 """
 
 import argparse
@@ -26,6 +28,7 @@ from head_training import Answered, train_head, write_head
 from transformers import LlamaForCausalLM
 
 from specgen import Engine, EngineConfig, Message, Prompt, RequestOutput, SamplingParams
+from specgen.config import parse_bytes
 from specgen.prompts.load import DataSource
 
 _TEMPERATURES = (0.0, 0.7, 1.0)
@@ -82,7 +85,12 @@ def make_answers(options: argparse.Namespace, recipe: Recipe) -> Answered:
     """Prompts and answers as token ids, in a random order; half of the target's own prompts go on for a second turn."""
     rng, user = Random(recipe.seed), "user"
     config = EngineConfig(
-        model=options.target, drafter=None, num_spec_tokens=0, max_batch_size=options.batch, dtype="bfloat16"
+        model=options.target,
+        drafter=None,
+        num_spec_tokens=0,
+        max_batch_size=options.batch,
+        dtype="bfloat16",
+        kv_memory=options.kv_memory,
     )
     with Engine(config) as engine:
         written = dict.fromkeys(write_turns(engine, [()] * options.own_prompts))
@@ -156,11 +164,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--target", required=True, help="directory of the target")
-    parser.add_argument("--kind", required=True, choices=get_args(HeadKind))
-    parser.add_argument("--output", type=Path, required=True, help="directory of the head")
+    parser.add_argument("--kind", choices=get_args(HeadKind), help="of the head; default: none is trained")
+    parser.add_argument("--output", type=Path, default=Path("head"), help="directory of the head")
     parser.add_argument("--prompts", action="append", default=[], metavar="PATH[:N]")
     parser.add_argument("--own-prompts", type=int, default=0, help="prompts that the target writes")
-    parser.add_argument("--answers", type=Path, help="answers that are there, or are kept here (.npz)")
+    parser.add_argument(
+        "--answers",
+        type=Path,
+        action="append",
+        required=True,
+        help="a file of answers, made if absent (.npz)",
+    )
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--intermediate-size", type=int, help="default: the target's")
     parser.add_argument("--draft-vocab", type=int, default=8192, help="of EAGLE3 and P-EAGLE")
@@ -176,6 +190,9 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--max-new-tokens", type=int, default=640)
     parser.add_argument("--batch", type=int, default=512, help="sequences answered at once")
+    parser.add_argument(
+        "--kv-memory", type=parse_bytes, help="where several answer on one GPU: each one's, 16GiB"
+    )
     parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args()
     recipe = Recipe(
@@ -189,24 +206,25 @@ def main() -> None:
         seed=options.seed,
     )
     start = time.monotonic()
-    if options.answers and options.answers.exists():
-        answered = load_answers(options.answers)
-    else:
-        answered = make_answers(options, recipe)
-        if options.answers:
-            save_answers(options.answers, answered)
+    for path in options.answers:
+        if not path.exists():
+            save_answers(path, make_answers(options, recipe))
+    answered = [pair for path in options.answers for pair in load_answers(path)]
     print(f"{len(answered):,} answers after {time.monotonic() - start:.0f} s", flush=True)
+    if not options.kind:
+        return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     target = LlamaForCausalLM.from_pretrained(options.target, dtype=dtype).to(device).eval()
     target.requires_grad_(False)
     config = head_config(options, target)
-    head, kept = train_head(recipe, config, target, answered)
-    write_head(options.output, head, kept, target)
     asked = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    asked["answers"] = [str(path) for path in options.answers]
     made = {"options": asked, "answers": len(answered), "answer_tokens": sum(len(a) for _, a in answered)}
-    made["seconds"] = round(time.monotonic() - start)
-    (options.output / "training.json").write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
+    for epoch, (head, kept) in enumerate(train_head(recipe, config, target, answered)):
+        write_head(options.output, head, kept, target)
+        made |= {"epochs": epoch + 1, "seconds": round(time.monotonic() - start)}
+        (options.output / "training.json").write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(made), flush=True)
 
 

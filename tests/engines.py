@@ -18,6 +18,7 @@ from specgen.engine.build import build_engine
 from specgen.engine.choices import resolve
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.prompts import DataSource, Prompt, prompt_ids
+from specgen.record import columns
 from specgen.record.record_rows import EngineRow, PassRow, RequestRow
 from specgen.report.report import Report, report_of
 from specgen.text.tokenizer import load_tokenizer
@@ -95,7 +96,7 @@ class Outputs:
         return sum(row.num_preempted for row in self.passes if isinstance(row, PassRow))
 
     def report(self, num_spec_tokens: int) -> Report:
-        return report_of(self.requests, self.passes, num_spec_tokens=num_spec_tokens)
+        return report_of(columns.of(self.requests, num_spec_tokens), self.passes)
 
 
 def load_pair(

@@ -1,7 +1,12 @@
 """Shared fixtures: pairs and reference drafters."""
 
+import fcntl
 import gc
+import os
+import sys
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +23,7 @@ from specgen.device import Ranks
 from specgen.engine import build, choices
 from specgen.experiments.bound import COPIED_BYTES
 from specgen.models.protocols import Head, Target
+from tests.commands import printed
 from tests.engines import Pair, load_pair
 from tests.reference_heads import DenseTarget, ReferenceHead, reference_head
 from tests.tiny_checkpoints import write_head, write_target
@@ -60,6 +66,43 @@ def flashinfer_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _threads() -> None:
     torch.set_num_threads(1)  # also where torch ignores the environment set in tests/__init__.py
+
+
+QUICK = 2.0  # seconds of processors that a test of the quick set may take, its processes included
+OF_A_MODULE = 0.01  # seconds, about: which test is the first to import a library is chance
+_COUNTED = 0.03  # seconds, of ``_count`` on the machine that ``QUICK`` is meant for
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A quick test that takes long fails: with each of them `make test` is run less often.
+
+    In time of processors, as other programs make every test longer; and on a machine that counts slowly just now a
+    test may take as much longer.
+    """
+    if any(item.get_closest_marker(name) for name in ("slow", "scripts", "gpu")):
+        yield
+        return
+    before, modules = _processor_seconds(), len(sys.modules)
+    yield
+    used = _processor_seconds() - before - OF_A_MODULE * (len(sys.modules) - modules)
+    if used > QUICK and used > (allowed := QUICK * max(1.0, _count() / _COUNTED)):
+        pytest.fail(
+            f"{item.nodeid} takes {used:.1f} s of processors, and a quick test at most {allowed:.1f} s: make it "
+            "smaller, share what it builds, or mark it slow beside a quick one (tests/marks.py: mostly_slow)",
+            pytrace=False,
+        )
+
+
+def _processor_seconds() -> float:
+    return sum(os.times()[:4])
+
+
+def _count() -> float:
+    """Seconds of a processor for a loop, which are more on a slow machine and beside other programs."""
+    before = time.process_time()
+    sum(n * n % 7 for n in range(500_000))
+    return time.process_time() - before
 
 
 def pytest_sessionstart() -> None:
@@ -136,6 +179,38 @@ def random_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     path = tmp_path_factory.mktemp("random_pair")
     write_head(path / "drafter", write_target(path / "target"))
     return load_pair(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedRuns:
+    """Directories of finished runs of the bundled pair over the same 6 prompts, for all to read: change a copy."""
+
+    padded: Path  # with a baseline
+    non_padded: Path
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> FinishedRuns:
+    """Made once, by the first of pytest's processes that asks."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # of all processes
+    runs = FinishedRuns(padded=root / "finished-padded", non_padded=root / "finished-non-padded")
+    with (root / "finished.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (root / "finished").exists():
+            asked = (
+                "generate",
+                "--num-prompts=6",
+                "--max-new-tokens=16",
+                "--device=cpu",
+                "--quiet",
+                "--output",
+            )
+            printed(*asked, runs.padded, "--baseline")
+            printed(*asked, runs.non_padded, "--drafter-batch=non-padded")
+            (root / "finished").touch()
+    return runs
 
 
 @pytest.fixture(scope="session")

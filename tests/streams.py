@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from specgen.record import columns
 from specgen.record.record_rows import EngineRow, PassRow, RequestRow, Row, Session, Step, StepCounts
 from specgen.record.results import RunDirectory
 from specgen.report.report import Report, report_of
@@ -43,7 +44,7 @@ def request(
         "ended": begin + 1 + len(steps),
         "parts": None,
     }
-    counts = vars(StepCounts.of(found, most))
+    counts = StepCounts.of(found, most)
     yield RequestRow(name=name, counts=counts, steps=found, **usual | others)
 
 
@@ -109,11 +110,15 @@ def recorded(sessions: Mapping[str, Iterable[Given]]) -> tuple[list[RequestRow],
 def fold(rows: Iterable[Given], *, num_spec_tokens: int) -> Report:
     """The report of one session."""
     rows = list(rows)
-    return report_of(
-        [row for row in rows if isinstance(row, RequestRow)],
-        [row for row in rows if not isinstance(row, RequestRow)],
-        num_spec_tokens=num_spec_tokens,
-    )
+    passes = [row for row in rows if not isinstance(row, RequestRow)]
+    return reported((row for row in rows if isinstance(row, RequestRow)), passes, num_spec_tokens)
+
+
+def reported(requests: Iterable[RequestRow], passes: Iterable[Row], num_spec_tokens: int) -> Report:
+    """The report of these tables."""
+    requests = list(requests)
+    failed = sum(row.reason == "error" for row in requests)
+    return report_of(columns.of(requests, num_spec_tokens), passes, num_errors=failed)
 
 
 def as_json(rows: Iterable[Given], num_spec_tokens: int = 3) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from specgen.attention.sdpa import SdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.kv.layout import HostLens, Layout
 from specgen.ops.jit_modules import Module, compile_missing
-from tests.marks import on_gpu
+from tests.marks import in_turn, on_gpu
 
 pytestmark = on_gpu()
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -304,31 +304,31 @@ def flashinfer() -> FlashInferBackend:
     return FlashInferBackend(torch.device("cuda"))
 
 
-@pytest.mark.parametrize("case", UNIFORM, ids=str)
+@in_turn("case", UNIFORM)
 def test_uniform_decode_passes(decoder: Backend, case: Case) -> None:
     world = World(case)
     assert error(attend(decoder, world, world.uniform()), world.reference(), case) < case.tolerance
 
 
-@pytest.mark.parametrize("case", RAGGED, ids=str)
+@in_turn("case", RAGGED)
 def test_ragged_decode_passes(decoder: Backend, case: Case) -> None:
     world = World(case)
     assert error(attend(decoder, world, world.packed()), world.reference(), case) < case.tolerance
 
 
-@pytest.mark.parametrize("case", PREFILL, ids=str)
+@in_turn("case", PREFILL)
 def test_prefill(flashinfer: FlashInferBackend, case: Case) -> None:
     world = World(case)
     assert error(attend(flashinfer, world, world.prefill()), world.reference(), case) < case.tolerance
 
 
-@pytest.mark.parametrize("case", [c for c in PREFILL if (c.dtype, c.head_dim) == (BF16, 128)], ids=str)
+@in_turn("case", [c for c in PREFILL if (c.dtype, c.head_dim) == (BF16, 128)])
 def test_prefill_on_the_device_specific_kernel(decoder: Backend, case: Case) -> None:
     world = World(case)
     assert error(attend(decoder, world, world.prefill()), world.reference(), case) < case.tolerance
 
 
-@pytest.mark.parametrize("case", FLASHINFER, ids=str)
+@in_turn("case", FLASHINFER)
 def test_flashinfer_wrapper_with_mixed_passes(flashinfer: FlashInferBackend, case: Case) -> None:
     world = World(case)
     for layout in (world.prefill(), world.packed()):
@@ -346,7 +346,7 @@ def test_a_wrong_mask_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
         assert error(out, world.reference(), case) > 2 * case.tolerance
 
 
-@pytest.mark.parametrize("kind", ["uniform", "packed", "prefill"])
+@in_turn("kind", ["uniform", "packed", "prefill"])
 def test_wrong_scales_are_detected(decoder: Backend, flashinfer: FlashInferBackend, kind: str) -> None:
     """Each scale 10 % off, and the two swapped."""
     case = ragged([128, 65], 400, page_size=64, kv_dtype=FP8)
@@ -382,14 +382,12 @@ def check_windows(backend: Backend, case: Case, kind: str, windows: Sequence[int
         assert error(out, world.reference(window), case) < case.tolerance, window
 
 
-@pytest.mark.parametrize(
-    ("kind", "case"), [(kind, case) for kind in WINDOWED for case in WINDOWED[kind]], ids=str
-)
+@in_turn(("kind", "case"), [(kind, case) for kind in WINDOWED for case in WINDOWED[kind]])
 def test_windows(decoder: Backend, kind: str, case: Case) -> None:
     check_windows(decoder, case, kind)
 
 
-@pytest.mark.parametrize("case", WINDOWED["prefill"] + WINDOWED["packed"][:2], ids=str)
+@in_turn("case", WINDOWED["prefill"] + WINDOWED["packed"][:2])
 def test_windows_of_the_flashinfer_wrapper(flashinfer: FlashInferBackend, case: Case) -> None:
     check_windows(flashinfer, case, "packed")
 
@@ -448,9 +446,9 @@ REPLAYED = {
 }
 
 
-@pytest.mark.parametrize("mode", REPLAYED)
-@pytest.mark.parametrize(("num_padding", "window"), [(0, None), (3, None), (3, 128)])
-@pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["", "fp8kv"])
+@in_turn("mode", REPLAYED)
+@in_turn(("num_padding", "window"), [(0, None), (3, None), (3, 128)])
+@in_turn("kv_dtype", [None, FP8])
 def test_a_captured_graph_is_right_for_other_lengths_tables_and_offsets(
     decoder: Backend, mode: str, num_padding: int, window: int | None, kv_dtype: torch.dtype | None
 ) -> None:

@@ -197,6 +197,7 @@ def test_bad_input_is_refused_in_one_line(arguments: tuple[object, ...], message
     assert "\n" not in str(result.exception)
 
 
+@pytest.mark.slow
 def test_rows_that_ask_for_sampled_texts_are_decoded_greedily(tmp_path: Path) -> None:
     own = tmp_path / "own.jsonl"
     write_rows(

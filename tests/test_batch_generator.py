@@ -150,7 +150,7 @@ def test_an_empty_batch_is_empty(generator: BatchGenerator) -> None:
 
 def test_calls_at_once_share_the_engine(generator: BatchGenerator, answers: dict[str, str]) -> None:
     """Each gets its own rows, in order, also where two ask the same."""
-    batches = [QUESTIONS[first : first + 3] for first in range(0, 12, 3)] * 3
+    batches = [QUESTIONS[first : first + 3] for first in range(0, 12, 3)] * 2
     with ThreadPoolExecutor(len(batches)) as pool:
         found = list(pool.map(lambda questions: generator({"prompt": questions}), batches))
     for questions, each in zip(batches, found, strict=True):
@@ -188,7 +188,7 @@ def test_the_last_call_leaves_the_engine_idle(generator: BatchGenerator) -> None
 
 
 def test_a_short_call_does_not_wait_for_a_long_one(generator: BatchGenerator) -> None:
-    long = {"prompt": QUESTIONS[:3], "sampling_params": [{"max_tokens": 300}] * 3}
+    long = {"prompt": QUESTIONS[:3], "sampling_params": [{"max_tokens": 120}] * 3}
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(generator, long)
         while not generator._engine._at_work:
@@ -196,7 +196,7 @@ def test_a_short_call_does_not_wait_for_a_long_one(generator: BatchGenerator) ->
         second = pool.submit(generator, {"prompt": QUESTIONS[3:4], "sampling_params": [{"max_tokens": 2}]})
         assert second.result()["num_generated_tokens"] == [2]
         assert not first.done()
-    assert first.result()["num_generated_tokens"] == [300] * 3
+    assert first.result()["num_generated_tokens"] == [120] * 3
 
 
 def test_draws_depend_on_prompt_and_seed_alone(
@@ -227,6 +227,7 @@ def test_draws_depend_on_prompt_and_seed_alone(
     assert len({alone, *others}) == 4, "samples of one prompt"
 
 
+@pytest.mark.slow
 def test_draws_follow_the_seed_of_the_generator() -> None:
     sampling = SamplingParams(temperature=1.0, seed=5, max_tokens=16, ignore_eos=True)
     sampled = BatchGenerator(CONFIG, sampling)
@@ -237,8 +238,8 @@ def test_draws_follow_the_seed_of_the_generator() -> None:
 
 def test_many_equal_rows_take_no_longer_than_others(generator: BatchGenerator) -> None:
     begin = time.perf_counter()
-    found = generator({"prompt": [" "] * 20_000})
-    assert found["error"] == ["prompt is empty"] * 20_000
+    found = generator({"prompt": [" "] * 10_000})
+    assert found["error"] == ["prompt is empty"] * 10_000
     assert time.perf_counter() - begin < 15, "they were numbered by trying, which took minutes"
 
 

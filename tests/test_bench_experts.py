@@ -15,6 +15,8 @@ from specgen.config import UserError
 from specgen.ops.experts import grouped_experts
 from tests.commands import printed
 
+pytestmark = pytest.mark.scripts
+
 CPU, F32 = torch.device("cpu"), torch.float32
 JOB = ExpertJob(shapes=("small",), rows=(3, 1), repeats=2, dtype=F32, device=CPU)
 

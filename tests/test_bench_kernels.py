@@ -20,6 +20,8 @@ from specgen.kv.layout import Layout
 from specgen.report.terminal import render
 from tests.commands import printed, specgen
 
+pytestmark = pytest.mark.scripts
+
 CPU = torch.device("cpu")
 HEADS = Heads(
     num_heads=4,

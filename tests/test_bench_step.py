@@ -39,6 +39,8 @@ from tests.engines import engine_config
 from tests.streams import pass_row, request
 from tests.test_prompt_blocks import Capturing
 
+pytestmark = pytest.mark.scripts
+
 DEVICE = DeviceSpeed(bytes_per_second=1e4, flops_per_second=1e3)
 
 

@@ -209,6 +209,7 @@ def test_the_cache_is_as_large_as_the_requests_need(pair: Path, models: Models, 
     assert costs.lengths == tuple(range(8)), "short requests leave room to time the steps"
 
 
+@pytest.mark.slow
 def test_arms_take_turns_within_a_repeat(pair: Path, monkeypatch) -> None:
     order: list[tuple[int, bool]] = []
     generate = EngineCore.generate
@@ -269,6 +270,7 @@ def test_a_stopped_bench_goes_on(pair: Path, monkeypatch, tmp_path: Path) -> Non
         list(throughput(job, tmp_path))
 
 
+@pytest.mark.slow
 def test_dice_accept_in_place_of_the_target(pair: Path, tmp_path: Path) -> None:
     workload = replace(SMALL, num_prompts=8, max_new_tokens=30)
     job = job_of(pair, "batch-and-k", "batch=8", "K=0,2", workload=workload, repeats=1)
@@ -287,6 +289,7 @@ def test_dice_accept_in_place_of_the_target(pair: Path, tmp_path: Path) -> None:
         list(throughput(other, tmp_path))
 
 
+@pytest.mark.slow
 def test_a_synthetic_length_is_the_one_measured_at_each_k(pair: Path) -> None:
     workload = replace(SMALL, num_prompts=16, max_new_tokens=40)
     job = job_of(pair, "batch-and-k", "batch=8", "K=1,3", workload=workload, repeats=1)
@@ -372,6 +375,7 @@ def test_a_range_is_that_of_the_repeats() -> None:
     assert MedianRange.of([3.0, 1.0, 2.5]) == MedianRange(median=2.5, lowest=1.0, highest=3.0)
 
 
+@pytest.mark.slow
 def test_batch_and_k(pair: Path) -> None:
     workload = replace(SMALL, num_prompts=None)
     job = job_of(pair, "batch-and-k", "batch=1,3", "K=0,2,4", workload=workload, repeats=1)
@@ -398,6 +402,7 @@ def test_batch_and_k(pair: Path) -> None:
     assert max(map(len, render(table.parts(), 80).splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_modes_are_beside_their_bound_and_the_known_text(pair: Path) -> None:
     workload = replace(SMALL, num_prompts=4, max_new_tokens=24)
     job = job_of(pair, "vllm-25196", "attention=sdpa", workload=workload, repeats=1)
@@ -417,6 +422,7 @@ def test_modes_are_beside_their_bound_and_the_known_text(pair: Path) -> None:
     assert table.conditions["wrong_tokens"].endswith("the pair's head knows 75.0 % of it")
 
 
+@pytest.mark.slow
 def test_a_wrong_token_is_counted(pair: Path, monkeypatch) -> None:
     """One wrong token is planted per run; the text continues from it."""
     planted = CYCLE.tokens[5]

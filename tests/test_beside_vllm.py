@@ -15,7 +15,7 @@ from make_calibrated_pair import HeadKind, write_pair
 
 from specgen import Engine
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.scripts, pytest.mark.slow]
 ASKED = "--num-spec-tokens 2 --cells 1,2,2x9 --max-new-tokens 6 --repeats 2 --kv-memory 0.1"
 
 

@@ -14,6 +14,7 @@ from specgen.ops.fp8 import dequantised
 from specgen.ops.reference import silu_and_mul
 from specgen.ops.weight import GROUP, Weight
 from tests.engines import Pair, config_of, generate, load_pair, random_requests
+from tests.marks import in_turn
 from tests.test_fp8_gpu import a_weight
 from tests.test_gpu import EXACT
 from tests.tiny_checkpoints import write_head, write_target
@@ -54,8 +55,8 @@ def gemm(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
     return got[: len(x)], wide @ dequantised(weight).double().T
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@in_turn("rows", ROWS)
+@in_turn("shape", SHAPES)
 def test_gemms(shape: tuple[int, int], rows: int) -> None:
     weight = a_weight("group", *shape)
     got, exact = gemm(inputs(rows, shape[1]), weight)
@@ -65,8 +66,8 @@ def test_gemms(shape: tuple[int, int], rows: int) -> None:
     assert error.max() < 2**-8 + 1e-3, error.max()
 
 
-@pytest.mark.parametrize("block_out", block_fp8._BLOCKS_OUT)
-@pytest.mark.parametrize("rows", [70, 200, 1024])
+@in_turn("block_out", block_fp8._BLOCKS_OUT)
+@in_turn("rows", [70, 200, 1024])
 def test_every_tile_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, rows: int, block_out: int) -> None:
     """A row's sums are made in one order whatever the tile, and whatever the other rows."""
     weight, x = a_weight("group", 1280, 1024), inputs(rows, 1024)
@@ -79,7 +80,7 @@ def test_every_tile_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, rows: i
         assert torch.equal(gemm(x, weight)[0], right)
 
 
-@pytest.mark.parametrize("rows", [65, 96, 320, 1000])
+@in_turn("rows", [65, 96, 320, 1000])
 def test_layers_take_it_and_repeat_exactly_in_graphs(rows: int) -> None:
     ops = bind_ops(CUDA, torch.bfloat16)
     weight, gate_up = a_weight("group", 512, 1024), a_weight("group", 768, 1024)
@@ -102,7 +103,7 @@ def test_layers_take_it_and_repeat_exactly_in_graphs(rows: int) -> None:
     assert exact.any()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@in_turn("bad", [float("nan"), float("inf")])
 def test_what_is_not_a_number_stays_so_and_in_its_row(bad: float) -> None:
     weight, x = a_weight("group", 512, 1024), inputs(130, 1024)
     x[129, 5] = bad

@@ -27,6 +27,7 @@ from specgen.record.mirror import fetched
 from specgen.storage import Store
 from tests.commands import printed, refused, rows, specgen, write_rows
 from tests.jobs import Silent, conversations, files, keep_in_memory, untimed
+from tests.marks import mostly_slow
 from tests.object_server import BUCKET, KEY, SECRET, S3Server, s3_server
 
 S3 = Url(f"s3://{BUCKET}/nightly/run")
@@ -165,12 +166,6 @@ def check_kills(
     assert num_killed >= len(kills) * 0.6
 
 
-def test_a_run_killed_at_a_write_ends_as_one_on_a_disk(
-    job: Job, whole: Path, s3: S3Server, tmp_path: Path
-) -> None:
-    check_kills(job, whole, s3, tmp_path, [(14, "after", True)])
-
-
 @pytest.mark.slow
 def test_a_run_killed_at_any_write_ends_as_one_on_a_disk(
     job: Job, whole: Path, s3: S3Server, tmp_path: Path
@@ -201,7 +196,7 @@ def interrupted(job: Job, url: Url, number: int = 2) -> list[bytes]:
     return found
 
 
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "on another machine"])
+@pytest.mark.parametrize("elsewhere", mostly_slow([False, True], True), ids=["here", "on another machine"])
 def test_a_stopped_run_goes_on_where_it_was(job: Job, whole: Path, tmp_path: Path, elsewhere: bool) -> None:
     kept = interrupted(job, MEMORY)
     assert json.loads(Store.at(MEMORY).read("status.json"))["state"] == "interrupted"
@@ -212,6 +207,7 @@ def test_a_stopped_run_goes_on_where_it_was(job: Job, whole: Path, tmp_path: Pat
     assert {*kept} <= {*(tmp_path / "result" / "completions.jsonl").read_bytes().splitlines(keepends=True)}
 
 
+@pytest.mark.slow
 def test_a_machine_goes_on_with_what_it_has_beyond_the_parts(
     job: Job, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,7 +249,7 @@ def test_what_another_machine_did_counts_more_than_what_is_left_here(
     assert {*kept} <= {*(tmp_path / "result" / "completions.jsonl").read_bytes().splitlines(keepends=True)}
 
 
-@pytest.mark.parametrize("how", ["missing", "another"])
+@pytest.mark.parametrize("how", mostly_slow(["missing", "another"], "another"))
 def test_a_part_that_is_missing_or_another_ends_the_run_in_one_line(
     job: Job, whole: Path, tmp_path: Path, how: str
 ) -> None:
@@ -340,6 +336,7 @@ def test_a_url_in_use_on_this_machine_is_refused(job: Job, tmp_path: Path) -> No
         run(job, MEMORY, Silent(), until)
 
 
+@pytest.mark.slow
 def test_errors_that_the_server_gives_for_a_while_change_nothing(
     job: Job, whole: Path, s3: S3Server, tmp_path: Path
 ) -> None:
@@ -457,6 +454,7 @@ def test_a_finished_run_is_left_as_it_is_and_other_settings_are_refused(job: Job
         assert (found / "completions.parquet").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_a_finished_run_with_failures_does_them_again(
     job: Job, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -485,6 +483,7 @@ def test_a_finished_run_with_failures_does_them_again(
     assert (tmp_path / "result" / "completions.jsonl").read_bytes() == kept["completions.jsonl"]
 
 
+@pytest.mark.slow
 def test_a_corrected_row_is_mended_at_a_url(job: Job, tmp_path: Path) -> None:
     run(job, MEMORY, Silent())
     on_another_machine(tmp_path)
@@ -563,6 +562,7 @@ def test_a_mistake_before_the_first_answer_leaves_nothing_there(job: Job, tmp_pa
     assert list((tmp_path / "cache" / "specgen" / "runs").glob("*/run/*")) == []
 
 
+@pytest.mark.slow
 def test_runs_at_urls_are_reported_and_merged(job: Job, tmp_path: Path) -> None:
     job = replace(job, data=replace(job.data, num_prompts=3))
     run(job, tmp_path / "whole", Silent())

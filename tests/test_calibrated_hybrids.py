@@ -24,7 +24,10 @@ from tests.engines import Pair, generate, load_pair
 from tests.marks import mostly_slow
 from tests.test_calibrated_pair import check_drafts
 
-pytestmark = pytest.mark.xdist_group("calibrated_hybrids")  # pairs that several of them use
+pytestmark = [
+    pytest.mark.scripts,
+    pytest.mark.xdist_group("calibrated_hybrids"),
+]  # pairs that several of them use
 
 TINY = ("tiny-qwen3.5", "tiny-qwen3.5-moe")
 WEIGHTS = ("bf16", "fp8-block")

@@ -21,6 +21,8 @@ from tests.engines import Pair, generate, load_pair
 from tests.marks import mostly_slow
 from tests.test_calibrated_pair import check_drafts
 
+pytestmark = pytest.mark.scripts
+
 WEIGHTS = ("bf16", "fp8", "fp8-block")
 K = 4
 

@@ -27,6 +27,8 @@ from tests.marks import mostly_slow
 from tests.reference_heads import DenseTarget, reference_head
 from tests.test_calibrated_pair import check_drafts
 
+pytestmark = pytest.mark.scripts
+
 TINY = {"tiny-gpt-oss": "mxfp4", "tiny-qwen3-moe": "bf16", "tiny-glm": "bf16", "tiny-qwen3.5-moe": "bf16"}
 K = 4
 PAIRS = [*TINY.items(), ("tiny-gpt-oss", "bf16")]

@@ -28,6 +28,8 @@ from tests.engines import Outputs, Pair, generate, load_pair
 from tests.marks import mostly_slow
 from tests.reference_heads import DenseTarget, reference_head
 
+pytestmark = pytest.mark.scripts
+
 TINY = SHAPES["tiny"]
 CYCLE = Cycle.draw(TINY.num_plain_tokens, TINY.draft_vocab_size, 0.75, seed=5)
 LENGTHS = {"eagle3": 5, "eagle3-3": 5, "eagle1": 5, "peagle": 2, "peagle-2": 4, "peagle-3": 8}  # K

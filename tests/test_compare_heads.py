@@ -25,15 +25,15 @@ from specgen.experiments.head_figures import Comparison, as_directory, compare_r
 from specgen.experiments.heads_export import exported
 from specgen.experiments.heads_job import HeadsJob, HeadsRun
 from specgen.experiments.heads_page import last_words, moved_texts, page
-from specgen.experiments.heads_tables import leads, mean_length, notes, tables, verdicts
+from specgen.experiments.heads_tables import leads, mean_of, notes, tables, verdicts
 from specgen.experiments.rounds import BUSY, PLAIN, Repeat, Rounds, Speeds, rounds_under
 from specgen.jobs import run as run_module
 from specgen.prompts.load import DataSource
+from specgen.record import columns
 from specgen.record.files import RowFile
 from specgen.record.interrupt import StoppedError
-from specgen.record.record_rows import RequestRow, StepCounts, turn_id
+from specgen.record.record_rows import RequestRow, turn_id
 from specgen.record.results import RunDirectory
-from specgen.report.acceptance import fold_request
 from specgen.report.paired_requests import shared_requests
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
 from tests.commands import printed, refused, specgen, write_rows
@@ -88,8 +88,8 @@ def rows(path: Path) -> dict[str, dict[str, Any]]:
 
 def counts(row: dict[str, Any]) -> tuple[int, int]:
     """Accepted drafts and steps, those without drafts too."""
-    steps = row["metrics"]["per_step_accepted"]
-    return sum(steps), len(steps) + row["metrics"]["num_steps_without_drafts"]
+    found = RequestRow.of_row(row).counts
+    return sum(found.accepted), found.num_steps + found.without_drafts
 
 
 def conversations(found: dict[str, dict[str, Any]]) -> list[tuple[int, int]]:
@@ -185,7 +185,7 @@ def test_the_mean_of_data_sets_has_an_interval(tmp_path: Path) -> None:
     (one, _, v, f), (two, _, w, g) = map(interval_by_scipy, units)
     freedom = (v + w) ** 2 / (v**2 / f + w**2 / g)
     mean, half = (one + two) / 2, stats.t.ppf(0.975, freedom) * np.sqrt(v + w) / 2
-    length = mean_length(found, "a")
+    length = mean_of(found, "a")
     assert length.value == pytest.approx(mean)
     assert length.interval == pytest.approx((mean - half, mean + half))
     shown = f"{mean:.2f}  [{mean - half:.2f}, {mean + half:.2f}]"
@@ -315,7 +315,7 @@ def test_categories_are_corrected_over_the_rows_that_the_table_shows(tmp_path: P
 
 def test_two_runs_have_the_same_p_in_report(tmp_path: Path) -> None:
     found = comparison(tmp_path, a=simulated(0.5, 1), b=simulated(0.56, 2))
-    (shared,) = shared_requests([tmp_path / "a", tmp_path / "b"])
+    (shared,) = shared_requests([columns.read(tmp_path / head) for head in "ab"])
     (pair,) = found.pairs
     assert (pair.length, *pair.positions) == shared.figures
     assert pair.length.p == pair.length.paired.p, "one test needs no correction"
@@ -419,9 +419,7 @@ def a_run(
             records.append(found)
             row = {"id": name, "prompt": name, "token_ids": [1], "turn": turn, "category": category}
             row |= {"text": "x", "finish_reason": "stop", "num_prompt_tokens": 1}
-            steps = found.steps or ()
-            metrics = fold_request(steps, StepCounts.of(steps, K))
-            files.add_completion(row | {"metrics": metrics.to_json()}, found)
+            files.add_completion(row, found)
     (path / "report.json").write_text(json.dumps(fold(records, num_spec_tokens=K).to_json()))
     manifest = {
         "engine": {"model": "target", "drafter": f"heads/{head}", "num_spec_tokens": K, "dtype": "float32"},
@@ -479,16 +477,6 @@ def test_a_head_that_drafts_in_some_steps_is_judged_by_all(tmp_path: Path) -> No
     assert "b on mine: 90 of 120 steps had no drafts and gave one token each." in call(*paths).replace(
         "\n  ", " "
     )
-
-
-def test_rows_that_do_not_count_steps_without_drafts_are_refused(tmp_path: Path) -> None:
-    path = a_run(tmp_path / "a", "a", [[1, 2], [3]])
-    old = [json.loads(line) for line in (path / "completions.jsonl").open()]
-    for row in old:
-        del row["metrics"]["num_steps_without_drafts"]
-    write_rows(path / "completions.jsonl", old)
-    with pytest.raises(UserError, match=r"line 1 is not a completion .*num_steps_without_drafts.*: generate"):
-        call(path)
 
 
 def test_several_data_sets_have_a_sentence_of_their_own(tmp_path: Path) -> None:

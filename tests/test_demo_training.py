@@ -17,6 +17,8 @@ from dense_heads import DFlash, Eagle1, Eagle3, Head, HeadConfig, PEagle, docume
 from head_training import count_rows, count_steps, pool
 from torch import nn
 
+pytestmark = pytest.mark.scripts
+
 ROOT = Path(__file__).parents[1]
 MARK = re.compile(r"<<(\d+)([-+*/])(\d+)=(\d+)>>(\d+)")
 

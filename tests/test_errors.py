@@ -314,6 +314,7 @@ def test_a_closed_pipe_is_not_an_error(tmp_path: Path, number: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_rows_that_stdout_does_not_take_are_no_bug(pair: Path, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "own.jsonl", [{"prompt": "Tom"}])
     models = ["--model", pair / "target", "--drafter", pair / "head", "--max-new-tokens", 2]

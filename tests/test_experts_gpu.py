@@ -18,7 +18,7 @@ from specgen.models.mlp import Mixture
 from specgen.ops import bind_ops, fp8
 from specgen.ops.experts import Experts, ExpertsMap, Gating
 from specgen.ops.weight import Weight
-from tests.marks import on_gpu
+from tests.marks import in_turn, on_gpu
 from tests.tiny_fp8 import quantize
 from tests.tiny_hybrids import write_hybrid
 from tests.tiny_latents import GLM, write_latent
@@ -222,7 +222,7 @@ def full_precision() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-@pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
+@in_turn("shape", SMALL + LARGE)
 def test_every_number_of_rows(worlds: dict[str, World], shape: Shape) -> None:
     world = world_of(worlds, shape)
     experts = world.loaded()
@@ -231,7 +231,7 @@ def test_every_number_of_rows(worlds: dict[str, World], shape: Shape) -> None:
         check(experts(*inputs), world.reference(*inputs), shape)
 
 
-@pytest.mark.parametrize("shape", SMALL, ids=str)
+@in_turn("shape", SMALL)
 def test_all_rows_may_choose_the_same(worlds: dict[str, World], shape: Shape) -> None:
     world = world_of(worlds, shape)
     experts = world.loaded()
@@ -240,9 +240,7 @@ def test_all_rows_may_choose_the_same(worlds: dict[str, World], shape: Shape) ->
         check(experts(*inputs), world.reference(*inputs), shape)
 
 
-@pytest.mark.parametrize(
-    "shape", [shape for shape in SMALL + LARGE if not shape.mxfp4 and shape.k > 1], ids=str
-)
+@in_turn("shape", [shape for shape in SMALL + LARGE if not shape.mxfp4 and shape.k > 1])
 def test_all_rows_may_choose_the_last_as_well(worlds: dict[str, World], shape: Shape) -> None:
     """As they do a shared expert, behind those that each has chosen."""
     world = world_of(worlds, shape)
@@ -301,7 +299,7 @@ def mixture_of(path: Path, device: torch.device) -> Mixture:
     return next(block.mlp for block in model.blocks if isinstance(block.mlp, Mixture))
 
 
-@pytest.mark.parametrize("shape", [shape for shape in SMALL if not shape.mxfp4], ids=str)
+@in_turn("shape", [shape for shape in SMALL if not shape.mxfp4])
 def test_an_expert_that_no_row_chose_is_not_read(shape: Shape) -> None:
     world = World(shape)
     among = max(shape.num_experts // 2, shape.k)
@@ -318,7 +316,7 @@ def test_an_expert_that_no_row_chose_is_not_read(shape: Shape) -> None:
         check(experts(*inputs), world.reference(*inputs), shape)
 
 
-@pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
+@in_turn("shape", SMALL + LARGE)
 def test_the_same_inputs_give_the_same_bits(worlds: dict[str, World], shape: Shape) -> None:
     world = world_of(worlds, shape)
     experts = world.loaded()
@@ -328,7 +326,7 @@ def test_the_same_inputs_give_the_same_bits(worlds: dict[str, World], shape: Sha
         assert all(torch.equal(experts(*inputs), first) for _ in range(10))
 
 
-@pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
+@in_turn("shape", SMALL + LARGE)
 def test_a_row_does_not_depend_on_the_others(worlds: dict[str, World], shape: Shape) -> None:
     """Verification sees the bits of plain decoding: every tile adds in the same order."""
     world = world_of(worlds, shape)
@@ -340,8 +338,8 @@ def test_a_row_does_not_depend_on_the_others(worlds: dict[str, World], shape: Sh
         assert torch.equal(experts(x[:rows], ids[:rows], weights[:rows]), together[:, :rows])
 
 
-@pytest.mark.parametrize("shape", SMALL, ids=str)
-@pytest.mark.parametrize("rows", [1, 5, 16, 40, 160])
+@in_turn("shape", SMALL)
+@in_turn("rows", [1, 5, 16, 40, 160])
 def test_a_captured_pass_follows_new_routes(worlds: dict[str, World], shape: Shape, rows: int) -> None:
     world = world_of(worlds, shape)
     experts = world.loaded()

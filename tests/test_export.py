@@ -6,7 +6,7 @@ import pytest
 
 from specgen.jobs.run_output import Served, export_openai, export_parquet
 from specgen.record.record_rows import Step, StepCounts
-from specgen.report.acceptance import RequestMetrics, fold_request
+from specgen.report.acceptance import RequestMetrics, metrics_of
 
 TEXTS = {1: "Hi", 2: " you", 3: "\N{REPLACEMENT CHARACTER}"}
 SERVED = Served(model="m", created=1_700_000_000, token_text=TEXTS.__getitem__)
@@ -23,7 +23,7 @@ def row(row_id: str, *, metrics: RequestMetrics | None = None, **more) -> dict:
         "turn": 1,
         "num_prompt_tokens": 5,
         "metrics": json.loads(
-            json.dumps((metrics or fold_request(STEPS, StepCounts.of(STEPS, 2))).to_json())
+            json.dumps((metrics or metrics_of(StepCounts.of(STEPS, 2), (2, 0), 2)).to_json())
         ),
         **more,
     }
@@ -66,7 +66,7 @@ def test_a_chat_completion_with_its_speculation(tmp_path):
 
 
 def test_a_text_completion_without_speculation(tmp_path):
-    plain = row("a", endpoint="/v1/completions", metrics=fold_request([], StepCounts(0)))
+    plain = row("a", endpoint="/v1/completions", metrics=metrics_of(StepCounts.of([], 0), (), 0))
     body = lines(export(tmp_path, [plain])[0])[0]["response"]["body"]
     assert body["object"] == "text_completion"
     assert body["choices"] == [{"index": 0, "text": "Hi you", "logprobs": None, "finish_reason": "length"}]

@@ -17,7 +17,7 @@ from specgen.ops.fp8 import dequantised, rounded
 from specgen.ops.reference import silu_and_mul, torch_ops
 from specgen.ops.weight import Weight
 from tests.engines import Pair, config_of, generate, load_pair, random_requests
-from tests.marks import on_gpu
+from tests.marks import in_turn, on_gpu
 from tests.test_fp8 import write_experts
 from tests.test_gpu import EXACT
 from tests.tiny_checkpoints import write_head
@@ -82,8 +82,8 @@ GEMMS = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "rows", "shape"), GEMMS, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@in_turn(("dtype", "rows", "shape"), GEMMS)
+@in_turn("kind", KINDS)
 def test_gemms(kind: str, dtype: torch.dtype, rows: int, shape: tuple[int, int]) -> None:
     out, width = shape
     bias = torch.randn(out, device=CUDA).to(dtype) if width == 768 else None
@@ -94,9 +94,9 @@ def test_gemms(kind: str, dtype: torch.dtype, rows: int, shape: tuple[int, int])
     assert_near(torch_ops().linear(weight)(x), exact, dtype)
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("half", [768, 9216])  # with fewer tiles and with more than multiprocessors
+@in_turn("rows", ROWS)
+@in_turn("kind", KINDS)
+@in_turn("half", [768, 9216])  # with fewer tiles and with more than multiprocessors
 def test_gated_gemms(half: int, kind: str, rows: int) -> None:
     dtype = torch.bfloat16
     weight, x = a_weight(kind, 2 * half, 1024), torch.randn(rows, 1024, device=CUDA).to(dtype)
@@ -109,7 +109,7 @@ def test_gated_gemms(half: int, kind: str, rows: int) -> None:
     )
 
 
-@pytest.mark.parametrize("rows", ROWS)
+@in_turn("rows", ROWS)
 def test_norms_and_gates_round_for_the_gemm_behind_them(rows: int) -> None:
     """And the GEMM takes what they rounded: the same result as of rounding in front of it."""
     dtype, ops = torch.bfloat16, bind_ops(CUDA, torch.bfloat16)
@@ -127,8 +127,8 @@ def test_norms_and_gates_round_for_the_gemm_behind_them(rows: int) -> None:
         assert_near(ops.linear_parts(weight)(gated(early)).double().sum(0), expected(plain, weight), dtype)
 
 
-@pytest.mark.parametrize("rows", [3, 40, 130, 200])
-@pytest.mark.parametrize("kind", KINDS)
+@in_turn("rows", [3, 40, 130, 200])
+@in_turn("kind", KINDS)
 def test_what_is_not_a_number_stays_so_and_in_its_row(kind: str, rows: int) -> None:
     weight, x = a_weight(kind, 512, 1024), torch.randn(rows, 1024, device=CUDA).to(torch.bfloat16)
     x[1, 5] = float("nan")
@@ -139,8 +139,8 @@ def test_what_is_not_a_number_stays_so_and_in_its_row(kind: str, rows: int) -> N
         assert y[2:].isfinite().all()
 
 
-@pytest.mark.parametrize("rows", [3, 40, 130, 200])
-@pytest.mark.parametrize("kind", KINDS)
+@in_turn("rows", [3, 40, 130, 200])
+@in_turn("kind", KINDS)
 def test_large_inputs_saturate_and_zeros_stay_zero(kind: str, rows: int) -> None:
     weight = a_weight(kind, 512, 1024)
     x = torch.zeros(rows, 1024, device=CUDA, dtype=torch.bfloat16)
@@ -150,8 +150,8 @@ def test_large_inputs_saturate_and_zeros_stay_zero(kind: str, rows: int) -> None
     assert not y[0].any()
 
 
-@pytest.mark.parametrize("rows", [3, 40, 130, 200])
-@pytest.mark.parametrize("kind", KINDS)
+@in_turn("rows", [3, 40, 130, 200])
+@in_turn("kind", KINDS)
 def test_gemms_follow_the_stream_and_are_captured(kind: str, rows: int) -> None:
     """torch's GEMM by rows ignored the current stream in some versions."""
     weight, x = a_weight(kind, 512, 1024), torch.zeros(rows, 1024, device=CUDA, dtype=torch.bfloat16)

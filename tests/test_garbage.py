@@ -88,8 +88,8 @@ def test_what_others_froze_stays_frozen(random_pair: Pair) -> None:
 
 def test_what_others_set_meanwhile_stays_and_a_search_that_is_off_stays_off() -> None:
     with rarely_collected():
-        gc.set_threshold(1, 2, 3)
-    assert gc.get_threshold() == (1, 2, 3)
+        gc.set_threshold(900, 20, 3000)
+    assert gc.get_threshold() == (900, 20, 3000)
     gc.set_threshold(0, 10, 2000)
     with rarely_collected():
         assert gc.get_threshold() == (0, 10, 2000)

@@ -267,6 +267,7 @@ def retrying(job: Job, file: Path, **corrected: str | None) -> Job:
     return replace(job, data=DataSource(dataset=str(file)), retry_errors=True)
 
 
+@pytest.mark.slow
 def test_failed_rows_are_mended_by_a_corrected_file(job: Job, tmp_path: Path, refusing: set[str]) -> None:
     broken = retrying(job, tmp_path / "broken.jsonl", p3="", p6="Tom has " * 9000)
     out = tmp_path / "run"
@@ -348,6 +349,7 @@ def test_too_many_failures_end_the_run(job: Job, tmp_path: Path, refusing: set[s
     assert ids(tmp_path / "run" / "completions.jsonl") == NAMES
 
 
+@pytest.mark.slow
 def test_a_tokenizer_with_more_tokens_than_the_model_warns(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,11 +9,9 @@ import pytest
 import yaml
 
 from specgen.experiments.golden import curve_of
-from specgen.record.record_rows import Step, StepCounts
-from specgen.report.acceptance import fold_request
 from specgen.report.intervals import t_test
-from tests.commands import printed, refused, write_rows
-from tests.streams import fold, request
+from tests.commands import printed, refused
+from tests.streams import fold, request, write_session
 
 STEPS = [[4, 0, 2, 1], [3, 3], [0, 1, 4, 4, 2], [2]]  # accepted drafts of each step of each request
 
@@ -22,21 +20,14 @@ def a_run(
     path: Path, k: int, steps: Sequence[Sequence[int]], drafted: int | None = None, **changes: Any
 ) -> Path:
     """The directory of a run with this K, whose steps drafted K tokens or ``drafted``; ``changes`` by section."""
-    path.mkdir()
     many = k if drafted is None else drafted
-    rows, events = [], []
-    for number, accepted in enumerate(steps):
-        found = [Step(at, [1] * many, each, each + 1) for at, each in enumerate(accepted)]
-        rows.append(
-            {
-                "id": f"r{number}",
-                "prompt": f"prompt {number}",
-                "metrics": fold_request(found, StepCounts.of(found, k)).to_json(),
-            }
-        )
-        events += request(f"r{number}", [(many, each) for each in accepted])
-    write_rows(path / "completions.jsonl", rows)
-    (path / "report.json").write_text(json.dumps(fold(events, num_spec_tokens=k).to_json()))
+    rows = [
+        row
+        for number, accepted in enumerate(steps)
+        for row in request(f"r{number}", [(many, each) for each in accepted])
+    ]
+    write_session(path, rows)
+    (path / "report.json").write_text(json.dumps(fold(rows, num_spec_tokens=k).to_json()))
     manifest = {
         "engine": {"model": "org/target", "drafter": "org/head", "num_spec_tokens": k},
         "sampling": {"temperature": 0.0, "top_p": 1.0, "max_tokens": 9, "seed": 0},
@@ -77,6 +68,14 @@ def test_a_run_at_its_own_k_is_measured_and_others_are_of_the_next_larger(tmp_pa
     assert (three, four) == tuple(point.length for point in alone.points[2:])
     assert curve_of(runs[::-1]).points == curve.points
     assert (curve.conditions.num_spec_tokens, curve.num_requests) == (4, 4)
+
+
+def test_steps_that_drafted_less_give_a_curve_over_all_steps(tmp_path: Path) -> None:
+    """As of n-grams, which find drafts at times."""
+    path = a_run(tmp_path / "few", 4, [[1, 2], [0]], drafted=3)
+    write_session(path, request("at times", [(0, 0), (4, 4)]))
+    found = [point.length for point in curve_of([path]).points]
+    assert found == pytest.approx([1 + each / 5 for each in (3, 5, 6, 7)])
 
 
 @pytest.mark.parametrize(
@@ -154,8 +153,6 @@ def test_what_has_no_curve_is_refused(tmp_path: Path) -> None:
     first = a_run(tmp_path / "a", 4, STEPS)
     with refused("/b is a second run with K 4: give one for each K"):
         curve_of([first, a_run(tmp_path / "b", 4, STEPS)])
-    with refused("/few has steps with fewer than 4 drafts"):
-        curve_of([a_run(tmp_path / "few", 4, [[1, 2], [0]], drafted=3)])
     with refused("/plain has no steps with drafts"):
         curve_of([a_run(tmp_path / "plain", 0, [[0, 0], [0]])])
     with refused("chose K at every step"):

@@ -17,7 +17,7 @@ from specgen.kv.layout import Layout
 from specgen.ops import bind_ops
 from specgen.ops.hopper_linear import FEWEST_ROWS, MOST_ROWS, hopper_linear, hopper_linear_parts
 from specgen.ops.weight import Weight
-from tests.marks import on_gpu
+from tests.marks import in_turn, on_gpu
 
 CUDA = torch.device("cuda")
 
@@ -42,8 +42,8 @@ def expected(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(
+@in_turn("rows", ROWS)
+@in_turn(
     ("half", "width", "bias"),
     [(64, 64, False), (192, 1024, True), (8512, 192, True), (20032, 64, False), (14336, 4096, False)],
 )
@@ -64,8 +64,8 @@ def test_gate_and_up(half: int, width: int, bias: bool, rows: int) -> None:
         assert all(torch.equal(each, y) for each in captured)
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(
+@in_turn("rows", ROWS)
+@in_turn(
     ("out", "width", "bias"), [(128, 64, True), (384, 1024, True), (4096, 4096, False), (4096, 14336, False)]
 )
 def test_sums_of_parts(out: int, width: int, bias: bool, rows: int) -> None:
@@ -239,7 +239,7 @@ def cases() -> Iterator[tuple[tuple[int, int, int], int]]:
             yield shape, query_len
 
 
-@pytest.mark.parametrize(("shape", "query_len"), list(cases()))
+@in_turn(("shape", "query_len"), list(cases()))
 def test_all_lengths_windows_and_sinks(shape: tuple[int, int, int], query_len: int) -> None:
     for lens, page_size in product(LENS, (16, 64)):
         world = World.of(lens, query_len, shape, page_size)
@@ -247,7 +247,7 @@ def test_all_lengths_windows_and_sinks(shape: tuple[int, int, int], query_len: i
             check(world, layer_of(shape, window, sinks=sinks))
 
 
-@pytest.mark.parametrize(("shape", "query_len"), [each for each in cases() if each[1] in (2, 8, 16)])
+@in_turn(("shape", "query_len"), [each for each in cases() if each[1] in (2, 8, 16)])
 def test_rows_that_see_those_behind_them(shape: tuple[int, int, int], query_len: int) -> None:
     for lens in LENS:
         for window, sinks in ((None, False), (128, True), (7, False), (1, False)):
@@ -255,7 +255,7 @@ def test_rows_that_see_those_behind_them(shape: tuple[int, int, int], query_len:
             check(World.of(lens, query_len, shape, 64), layer)
 
 
-@pytest.mark.parametrize(("shape", "query_len"), [each for each in cases() if each[1] in (2, 5, 8, 16)])
+@in_turn(("shape", "query_len"), [each for each in cases() if each[1] in (2, 5, 8, 16)])
 def test_sequences_with_fewer_rows(shape: tuple[int, int, int], query_len: int) -> None:
     for lens, (window, sinks) in product(LENS, ((None, False), (128, True))):
         world, layer = World.of(lens, query_len, shape, 64), layer_of(shape, window, sinks=sinks)
@@ -274,15 +274,15 @@ def test_sequences_with_fewer_rows(shape: tuple[int, int, int], query_len: int) 
         assert torch.equal(values[1:].view(torch.int16), values_too[1:].view(torch.int16))
 
 
-@pytest.mark.parametrize("rotary_dim", [16, 112, 128, 240, 256])
+@in_turn("rotary_dim", [16, 112, 128, 240, 256])
 def test_any_part_of_wide_heads_is_rotated(rotary_dim: int) -> None:
     for lens, query_len in product(LENS[-5:], (1, 5, 16)):
         check(World.of(lens, query_len, WIDE, 64, rotary_dim), layer_of(WIDE))
 
 
-@pytest.mark.parametrize("shape", [SHAPES[0], WIDE])
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
-@pytest.mark.parametrize("shares", [1, 2, 9, 60, 1000])
+@in_turn("shape", [SHAPES[0], WIDE])
+@in_turn("size", [1, 2, 4, 8])
+@in_turn("shares", [1, 2, 9, 60, 1000])
 def test_any_shares_and_clusters(
     shares: int, size: int, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,7 +294,7 @@ def test_any_shares_and_clusters(
         check(World.of(lens, query_len, shape, 64), layer_of(shape))
 
 
-@pytest.mark.parametrize("shape", [SHAPES[0], WIDE])
+@in_turn("shape", [SHAPES[0], WIDE])
 def test_a_graph_is_right_for_other_lengths(shape: tuple[int, int, int]) -> None:
     """Lengths and tables are read on the device: what was captured for the one is replayed for the other."""
     layer = layer_of(shape)
@@ -334,7 +334,7 @@ def test_rows_past_a_table_go_to_page_0() -> None:
     assert torch.equal(keys[others].view(torch.int16), world.keys[others].view(torch.int16))
 
 
-@pytest.mark.parametrize("shape", [SHAPES[0], WIDE])
+@in_turn("shape", [SHAPES[0], WIDE])
 def test_a_window_off_by_one_is_detected(shape: tuple[int, int, int]) -> None:
     world = World.of([300], 5, shape, 64)
     exact = world.expected(layer_of(shape, 8))[0]

@@ -115,7 +115,7 @@ def tight(world: World) -> dict[str, int]:
 
 
 @pytest.mark.usefixtures("oracle")
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", mostly_slow([False, True], True))
 def test_preemption_changes_no_text(world: World, device_like: Callable[..., None], ahead: bool) -> None:
     device_like(ahead)
     world.check_preemption(**tight(world))

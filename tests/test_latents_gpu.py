@@ -22,7 +22,7 @@ from specgen.ops.jit_modules import num_sms
 from specgen.ops.reference import torch_ops
 from specgen.ops.weight import Weight
 from tests.latent_lists import SECTIONS, Rows, work_list
-from tests.marks import on_gpu
+from tests.marks import in_turn, on_gpu
 
 CUDA = torch.device("cuda")
 pytestmark = on_gpu(hopper=True)
@@ -75,8 +75,8 @@ def check(decode: LatentDecode, layout: Layout, num_heads: int, num_pages: int, 
     assert torch.equal(decode.plan(layout)(LAYER, q, pages, pages), got), "the same from run to run"
 
 
-@pytest.mark.parametrize("query_len", [1, 2, 3, 4, 5, 7, 8, 16])
-@pytest.mark.parametrize("num_heads", [10, 16, 20, 64, 128])
+@in_turn("query_len", [1, 2, 3, 4, 5, 7, 8, 16])
+@in_turn("num_heads", [10, 16, 20, 64, 128])
 def test_decode_passes_of_all_lengths(decode: LatentDecode, num_heads: int, query_len: int) -> None:
     for lens, page_size in product(LENS, (16, 64)):
         tables, num_pages = tables_of([length + query_len for length in lens], page_size)
@@ -102,7 +102,7 @@ def test_rows_of_any_number_and_the_end_of_a_long_prompt(decode: LatentDecode) -
     check(decode, Layout.ragged(tables[1:3], [100, 890], [300, 3], 32), 20, num_pages, 303)
 
 
-@pytest.mark.parametrize(("query_len", "num_heads"), [(1, 20), (5, 20), (8, 20), (4, 128)])
+@in_turn(("query_len", "num_heads"), [(1, 20), (5, 20), (8, 20), (4, 128)])
 def test_the_work_list_is_the_one_that_is_wanted(
     decode: LatentDecode, query_len: int, num_heads: int
 ) -> None:
@@ -118,7 +118,7 @@ def test_the_work_list_is_the_one_that_is_wanted(
             assert section[: len(expected[name])].tolist() == expected[name], name
 
 
-@pytest.mark.parametrize("query_len", [1, 5, 8])
+@in_turn("query_len", [1, 5, 8])
 def test_a_graph_is_right_for_other_lengths_and_pages(decode: LatentDecode, query_len: int) -> None:
     tables = torch.zeros(4, 200, dtype=torch.int32, device=CUDA)
     starts, q = torch.zeros(4, dtype=torch.int64, device=CUDA), numbers(4 * query_len, 20, WIDTH)
@@ -153,7 +153,7 @@ def test_rows_past_a_table_are_zeros(decode: LatentDecode) -> None:
     assert not got[6:].any()
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim", "num_heads"), [(256, 256, 20), (192, 128, 16)])
+@in_turn(("key_dim", "value_dim", "num_heads"), [(256, 256, 20), (192, 128, 16)])
 def test_expanded_prefills(key_dim: int, value_dim: int, num_heads: int) -> None:
     """Values lie behind keys without positions, as a GEMM leaves them."""
     for starts, lens in (
@@ -176,8 +176,8 @@ def test_expanded_prefills(key_dim: int, value_dim: int, num_heads: int) -> None
             torch.testing.assert_close(got.float(), expected, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("rank", "rope_dim", "num_heads"), [(512, 64, 20), (512, 64, 0), (24, 8, 3)])
+@in_turn("dtype", [BF16, torch.float16, torch.float32])
+@in_turn(("rank", "rope_dim", "num_heads"), [(512, 64, 20), (512, 64, 0), (24, 8, 3)])
 def test_latents_are_stored_and_queries_turned(
     rank: int, rope_dim: int, num_heads: int, dtype: torch.dtype
 ) -> None:
@@ -207,9 +207,9 @@ def test_latents_are_stored_and_queries_turned(
             torch.testing.assert_close(got, expected, rtol=0.016, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("rows", [0, 1, 5, 64, 640])
-@pytest.mark.parametrize(("heads", "nope", "value"), [(20, 192, 256), (10, 192, 256), (128, 128, 128)])
+@in_turn("dtype", [BF16, torch.float16, torch.float32])
+@in_turn("rows", [0, 1, 5, 64, 640])
+@in_turn(("heads", "nope", "value"), [(20, 192, 256), (10, 192, 256), (128, 128, 128)])
 def test_gemms_of_each_head(heads: int, nope: int, value: int, rows: int, dtype: torch.dtype) -> None:
     up = torch.randn(heads, nope + value, RANK, device=CUDA).to(dtype)
     layer = LatentLayer(expanded=LAYER, absorbed=LAYER, up=up, nope_dim=nope)
@@ -226,11 +226,11 @@ def test_gemms_of_each_head(heads: int, nope: int, value: int, rows: int, dtype:
         torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance * 20)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("experts", "groups", "best", "chosen"), [(64, 1, 1, 4), (256, 8, 4, 8), (40, 1, 1, 5), (48, 3, 2, 4)]
 )
-@pytest.mark.parametrize("normalized", [True, False])
-@pytest.mark.parametrize("shared", [0, 1, 2])
+@in_turn("normalized", [True, False])
+@in_turn("shared", [0, 1, 2])
 def test_routers_of_sigmoids(
     experts: int, groups: int, best: int, chosen: int, normalized: bool, shared: int
 ) -> None:
@@ -254,8 +254,8 @@ def test_routers_of_sigmoids(
     assert all(row[chosen:] == [*range(experts, experts + shared)] for row in ids.tolist())
 
 
-@pytest.mark.parametrize("rows", [0, 1, 5, 64, 640, 2048])
-@pytest.mark.parametrize(("experts", "hidden"), [(64, 2048), (256, 7168), (8, 64)])
+@in_turn("rows", [0, 1, 5, 64, 640, 2048])
+@in_turn(("experts", "hidden"), [(64, 2048), (256, 7168), (8, 64)])
 def test_logits_of_routers_are_not_rounded(experts: int, hidden: int, rows: int) -> None:
     weight = Weight(data=(torch.randn(experts, hidden, device=CUDA) * hidden**-0.5).to(BF16))
     x = numbers(rows, hidden)

@@ -20,7 +20,7 @@ RANDOM = random_requests(32, 128, GREEDY, lengths=(1, 30))
 
 
 def demo_requests() -> tuple[Request, ...]:
-    return bundled_requests(12, SamplingParams(max_tokens=48))
+    return bundled_requests(12, SamplingParams(max_tokens=32))
 
 
 @pytest.fixture(scope="module")

@@ -203,6 +203,7 @@ def test_what_another_rank_cannot_load_is_an_error_of_the_command(
     gc.collect()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_what_the_lost_rank_had(
     models: Models, tmp_path: Path, monkeypatch: Any
 ) -> None:

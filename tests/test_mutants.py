@@ -10,6 +10,8 @@ from mutations import mutations
 
 from tests.commands import write_rows
 
+pytestmark = pytest.mark.scripts
+
 
 @pytest.mark.parametrize(
     ("source", "operator", "changed"),

@@ -148,7 +148,7 @@ def test_drafts_equal_the_naive_search(
     assert (outputs.num_preempted > 0) == ("kv_memory" in changes)
 
 
-@pytest.mark.parametrize("k", [4, "auto"])
+@pytest.mark.parametrize("k", mostly_slow([4, "auto"], 4))
 def test_nothing_is_drafted_behind_the_end_of_a_text(random_pair: Pair, k: int | str) -> None:
     """As between the messages of a chat; the end itself is drafted, and its text may end so."""
     requests = [

@@ -11,7 +11,7 @@ from specgen.ops import Ops, bind_ops
 from specgen.ops.experts import Routing, Weighing
 from specgen.ops.reference import torch_ops
 from specgen.ops.weight import Weight
-from tests.marks import on_gpu
+from tests.marks import in_turn, on_gpu
 
 pytestmark = on_gpu()
 CUDA = torch.device("cuda")
@@ -39,9 +39,9 @@ def assert_close_to_one_rounding(got: Tensor, expected: Tensor) -> None:
     assert (got != expected).sum() <= allowed * got.numel()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(("size", "casts_last"), [(64, False), (2880, True), (4096, False), (12288, False)])
+@in_turn("dtype", DTYPES)
+@in_turn("rows", ROWS)
+@in_turn(("size", "casts_last"), [(64, False), (2880, True), (4096, False), (12288, False)])
 def test_rms_norm(rows: int, size: int, casts_last: bool, dtype: torch.dtype) -> None:
     rows = min(rows, 300) if size > 4096 else rows
     weight, stream = random(size, dtype=dtype), random(rows, size, dtype=dtype, scale=3)
@@ -59,8 +59,8 @@ def test_rms_norm(rows: int, size: int, casts_last: bool, dtype: torch.dtype) ->
     assert_close_to_one_rounding(got[0], expected[0])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "heads", "normed", "size"), [
+@in_turn("dtype", DTYPES)
+@in_turn(("rows", "heads", "normed", "size"), [
     (7, 40, 40, 128), (1, 40, 36, 128), (160, 40, 36, 128), (5, 20, 18, 256), (3, 5, 3, 64), (9, 3, 3, 4096),
 ])  # fmt: skip
 def test_rms_norm_of_the_first_heads(
@@ -74,7 +74,7 @@ def test_rms_norm_of_the_first_heads(
         assert torch.equal(got[:, normed:], x[:, normed:])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@in_turn("dtype", DTYPES)
 def test_norms_that_round_last_take_float32_weights(dtype: torch.dtype) -> None:
     weight, heads = random(20, 256, dtype=torch.float32), random(7, 28, 256, dtype=dtype)[:, :20]
     stream, delta = heads[:, 0].contiguous(), random(1, 7, 256, dtype=dtype)
@@ -85,9 +85,9 @@ def test_norms_that_round_last_take_float32_weights(dtype: torch.dtype) -> None:
     assert_close_to_one_rounding(mine.add(stream, delta)[1], plain.add(stream, delta)[1])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("casts_last", [False, True])
-@pytest.mark.parametrize("rows", [0, 1, 5, 300])
+@in_turn("dtype", DTYPES)
+@in_turn("casts_last", [False, True])
+@in_turn("rows", [0, 1, 5, 300])
 def test_embed_norm_concat(rows: int, casts_last: bool, dtype: torch.dtype) -> None:
     table = random(999, 4096, dtype=dtype)
     weights = random(2, 4096, dtype=torch.float32 if casts_last else dtype)
@@ -99,9 +99,9 @@ def test_embed_norm_concat(rows: int, casts_last: bool, dtype: torch.dtype) -> N
     assert_close_to_one_rounding(got, expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", [48, 3])
-@pytest.mark.parametrize("rows", [0, 1, 5, 300])
+@in_turn("dtype", DTYPES)
+@in_turn("heads", [48, 3])
+@in_turn("rows", [0, 1, 5, 300])
 def test_gated_norm(rows: int, heads: int, dtype: torch.dtype) -> None:
     weight, x = random(128, dtype=dtype), random(rows, heads, 128, dtype=dtype, scale=3)
     gate = random(rows, 40 + heads * 128, dtype=dtype, scale=3)[:, 40:].view(rows, heads, 128)
@@ -109,9 +109,9 @@ def test_gated_norm(rows: int, heads: int, dtype: torch.dtype) -> None:
     assert_close_to_one_rounding(got, expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [1, 1500])
-@pytest.mark.parametrize("rows", [0, 1, 5, 300])
+@in_turn("dtype", DTYPES)
+@in_turn("width", [1, 1500])
+@in_turn("rows", [0, 1, 5, 300])
 def test_sigmoid_gated(rows: int, width: int, dtype: torch.dtype) -> None:
     x, gate = (
         random(2, rows, 1500, dtype=dtype, scale=3),
@@ -121,12 +121,10 @@ def test_sigmoid_gated(rows: int, width: int, dtype: torch.dtype) -> None:
     assert_close_to_one_rounding(got, expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(
-    "shape", [(6144, 4096), (4096, 14336), (96, 64), (32000, 512), (5120, 2880), (32, 2880)], ids=str
-)
+@in_turn("dtype", DTYPES)
+@in_turn("rows", ROWS)
+@in_turn("biased", [False, True])
+@in_turn("shape", [(6144, 4096), (4096, 14336), (96, 64), (32000, 512), (5120, 2880), (32, 2880)])
 def test_linear(rows: int, shape: tuple[int, int], biased: bool, dtype: torch.dtype) -> None:
     rows = min(rows, 200) if shape[0] > 10_000 else rows
     weight, x = random(*shape, dtype=dtype, scale=shape[1] ** -0.5), random(rows, shape[1], dtype=dtype)
@@ -147,11 +145,11 @@ def test_linear(rows: int, shape: tuple[int, int], biased: bool, dtype: torch.dt
             torch.testing.assert_close(got.double(), expected, rtol=2 * tolerance, atol=least)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [0, 1, 5, 300])
-@pytest.mark.parametrize(("num_experts", "k"), [(32, 4), (128, 8), (60, 3), (8, 1)])
-@pytest.mark.parametrize("weighing", get_args(Weighing))
-@pytest.mark.parametrize(("num_shared", "gated"), [(0, False), (1, True), (2, True), (1, False)])
+@in_turn("dtype", DTYPES)
+@in_turn("rows", [0, 1, 5, 300])
+@in_turn(("num_experts", "k"), [(32, 4), (128, 8), (60, 3), (8, 1)])
+@in_turn("weighing", get_args(Weighing))
+@in_turn(("num_shared", "gated"), [(0, False), (1, True), (2, True), (1, False)])
 def test_choice_of_experts(
     num_experts: int,
     k: int,
@@ -207,16 +205,11 @@ def layouts(page_size: int) -> dict[str, Layout]:
     }
 
 
-@pytest.mark.parametrize(
-    "kind", ["one", "past the last page", "columns of a wider table", "ragged", "packed"]
-)
-@pytest.mark.parametrize(
-    "heads", [(32, 8, 128, 128), (4, 4, 64, 64), (6, 1, 96, 96), (24, 4, 256, 64), (4, 2, 64, 48)], ids=str
-)
-@pytest.mark.parametrize(
+@in_turn("kind", ["one", "past the last page", "columns of a wider table", "ragged", "packed"])
+@in_turn("heads", [(32, 8, 128, 128), (4, 4, 64, 64), (6, 1, 96, 96), (24, 4, 256, 64), (4, 2, 64, 48)])
+@in_turn(
     ("dtype", "kv_dtype"),
     [*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.float8_e4m3fn)],
-    ids=str,
 )
 def test_rope_and_store(
     kind: str, heads: tuple[int, int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype
@@ -246,8 +239,8 @@ def test_rope_and_store(
         torch.testing.assert_close(got, expected, rtol=0, atol=tolerance, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(0, 9), (1, 128256), (2, 5, 32000), (300, 4096), (3, 1)], ids=str)
+@in_turn("dtype", DTYPES)
+@in_turn("shape", [(0, 9), (1, 128256), (2, 5, 32000), (300, 4096), (3, 1)])
 def test_the_first_maximum(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = random(*shape, dtype=dtype).round()  # with many ties
     ids = torch.randperm(shape[-1], device=x.device)
@@ -257,8 +250,8 @@ def test_the_first_maximum(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         assert torch.equal(value, x.amax(-1).float())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(0, 9), (1, 128256), (2, 5, 32000), (300, 4096), (3, 1)], ids=str)
+@in_turn("dtype", DTYPES)
+@in_turn("shape", [(0, 9), (1, 128256), (2, 5, 32000), (300, 4096), (3, 1)])
 def test_the_probability_of_the_first_maximum(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = random(*shape, dtype=dtype, scale=3.0)
     ids = torch.randperm(shape[-1], device=x.device)
@@ -267,7 +260,7 @@ def test_the_probability_of_the_first_maximum(shape: tuple[int, ...], dtype: tor
     torch.testing.assert_close(probability, x.float().softmax(-1).amax(-1), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@in_turn("dtype", DTYPES)
 def test_the_maximum_is_nan_where_there_is_one(dtype: torch.dtype) -> None:
     x = random(4, 32000, dtype=dtype)
     x[1, 20000] = float("nan")

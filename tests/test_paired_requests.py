@@ -1,28 +1,41 @@
 """What `report` says of two runs beyond their columns: unlike settings, shared requests, paired differences."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from specgen.record import columns
 from specgen.report.intervals import Ratio, holm, paired_ratio
 from specgen.report.origin import unlike_settings
 from specgen.report.paired_requests import LENGTH, SharedRequests, shared_requests
-from specgen.report.report import Report
+from specgen.report.report import Report, report_of
 from specgen.report.side_by_side import of_runs
 from specgen.report.terminal import render
 from tests.commands import refused
+from tests.streams import request
 from tests.test_tables import a_run, cells
 
 
 def row(name, accepted, *, k=3, prompt="", tokens=(1, 2), drafted=None):
-    """A row of completions.jsonl with the numbers of drafts that its steps accepted."""
+    """A row of completions.jsonl with the numbers of drafts that its steps accepted, of K or so many each."""
+    steps = [*zip([k] * len(accepted) if drafted is None else drafted, accepted, strict=True)]
+    (found,) = request(name, steps)
+    own = {"id": name, "prompt": prompt or f"prompt {name}", "token_ids": list(tokens)}
+    return {**own, "finish_reason": "stop", "num_prompt_tokens": 5, "record": found.to_json(with_steps=False)}
+
+
+def earlier(found, k=3):
+    """The same of a version that kept no record."""
+    counts = found["record"]["counts"]
+    more = [0] * (k - len(counts["drafted"]))
     metrics = {
-        "acceptance_histogram": [accepted.count(j) for j in range(k + 1)],
-        "num_draft_tokens": k * len(accepted) if drafted is None else drafted,
-        "num_steps_without_drafts": 0,
+        "acceptance_histogram": counts["histogram"] + more,
+        "num_draft_tokens": sum(counts["drafted"]),
+        "num_steps_without_drafts": counts["without_drafts"],
     }
-    return {"id": name, "prompt": prompt or f"prompt {name}", "token_ids": list(tokens), "metrics": metrics}
+    return {name: each for name, each in found.items() if name != "record"} | {"metrics": metrics}
 
 
 def a_directory(path, rows, end="\n"):
@@ -35,7 +48,9 @@ def a_directory(path, rows, end="\n"):
 def compared(tmp_path_factory):
     def compare(*runs) -> tuple[SharedRequests, ...]:
         root = tmp_path_factory.mktemp("runs")
-        return shared_requests([a_directory(root / str(at), rows) for at, rows in enumerate(runs)])
+        return shared_requests(
+            [columns.read(a_directory(root / str(at), rows)) for at, rows in enumerate(runs)]
+        )
 
     return compare
 
@@ -139,7 +154,7 @@ def test_p_is_corrected_over_all_runs_and_lengths_apart_from_positions(compared)
 
 def test_positions_of_steps_of_several_lengths_are_over_all_steps(compared):
     first = [row("a", [3, 1]), row("b", [2])]
-    (found,) = compared(first, [row("a", [3, 0], drafted=4), row("b", [2])])
+    (found,) = compared(first, [row("a", [3, 0], drafted=[3, 1]), row("b", [2])])
     length, *positions = found.figures
     assert [each.figure for each in positions] == [
         f"acceptance at token {i} over all steps" for i in range(3)
@@ -151,12 +166,12 @@ def test_positions_of_steps_of_several_lengths_are_over_all_steps(compared):
 
 
 def test_requests_without_drafts_have_texts_alone(compared):
-    (found,) = compared([row("a", [3])], [row("a", [], k=0)])
+    (found,) = compared([row("a", [3])], [row("a", [0, 0], k=0)])
     assert (found.num_requests, found.num_identical, found.figures) == (1, 1, ())
 
 
 def test_rows_of_an_evaluation_have_texts_alone(compared):
-    ours, first = ({"id": "hash-1", "token_ids": tokens} for tokens in ([1, 2], [1]))
+    ours, first = (row("hash-1", [0], k=0, tokens=tokens) for tokens in ([1, 2], [1]))
     assert compared([first], [first])[0].num_identical == 1
     (found,) = compared([first], [ours])
     assert (found.num_requests, found.num_identical, found.figures) == (1, 0, ())
@@ -165,18 +180,32 @@ def test_rows_of_an_evaluation_have_texts_alone(compared):
 def test_a_run_without_rows_shares_none(tmp_path):
     rows = a_directory(tmp_path / "rows", [row("a", [3])])
     nothing = SharedRequests(num_requests=0, num_identical=0, figures=())
-    assert shared_requests([rows, tmp_path]) == (nothing,)
-    assert shared_requests([tmp_path, rows]) == (nothing,)
-    assert shared_requests([rows]) == ()
+    some, none = columns.read(rows), columns.read(tmp_path)
+    assert shared_requests([some, none]) == shared_requests([none, some]) == (nothing,)
+    assert shared_requests([some]) == ()
 
 
-def test_a_torn_last_line_is_left_out_and_another_row_refused(tmp_path):
+def test_a_torn_last_line_is_left_out_and_a_damaged_row_refused(tmp_path):
     whole = a_directory(tmp_path / "whole", [row("a", [3]), row("b", [1])])
     torn = a_directory(tmp_path / "torn", [row("a", [3])], end='\n{"id": "b", "prompt": {}')
-    assert shared_requests([whole, torn])[0].num_requests == 1
-    bad = a_directory(tmp_path / "bad", [row("a", [3]), {"text": "b"}])
-    with refused(r"completions.jsonl line 2 is not a completion .*generate into a new"):
-        shared_requests([whole, bad])
+    assert len(columns.read(torn)) == 1 < len(columns.read(whole))
+    bad = a_directory(tmp_path / "bad", [row("a", [3]), row("b", [1]) | {"prompt": {}}])
+    with refused(r"completions.jsonl: the row of 'b' is damaged .*prompt.*: remove that line"):
+        columns.read(bad)
+
+
+def test_rows_of_earlier_versions_are_paired_by_their_metrics(compared):
+    first = [row("a", [3, 1]), row("b", [2])]
+    for ours in ([row("a", [2, 0]), row("b", [1])], [row("a", [2, 0], drafted=[3, 1]), row("b", [1])]):
+        (found,) = compared(first, ours)
+        assert compared([*map(earlier, first)], [*map(earlier, ours)]) == (found,)
+    plain = [earlier(row("a", [0, 0], k=0), 0)]
+    assert compared(plain, plain)[0].figures == ()
+    with refused(r"the row of 'a' is damaged .*num_steps_without_drafts"):
+        compared([{**earlier(first[0]), "metrics": {"acceptance_histogram": [1], "num_draft_tokens": 0}}])
+    with refused("the row of 'a' has no record, as in earlier versions: generate into a new"):
+        run = columns.of([], 3)
+        report_of(replace(run, without_record="a"), [])
 
 
 # --- settings -------------------------------------------------------------------------------------

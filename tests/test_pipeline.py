@@ -17,7 +17,7 @@ from specgen.record.record_rows import OutOfMemory, PassRow
 from tests.engines import Outputs, Pair, bundled_requests, engine_of, generate, random_requests
 from tests.marks import mostly_slow
 
-GREEDY = SamplingParams(max_tokens=40)
+GREEDY = SamplingParams(max_tokens=30)
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9)
 
 
@@ -179,7 +179,7 @@ def test_out_of_memory_lowers_the_limits_and_changes_no_text(
     where: str,
     ahead: bool,
 ) -> None:
-    requests = bundled_requests(10, GREEDY)
+    requests = bundled_requests(8, GREEDY)
     plain = generate(demo_pair, requests, num_spec_tokens=4, max_batch_size=8)
     device_like(ahead)
     work = getattr(Steps, where)

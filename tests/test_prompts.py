@@ -17,7 +17,9 @@ from pathlib import Path
 
 import datasets
 import pandas
+import pyarrow
 import pytest
+from pyarrow.parquet import write_table
 
 from specgen.config import UserError
 from specgen.config.bundled import data_directory
@@ -25,6 +27,8 @@ from specgen.prompts import DATASETS, DataSource, Message, Prompt, Rejected, jso
 from specgen.prompts.formats import Reading
 from specgen.text.tokenizer import load_tokenizer
 from tests.commands import refused
+from tests.test_prompt_rows import load as read
+from tests.test_prompt_rows import turns_of
 from tests.tiny_tokenizers import write_byte_level
 
 PUBLIC = Path(os.environ.get("SPECGEN_DATASETS", Path(__file__).parents[2] / "shared" / "datasets"))
@@ -185,13 +189,6 @@ def test_a_key_that_is_there_twice_is_found_however_it_is_spaced(tmp_path, kind,
     assert "the key 'prompt' appears twice" in rejected.reason
 
 
-def test_what_a_row_lacks_is_named_as_the_row_has_it(tmp_path):
-    batch = {"custom_id": "d", "url": "/v1/completions", "body": {"prompt": ["a", "b"]}}
-    _, (null, texts) = load(write_lines(tmp_path / "rows.jsonl", {"id": "c", "prompt": None}, batch))
-    assert "did you mean" not in null.reason
-    assert texts.reason == "line 2: the items of prompt must be integers of 0 or more"
-
-
 def test_another_content_than_in_the_first_pass_is_no_answer_to_it(tmp_path):
     path = write_lines(tmp_path / "rows.jsonl", {"prompt": "a"}, {"prompt": "b"}, {"prompt": "b"})
     prompts = DataSource(dataset=str(path)).open()
@@ -228,24 +225,6 @@ def test_a_published_form_keeps_what_a_question_says(tmp_path):
     path = write_lines(tmp_path / "rows.jsonl", {"question": "What is {x} in \\boxed{}?"})
     (prompt,), _ = load("gsm8k:vllm", path)
     assert prompt.last_message.startswith("What is {x} in \\boxed{}?\nPlease reason")
-
-
-def test_own_rows(tmp_path):
-    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    path = write_lines(
-        tmp_path / "own.jsonl",
-        OWN,
-        {"id": 7, "messages": chat, "category": 5},
-        "",
-        {"id": "ids", "prompt_token_ids": [1, 0, 5], "prompt": None, "extra": {}},
-    )
-    prompts, rejected = load(path)
-    assert rejected == []
-    assert prompts == [
-        Prompt(id="a", text="Once upon a time"),
-        Prompt(id="7", messages=(Message(role="system", content="Be brief."), *user("Hi")), category="5"),
-        Prompt(id="ids", token_ids=(1, 0, 5)),
-    ]
 
 
 @pytest.mark.parametrize("text", [f"{json.dumps(OWN)}\n", f"\n {json.dumps([OWN])}"])
@@ -431,56 +410,6 @@ def test_later_turns_take_their_ids_too(tmp_path):
 # --- rows that cannot be run ------------------------------------------------------------------------------
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
-BAD = [  # row, id, reason
-    (
-        "{",
-        "line 2",
-        "not valid JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); the "
-        "line ends within it: write each row on a line of its own",
-    ),
-    ('{"id": "x", "prompt": "a\nb"}', "line 2", "not valid JSON"),
-    ("[" * 100_000, "line 2", "not valid JSON"),
-    ([1], "line 2", "not a JSON object"),
-    ({"id": "x" * 513, "prompt": "x"}, "line 2", "id has 513 characters: use at most 512"),
-    ({"id": "x\n", "prompt": "x"}, "line 2", "id is 'x\\n': use characters that can be printed"),
-    ({"id": "", "prompt": "x"}, "line 2", "id is empty"),
-    ({"id": 2.0**60, "prompt": "x"}, "line 2", "id is 1.152921504606847e+18: use a string or a whole number"),
-    ({"id": 1.5, "prompt": "x"}, "line 2", "id is 1.5: use a string or a whole number"),
-    ({"id": True, "prompt": "x"}, "line 2", "id is True"),
-    (OWN, "a (line 2)", "an earlier row has the same id 'a': give every row its own"),
-    (
-        {"id": "x", "prompt": None},
-        "x",
-        "no prompt: a row takes one of prompt, messages, prompt_token_ids, or name a field with --prompt-field; "
-        "this one has 'id, prompt (null)'",
-    ),
-    ({"id": "x"}, "x", "no prompt: a row takes one of prompt, messages, prompt_token_ids"),
-    ({"id": "x", "prompt": "x", "messages": []}, "x", "prompt and messages: a row takes one of"),
-    ({"id": "x", "prompt": 3}, "x", "prompt is 3, not a string"),
-    ({"id": "x", "prompt": " \n"}, "x", "prompt is empty"),
-    ('{"id": "x", "prompt": "\\ud83d"}', "x", "prompt holds a lone surrogate"),
-    ({"id": "x", "prompt": "x", "category": 1.5}, "x", "category is 1.5, not a string"),
-    ({"id": "x", "messages": "hi"}, "x", "messages is not a list"),
-    ({"id": "x", "messages": []}, "x", "messages is not a list with at least one element"),
-    ({"id": "x", "messages": ["hi"]}, "x", "a message is not an object"),
-    ({"id": "x", "messages": [{"role": "wizard", "content": "x"}]}, "x", "unknown role 'wizard'"),
-    ({"id": "x", "messages": [{"role": ["user"], "content": "x"}]}, "x", "unknown role ['user']"),
-    (
-        {"id": "x", "messages": [{"role": "user", "content": ""}]},
-        "x",
-        "the content of a user message is empty",
-    ),
-    ({"id": "x", "messages": [{"role": "user"}]}, "x", "the content of a user message is None, not a"),
-    (
-        {"id": "x", "messages": [{"role": "assistant", "content": "x"}]},
-        "x",
-        "the last message is from assistant",
-    ),
-    ({"id": "x", "prompt_token_ids": []}, "x", "prompt_token_ids is not a list with at least one"),
-    ({"id": "x", "prompt_token_ids": [1, True]}, "x", "prompt_token_ids must be integers of 0 or more"),
-    ({"id": "x", "prompt_token_ids": [1, -1]}, "x", "prompt_token_ids must be integers of 0 or more"),
-    ({"id": "x", "prompt_token_ids": [1.0]}, "x", "prompt_token_ids must be integers of 0 or more"),
-]
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet", "arrow"])
@@ -494,63 +423,6 @@ def test_whole_numbers_that_a_gap_has_made_floats_are_whole(tmp_path, kind):
     else:
         frame.to_csv(path, index=False) if kind == "csv" else frame.to_parquet(path)
     assert [each.sampling for each in load(path)[0]] == [{"max_tokens": 5, "top_k": 0}, {"seed": 3}]
-
-
-def test_ids_and_categories_may_be_such_numbers(tmp_path):
-    (prompt,), _ = load(write_lines(tmp_path / "own.jsonl", {"id": 7.0, "prompt": "x", "category": 3.0}))
-    assert (prompt.id, prompt.category) == ("7", "3")
-
-
-@pytest.mark.parametrize(("row", "row_id", "reason"), BAD)
-def test_a_bad_row_is_named_and_does_not_stop_the_rest(tmp_path, row, row_id, reason):
-    path = write_lines(tmp_path / "own.jsonl", OWN, *(row.split("\n") if isinstance(row, str) else [row]))
-    with path.open("a") as file:
-        file.write(json.dumps({**OWN, "id": "last"}) + "\n")
-    prompts, rejected = load(path)
-    assert [prompt.id for prompt in prompts] == ["a", "last"]
-    assert rejected[0].id == row_id
-    assert rejected[0].reason.startswith(f"line 2: {reason}")
-    assert "\n" not in rejected[0].reason
-
-
-@pytest.mark.parametrize(
-    ("name", "row", "reason"),
-    [
-        ("mt-bench", {"question_id": 1}, "turns is not a list"),
-        ("mt-bench", {"question_id": 1, "turns": []}, "turns is not a list with at least one element"),
-        ("mt-bench", {"question_id": 1, "turns": ["x", ""]}, "turn 2 is empty"),
-        ("sharegpt", {"id": 1, "conversations": []}, "conversations is not a list with at least one"),
-        ("sharegpt", {"id": 1, "conversations": ["x"]}, "conversations: the first message is not an object"),
-        (
-            "sharegpt",
-            {"id": 1, "conversations": [{"from": "gpt", "value": "x"}, {"from": "human", "value": "x"}]},
-            "the first message is from 'gpt', not from a human",
-        ),
-        (
-            "sharegpt",
-            {"id": 1, "conversations": [{"from": "human", "value": ""}]},
-            "the first message is empty",
-        ),
-        ("gsm8k", {"id": 1, "answer": "x"}, "question is None, not a string"),
-        ("humaneval", {"task_id": "1", "prompt": None}, "prompt is None, not a string"),
-        ("humaneval:vllm", {"task_id": "1", "prompt": None}, "prompt is None, not a string"),
-        ("mt-bench:vllm", {"question_id": 1, "turns": [3, "x"]}, "turn 1 is 3, not a string"),
-        ("mt-bench:dspark", {"question_id": 1, "turns": []}, "turns is not a list with at least one"),
-    ],
-)
-def test_a_bad_row_of_a_known_data_set(tmp_path, name, row, reason):
-    prompts, rejected = load(name, write_lines(tmp_path / "rows.jsonl", row, ROWS[name]))
-    assert prompts == [EXPECTED[name]]
-    assert [bad.id for bad in rejected] == ["1"]
-    assert rejected[0].reason.startswith(f"line 1: {reason}")
-
-
-def test_invalid_utf8_invalidates_only_its_line(tmp_path):
-    path = tmp_path / "own.jsonl"
-    path.write_bytes(b'{"id": "x", "prompt": "\xff"}\n' + json.dumps(OWN).encode())
-    prompts, rejected = load(path)
-    assert [prompt.id for prompt in prompts] == ["a"]
-    assert rejected[0].reason.startswith("line 1: not UTF-8 (invalid ")
 
 
 def test_invalid_utf8_invalidates_only_its_element(tmp_path):
@@ -717,6 +589,118 @@ def test_tables_are_known_by_their_content(tmp_path, name):
 def test_what_is_no_file_of_rows_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with refused(rf"^{re.escape(str(tmp_path / name))}: {message}"):
+        load(tmp_path / name)
+
+
+def test_lines_of_text_and_json_strings_are_raw_with_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "own.txt").write_bytes(b"\xef\xbb\xbfOne\r\n \nTwo\xff\n")
+    (one, bad), warnings = read(tmp_path / "own.txt")
+    assert (one, one.where) == (Prompt(id=one.id, text="One"), "line 1")  # type: ignore[union-attr]
+    assert isinstance(bad, Rejected)
+    assert bad.reason.startswith("line 3: prompt is not UTF-8")
+    assert warnings[0].startswith(
+        "2 rows are a text without fields: taken as it is, without the chat template"
+    )
+    found, warnings = read(write_lines(tmp_path / "own.jsonl", '"One"', '"Two"'), chat=True)
+    assert [turns_of(prompt) for prompt in found] == [("One",), ("Two",)]
+    assert (found[0].id, warnings) == (one.id, []), "who says --chat knows"
+
+
+@pytest.mark.parametrize(("name", "mark"), [("own.csv", ","), ("own.tsv", "\t"), ("own.csv.gz", ",")])
+def test_a_table_has_a_row_per_line_below_its_header(tmp_path: Path, name: str, mark: str) -> None:
+    lines = ["id,prompt,max_tokens,stop", 'a,"x, y\nz",3,1', "b,w,,", "", "c,v", "d,u,hot,"]
+    content = "\r\n".join(lines).replace(",", mark).replace(f"x{mark} y", "x, y").encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    (first, second, short, hot), _ = read(tmp_path / name)
+    assert first == Prompt(id="a", text="x, y\nz", sampling={"max_tokens": 3, "stop": ("1",)})
+    assert second == Prompt(id="b", text="w")
+    assert isinstance(short, Rejected)
+    assert short.reason == "row 3: 2 cells and 4 columns: quote cells that hold a separator"
+    assert isinstance(hot, Rejected)
+    assert "max_tokens is 'hot'" in hot.reason
+
+
+def test_a_table_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "own.csv").write_text("prompt,prompt\na,b\n")
+    columns = [pyarrow.array([text]) for text in "ab"]
+    write_table(pyarrow.Table.from_arrays(columns, ["prompt", "prompt"]), tmp_path / "own.parquet")
+    for name in ("own.csv", "own.parquet"):
+        with pytest.raises(UserError, match=rf"{name} cannot be read \(two columns have the same name"):
+            read(tmp_path / name)
+
+
+def test_a_cell_of_a_table_may_have_several_stop_strings(tmp_path: Path) -> None:
+    (tmp_path / "own.csv").write_text('prompt,stop\na,"[""x"", "" y""]"\nb,"""x"""\nc,[]\n')
+    prompts, _ = read(tmp_path / "own.csv")
+    assert [dict(each.sampling) for each in prompts] == [
+        {"stop": ("x", " y")},
+        {"stop": ('"x"',)},
+        {"stop": ()},
+    ]
+
+
+def test_lines_keep_their_white_space(tmp_path: Path) -> None:
+    (tmp_path / "own.txt").write_bytes(b"  if x: \r\n \t\nb\n\nlast ")
+    prompts, _ = read(tmp_path / "own.txt")
+    assert [each.text for each in prompts] == ["  if x: ", "b", "last "]
+
+
+def test_hidden_files_and_runs_in_a_directory_are_no_prompts(tmp_path: Path) -> None:
+    run, hidden = tmp_path / "out" / "run", tmp_path / ".ipynb_checkpoints"
+    for folder in (run, hidden, tmp_path / "more"):
+        folder.mkdir(parents=True)
+        write_lines(folder / "completions.jsonl", {"prompt": folder.name})
+    for name in (".lock", "status.json"):
+        (run / name).write_text("{}")
+    write_lines(tmp_path / "._a.jsonl", {"prompt": "hidden"})
+    write_lines(tmp_path / "a.jsonl", {"prompt": "a"})
+    assert [each.text for each in load(tmp_path)[0]] == ["a", "more"]
+
+
+def test_a_split_of_a_directory_and_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(path: str, config: str | None, *, data_files: None, split: str) -> list[dict[str, str]]:
+        asked.append((path, config, split))
+        if split == "gone":
+            raise ValueError("Unknown split")
+        return [{"question": "a"}]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    assert turns_of(read(Path("some/set:main"), split="dev")[0][0]) == ("a",)
+    read(tmp_path, split="dev")
+    assert asked == [("some/set", "main", "dev"), (str(tmp_path), None, "dev")]
+    with pytest.raises(UserError, match=r"Unknown split.*: check its name and split"):
+        read(tmp_path, split="gone")
+    with pytest.raises(UserError, match="which has none: leave --split out"):
+        read(write_lines(tmp_path / "own.jsonl", {"prompt": "a"}), split="dev")
+
+
+def test_a_split_of_real_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for split in ("train", "test"):
+        write_lines(tmp_path / f"{split}.jsonl", {"question": split})
+    assert [turns_of(prompt) for prompt in read(tmp_path, split="test")[0]] == [("test",)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        (
+            "a.csv",
+            b"id;prompt\n1;x\n",
+            "a.csv: the header 'id;prompt' is one column with a semicolon in it: ",
+        ),
+        ("a.tsv", b"id,prompt\n1,x\n", "with a comma in it: separate columns by tabs"),
+        ("a.jsonl", "{}".encode("utf-16"), "a.jsonl: not UTF-8 but UTF-16: save the file as UTF-8"),
+        ("a.csv", "prompt\nx\n".encode("utf-16"), "a.csv: not UTF-8 but UTF-16"),
+    ],
+)
+def test_another_separator_or_encoding_is_named(
+    tmp_path: Path, name: str, content: bytes, words: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with refused(re.escape(words)):
         load(tmp_path / name)
 
 
@@ -907,13 +891,3 @@ def test_a_prompt_ends_with_the_user():
     said = Message(role="user", content="x"), Message(role="assistant", content="Sure, ")
     with refused(r"^prompt 'a': the last message is from assistant: end with the user$"):
         Prompt(id="a", messages=said)
-
-
-def test_every_pass_counts_the_misspelt_fields_anew(tmp_path: Path) -> None:
-    (tmp_path / "own.jsonl").write_text('{"prompt": "a", "max_new_tokens": 3}\n')
-    prompts = DataSource(dataset=str(tmp_path / "own.jsonl")).open()
-    for _ in range(2):
-        list(prompts)
-        assert list(prompts.notes.sentences()) == [
-            "1 row has a field 'max_new_tokens', which is ignored: did you mean max_tokens?"
-        ]

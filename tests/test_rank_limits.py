@@ -245,12 +245,10 @@ def room_on(config: Any, models: Any) -> int:
     return 100 - 10 * int(models.peers.ranks.rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "why"),
-    mostly_slow(
-        [(signal.SIGKILL, "it was ended by SIGKILL"), (signal.SIGSTOP, "no answer for 1 s")],
-        (signal.SIGKILL, "it was ended by SIGKILL"),
-    ),
+    [(signal.SIGKILL, "it was ended by SIGKILL"), (signal.SIGSTOP, "no answer for 1 s")],
 )
 def test_a_rank_that_is_lost_or_hangs_while_weights_are_read(
     monkeypatch: pytest.MonkeyPatch, number: int, why: str

@@ -280,16 +280,16 @@ def test_sampled_texts_with_markers_anywhere_have_exact_parts(
 def test_a_step_is_of_the_part_of_its_first_token() -> None:
     steps = [Step(0, (1, 2), 2, 3), Step(1, (1, 2), 0, 1), Step(2, (), 0, 1)]
     found = count_parts([(0, "reasoning"), (4, "answer")], steps, 6, 2)
-    assert found["part"] == "answer"
-    assert found["tokens"] == {"reasoning": 4, "answer": 2}
-    assert found["steps"]["reasoning"]["histogram"] == [0, 0, 1]
-    assert found["steps"]["answer"]["histogram"] == [1, 0, 0]
-    assert found["steps"]["answer"]["without_drafts"] == 1
+    assert found.part == "answer"
+    assert found.tokens == {"reasoning": 4, "answer": 2}
+    assert found.steps["reasoning"].histogram == [0, 0, 1]
+    assert found.steps["answer"].histogram == [1, 0, 0]
+    assert found.steps["answer"].without_drafts == 1
 
 
 def test_a_change_of_part_at_a_token_that_was_dropped_counts_no_tokens() -> None:
     found = count_parts([(0, "reasoning"), (3, "answer")], [], 1, 4)
-    assert found["tokens"] == {"reasoning": 1, "answer": 0}
+    assert found.tokens == {"reasoning": 1, "answer": 0}
 
 
 SHORT = ("--max-new-tokens", 6)  # for texts that no test reads
@@ -378,6 +378,7 @@ def test_without_chats_or_a_dated_template_no_date_is_recorded(
         assert "template" not in record["settings"]
 
 
+@pytest.mark.slow
 def test_wrong_kwargs_leave_no_directory_that_refuses_the_right_ones(
     think_pair: Path, questions: Path, tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ from specgen.report.references import (
 )
 from specgen.report.terminal import render as in_terminal
 from tests.commands import refused, specgen, write_rows
-from tests.streams import fold, request
+from tests.streams import fold, request, write_session
 
 NAMES = sorted(each.name for each in load_references())
 MEASURED: dict[str, Any] = {
@@ -235,13 +235,10 @@ def test_a_run_beside_a_reference(tmp_path):
 
 def completions(path, steps):
     """Rows of requests by id, whose steps of 2 drafts accepted these numbers."""
-    rows = []
     for name, accepted in steps.items():
-        histogram = [accepted.count(many) for many in range(3)]
-        metrics = {"acceptance_histogram": histogram, "num_draft_tokens": 2 * len(accepted)}
         turn = int(name.partition("/turn-")[2] or 1)
-        rows.append({"id": name, "turn": turn, "metrics": metrics | {"num_steps_without_drafts": 0}})
-    write_rows(path / "completions.jsonl", rows)
+        num_turns = 2 if f"{name.partition('/turn-')[0]}/turn-2" in steps else 1
+        write_session(path, request(name, [(2, each) for each in accepted], turn=turn, num_turns=num_turns))
 
 
 def test_a_mean_over_requests_is_compared_with_one(tmp_path):
@@ -260,7 +257,7 @@ def test_a_mean_over_requests_is_compared_with_one(tmp_path):
     assert pooled.ours == pytest.approx(1 + 22 / 18)
     rows = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
     for row in rows:  # as n-grams, which find nothing in most steps
-        row["metrics"]["num_steps_without_drafts"] = 7
+        row["record"]["counts"]["without_drafts"] = 7
     write_rows(tmp_path / "completions.jsonl", rows)
     at_times, *_ = against(tmp_path, run, read(mean="requests")).figures
     assert at_times == length

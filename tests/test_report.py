@@ -13,15 +13,26 @@ import numpy as np
 import pytest
 
 from specgen.config import UserError
+from specgen.record import columns
 from specgen.record.record_rows import PassRow, StepCounts, count_parts, turn_id
 from specgen.record.results import RunDirectory
 from specgen.report import tables, terminal
-from specgen.report.acceptance import fold_request
+from specgen.report.acceptance import metrics_of
 from specgen.report.intervals import Ratio, wilson
 from specgen.report.report import Report, load, report_categories, report_of
 from specgen.report.tables import DEAD_LENGTH, remarks
 from tests.commands import refused
-from tests.streams import as_json, decode_steps, fold, padded_step, pass_row, recorded, refusal, request
+from tests.streams import (
+    as_json,
+    decode_steps,
+    fold,
+    padded_step,
+    pass_row,
+    recorded,
+    refusal,
+    reported,
+    request,
+)
 
 
 def test_counters_and_lengths():
@@ -189,7 +200,7 @@ def test_rows_and_steps():
 def test_rows_computed_and_rows_wasted_are_of_the_same_steps():
     """Whatever became of the requests: passes alone say it."""
     passes = [padded_step(3, 3, 1), padded_step(3, 0, 2), padded_step(3, 2, num_preempted=1)]
-    rows = report_of(*recorded({"0/1-0": passes[:1], "0/1-1": passes[1:]}), num_spec_tokens=3).rows()
+    rows = reported(*recorded({"0/1-0": passes[:1], "0/1-1": passes[1:]}), 3).rows()
     assert rows["target"] == rows["first_pass"]
     assert rows["target_rejected"] == rows["first_pass_wasted"] == 2 + 4 + 1
 
@@ -341,7 +352,8 @@ def test_rows_of_no_single_run_are_refused(steps, reason):
 
 def test_the_metrics_of_one_request():
     (row,) = request("a", [(3, 3), (2, 0), (0, 0), (3, 1)])
-    assert fold_request(row.steps, StepCounts.of(row.steps, 3)).to_json() == {
+    per_step = [step.accepted for step in row.steps if step.drafts]
+    assert metrics_of(row.counts, per_step, 3).to_json() == {
         "mean_acceptance_length": pytest.approx(1 + 4 / 3),
         "draft_acceptance_rate": 0.5,
         "acceptance_histogram": (1, 1, 0, 1),
@@ -354,15 +366,8 @@ def test_the_metrics_of_one_request():
     }
 
 
-def test_the_rates_of_a_request_are_those_of_its_counts_where_its_steps_were_not_kept():
-    (row,) = request("a", [(3, 3), (2, 0), (0, 0), (3, 1)])
-    counts = StepCounts.of(row.steps, 3)
-    whole = fold_request(row.steps, counts).to_json()
-    assert fold_request((), counts).to_json() == whole | {"per_step_accepted": ()}
-
-
 def test_a_request_without_steps_has_no_rates():
-    metrics = fold_request([], StepCounts(3))
+    metrics = metrics_of(StepCounts.of([], 0), (), 3)
     assert metrics.mean_acceptance_length is None
     assert metrics.draft_acceptance_rate is None
     assert metrics.acceptance_histogram == (0, 0, 0, 0)
@@ -392,7 +397,7 @@ def test_memory_does_not_grow_with_the_steps():
             yield replace(step, number=i)
 
     tracemalloc.start()
-    report_of([], passes(20_000), num_spec_tokens=2)
+    reported([], passes(20_000), 2)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 100_000
@@ -445,7 +450,7 @@ def test_categories_are_reported_alone_with_times_of_their_own():
     first = [*request("a", [(3, 3), (3, 1)], category="sums"), *request("b", [(3, 3)], category="sums")]
     again = [*request("c", [(3, 0), (3, 1)], category="chat"), *request("d", [(3, 3)])]
     rows, _ = recorded({"0/1-0": first, "0/1-1": again})
-    reports = report_categories(rows, num_spec_tokens=3)
+    reports = report_categories(columns.of(rows, 3))
     assert list(reports) == ["sums", "chat"]
     sums, chat = reports.values()
     assert sums == fold(first, num_spec_tokens=3)
@@ -472,19 +477,16 @@ def test_samples_of_a_prompt_are_one_unit_of_intervals(tmp_path):
                 "token_ids": [1] * each.num_output_tokens,
             }
             files.add_completion(row | {"finish_reason": "stop", "num_prompt_tokens": 5}, each)
-    found = report_of(files.requests(), [], num_spec_tokens=2)
+    found = report_of(columns.read(tmp_path, 2), [])
     turns = [
         replace(rows[0], name="a", num_turns=2),
         rows[1],
         replace(rows[2], name="a/turn-2", turn=2, num_turns=2),
     ]
-    joined = report_of([*turns, rows[3]], [], num_spec_tokens=2)
+    joined = reported([*turns, rows[3]], [], 2)
     assert found.acceptance == joined.acceptance
     assert found.mean_acceptance_length_ci95 == joined.mean_acceptance_length_ci95
-    assert (
-        found.mean_acceptance_length_ci95
-        != report_of(rows, [], num_spec_tokens=2).mean_acceptance_length_ci95
-    )
+    assert found.mean_acceptance_length_ci95 != reported(rows, [], 2).mean_acceptance_length_ci95
 
 
 def test_the_turns_of_a_conversation_are_one_unit_of_intervals():

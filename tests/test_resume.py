@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specgen.config import UserError
-from specgen.record import results
+from specgen.record import columns, results
 from specgen.record.files import RowFile, Rows
 from specgen.record.record_rows import Session, read_passes
 from specgen.record.results import RunDirectory
@@ -28,7 +28,7 @@ def report_in(path: Path) -> dict[str, object]:
     run = RunDirectory(path)
     with run:
         pass
-    return report_of(run.requests(), run.passes(), num_spec_tokens=2).to_json()
+    return report_of(columns.read(path, 2), run.passes()).to_json()
 
 
 def test_a_resumed_run_reports_the_same_as_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -128,11 +128,11 @@ REWRITTEN = {
 @pytest.mark.parametrize("how", REWRITTEN)
 def test_files_that_another_program_has_rewritten_are_the_same_run(tmp_path: Path, how: str) -> None:
     write_session(tmp_path, [*FIRST, *request("z", [(2, 1)])])
-    expected, shared = report_in(tmp_path), shared_requests([tmp_path, tmp_path])
+    expected, shared = report_in(tmp_path), shared_requests([columns.read(tmp_path)] * 2)
     for name in ("completions.jsonl", "passes.jsonl"):
         lines = (tmp_path / name).read_text(encoding="utf-8").splitlines()
         (tmp_path / name).write_text(REWRITTEN[how](lines), encoding="utf-8", newline="")
-    assert shared_requests([tmp_path, tmp_path]) == shared
+    assert shared_requests([columns.read(tmp_path)] * 2) == shared
     assert len(Rows(tmp_path / "completions.jsonl")) == 2, "also before a process repairs it"
     assert report_in(tmp_path) == expected
 
@@ -188,7 +188,9 @@ def test_a_stopped_run_is_reported_from_the_requests_that_are_done(stopped):
     assert manifest["engine"] == {"num_spec_tokens": 3}
     text = " ".join(render(of_run(report, {})).split())
     assert "This run is not finished (interrupted, 1 of 9 requests done)" in text
-    both = render(of_runs([("run", report), ("again", report)], {}, shared_requests([stopped, stopped])))
+    both = render(
+        of_runs([("run", report), ("again", report)], {}, shared_requests([columns.read(stopped)] * 2))
+    )
     assert both.count("not finished") == 2
 
 

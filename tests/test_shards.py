@@ -20,10 +20,9 @@ from specgen.jobs.shards import Shard, parse_shard, scheduled_shard
 from specgen.record import files as run_files
 from specgen.record.interrupt import StoppedError
 from specgen.record.results import PROMPTS
-from specgen.report.report import report_of
 from tests.commands import refused, specgen
 from tests.jobs import Silent, conversations, files, keep_in_memory, untimed
-from tests.streams import recorded, request
+from tests.streams import recorded, reported, request
 from tests.tiny_checkpoints import change_json
 
 pytestmark = pytest.mark.xdist_group("shards")  # the runs of all shards for all
@@ -344,7 +343,7 @@ def wall_seconds(**sessions: int) -> float:
     """The time of a run with sessions of so many seconds, named like ``s0_2_0`` for the first one of shard 0/2."""
     parts = {name[1:].replace("_", "/", 1).replace("_", "-"): seconds for name, seconds in sessions.items()}
     streams = {name: request(name, [(2, 1)] * (seconds - 1)) for name, seconds in parts.items()}
-    return report_of(*recorded(streams), num_spec_tokens=2).wall_seconds
+    return reported(*recorded(streams), 2).wall_seconds
 
 
 def test_the_time_is_the_slowest_shard_s() -> None:

@@ -13,7 +13,7 @@ from specgen.attention.flashinfer_paged import FlashInferBackend, _PlanKey, _sin
 from specgen.attention.hopper import HopperBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.kv.layout import Layout
-from tests.marks import on_gpu
+from tests.marks import in_turn, on_gpu
 from tests.test_attention_gpu import (
     BF16,
     FP8,
@@ -152,20 +152,18 @@ def check(backend: Backend, case: Case, kind: str) -> None:
         assert error(out, expected(world, layer), case) < case.tolerance, layer.window
 
 
-@pytest.mark.parametrize(
-    ("kind", "case"), [(kind, case) for kind in DECODE for case in DECODE[kind]], ids=str
-)
+@in_turn(("kind", "case"), [(kind, case) for kind in DECODE for case in DECODE[kind]])
 def test_decode(decoder: Backend, kind: str, case: Case) -> None:
     check(decoder, case, kind)
 
 
-@pytest.mark.parametrize("case", PREFILL, ids=str)
+@in_turn("case", PREFILL)
 def test_prefill(decoder: Backend, flashinfer: FlashInferBackend, case: Case) -> None:
     check(decoder, case, "prefill")
     check(flashinfer, case, "prefill")
 
 
-@pytest.mark.parametrize("case", [*DECODE["uniform"][:3], *DECODE["packed"][:1]], ids=str)
+@in_turn("case", [*DECODE["uniform"][:3], *DECODE["packed"][:1]])
 def test_the_flashinfer_backend_decodes(flashinfer: FlashInferBackend, case: Case) -> None:
     check(flashinfer, case, "packed")
 
@@ -201,7 +199,7 @@ def test_sinks_of_another_head_are_detected(decoder: Backend) -> None:
             assert error(out, expected(world, replace(layer, sinks=sinks)), case) > 2 * case.tolerance
 
 
-@pytest.mark.parametrize("mode", ["uniform", "packed"])
+@in_turn("mode", ["uniform", "packed"])
 def test_a_captured_graph_is_right_for_other_lengths(decoder: Backend, mode: str) -> None:
     case = Case(query_lens=(5,) * 8, kv_lens=(4096,) * 8, **OSS)
     first, layers = World(case), layers_of(case)

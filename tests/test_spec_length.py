@@ -284,7 +284,10 @@ def test_a_fixed_k_never_changes():
     assert fixed.most == 4
 
 
-@pytest.mark.parametrize(("num_sequences", "context"), [(64, 8000), (128, 4000), (16, 32000), (1, 32000)])
+@pytest.mark.parametrize(
+    ("num_sequences", "context"),
+    mostly_slow([(64, 8000), (128, 4000), (16, 32000), (1, 32000)], (64, 8000), (1, 32000)),
+)
 def test_drafts_pay_in_large_batches_of_long_contexts(num_sequences, context):
     """The step takes long for the sake of its contexts, whatever is drafted."""
     curve, num_positions = flat(0.75), num_sequences * context

@@ -5,7 +5,6 @@ import json
 import re
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -27,6 +26,7 @@ from specgen.record.record_rows import Captured, EngineRow, OutOfMemory
 from specgen.record.startup import phase, startup_line, watched
 from specgen.report.display import clock
 from tests.commands import printed, specgen
+from tests.fixtures import FinishedRuns
 from tests.streams import decode_steps, pass_row
 
 
@@ -112,17 +112,8 @@ def test_prepare_compiles_what_a_run_with_the_same_options_needs(monkeypatch: py
     assert asked == [(3, False, 0.9)]
 
 
-def test_a_run_keeps_the_phases_of_its_start(tmp_path: Path) -> None:
-    arguments = [
-        "generate",
-        "--output",
-        str(tmp_path / "run"),
-        "--num-prompts=1",
-        "--max-new-tokens=2",
-        "--quiet",
-    ]
-    printed(*arguments, "--device=cpu", "--baseline")
-    seconds = json.loads((tmp_path / "run" / "status.json").read_text())["startup_seconds"]
+def test_a_run_keeps_the_phases_of_its_start(finished: FinishedRuns) -> None:
+    seconds = json.loads((finished.padded / "status.json").read_text())["startup_seconds"]
     phases = {"process", "checkpoints", "rows", "fingerprints", "weights", "memory", "warm-up", "other"}
     assert {*seconds} >= phases, "of both engines: those of the baseline are added"
     assert sum(seconds.values()) - seconds["process"] < 10

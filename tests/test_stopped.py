@@ -232,6 +232,7 @@ def test_a_signal_while_ray_starts_is_no_failure(monkeypatch: pytest.MonkeyPatch
         assert stop.exit_code == 75
 
 
+@pytest.mark.slow
 def test_a_stopped_command_waits_for_no_thread_of_a_library() -> None:
     program = (
         "import os, signal, sys, threading, time\n"

@@ -9,8 +9,11 @@ from html import escape, unescape
 from itertools import chain
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from specgen.record import columns
+from specgen.report import run_texts
 from specgen.report.page import Page
 from specgen.report.report import report_of
 from specgen.report.run_texts import RunTexts, texts_of
@@ -52,10 +55,26 @@ def a_run(tokenizer, number, *, seed=0, num_steps=0, accepted=(0, 1, 2, K)):
 
 
 def shown(requests, rows, tokenizer):
-    texts = RunTexts(rows)
-    report = report_of(texts.watch(requests), [], num_spec_tokens=K)
-    tables, listed = texts.shown(tokenizer)
-    return report, tables, listed
+    run = columns.of(requests := list(requests), K)
+    tables, listed = RunTexts(run, recorded(requests, rows)).shown(tokenizer)
+    return report_of(run, []), tables, listed
+
+
+def recorded(requests, rows):
+    """``rows`` as completions.jsonl has them."""
+    return {
+        each.name: {
+            "id": each.name,
+            "finish_reason": each.reason,
+            "category": each.category,
+            "turn": each.turn,
+            "num_prompt_tokens": each.num_prompt_tokens,
+            "record": msgspec.to_builtins(each.to_json()),
+            **rows[each.name],
+        }
+        for each in requests
+        if each.name in rows and each.reason != "error"
+    }
 
 
 def in_page(listed, tables=()):
@@ -231,16 +250,15 @@ def test_rejections_add_up(byte_level):
     )
 
 
-def test_a_category_per_request_makes_no_endless_page(byte_level):
+def test_a_category_per_request_makes_no_endless_page(byte_level, monkeypatch):
     token_ids = byte_level.encode_rendered(TEXT[0])[:4]
     rows = {f"r{at}": {"text": byte_level.decode(token_ids), "token_ids": token_ids} for at in range(300)}
-    requests = chain(*(request(name, [(K, 0)] * 3, category=f"c{name}") for name in rows))
-    texts = RunTexts(rows)
-    assert len(list(texts.watch(requests))) == 300
-    (categories, *_), _ = texts.shown(byte_level)
+    requests = chain(*(request(name, [(K, 0)], category=f"c{name}") for name in rows))
+    monkeypatch.setattr(run_texts, "_WORST", 0)
+    _, (categories, *_), listed = shown(requests, rows, byte_level)
     assert len(categories.rows) == 20
     assert categories.note == "verify steps that rejected a draft; 20 of 300 categories"
-    assert len(texts._worst) == 200
+    assert len(listed.entries) == 200
 
 
 def test_refused_requests_have_no_text(byte_level):

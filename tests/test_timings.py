@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,18 +13,17 @@ from specgen.config import SamplingParams
 from specgen.core.passes import Waits
 from specgen.device import Moment
 from specgen.record.record_rows import Captured, EngineRow, PassRow, from_line, to_line
-from specgen.report.report import report_of
 from specgen.report.tables import wall_table
 from specgen.report.timings import LatencyStats, WallClock, WallTime, latency_stats
 from tests.engines import Pair, bundled_requests, engine_of
-from tests.streams import fold, pass_row, recorded
+from tests.streams import fold, pass_row, recorded, reported
 
 
 def test_latency_stats_do_not_depend_on_order():
-    assert latency_stats([]) is None
+    assert latency_stats(np.array([])) is None
     times = [5.0, 1.0, 2.0, 3.0, 100.0]
-    assert latency_stats(times) == LatencyStats(mean=22.2, median=3.0, p99=pytest.approx(96.2))
-    assert latency_stats([2.0]) == LatencyStats(mean=2.0, median=2.0, p99=2.0)
+    assert latency_stats(np.array(times)) == LatencyStats(mean=22.2, median=3.0, p99=pytest.approx(96.2))
+    assert latency_stats(np.array([2.0, np.nan])) == LatencyStats(mean=2.0, median=2.0, p99=2.0)
 
 
 def clock(*times, session="0/1-0", seconds=None):
@@ -147,13 +147,13 @@ def test_no_part_of_noisy_steps_is_below_zero_and_they_add_up() -> None:
 def test_rows_that_were_written_have_the_same_parts() -> None:
     lines = [to_line(row) for row in recorded({"0/1-0": PASSES})[1]]
     assert len(lines) == 1 + len(PASSES)
-    assert report_of([], map(from_line, lines), num_spec_tokens=0) == fold(PASSES, num_spec_tokens=0)
+    assert reported([], map(from_line, lines), 0) == fold(PASSES, num_spec_tokens=0)
 
 
 def test_shards_ran_side_by_side_and_a_prefill_alone_has_no_steps() -> None:
     shards = {"0/2-0": PASSES, "1/2-0": PASSES}
-    assert report_of(*recorded(shards), num_spec_tokens=0).wall is None
-    sessions = report_of(*recorded({"0/1-0": PASSES, "0/1-1": PASSES}), num_spec_tokens=0)
+    assert reported(*recorded(shards), 0).wall is None
+    sessions = reported(*recorded({"0/1-0": PASSES, "0/1-1": PASSES}), 0)
     assert sessions.wall.prefill == 2 * PARTS.prefill
     assert fold(PASSES[:1], num_spec_tokens=0).wall is None
 

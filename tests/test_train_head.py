@@ -17,6 +17,8 @@ from specgen.record.record_rows import Step
 from tests.engines import engine_of, load_pair
 from tests.tiny_checkpoints import write_target
 
+pytestmark = pytest.mark.scripts
+
 RECIPE = Recipe(
     head_row_length=96,
     head_batch_rows=4,
@@ -75,7 +77,8 @@ def test_a_trained_head_drafts_in_the_engine_as_in_training(
 ) -> None:
     model = LlamaForCausalLM.from_pretrained(target / "target", dtype=torch.float32).eval()
     model.requires_grad_(False)
-    write_head(target / kind, *train_head(RECIPE, KINDS[kind], model, answered), model)
+    *_, trained = train_head(RECIPE, KINDS[kind], model, answered)
+    write_head(target / kind, *trained, model)
     head, kept = read_head(target / kind, KINDS[kind], model)
     expected = measure_acceptance(model, head, kept, answered, num_drafts=4)["simulated"]
     engine = engine_of(load_pair(target, drafter=kind), num_spec_tokens=4)

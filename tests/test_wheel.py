@@ -24,6 +24,7 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
         return zipfile.ZipFile(path / build_wheel(str(path)))
 
 
+@pytest.mark.slow
 def test_all_data_and_code_are_inside(wheel):
     names = set(wheel.namelist())
     bundled = [*files(ROOT / "data"), *files(ROOT / "eval")]

@@ -214,7 +214,7 @@ class Sequence:
             arrival=self.arrival,
             first_token=self.first_token,
             ended=ended,
-            counts=vars(StepCounts.of(self.steps, most)),
+            counts=StepCounts.of(self.steps, most),
             parts=count_parts(self.switches, self.steps, num_tokens, most) if self.switches else None,
             steps=self.steps,
         )

@@ -8,6 +8,7 @@ from specgen.config import SamplingParams, UserError, require
 from specgen.core.sequence import Completion, FinishReason, Request, TokenLogprobs
 from specgen.prompts import Prompt, Rejected, failure, prompt_ids
 from specgen.prompts.prompt import asked_digest
+from specgen.record import columns
 from specgen.record.record_rows import RequestRow, conversation_of, units_of
 from specgen.report.acceptance import RequestMetrics
 from specgen.report.display import clip, plain, several
@@ -268,5 +269,5 @@ def summarize(outputs: Iterable[RequestOutput]) -> Report:
         for output in found
         if output.record is not None
     ]
-    failed = sum(output.record is None for output in found)
-    return replace(report_of(rows, (), num_spec_tokens=lengths.pop(), num_errors=failed), wall=None)
+    failed = sum(output.error is not None for output in found)
+    return replace(report_of(columns.of(rows, lengths.pop()), (), num_errors=failed), wall=None)

@@ -21,9 +21,9 @@ from specgen.engine.generation_config import generation_config
 from specgen.engine.loading import Models, load_models, open_checkpoints, over_target
 from specgen.engine.step_costs import capture_all
 from specgen.prompts import Prompt, Rejected
-from specgen.record.record_rows import EngineRow, StepCounts
+from specgen.record.record_rows import EngineRow
 from specgen.record.startup import phase
-from specgen.report.acceptance import fold_request
+from specgen.report.acceptance import metrics_of
 from specgen.text.tokenizer import Tokenizer
 
 _NONE: Mapping[str, str] = {}
@@ -185,8 +185,8 @@ class Engine:
                 for completion in completions:
                     yield from _drained(failed)
                     record = completion.record
-                    counts = StepCounts.of_row(record.counts, self.config.draft_length.most)
-                    metrics = fold_request(record.steps or (), counts)
+                    per_step = (step.accepted for step in record.steps or () if step.drafts)
+                    metrics = metrics_of(record.counts, per_step, self.config.draft_length.most)
                     yield conversations.answer(completion, metrics)
             self._require_open()  # else this is not all of it
             yield from _drained(failed)

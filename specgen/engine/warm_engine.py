@@ -12,6 +12,7 @@ from specgen.device import synchronize
 from specgen.engine.build import build_engine, most_demanding
 from specgen.engine.loading import Models
 from specgen.engine.step_costs import capture_all
+from specgen.record import columns
 from specgen.record.record_rows import EngineRow, RequestRow
 from specgen.report.report import Report, report_of
 
@@ -32,7 +33,8 @@ class Run:
 
     @property
     def report(self) -> Report:
-        return report_of(self.requests, self.passes, num_spec_tokens=self.num_spec_tokens)
+        failed = sum(row.reason == "error" for row in self.requests)
+        return report_of(columns.of(self.requests, self.num_spec_tokens), self.passes, num_errors=failed)
 
     def whole(self) -> Self:
         """This run; ``UserError`` if the engine refused a request of it."""

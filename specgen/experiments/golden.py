@@ -9,11 +9,11 @@ import yaml
 
 from specgen.config import require
 from specgen.experiments.head_figures import DECISIVE, HEADS_OWN, OF_DATA, refuse_unlike
-from specgen.report.acceptance import length_interval
+from specgen.record import columns
+from specgen.report.acceptance import Acceptance, length_interval
 from specgen.report.display import checkpoint_name, plain
 from specgen.report.intervals import Interval
 from specgen.report.origin import unlike_settings
-from specgen.report.paired_requests import Answer, length_of, read_answers
 from specgen.report.references import Conditions, conditions_of, own_parameters
 from specgen.report.report import load_so_far
 from specgen.report.table import Column, Table
@@ -103,7 +103,7 @@ def curve_of(directories: Sequence[Path]) -> Curve:
     manifests = [manifest for *_, manifest in read]
     unlike = unlike_settings(manifests)
     refuse_unlike(directories, {name: found for name, found in unlike.items() if name.startswith(_ALIKE)})
-    answers: dict[int, list[Answer]] = {}
+    found: dict[int, Acceptance] = {}
     for directory, report, manifest in read:
         require(report.state is None, f"{directory}: {report.unfinished}")
         k, own = conditions_of(manifest).num_spec_tokens, own_parameters(manifest)
@@ -111,8 +111,8 @@ def curve_of(directories: Sequence[Path]) -> Curve:
             not own,
             f"rows of {directory} set their own {', '.join(own)}, so there is no one setting: generate without them",
         )
-        require(k not in answers, f"{directory} is a second run with K {k}: give one for each K")
-        answers[k] = _whole(directory, k)
+        require(k not in found, f"{directory} is a second run with K {k}: give one for each K")
+        found[k] = _of_run(directory, k)
     _, report, manifest = max(read, key=lambda each: each[1].num_spec_tokens)
     return Curve(
         model=manifest.get("served_model_name", checkpoint_name(manifest["engine"]["model"])),
@@ -120,27 +120,23 @@ def curve_of(directories: Sequence[Path]) -> Curve:
         conditions=conditions_of(manifest, has_reasoning="reasoning" in report.parts),
         sampling=manifest["sampling"],
         num_requests=report.num_requests,
-        points=tuple(_points(answers)),
+        points=tuple(_points(found)),
     )
 
 
-def _whole(directory: Path, num_spec_tokens: int) -> list[Answer]:
-    """The answers of a run, all of whose steps drafted K tokens."""
-    found = [answer for answer in read_answers(directory).values() if answer.num_steps]
+def _of_run(directory: Path, num_spec_tokens: int) -> Acceptance:
+    """The acceptance of a run with drafts."""
+    run = columns.read(directory, num_spec_tokens)
     require(
-        bool(found), f"{directory} has no steps with drafts: give a run of `specgen generate` with a drafter"
+        bool(run.counts.num_drafts.any()),
+        f"{directory} has no steps with drafts: give a run of `specgen generate` with a drafter",
     )
-    require(
-        all(answer.whole for answer in found),
-        f"{directory} has steps with fewer than {num_spec_tokens} drafts, of which no curve by K follows: give the run "
-        "of a head",
-    )
-    return found
+    return Acceptance(run)
 
 
-def _points(answers: Mapping[int, Sequence[Answer]]) -> Iterator[Point]:
-    for k in range(1, max(answers) + 1):
-        at = min(each for each in answers if each >= k)
-        found = length_of(answers[at], slice(k))
+def _points(runs: Mapping[int, Acceptance]) -> Iterator[Point]:
+    for k in range(1, max(runs) + 1):
+        at = min(each for each in runs if each >= k)
+        found = runs[at].over_all_steps(slice(k))
         length = 1 + (found.rate or 0.0)
         yield Point(num_spec_tokens=k, length=length, ci95=length_interval(found, k), measured_at=at)

@@ -1,34 +1,23 @@
 """The figures of a comparison: lengths by data set and head, paired differences of every two heads, speeds."""
 
-import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, count
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from specgen.config import require
 from specgen.config.json_fields import load_json
 from specgen.experiments.rounds import PLAIN, Rounds, Speeds, rounds_under
+from specgen.record import columns
+from specgen.record.columns import Run
 from specgen.record.files import Rows
+from specgen.report.acceptance import Acceptance, Estimate, figures
 from specgen.report.display import from_here
 from specgen.report.folder import COMPARISON
-from specgen.report.intervals import Interval, Ratio, student_t
+from specgen.report.intervals import PairedRatio
 from specgen.report.origin import unlike_settings
-from specgen.report.paired_requests import (
-    Answer,
-    Answers,
-    Pair,
-    PairedFigure,
-    corrected,
-    corrected_by_kind,
-    length_of,
-    num_identical,
-    pair_up,
-    paired_length,
-    read_answers,
-    with_steps,
-)
+from specgen.report.paired_requests import Pair, PairedFigure, corrected, corrected_by_kind, pair_up
 from specgen.report.references import Reference, RunComparison, compare_run, without_suffix
 from specgen.report.report import Report, load_so_far
 
@@ -262,65 +251,6 @@ _LEVEL = 0.05  # of p after Holm's correction, below which a difference is signi
 
 
 @dataclass(frozen=True, kw_only=True)
-class Length:
-    """A mean acceptance length: 1 + accepted drafts / steps, those without drafts too.
-
-    So it is what plain decoding's passes are divided by, also of n-grams, which draft in some steps only.
-    """
-
-    value: float
-    variance: float | None  # of ``value``, over conversations; None with fewer than two
-    freedom: float  # degrees of freedom of ``variance``
-    most: int  # K + 1, which no length exceeds
-    num_conversations: int
-    # [K]: accepted drafts by position, also over all steps: 1 + their sum is ``value``; none of a mean
-    positions: Sequence[Ratio] = ()
-
-    @classmethod
-    def of(cls, answers: Collection[Answer], num_spec_tokens: int) -> Self | None:
-        """None without a step."""
-        found = length_of(answers)
-        if found.rate is None:
-            return None
-        variance = found.variance() if found.groups > 1 else None
-        return cls(
-            value=1 + found.rate,
-            variance=variance,
-            freedom=found.groups - 1,
-            most=num_spec_tokens + 1,
-            num_conversations=found.groups,
-            positions=[length_of(answers, slice(i, i + 1)) for i in range(num_spec_tokens)],
-        )
-
-    @classmethod
-    def mean(cls, lengths: Sequence["Length | None"]) -> "Length | None":
-        """Of independent data sets, each with the same weight; None where one is unknown.
-
-        Degrees of freedom by Satterthwaite (Biometrics Bulletin 2, 1946).
-        """
-        known = [each for each in lengths if each is not None]
-        if not known or len(known) < len(lengths):
-            return None
-        parts = [(each.variance, each.freedom) for each in known if each.variance]
-        complete, total = len(parts) == len(known), math.fsum(variance for variance, _ in parts)
-        return Length(
-            value=math.fsum(each.value for each in known) / len(known),
-            variance=total / len(known) ** 2 if complete else None,
-            freedom=total**2 / math.fsum(v**2 / freedom for v, freedom in parts) if complete else 0,
-            most=max(each.most for each in known),
-            num_conversations=sum(each.num_conversations for each in known),
-        )
-
-    @property
-    def interval(self) -> Interval | None:
-        """The 95 % t interval; None without a spread."""
-        if not self.variance:
-            return None
-        half = student_t(self.freedom) * math.sqrt(self.variance)
-        return max(1.0, self.value - half), min(float(self.most), self.value + half)
-
-
-@dataclass(frozen=True, kw_only=True)
 class HeadPair:
     """One head against another on the requests of a data set that both have answered.
 
@@ -331,7 +261,7 @@ class HeadPair:
     data: str
     ours: str
     first: str  # the head that is named first
-    requests: Sequence[Pair]
+    requests: Pair
     length: PairedFigure | None  # None without a request that has steps of both
     positions: Sequence[PairedFigure]  # [K]
     categories: Mapping[str, PairedFigure]  # by category; empty where there is one
@@ -342,7 +272,7 @@ class HeadPair:
             "head": self.ours,
             "against": self.first,
             "num_requests": len(self.requests),
-            "num_identical": num_identical(self.requests),
+            "num_identical": self.requests.num_identical,
             "figures": [each.to_json() for each in (self.length, *self.positions) if each is not None],
             "categories": {name: each.to_json() for name, each in self.categories.items()},
         }
@@ -352,16 +282,21 @@ class HeadPair:
 class Comparison(HeadRuns):
     """Heads on data sets; ``pairs`` has every two heads of every data set.
 
-    ``lengths`` are by data set and head, then by category, where there are several; that of all is under None.
+    ``acceptance`` is by data set and head, then by category, where there are several; that of all is under None.
     """
 
-    lengths: Mapping[tuple[str, str], Mapping[str | None, Length | None]]
+    acceptance: Mapping[tuple[str, str], Mapping[str | None, Acceptance]]
     pairs: tuple[HeadPair, ...]
     speeds: Speeds
 
-    def length(self, data: str, head: str, category: str | None = None) -> Length | None:
-        """That of ``head`` on ``data``, if it has run there, and has steps."""
-        return self.lengths.get((data, head), {}).get(category)
+    def of(self, data: str, head: str, category: str | None = None) -> Acceptance | None:
+        """The acceptance of ``head`` on ``data``, if it has run there."""
+        return self.acceptance.get((data, head), {}).get(category)
+
+    def length(self, data: str, head: str, category: str | None = None) -> Estimate | None:
+        """The length over all steps of ``head`` on ``data``, if it has steps there."""
+        found = self.of(data, head, category)
+        return None if found is None else found.length_over_all_steps
 
     def rounds(self, data: str) -> Rounds:
         """The rounds of speeds on ``data``; none of runs that were made one by one."""
@@ -379,24 +314,24 @@ class Comparison(HeadRuns):
         return {
             "heads": {run.head: run.drafter for run in self.runs},
             "unlike_settings": {name: list(values) for name, values in self.unlike.items()},
-            "runs": [_run(run, self.length(run.data, run.head)) for run in self.runs],
+            "runs": [self._run(run) for run in self.runs],
             "pairs": [pair.to_json() for pair in self.pairs],
             "speeds": {data: rounds.speeds() for data, rounds in self.speeds.items() if len(rounds)},
         }
 
-
-def _run(run: HeadRun, length: Length | None) -> dict[str, Any]:
-    positions = length.positions if length else ()
-    return {
-        "data": run.data,
-        "head": run.head,
-        "directory": str(run.directory),
-        "length_over_all_steps": length and length.value,
-        "length_over_all_steps_ci95": length and length.interval,
-        "acceptance_over_all_steps": [each.rate for each in positions],
-        "acceptance_over_all_steps_ci95": [each.share_interval() for each in positions],
-        "report": run.report.to_json(),
-    }
+    def _run(self, run: HeadRun) -> dict[str, Any]:
+        acceptance = self.acceptance[run.data, run.head][None]
+        length, positions = acceptance.length_over_all_steps, acceptance.positions_over_all_steps()
+        return {
+            "data": run.data,
+            "head": run.head,
+            "directory": str(run.directory),
+            "length_over_all_steps": length and length.value,
+            "length_over_all_steps_ci95": length and length.interval,
+            "acceptance_over_all_steps": [each.rate for each in positions],
+            "acceptance_over_all_steps_ci95": [each.share_interval() for each in positions],
+            "report": run.report.to_json(),
+        }
 
 
 def is_significant(figure: PairedFigure | None) -> bool:
@@ -405,16 +340,22 @@ def is_significant(figure: PairedFigure | None) -> bool:
 
 def compare_runs(runs: HeadRuns, speeds: Speeds) -> Comparison:
     """Pair the requests of every two heads, data set by data set."""
-    answers = {(run.data, run.head): read_answers(run.directory) for run in runs.runs}
-    found = [each for data in runs.data for each in _pairs(runs, data, answers)]
-    figures = corrected_by_kind([requests for *_, requests in found])
+    read = {
+        (run.data, run.head): columns.read(run.directory, run.report.num_spec_tokens) for run in runs.runs
+    }
+    found = [
+        (data, ours, first, pair_up(read[data, ours], read[data, first]))
+        for data in runs.data
+        for first, ours in combinations([head for head in runs.heads if (data, head) in read], 2)
+    ]
+    paired = corrected_by_kind([requests for *_, requests in found])
     categories = corrected(  # of those that a table shows
         [list(_categories(requests)) if first == runs.heads[0] else [] for *_, first, requests in found]
     )
     return Comparison(
         runs=runs.runs,
         unlike=runs.unlike,
-        lengths={(run.data, run.head): _lengths(run, answers[run.data, run.head]) for run in runs.runs},
+        acceptance={names: _by_category(run) for names, run in read.items()},
         pairs=tuple(
             HeadPair(
                 data=data,
@@ -426,39 +367,23 @@ def compare_runs(runs: HeadRuns, speeds: Speeds) -> Comparison:
                 categories={each.figure: each for each in by_category},
             )
             for (data, ours, first, requests), of_pair, by_category in zip(
-                found, figures, categories, strict=True
+                found, paired, categories, strict=True
             )
         ),
         speeds=speeds,
     )
 
 
-def _lengths(run: HeadRun, answers: Answers) -> dict[str | None, Length | None]:
+def _by_category(run: Run) -> dict[str | None, Acceptance]:
     """Of all requests, and of each category, in the order of the rows, where there are several."""
-    groups: dict[str | None, list[Answer]] = {}
-    for answer in answers.values():
-        groups.setdefault(_category(answer), []).append(answer)
-    most = run.report.num_spec_tokens
-    by_category = {name: Length.of(group, most) for name, group in groups.items()}
-    return {None: Length.of(answers.values(), most), **(by_category if len(groups) > 1 else {})}
+    groups = figures(run, "category")
+    found: dict[str | None, Acceptance] = {None: Acceptance(run)}
+    return found | dict(groups if len(groups) > 1 else {})
 
 
-def _category(answer: Answer) -> str:
-    return "(none)" if answer.category is None else answer.category
-
-
-def _pairs(
-    runs: HeadRuns, data: str, answers: Mapping[tuple[str, str], Answers]
-) -> Iterator[tuple[str, str, str, list[Pair]]]:
-    for first, ours in combinations([head for head in runs.heads if (data, head) in answers], 2):
-        yield data, ours, first, pair_up(answers[data, ours], answers[data, first])
-
-
-def _categories(requests: Sequence[Pair]) -> Iterator[tuple[str, Any]]:
+def _categories(requests: Pair) -> Iterator[tuple[str, PairedRatio]]:
     """The lengths of each category, in the order of the rows; none where there is one."""
-    groups: dict[str, list[Pair]] = {}
-    for pair in with_steps(requests):
-        groups.setdefault(_category(pair[0]), []).append(pair)
+    groups = requests.with_steps().by_category()
     for name, group in groups.items():
-        if len(groups) > 1 and (found := paired_length(group)) is not None:
+        if len(groups) > 1 and (found := group.difference()) is not None:
             yield name, found

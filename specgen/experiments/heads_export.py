@@ -4,19 +4,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from specgen.config import ExportName
-from specgen.experiments.head_figures import Comparison, Length
+from specgen.experiments.head_figures import Comparison
 from specgen.experiments.heads_tables import (
     categories_table,
     disturbances,
     leader,
     leads,
-    mean_length,
+    mean_of,
     notes,
     positions_table,
     settings,
 )
 from specgen.experiments.rounds import PLAIN
-from specgen.report.acceptance import Speculation
+from specgen.report.acceptance import Acceptance, Estimate, Speculation
 from specgen.report.display import DASH, Show, plain, ratio
 from specgen.report.paired_requests import PairedFigure
 from specgen.report.table import Column, Row, Table, csv_text
@@ -79,7 +79,7 @@ def _figures(found: Comparison) -> Iterator[tuple[str, str, Show, str | None, li
             times = [found.rounds(data).times(head, PLAIN) for head in found.heads]
             yield f"speed {at}", f"{data} speed", ratio, None, [(x and x.median, x and x.ends) for x in times]
     if len(found.data) > 1:
-        lengths = [mean_length(found, head) for head in found.heads]
+        lengths = [mean_of(found, head) for head in found.heads]
         yield "mean", "mean length", plain, None, [(x and x.value, x and x.interval) for x in lengths]
 
 
@@ -174,8 +174,8 @@ def _rows(found: Comparison) -> Iterator[dict[str, Any]]:
                 "drafter": run.drafter,
                 "num_spec_tokens": run.report.num_spec_tokens,
                 **{name: getattr(group, name) for name in _COUNTED},
-                **_length_cells(length),
-                **_acceptance_cells(length, group),
+                **_length_cells(length, found.of(run.data, run.head, category)),
+                **_acceptance_cells(found.of(run.data, run.head, category), group),
                 "against": first if figure else None,
                 **_difference_cells("", figure),
             }
@@ -185,21 +185,25 @@ def _rows(found: Comparison) -> Iterator[dict[str, Any]]:
                 row |= _speed(found, run.data, run.head)
             yield row
     for head in found.heads if len(found.data) > 1 else ():
-        yield {"data": "(mean of the data sets)", "head": head, **_length_cells(mean_length(found, head))}
+        parts = [found.of(data, head) for data in found.data]
+        cells = _length_cells(mean_of(found, head), *parts)
+        yield {"data": "(mean of the data sets)", "head": head, **cells}
 
 
-def _length_cells(length: Length | None) -> dict[str, Any]:
+def _length_cells(length: Estimate | None, *parts: Acceptance | None) -> dict[str, Any]:
+    """A length, or the mean of those of ``parts``."""
+    numbers = [part.over_all_steps().groups for part in parts if part]
     return {
-        "num_conversations": length and length.num_conversations,
+        "num_conversations": length and sum(numbers),
         "length_over_all_steps": length and length.value,
         **_ends("length", length and length.interval),
     }
 
 
-def _acceptance_cells(length: Length | None, group: Speculation) -> dict[str, Any]:
+def _acceptance_cells(acceptance: Acceptance | None, group: Speculation) -> dict[str, Any]:
     """By position, over all steps and (conditional) over those that accepted all before; and by confidence."""
     row: dict[str, Any] = {}
-    for i, each in enumerate(length.positions if length else ()):
+    for i, each in enumerate(acceptance.positions_over_all_steps() if acceptance else ()):
         row |= _cells(f"acceptance_{i}", each.rate, each.share_interval())
     for place in group.acceptance:
         row |= _cells(f"conditional_{place.position}", place.conditional, place.conditional_ci95)

@@ -3,13 +3,13 @@
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from specgen.config.json_fields import load_json
-from specgen.experiments.head_figures import PLAN, Comparison, HeadPair, Length
+from specgen.experiments.head_figures import PLAN, Comparison, HeadPair
 from specgen.experiments.heads_tables import (
     categories_table,
     disturbances,
@@ -23,13 +23,14 @@ from specgen.experiments.heads_tables import (
     terms,
     verdicts,
 )
+from specgen.record.columns import Run
 from specgen.record.files import Rows, write_json, write_text
 from specgen.record.record_rows import RequestRow
+from specgen.report.acceptance import Estimate
 from specgen.report.charts import Lines, Point, lengths
 from specgen.report.display import checkpoint_name, plain, several
 from specgen.report.origin import origin
 from specgen.report.page import Page
-from specgen.report.paired_requests import Pair, with_steps
 from specgen.report.run_texts import keys_of, known_tokenizer, texts_of
 from specgen.report.table import Column, Table
 from specgen.report.tables import curves
@@ -102,7 +103,7 @@ def _of_data(table: Table, data: str, lines: Lines | None = None) -> Table:
 
 
 def _chart(
-    found: Comparison, title: str, label: str, each: Iterable[tuple[str, str, Length | None]]
+    found: Comparison, title: str, label: str, each: Iterable[tuple[str, str, Estimate | None]]
 ) -> Lines:
     """The lengths of heads in columns of these names, a point for ``each``."""
     points: dict[str, list[Point]] = {head: [] for head in found.heads}
@@ -167,18 +168,37 @@ def _runs_table(found: Comparison, path: Path) -> Table:
     )
 
 
-def moved(pair: HeadPair) -> list[Pair]:
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """A request of two heads; ``sides`` has by head its length over all steps and the number of these."""
+
+    pair: HeadPair
+    name: str
+    sides: Mapping[str, tuple[float, int]]  # the first head's first
+
+    @property
+    def gain(self) -> float:
+        """How much longer the head that is not the first one's is."""
+        return self.sides[self.pair.ours][0] - self.sides[self.pair.first][0]
+
+
+def moved(pair: HeadPair) -> list[Moved]:
     """The requests with the largest differences of mean acceptance length, gains first."""
-    ordered = sorted(with_steps(pair.requests), key=gain, reverse=True)
-    gains = [each for each in ordered if gain(each) > 0][:_SHOWN]
-    losses = [each for each in ordered if gain(each) < 0][-_SHOWN:]
+    both = pair.requests.with_steps()
+    found = [
+        Moved(pair=pair, name=name, sides={pair.first: first, pair.ours: ours})
+        for name, first, ours in zip(both.ours.names, _lengths(both.first), _lengths(both.ours), strict=True)
+    ]
+    ordered = sorted(found, key=lambda each: each.gain, reverse=True)
+    gains = [each for each in ordered if each.gain > 0][:_SHOWN]
+    losses = [each for each in ordered if each.gain < 0][-_SHOWN:]
     return [*gains, *losses]
 
 
-def gain(pair: Pair) -> float:
-    """How much longer the first of ``pair`` is."""
-    ours, first = pair
-    return ours.length - first.length
+def _lengths(run: Run) -> list[tuple[float, int]]:
+    """The length over all steps of each request, and its steps, of which it has some."""
+    steps = run.counts.num_steps
+    return list(zip((1 + run.counts.num_accepted / steps).tolist(), steps.tolist(), strict=True))
 
 
 def last_words(prompt: object) -> str:
@@ -196,12 +216,12 @@ def moved_texts(found: Comparison, tokenizer: Tokenizer | None) -> TextList | No
     Without ``tokenizer`` texts have one colour. None where no request has moved.
     """
     pairs = [pair for pair in found.pairs if pair.first == found.heads[0]]
-    shown = [(pair, each) for pair in pairs for each in moved(pair)]
+    shown = [each for pair in pairs for each in moved(pair)]
     if not shown:
         return None
-    shown.sort(key=lambda each: -abs(gain(each[1])))
+    shown.sort(key=lambda each: -abs(each.gain))
     rows = {(run.data, run.head): Rows(run.directory / "completions.jsonl") for run in found.runs}
-    entries = within((_entry(pair, each, rows, tokenizer) for pair, each in shown), _PAGE_BYTES)
+    entries = within((_entry(each, rows, tokenizer) for each in shown), _PAGE_BYTES)
     return TextList(
         title="The requests that moved most",
         note="both heads' tokens by how they came, the largest differences of their acceptance lengths first",
@@ -210,19 +230,17 @@ def moved_texts(found: Comparison, tokenizer: Tokenizer | None) -> TextList | No
     )
 
 
-def _entry(
-    pair: HeadPair, each: Pair, rows: Mapping[tuple[str, str], Rows], tokenizer: Tokenizer | None
-) -> Entry:
-    ours, first = each
-    sides = {pair.first: first, pair.ours: ours}
-    category = {} if ours.category is None else {"category": ours.category}
-    answers = {head: rows[pair.data, head][ours.name] for head in sides}
+def _entry(each: Moved, rows: Mapping[tuple[str, str], Rows], tokenizer: Tokenizer | None) -> Entry:
+    pair = each.pair
+    answers = {head: rows[pair.data, head][each.name] for head in each.sides}
+    category = answers[pair.ours].get("category")
+    labels = {"heads": f"{pair.ours} against {pair.first}", "data": pair.data}
     return Entry(
-        title=f"{pair.data} {ours.name}",
-        labels={"heads": f"{pair.ours} against {pair.first}", "data": pair.data, **category},
+        title=f"{pair.data} {each.name}",
+        labels=labels | ({} if category is None else {"category": category}),
         note=", ".join(
-            f"{head} {plain(side.length)} in {several(side.num_steps, 'step')}"
-            for head, side in sides.items()
+            f"{head} {plain(length)} in {several(steps, 'step')}"
+            for head, (length, steps) in each.sides.items()
         ),
         question=last_words(answers[pair.ours]["prompt"]),
         texts=[

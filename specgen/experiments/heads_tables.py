@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from specgen.experiments.head_figures import Comparison, HeadPair, Length, is_significant
+from specgen.experiments.head_figures import Comparison, HeadPair, is_significant
 from specgen.experiments.rounds import PLAIN, MedianRange, disturbed
+from specgen.report.acceptance import Estimate, mean_length
 from specgen.report.charts import Point
 from specgen.report.display import (
     DASH,
@@ -20,7 +21,7 @@ from specgen.report.display import (
     rate,
     ratio,
 )
-from specgen.report.paired_requests import PairedFigure, num_identical
+from specgen.report.paired_requests import PairedFigure
 from specgen.report.report import DEFINITIONS
 from specgen.report.table import Column, Row, Table
 from specgen.report.tables import empty_texts, failures
@@ -131,7 +132,7 @@ def lengths_table(found: Comparison) -> Table:
         lengths = {head: found.length(data, head) for head in found.heads}
         rows.append({"data": data, "requests": " or ".join(numbers), **_lengths(lengths)})
     if len(rows) > 1:
-        means = {head: mean_length(found, head) for head in found.heads}
+        means = {head: mean_of(found, head) for head in found.heads}
         rows.append({"data": "mean", "requests": "", **_lengths(means)})
     columns = (
         Column(name=f"length of {head}", title=head, show=plain, interval=f"ends of {head}")
@@ -145,7 +146,7 @@ def lengths_table(found: Comparison) -> Table:
     )
 
 
-def _lengths(lengths: Mapping[str, Length | None]) -> Row:
+def _lengths(lengths: Mapping[str, Estimate | None]) -> Row:
     """The cells of the heads."""
     row: dict[str, Any] = {}
     for head, length in lengths.items():
@@ -153,9 +154,9 @@ def _lengths(lengths: Mapping[str, Length | None]) -> Row:
     return row
 
 
-def mean_length(found: Comparison, head: str) -> Length | None:
+def mean_of(found: Comparison, head: str) -> Estimate | None:
     """The mean of ``head``'s lengths over data sets; None unless it has run on all of them."""
-    return Length.mean([found.length(data, head) for data in found.data])
+    return mean_length([found.of(data, head) for data in found.data])
 
 
 def positions_table(found: Comparison) -> Table:
@@ -184,10 +185,10 @@ def positions_table(found: Comparison) -> Table:
 
 def positions(found: Comparison, data: str, head: str) -> list[Point]:
     """Acceptance by draft position over all steps; empty without a step."""
-    length = found.length(data, head)
+    acceptance = found.of(data, head)
     return [
         Point(name=str(i), number=each.rate, interval=each.share_interval())
-        for i, each in enumerate(length.positions if length else ())
+        for i, each in enumerate(acceptance.positions_over_all_steps() if acceptance else ())
     ]
 
 
@@ -218,7 +219,7 @@ def _pair(pair: HeadPair, num_positions: int) -> Row:
         "heads": f"{pair.ours} - {pair.first}",
         "requests": len(pair.requests),
         # without a step nothing was verified
-        "identical": num_identical(pair.requests) if pair.length else None,
+        "identical": pair.requests.num_identical if pair.length else None,
         **_paired(pair.length),
         **{f"token {i}": positions[i] if i < len(positions) else DASH for i in range(num_positions)},
     }

@@ -212,7 +212,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
     def texts(self) -> dict[str, _Row]:
         """The rows of all generated texts by id, with their title and prompt."""
         return {
-            name: {**self._answers[name], "title": title, "prompt": prompt}
+            name: {**self._files.completions[name], "title": title, "prompt": prompt}
             for name, (title, prompt) in self._prompts.items()
         }
 

@@ -32,6 +32,7 @@ from specgen.experiments.audit import Judge
 from specgen.experiments.language_model import SpecgenLM
 from specgen.experiments.studies import Study
 from specgen.experiments.study_comparison import ArmRun, StudyComparison, answers, compare, reference_of
+from specgen.record import columns
 from specgen.record.files import write_json, write_text
 from specgen.record.progress import Progress
 from specgen.record.provenance import MACHINE, busy, manifest, now, state_after, with_recorded_date
@@ -370,10 +371,8 @@ class StudyRun:
             )
         assert results is not None, "only other ranks than the first get None"
         files.arrange(lm.order())
-        texts = RunTexts(lm.texts)
-        report = report_of(
-            texts.watch(files.requests()), files.passes(), num_spec_tokens=config.draft_length.most
-        )
+        answered = columns.read(path, config.draft_length.most, files.completions)
+        report = report_of(answered, files.passes())
         run = ArmRun(
             name=arm.name,
             dtype=config.formats,
@@ -381,14 +380,14 @@ class StudyRun:
             report=replace(report, busy=busy(asked["state"], state_after(config))),
             answers=answers(results["samples"], lm.generated),
             results=results,
-            tasks=report_categories(files.requests(), num_spec_tokens=config.draft_length.most),
+            tasks=report_categories(answered),
             cut=lm.cut,
         )
         said = {"config": _said(config, job.study.limit, arguments), "date": began}
         summary = {key: value for key, value in results.items() if key != "samples"}
         write_text(path / "results.json", _json(summary | said))
         title = f"{arm.name}: {self._title()}"
-        shown = texts.shown(models.tokenizer)
+        shown = RunTexts(answered, lm.texts).shown(models.tokenizer)
         write_text(
             path / "report.html", tables.page(run.report, asked["settings"], title, origin(asked), *shown)
         )

@@ -15,6 +15,8 @@ from itertools import pairwise
 from statistics import fmean
 from typing import TypeVar
 
+import numpy as np
+
 from specgen.config.errors import DeviceLost
 from specgen.core.engine_core import never_stop
 from specgen.engine.loading import Models
@@ -236,7 +238,7 @@ def repeat_of(run: Run, yardstick: Yardstick | None = None) -> Repeat:
         acceptance=tuple(position.rate for position in report.acceptance),
         ttft=report.ttft_seconds,
         tpot=report.tpot_seconds,
-        itl=latency_stats(list(inter_token_seconds(requests, run.passes))),
+        itl=latency_stats(np.fromiter(inter_token_seconds(requests, run.passes), float)),
         step_seconds=steps.mean_seconds if steps else None,
         mean_sequences=steps.mean_sequences if steps else None,
         step_bytes=None if yardstick is None else mean_step_bytes(requests, run.passes, yardstick.sizes),

@@ -14,10 +14,11 @@ from specgen.config.json_fields import load_json
 from specgen.jobs.job import Job
 from specgen.jobs.prompt_index import PromptIndex
 from specgen.prompts import Prompt, failure
+from specgen.record import columns
+from specgen.record.columns import Run, in_both
 from specgen.record.files import Rows, replacement, write_json, write_json_lines, write_text
 from specgen.record.provenance import busy
-from specgen.record.record_rows import RequestRow, read_passes
-from specgen.record.results import units_in
+from specgen.record.record_rows import read_passes
 from specgen.report import tables
 from specgen.report.acceptance import RequestMetrics
 from specgen.report.origin import origin, run_title
@@ -100,18 +101,18 @@ class FinishedRun:
         ``states`` of the machine are those after its start; ``busy_shard`` is what a shard says of them.
         """
         record = self._manifest
-        texts, same = RunTexts(self._completions), list[bool]()
-        report = self._report(
-            record["engine"]["num_spec_tokens"], texts.watch(self._requests(baseline, same))
-        )
+        run = self._read(record["engine"]["num_spec_tokens"])
+        report = self._report(run)
         if baseline is not None:
             sampled = record["sampling"]["temperature"] > 0
             sampled |= "temperature" in record["data"].get("own_parameters", [])
-            plain = baseline._report(0, baseline._requests(None, []))
-            report = report.with_baseline(plain, same, sampled=sampled)
+            plain = baseline._read(0)
+            ours, theirs = in_both(run, plain)
+            same = (run.tokens[ours] == plain.tokens[theirs]).tolist()
+            report = report.with_baseline(baseline._report(plain), same, sampled=sampled)
         report = replace(report, busy=busy(record.get("state", {}), *states) or busy_shard)
         shown = (
-            texts.shown(known_tokenizer(record["engine"]["model"]))
+            RunTexts(run, self._completions).shown(known_tokenizer(record["engine"]["model"]))
             if record.get("steps", True)
             else ([], None)
         )
@@ -120,21 +121,11 @@ class FinishedRun:
         write_json(self._path / "report.json", report.to_json())
         return report
 
-    def _report(self, num_spec_tokens: int, requests: Iterable[RequestRow]) -> Report:
-        return report_of(
-            requests,
-            read_passes(self._path / "passes.jsonl"),
-            num_spec_tokens=num_spec_tokens,
-            num_errors=len(self._errors),
-        )
+    def _read(self, num_spec_tokens: int) -> Run:
+        return columns.read(self._path, num_spec_tokens, self._completions)
 
-    def _requests(self, baseline: "FinishedRun | None", same: list[bool]) -> Iterator[RequestRow]:
-        """All requests; ``same`` gets whether the tokens of those that ``baseline`` has too are equal."""
-        plain, units = {} if baseline is None else baseline._completions, units_in(self._completions)
-        for name, row in self._completions.items():
-            if name in plain:
-                same.append(plain[name]["token_ids"] == row["token_ids"])
-            yield RequestRow.of_row(row, units)
+    def _report(self, run: Run) -> Report:
+        return report_of(run, read_passes(self._path / "passes.jsonl"), num_errors=len(self._errors))
 
     def export(self, format_name: FormatName) -> None:
         """Write the rows in another format too."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import msgspec
+
 from specgen.config import CONFIDENCE_LEVELS, UserError, first_line, require
 from specgen.record.files import whole_lines
 
@@ -30,75 +32,77 @@ class Step(NamedTuple):
     levels: Sequence[int] = ()
 
 
-class StepCounts:
-    """The verify steps of a request, or of several, by draft position: lists of ``[K]``, the histogram ``[K + 1]``.
+def _no_levels() -> list[int]:
+    return [0] * len(CONFIDENCE_LEVELS)
+
+
+class StepCounts(msgspec.Struct, forbid_unknown_fields=True):
+    """The verify steps of a request, by draft position: lists of ``[K]``, the histogram ``[K + 1]``.
 
     ``level_reached`` and ``level_accepted`` are by level of confidence (see ``config.CONFIDENCE_LEVELS``), of drafts
-    behind accepted ones; ``unverified`` counts the drafts that the target was not asked about.
+    behind accepted ones; ``unverified`` counts the drafts that the target was not asked about. It is the form of
+    ``record.counts`` in a row; K is the longest step's, at most the run's.
     """
 
-    def __init__(self, num_spec_tokens: int) -> None:
-        self.drafted = [0] * num_spec_tokens
-        self.reached = [0] * num_spec_tokens
-        self.accepted = [0] * num_spec_tokens
-        self.histogram = [0] * (num_spec_tokens + 1)
-        self.without_drafts = self.unverified = 0
-        self.level_reached = [0] * len(CONFIDENCE_LEVELS)
-        self.level_accepted = [0] * len(CONFIDENCE_LEVELS)
+    drafted: list[int]
+    reached: list[int]
+    accepted: list[int]
+    histogram: list[int]
+    without_drafts: int = 0
+    unverified: int = 0
+    level_reached: list[int] = msgspec.field(default_factory=_no_levels)
+    level_accepted: list[int] = msgspec.field(default_factory=_no_levels)
+
+    def __post_init__(self) -> None:
+        """``ValueError`` for counts of no steps."""
+        num, levels = len(self.drafted), len(CONFIDENCE_LEVELS)
+        lists = (self.drafted, self.reached, self.accepted, self.histogram)
+        lengths = [len(each) for each in (*lists, self.level_reached, self.level_accepted)]
+        if lengths != [num, num, num, num + 1, levels, levels]:
+            raise ValueError(f"record.counts has lists of {', '.join(map(str, lengths))}")
+        if min(self.without_drafts, self.unverified, *map(min, filter(None, lists))) < 0:
+            raise ValueError("record.counts has a number below 0")
 
     @classmethod
-    def of(cls, steps: Iterable[Step], num_spec_tokens: int) -> Self:
+    def of(cls, steps: Sequence[Step], num_spec_tokens: int) -> Self:
         """The counts of ``steps``; ``UserError`` for one that cannot belong to a run with this K."""
-        counts, most, steps = cls(num_spec_tokens), num_spec_tokens, list(steps)
+        most, levels = num_spec_tokens, len(CONFIDENCE_LEVELS)
+        drafted, reached, accepted = [0] * most, [0] * most, [0] * most
+        histogram, level_reached, level_accepted = [0] * (most + 1), [0] * levels, [0] * levels
+        without_drafts = unverified = 0
         for step in steps:
             if not step.levels:  # most steps of most runs, and a text has hundreds
                 continue
             verified = len(step.drafts)
-            counts.unverified += max(len(step.levels) - verified, 0)
+            unverified += max(len(step.levels) - verified, 0)
             for level in step.levels[: min(step.accepted + 1, verified)]:
-                counts.level_reached[level] += 1
+                level_reached[level] += 1
             for level in step.levels[: step.accepted]:
-                counts.level_accepted[level] += 1
-        for (drafted, accepted), number in Counter(
-            (len(each.drafts), each.accepted) for each in steps
-        ).items():
-            require(drafted <= most, f"a step has {drafted} drafts but K is {most}: give the run's K")
+                level_accepted[level] += 1
+        for (num, right), number in Counter((len(each.drafts), each.accepted) for each in steps).items():
+            require(num <= most, f"a step has {num} drafts but K is {most}: give the run's K")
             require(
-                0 <= accepted <= drafted,
-                f"a step accepted {accepted} of {drafted} drafts: the rows are corrupt, run again",
+                0 <= right <= num,
+                f"a step accepted {right} of {num} drafts: the rows are corrupt, run again",
             )
-            if drafted == 0:
-                counts.without_drafts += number
+            if num == 0:
+                without_drafts += number
                 continue
-            for position in range(drafted):
-                counts.drafted[position] += number
-                counts.reached[position] += number * (accepted >= position)
-                counts.accepted[position] += number * (accepted > position)
-            counts.histogram[accepted] += number
-        return counts
-
-    def __add__(self, other: "StepCounts") -> "StepCounts":
-        """The counts of both, as of one run."""
-        found = StepCounts(len(self.drafted))
-        for name in ("drafted", "reached", "accepted", "histogram", "level_reached", "level_accepted"):
-            pairs = zip(getattr(self, name), getattr(other, name), strict=True)
-            setattr(found, name, [ours + theirs for ours, theirs in pairs])
-        found.without_drafts = self.without_drafts + other.without_drafts
-        found.unverified = self.unverified + other.unverified
-        return found
-
-    @classmethod
-    def of_row(cls, row: Mapping[str, Any], num_spec_tokens: int) -> Self:
-        """The counts whose ``vars`` are ``row``, of at most K drafts; ``UserError`` where they are of more."""
-        most = len(row["drafted"])
-        require(
-            most <= num_spec_tokens, f"a step has {most} drafts but K is {num_spec_tokens}: give the run's K"
+            for position in range(num):
+                drafted[position] += number
+                reached[position] += number * (right >= position)
+                accepted[position] += number * (right > position)
+            histogram[right] += number
+        return cls(
+            drafted,
+            reached,
+            accepted,
+            histogram,
+            without_drafts,
+            unverified,
+            level_reached,
+            level_accepted,
         )
-        counts, more = cls(num_spec_tokens), [0] * (num_spec_tokens - most)
-        for name, value in row.items():
-            by_position = name in ("drafted", "reached", "accepted", "histogram")
-            setattr(counts, name, value + more if by_position else value)
-        return counts
 
     @property
     def num_steps(self) -> int:
@@ -106,16 +110,24 @@ class StepCounts:
         return sum(self.histogram)
 
 
+class TextParts(msgspec.Struct):
+    """The steps and tokens of a text with reasoning, by part (see ``PARTS``); ``part`` is the one in which it ended."""
+
+    part: str
+    steps: dict[str, StepCounts]
+    tokens: dict[str, int]
+
+
 def count_parts(
     switches: Sequence[tuple[int, str]],
     steps: Sequence[Step],
     num_output_tokens: int,
     most: int,
-) -> dict[str, Any]:
+) -> TextParts:
     """The steps and tokens of one text by part: a step belongs to the part of its first token.
 
     ``switches`` has the output token from which on the text is of a part, an answer before the first;
-    other tokens than those of ``steps``, which have at most ``most`` drafts, came before them. ``part`` is the last.
+    other tokens than those of ``steps``, which have at most ``most`` drafts, came before them.
     """
     changes = [(0, "answer"), *switches]
     steps_of: dict[str, list[Step]] = {"answer": [], "reasoning": []}
@@ -127,8 +139,8 @@ def count_parts(
     tokens = dict.fromkeys(PARTS, 0)
     for (_, part), start, end in zip(changes, starts, [*starts[1:], num_output_tokens], strict=True):
         tokens[part] += end - start
-    counts = {part: vars(StepCounts.of(each, most)) for part, each in steps_of.items()}
-    return {"part": changes[-1][1], "steps": counts, "tokens": tokens}
+    counts = {part: StepCounts.of(each, most) for part, each in steps_of.items()}
+    return TextParts(part=changes[-1][1], steps=counts, tokens=tokens)
 
 
 WHOLE = "0/1"  # the shard of a run that has no others
@@ -176,9 +188,9 @@ def units_of(prompts: Iterable[tuple[str, int]]) -> dict[str, str]:
 class RequestRow:
     """One request that has ended; times are seconds since the session's engine was warm.
 
-    ``steps`` is None where they were not kept; ``counts`` are theirs, and ``parts`` as from ``count_parts`` where the
-    text has reasoning. An answer ``is_empty`` without a character, where the row has it. ``unit`` is that of
-    ``units_of``, where the conversation has one. ``asked`` is a digest of the row of the input, where that is known.
+    ``steps`` is None where they were not kept; ``counts`` are theirs, and ``parts`` are of a text with reasoning. An
+    answer ``is_empty`` without a character, where the row has it. ``unit`` is that of ``units_of``, where the
+    conversation has one. ``asked`` is a digest of the row of the input, where that is known.
     """
 
     name: str
@@ -193,8 +205,8 @@ class RequestRow:
     arrival: float
     first_token: float | None
     ended: float
-    counts: Mapping[str, Any]
-    parts: Mapping[str, Any] | None
+    counts: StepCounts
+    parts: TextParts | None
     steps: Sequence[Step] | None
     is_empty: bool = False
     unit: str = ""
@@ -204,14 +216,15 @@ class RequestRow:
         """The ``record`` of a row, which has the other fields itself; see ``of_row``."""
         found: dict[str, Any] = {
             name: getattr(self, name)
-            for name in ("session", "arrival", "first_token", "ended", "num_cached_tokens", "counts")
+            for name in ("session", "arrival", "first_token", "ended", "num_cached_tokens")
         }
+        found["counts"] = msgspec.to_builtins(self.counts)
         if self.asked:
             found["asked"] = self.asked
         if self.num_turns > 1:
             found["num_turns"] = self.num_turns
         if self.parts is not None:
-            found["parts"] = self.parts
+            found["parts"] = msgspec.to_builtins(self.parts)
         if with_steps and self.steps is not None:
             found["steps"] = {
                 "pass": [step.number for step in self.steps],
@@ -220,8 +233,8 @@ class RequestRow:
             }
         return found
 
-    @classmethod
-    def of_row(cls, row: Mapping[str, Any], units: Mapping[str, str] | None = None) -> Self:
+    @staticmethod
+    def of_row(row: Mapping[str, Any], units: Mapping[str, str] | None = None) -> "RequestRow":
         """From a row of ``completions.jsonl``; ``UserError`` for one of a version that kept no record in it.
 
         So it is for one that another program has damaged.
@@ -231,42 +244,14 @@ class RequestRow:
             f"the row of {row.get('id')!r} has no record, as in earlier versions: generate into a new directory",
         )
         try:
-            return cls._of_row(row, row["record"], units or {})
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(
-                f"completions.jsonl: the row of {row.get('id')!r} is damaged ({type(error).__name__}: "
-                f"{first_line(error)}): remove that line, and run the same command again"
-            ) from error
-
-    @classmethod
-    def _of_row(cls, row: Mapping[str, Any], record: Mapping[str, Any], units: Mapping[str, str]) -> Self:
-        num_tokens, turn, parts = len(row["token_ids"]), row.get("turn", 1), record.get("parts")
-        every = [record["counts"], *(() if parts is None else (parts["steps"][part] for part in PARTS))]
-        for counts in every:
-            _require_counts(counts)
-        numbers = record["arrival"], record["ended"], record["num_cached_tokens"], row["num_prompt_tokens"]
-        sum(numbers, record["first_token"] or 0.0)  # a TypeError of anything else
-        int(record["session"].rpartition("-")[2])
-        return cls(
-            name=row["id"],
-            session=record["session"],
-            reason=row.get("ended_by", row["finish_reason"]),
-            category=row.get("category"),
-            turn=turn,
-            num_turns=record.get("num_turns", 1),
-            num_prompt_tokens=row["num_prompt_tokens"],
-            num_cached_tokens=record["num_cached_tokens"],
-            num_output_tokens=num_tokens,
-            arrival=record["arrival"],
-            first_token=record["first_token"],
-            ended=record["ended"],
-            counts=record["counts"],
-            parts=parts,
-            steps=_steps(record["steps"], num_tokens) if "steps" in record else None,
-            is_empty="text" in row and not row["text"].strip(),
-            unit=units.get(conversation_of(row["id"], turn), ""),
-            asked=record.get("asked", ""),
-        )
+            found = msgspec.convert(row, _WholeLine)
+            assert found.record is not None
+            arrays = found.record.steps
+            return found.request(
+                units or {}, None if arrays is None else _steps(arrays, len(found.token_ids or ()))
+            )
+        except ValueError as error:
+            raise damaged(row.get("id"), error) from error
 
     def moved(self, seconds: float) -> Self:
         """The same of a run in which so many seconds came before what is here counted from 0."""
@@ -286,31 +271,108 @@ class RequestRow:
     @property
     def num_rejections(self) -> int:
         """Steps that rejected a draft."""
-        return sum(step.accepted < len(step.drafts) for step in self.steps or ())
+        return sum(self.counts.reached) - sum(self.counts.accepted)
 
     @property
     def acceptance_length(self) -> float | None:
         """1 + accepted / drafts over steps with drafts; None without one."""
-        steps = sum(self.counts["histogram"])
-        return 1 + sum(self.counts["accepted"]) / steps if steps else None
+        steps = self.counts.num_steps
+        return 1 + sum(self.counts.accepted) / steps if steps else None
 
 
-def _require_counts(found: Mapping[str, Any]) -> None:
-    """``ValueError``, or what a wrong type raises, unless ``found`` are counts as ``StepCounts.of_row`` takes them."""
-    known = vars(StepCounts(len(found["drafted"])))
-    for name in ("reached", "accepted", "histogram", *found):
-        own, value = known[name], found[name]
-        is_one = len(value) == len(own) and sum(value) >= 0 if isinstance(own, list) else int(value) == value
-        if not is_one:
-            raise ValueError(f"record.counts.{name} is {value}")
+def damaged(name: object, error: Exception) -> UserError:
+    """What is said of a row that another program has damaged."""
+    return UserError(
+        f"completions.jsonl: the row of {name!r} is damaged ({type(error).__name__}: {first_line(error)}): remove that "
+        "line, and run the same command again"
+    )
 
 
-def _steps(arrays: Mapping[str, Any], num_tokens: int) -> list[Step]:
+# --- the form of a row --------------------------------------------------------------------------------
+
+
+class Record(msgspec.Struct):
+    """``record`` of a row, but for its steps, which take longer to read than all else."""
+
+    session: str
+    arrival: float
+    first_token: float | None
+    ended: float
+    num_cached_tokens: int
+    counts: StepCounts
+    parts: TextParts | None = None
+    num_turns: int = 1
+    asked: str = ""
+
+    def __post_init__(self) -> None:
+        """``ValueError`` for a session that no process has named, and for parts that do not add up."""
+        int(self.session.rpartition("-")[2])
+        if self.parts is not None:
+            both = [msgspec.structs.astuple(self.parts.steps[part]) for part in PARTS]
+            for whole, *parts in zip(msgspec.structs.astuple(self.counts), *both, strict=True):
+                added = [*map(sum, zip(*parts, strict=True))] if isinstance(whole, list) else sum(parts)
+                if added != whole:
+                    raise ValueError(f"the parts of the text have steps {added}, the whole {whole}")
+
+
+class _Steps(msgspec.Struct):
+    numbers: list[int] = msgspec.field(name="pass")
+    drafts: list[list[int]]
+    accepted: list[int]
+
+
+class _WholeRecord(Record, kw_only=True):
+    steps: _Steps | None = None
+
+
+class Line(msgspec.Struct, kw_only=True):
+    """What figures are made of in a row of ``completions.jsonl``; one without ``record`` is of an earlier version."""
+
+    id: str
+    prompt: str | None = None
+    text: str | None = None
+    token_ids: list[int] | None = None  # none of a text that was only scored
+    finish_reason: str = ""
+    ended_by: str | None = None
+    turn: int = 1
+    num_prompt_tokens: int = 0
+    category: str | None = None
+    record: Record | None = None
+
+    def request(self, units: Mapping[str, str], steps: Sequence[Step] | None) -> RequestRow:
+        """The request of a row with a record."""
+        record = self.record
+        assert record is not None
+        return RequestRow(
+            name=self.id,
+            session=record.session,
+            reason=self.ended_by or self.finish_reason,
+            category=self.category,
+            turn=self.turn,
+            num_turns=record.num_turns,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=record.num_cached_tokens,
+            num_output_tokens=len(self.token_ids or ()),
+            arrival=record.arrival,
+            first_token=record.first_token,
+            ended=record.ended,
+            counts=record.counts,
+            parts=record.parts,
+            steps=steps,
+            is_empty=self.text is not None and not self.text.strip(),
+            unit=units.get(conversation_of(self.id, self.turn), ""),
+            asked=record.asked,
+        )
+
+
+class _WholeLine(Line, kw_only=True):
+    record: _WholeRecord | None = None
+
+
+def _steps(arrays: _Steps, num_tokens: int) -> list[Step]:
     """The steps of a text; the last may have given less than it accepted, as the text ended within it."""
     left, found = num_tokens - 1, []  # the first token is the prefill's
-    for number, drafts, accepted in zip(
-        *(arrays[name] for name in ("pass", "drafts", "accepted")), strict=True
-    ):
+    for number, drafts, accepted in zip(arrays.numbers, arrays.drafts, arrays.accepted, strict=True):
         emitted = min(accepted + 1, left)
         found.append(Step(number, drafts, accepted, emitted))
         left -= emitted

@@ -14,7 +14,7 @@ from typing import IO, Any, Self
 
 from specgen.config import UserError, require
 from specgen.config.json_fields import load_json
-from specgen.record.files import RowFile, Rows, cut_torn_line, naming, open_output, sync, writable, write_json
+from specgen.record.files import RowFile, cut_torn_line, naming, open_output, sync, writable, write_json
 from specgen.record.provenance import differences
 from specgen.record.record_rows import (
     WHOLE,
@@ -26,7 +26,6 @@ from specgen.record.record_rows import (
     read_passes,
     require_present_version,
     to_line,
-    units_of,
 )
 
 LOCK = ".lock"
@@ -303,10 +302,6 @@ class RunDirectory:
         self.completions.arrange(ids)
         self.errors.arrange(ids)
 
-    def requests(self) -> Iterator[RequestRow]:
-        """The requests of a closed run that generated texts."""
-        return requests_in(self.completions)
-
     def passes(self) -> Iterator[Row]:
         """The passes of a closed run."""
         return read_passes(self.path / "passes.jsonl")
@@ -320,18 +315,6 @@ class RunDirectory:
         sync(self._passes)
         self.completions.sync()
         self._synced = time.monotonic()
-
-
-def requests_in(rows: Rows) -> Iterator[RequestRow]:
-    """The requests of completions that have texts."""
-    units = units_in(rows)
-    return (RequestRow.of_row(row, units) for row in rows.values() if "token_ids" in row)
-
-
-def units_in(rows: Rows) -> dict[str, str]:
-    """The ``units_of`` completions."""
-    heads = (head for head in rows.heads() if head.turn == 1 and head.prompt is not None)
-    return units_of((head.id, hash(head.prompt)) for head in heads)
 
 
 class _Texts(Mapping[str, str]):

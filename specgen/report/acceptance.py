@@ -1,13 +1,18 @@
 """Acceptance statistics of one request and of sets of requests, by draft position."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
-from specgen.config import CONFIDENCE_LEVELS
-from specgen.record.record_rows import Step, StepCounts
-from specgen.report.intervals import Interval, Ratio
+import numpy as np
+
+from specgen.config import CONFIDENCE_LEVELS, require
+from specgen.record.columns import Array, Run
+from specgen.record.record_rows import PARTS, StepCounts
+from specgen.report.intervals import Interval, Ratio, clustered_mean_interval, student_t
 
 _UNLIKE = 1.02  # a length over the tokens per step that texts got
 
@@ -134,19 +139,22 @@ class Speculation:
         return got if length is not None and got is not None and length > _UNLIKE * got else None
 
 
-def fold_request(steps: Sequence[Step], counts: StepCounts) -> RequestMetrics:
-    """The metrics of one request from its steps and their ``counts``."""
-    per_step = tuple(step.accepted for step in steps if step.drafts)
+def metrics_of(counts: StepCounts, per_step: Iterable[int], num_spec_tokens: int) -> RequestMetrics:
+    """The metrics of one request of a run with this K: of its ``counts``, and what each step with drafts accepted."""
+    more = num_spec_tokens - len(counts.drafted)
+    require(
+        more >= 0, f"a step has {len(counts.drafted)} drafts but K is {num_spec_tokens}: give the run's K"
+    )
     drafted, accepted, num_steps = sum(counts.drafted), sum(counts.accepted), counts.num_steps
     return RequestMetrics(
         mean_acceptance_length=1 + accepted / num_steps if num_steps else None,
         draft_acceptance_rate=accepted / drafted if drafted else None,
-        acceptance_histogram=tuple(counts.histogram),
+        acceptance_histogram=(*counts.histogram, *[0] * more),
         num_spec_steps=num_steps,
         num_accepted_draft_tokens=accepted,
         num_draft_tokens=drafted,
-        num_spec_tokens=len(counts.drafted),
-        per_step_accepted=per_step,
+        num_spec_tokens=num_spec_tokens,
+        per_step_accepted=tuple(per_step),
         num_steps_without_drafts=counts.without_drafts,
     )
 
@@ -160,82 +168,81 @@ def length_interval(accepted: Ratio, num_spec_tokens: int) -> Interval | None:
     return 1 + max(0.0, interval[0]), 1 + min(float(num_spec_tokens), interval[1])
 
 
-class RequestSum:
-    """Sums over requests, in memory proportional to K and to the number of conversations that have turns to come.
+class Acceptance:
+    """The verify steps of a set of requests: counts by draft position and by confidence, their rates and intervals.
 
-    What is independent is the conversation: the turns of one have its earlier answers in their context. Those that
-    begin with the same prompt are one.
+    What is independent is not the step but the unit of ``Run``: the turns of a conversation have its earlier answers in
+    their context.
     """
 
-    def __init__(self, num_spec_tokens: int) -> None:
-        self._num_requests = 0
-        self._num_tokens = self._num_emitted = 0  # emitted by steps: all but the prefill's
-        # requests and their accepted drafts by steps per request: in integers, so that their order changes nothing
-        self._accepted_in: dict[int, tuple[int, int]] = {}
-        self._length = Ratio()  # accepted drafts per step
-        self._joint = [Ratio() for _ in range(num_spec_tokens)]
-        self._conditional = [Ratio() for _ in range(num_spec_tokens)]
-        self._histogram = [0] * (num_spec_tokens + 1)
-        self._without_drafts = self._unverified = 0
-        self._levels = [Ratio() for _ in CONFIDENCE_LEVELS]
-        self._open: dict[str, StepCounts] = {}  # of conversations
+    def __init__(self, run: Run) -> None:
+        self.counts, self._num_tokens = run.counts, run.num_output_tokens
+        _, self._units = np.unique(run.unit, return_inverse=True)
 
-    def add(
-        self, counts: StepCounts, num_tokens: int, conversation: str = "", num_turns_left: int = 0
-    ) -> None:
-        """Add one request with ``num_tokens`` output tokens, behind which its conversation has so many turns."""
-        steps = counts.num_steps
-        self._num_requests += 1
-        self._num_tokens += num_tokens
-        self._num_emitted += max(num_tokens - 1, 0)
-        number, accepted = self._accepted_in.get(steps, (0, 0))
-        self._accepted_in[steps] = number + 1, accepted + sum(counts.accepted)
-        self._without_drafts += counts.without_drafts
-        self._unverified += counts.unverified
-        self._histogram = [a + b for a, b in zip(self._histogram, counts.histogram, strict=True)]
-        earlier = self._open.pop(conversation, None)
-        unit = counts if earlier is None else earlier + counts
-        if num_turns_left > 0:
-            self._open[conversation] = unit
-        else:
-            self._close(unit)
+    @property
+    def num_spec_tokens(self) -> int:
+        return self.counts.num_spec_tokens
 
-    def _close(self, unit: StepCounts) -> None:
-        """Add all turns of a conversation, or as many as there were."""
-        self._length.add(sum(unit.accepted), unit.num_steps)
-        for position, hits in enumerate(unit.accepted):
-            self._joint[position].add(hits, unit.drafted[position])
-            self._conditional[position].add(hits, unit.reached[position])
-        for level, hits in enumerate(unit.level_accepted):
-            self._levels[level].add(hits, unit.level_reached[level])
+    def per_unit(self, column: Array) -> Array:
+        """The sums of ``column`` ``[n]`` over the requests of each unit."""
+        # in floats, which are exact up to 2^53
+        return np.bincount(self._units, column).astype(np.int64)
 
-    def result(self) -> Speculation:
-        """The counters and rates of all requests; none may follow."""
-        while self._open:
-            self._close(self._open.popitem()[1])
-        length, drafted = self._length, sum(ratio.trials for ratio in self._joint)
-        steps = length.trials + self._without_drafts
+    def ratio(self, hits: Array, trials: Array) -> Ratio:
+        """Of two columns ``[n]``, unit by unit."""
+        return Ratio.of(self.per_unit(hits), self.per_unit(trials))
+
+    @property
+    def length(self) -> Ratio:
+        """Accepted drafts per step with drafts."""
+        return self.ratio(self.counts.num_accepted, self.counts.num_drafts)
+
+    def over_all_steps(self, positions: slice = slice(None)) -> Ratio:
+        """Accepted drafts at ``positions`` per step, with drafts or without."""
+        accepted = self.counts.accepted[:, positions].sum(axis=1, dtype=np.int64)
+        return self.ratio(accepted, self.counts.num_steps)
+
+    def joint(self, position: int) -> Ratio:
+        """Accepted drafts at ``position`` per draft."""
+        return self.ratio(self.counts.accepted[:, position], self.counts.drafted[:, position])
+
+    def conditional(self, position: int) -> Ratio:
+        """The same of drafts behind accepted ones."""
+        return self.ratio(self.counts.accepted[:, position], self.counts.reached[:, position])
+
+    def of_level(self, level: int) -> Ratio:
+        """Accepted drafts per draft that the target decided on, of a level of confidence."""
+        return self.ratio(self.counts.level_accepted[:, level], self.counts.level_reached[:, level])
+
+    def speculation(self) -> Speculation:
+        """All that a report says of these requests."""
+        counts, length = self.counts, self.length
+        num_drafts, most = counts.num_drafts, self.num_spec_tokens
+        drafted, without = int(counts.drafted.sum()), int(counts.without_drafts.sum())
+        steps, emitted = length.trials + without, int(np.maximum(self._num_tokens - 1, 0).sum())
+        at_least = [length.trials, *counts.accepted.sum(axis=0, dtype=np.int64).tolist(), 0]
         return Speculation(
-            num_requests=self._num_requests,
-            total_num_output_tokens=self._num_tokens,
+            num_requests=len(counts),
+            total_num_output_tokens=int(self._num_tokens.sum()),
             num_drafts=length.trials,
-            num_steps_without_drafts=self._without_drafts,
+            num_steps_without_drafts=without,
             num_draft_tokens=drafted,
             num_accepted_tokens=length.hits,
             mean_acceptance_length=None if length.rate is None else 1 + length.rate,
-            mean_acceptance_length_ci95=length_interval(length, len(self._joint)),
-            mean_acceptance_length_per_request=self._mean_over_requests(),
+            mean_acceptance_length_ci95=length_interval(length, most),
+            mean_acceptance_length_per_request=_mean_over_requests(num_drafts, counts.num_accepted),
             draft_acceptance_rate=length.hits / drafted if drafted else None,
-            acceptance=tuple(self._position(position) for position in range(len(self._joint))),
-            acceptance_histogram=tuple(self._histogram),
-            num_unverified_tokens=self._unverified,
+            acceptance=tuple(self._position(position) for position in range(most)),
+            acceptance_histogram=tuple(a - b for a, b in pairwise(at_least)),
+            num_unverified_tokens=int(counts.unverified.sum()),
             confidence=self._confidence(),
-            tokens_per_step=self._num_emitted / steps if steps else None,
+            tokens_per_step=emitted / steps if steps else None,
         )
 
     def _confidence(self) -> Confidence:
-        accepted = [level.hits for level in self._levels]
-        rejected = [level.trials - level.hits for level in self._levels]
+        ratios = [self.of_level(level) for level in range(len(CONFIDENCE_LEVELS))]
+        accepted = [level.hits for level in ratios]
+        rejected = [level.trials - level.hits for level in ratios]
         below, surer = 0, 0.0  # rejected ones of lower levels; pairs
         for right, wrong in zip(accepted, rejected, strict=True):
             surer += right * (below + wrong / 2)
@@ -250,18 +257,13 @@ class RequestSum:
                     share=level.rate,
                     ci95=level.share_interval(),
                 )
-                for at_least, level in zip(CONFIDENCE_LEVELS, self._levels, strict=True)
+                for at_least, level in zip(CONFIDENCE_LEVELS, ratios, strict=True)
             ),
             auc=surer / pairs if pairs else None,
         )
 
-    def _mean_over_requests(self) -> float | None:
-        sums = sorted((steps, accepted) for steps, (_, accepted) in self._accepted_in.items() if steps)
-        requests = sum(number for steps, (number, _) in self._accepted_in.items() if steps)
-        return 1 + sum(accepted / steps for steps, accepted in sums) / requests if requests else None
-
     def _position(self, position: int) -> Position:
-        joint, conditional = self._joint[position], self._conditional[position]
+        joint, conditional = self.joint(position), self.conditional(position)
         return Position(
             position=position,
             drafted=joint.trials,
@@ -272,3 +274,78 @@ class RequestSum:
             conditional=conditional.rate,
             conditional_ci95=conditional.share_interval(),
         )
+
+    @cached_property
+    def length_over_all_steps(self) -> "Estimate | None":
+        """1 + accepted drafts per step, with drafts or without; None without a step.
+
+        So it is what plain decoding's passes are divided by, also of n-grams, which draft in some steps only.
+        """
+        found = self.over_all_steps()
+        if found.rate is None:
+            return None
+        return Estimate(1 + found.rate, length_interval(found, self.num_spec_tokens))
+
+    def positions_over_all_steps(self) -> list[Ratio]:
+        """[K]: accepted drafts by position per step, with drafts or without: 1 + their sum is the length."""
+        return [self.over_all_steps(slice(i, i + 1)) for i in range(self.num_spec_tokens)]
+
+    def mean_over_requests_interval(self) -> Interval | None:
+        """The 95 % interval of the mean of the requests' lengths, over units; None without a spread.
+
+        As the mean in a report, of steps with drafts.
+        """
+        drafting = np.flatnonzero(self.counts.num_drafts)
+        lengths = 1 + self.counts.num_accepted[drafting] / self.counts.num_drafts[drafting]
+        units: dict[int, list[float]] = {}
+        for unit, length in zip(self._units[drafting].tolist(), lengths.tolist(), strict=True):
+            units.setdefault(unit, []).append(length)
+        interval = clustered_mean_interval(list(units.values()))
+        if interval is None:
+            return None
+        # as in ``length_interval``
+        return max(1.0, interval[0]), min(self.num_spec_tokens + 1.0, interval[1])
+
+
+class Estimate(NamedTuple):
+    """A mean with its 95 % interval, None without a spread."""
+
+    value: float
+    interval: Interval | None
+
+
+def mean_length(parts: Sequence[Acceptance | None]) -> Estimate | None:
+    """The mean of the lengths over all steps of independent data sets, each with the same weight; None without one.
+
+    Degrees of freedom by Satterthwaite (Biometrics Bulletin 2, 1946).
+    """
+    known = [each for each in parts if each is not None and each.counts.num_steps.any()]
+    if not known or len(known) < len(parts):
+        return None
+    ratios = [each.over_all_steps() for each in known]
+    mean = 1 + math.fsum(each.rate or 0.0 for each in ratios) / len(ratios)
+    spreads = [(each.variance(), each.groups - 1) for each in ratios if each.groups > 1]
+    spreads = [(variance, freedom) for variance, freedom in spreads if variance]
+    if len(spreads) < len(ratios):
+        return Estimate(mean, None)
+    total = math.fsum(variance for variance, _ in spreads)
+    freedom = total**2 / math.fsum(variance**2 / freedom for variance, freedom in spreads)
+    half = student_t(freedom) * math.sqrt(total) / len(ratios)
+    most = max(each.num_spec_tokens for each in known) + 1.0
+    return Estimate(mean, (max(1.0, mean - half), min(most, mean + half)))
+
+
+def figures(run: Run, by: str | None = None) -> dict[str, Acceptance]:
+    """The acceptance of a run: of all its requests under ``""``, or ``by`` ``category``, ``turn`` or ``part``."""
+    if by is None:
+        return {"": Acceptance(run)}
+    groups = {part: run.part(part) for part in PARTS} if by == "part" else run.by(by)
+    return {label: Acceptance(group) for label, group in groups.items()}
+
+
+def _mean_over_requests(steps: Array, accepted: Array) -> float | None:
+    """The mean of the requests' lengths; summed by number of steps, so that the order of requests changes nothing."""
+    by_steps = np.bincount(steps, accepted)[1:].tolist()
+    requests = int(np.count_nonzero(steps))
+    lengths = sum(accepted / steps for steps, accepted in enumerate(by_steps, start=1))
+    return 1 + lengths / requests if requests else None

@@ -5,6 +5,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, variance
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Z = 1.959963984540054  # the normal quantile that leaves 2.5 % on either side
 LEVEL = 0.05  # of a two-sided test
@@ -61,6 +66,14 @@ class Ratio:
         self.trials += trials
         hh, ht, tt = self._squares
         self._squares = (hh + hits * hits, ht + hits * trials, tt + trials * trials)
+
+    @classmethod
+    def of(cls, hits: "NDArray[np.int64]", trials: "NDArray[np.int64]") -> Self:
+        """Of all groups at once, ``[groups]``."""
+        found = cls()
+        found.groups, found.hits, found.trials = int((trials > 0).sum()), int(hits.sum()), int(trials.sum())
+        found._squares = int(hits @ hits), int(hits @ trials), int(trials @ trials)
+        return found
 
     @property
     def rate(self) -> float | None:

@@ -4,31 +4,19 @@ Turns of a conversation have its earlier answers in their context, so conversati
 that begin with the same prompt are one.
 """
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
-from pathlib import Path
-from sys import intern
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from specgen.config import UserError, first_line
-from specgen.record.files import whole_lines
-from specgen.record.record_rows import conversation_of, units_of
-from specgen.report.intervals import (
-    Interval,
-    PairedRatio,
-    Ratio,
-    clustered_mean_interval,
-    holm,
-    paired_ratio,
-)
+import numpy as np
+
+from specgen.record.columns import Array, Run, in_both
+from specgen.report.acceptance import Acceptance
+from specgen.report.intervals import PairedRatio, holm, paired_ratio
 
 LENGTH = "length over all steps"
 POSITION = "acceptance at token "
-_NO_PROMPT = hash(None)
-# of an evaluation, whose ids are hashes of prompts
-_NO_STEPS = {"acceptance_histogram": [0], "num_draft_tokens": 0, "num_steps_without_drafts": 0}
+Figures = Sequence[tuple[str, PairedRatio]]  # by name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,55 +62,78 @@ class SharedRequests:
         return asdict(self) | {"figures": [each.to_json() for each in self.figures]}
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What is kept of a row: its id, hashes of its texts, and its steps."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pair:
+    """Two runs on the requests of both, by the same id and prompt: the rows of ``ours`` and ``first`` are the same."""
 
-    name: str
-    conversation: str  # that it is a turn of, or the first with its first prompt
-    prompt: int
-    tokens: int
-    num_steps: int  # with and without drafts; none in plain decoding
-    num_drafts: int  # steps with drafts
-    accepted: tuple[int, ...]  # [K]: steps that accepted more than i drafts
-    whole: bool  # every step drafted K tokens
-    category: str | None
+    ours: Run
+    first: Run
+
+    def __len__(self) -> int:
+        return len(self.ours)
 
     @property
-    def length(self) -> float:
-        """The mean acceptance length of the request over all steps, of which it has some."""
-        return 1 + sum(self.accepted) / self.num_steps
+    def num_identical(self) -> int:
+        """How many requests have the same tokens in both runs."""
+        return int((self.ours.tokens == self.first.tokens).sum())
+
+    def at(self, rows: Array) -> "Pair":
+        """The pair of these requests alone, by index."""
+        return Pair(ours=self.ours.at(rows), first=self.first.at(rows))
+
+    def with_steps(self) -> "Pair":
+        """Those with steps in both runs, of which none is plain decoding."""
+        ours, first = self.ours.counts, self.first.counts
+        drafting = min(ours.num_spec_tokens, first.num_spec_tokens) > 0
+        return self.at(np.flatnonzero((ours.num_steps > 0) & (first.num_steps > 0) & drafting))
+
+    def by_category(self) -> "dict[str, Pair]":
+        """Those of each category alone, in the order of their first rows."""
+        return {label: pair_up(group, self.first) for label, group in self.ours.by("category").items()}
+
+    def difference(self, positions: slice = slice(None)) -> PairedRatio | None:
+        """Accepted drafts at ``positions`` per step, over all steps; None if no request has steps in both runs."""
+        drafted = self.with_steps()
+        if not len(drafted):
+            return None
+        ours = Acceptance(drafted.ours)
+        columns = [
+            ours.per_unit(column).tolist()
+            for counts in (drafted.ours.counts, drafted.first.counts)
+            for column in (counts.accepted[:, positions].sum(axis=1, dtype=np.int64), counts.num_steps)
+        ]
+        return paired_ratio([*zip(*columns, strict=True)])
+
+    def figures(self) -> Iterator[tuple[str, PairedRatio]]:
+        """The length, then acceptance by position: over all steps, so that they add up to the length.
+
+        That is said where some step drafted fewer tokens than K. None without a request with steps in both runs.
+        """
+        both = [run.counts for run in (self.with_steps().ours, self.with_steps().first)]
+        is_whole = all((each.drafted == each.num_steps[:, None]).all() for each in both)
+        positions = {
+            f"{POSITION}{i}{'' if is_whole else ' over all steps'}": slice(i, i + 1)
+            for i in range(min(each.num_spec_tokens for each in both))
+        }
+        for name, where in {LENGTH: slice(None), **positions}.items():
+            if (found := self.difference(where)) is not None:
+                yield name, found
 
 
-Answers = Mapping[str, Answer]  # of a run, by id
-Pair = tuple[Answer, Answer]  # of one request, ours and the first run's
-Figures = Sequence[tuple[str, PairedRatio]]  # by name
+def pair_up(ours: Run, first: Run) -> Pair:
+    """The requests of both, in the order of ``ours``."""
+    here, there = in_both(ours, first)
+    same = ours.prompt[here] == first.prompt[there]
+    return Pair(ours=ours.at(here[same]), first=first.at(there[same]))
 
 
-def shared_requests(directories: Sequence[Path]) -> tuple[SharedRequests, ...]:
-    """The requests of each directory but the first that the first has too; a run without rows shares none."""
-    if len(directories) < 2:
-        return ()
-    first = read_answers(directories[0])
-    found = [pair_up(read_answers(directory) if first else {}, first) for directory in directories[1:]]
+def shared_requests(runs: Sequence[Run]) -> tuple[SharedRequests, ...]:
+    """The requests of each run but the first that the first has too."""
+    pairs = [pair_up(run, runs[0]) for run in runs[1:]]
     return tuple(
-        SharedRequests(num_requests=len(pairs), num_identical=num_identical(pairs), figures=figures)
-        for pairs, figures in zip(found, corrected_by_kind(found), strict=True)
+        SharedRequests(num_requests=len(pair), num_identical=pair.num_identical, figures=figures)
+        for pair, figures in zip(pairs, corrected_by_kind(pairs), strict=True)
     )
-
-
-def pair_up(ours: Answers, first: Answers) -> list[Pair]:
-    """The requests of both: the same id and prompt."""
-    return [
-        (answer, first[name])
-        for name, answer in ours.items()
-        if name in first and first[name].prompt == answer.prompt
-    ]
-
-
-def num_identical(pairs: Sequence[Pair]) -> int:
-    """How many have the same tokens in both runs."""
-    return sum(ours.tokens == first.tokens for ours, first in pairs)
 
 
 def corrected(families: Sequence[Figures]) -> list[tuple[PairedFigure, ...]]:
@@ -131,13 +142,13 @@ def corrected(families: Sequence[Figures]) -> list[tuple[PairedFigure, ...]]:
     return [tuple(_figure(name, paired, next(tests)) for name, paired in figures) for figures in families]
 
 
-def corrected_by_kind(found: Sequence[Sequence[Pair]]) -> list[tuple[PairedFigure, ...]]:
-    """Of each pair of runs the mean acceptance length, then acceptance by position.
+def corrected_by_kind(pairs: Sequence[Pair]) -> list[tuple[PairedFigure, ...]]:
+    """Of each pair the mean acceptance length, then acceptance by position.
 
-    Lengths are one family of tests over all of ``found`` and positions another, in `report` as in `compare`: how many
+    Lengths are one family of tests over all ``pairs`` and positions another, in `report` as in `compare`: how many
     positions there are changes nothing in what is said of a length.
     """
-    figures = [list(_paired_figures(pairs)) for pairs in found]
+    figures = [list(pair.figures()) for pair in pairs]
     kinds = (corrected([each[part] for each in figures]) for part in (slice(1), slice(1, None)))
     return [length + positions for length, positions in zip(*kinds, strict=True)]
 
@@ -147,114 +158,3 @@ def _figure(name: str, paired: PairedRatio, p: float | None) -> PairedFigure:
     return PairedFigure(
         figure=name, ours=paired.rate + tokens, first=paired.other_rate + tokens, paired=paired, p=p
     )
-
-
-def _paired_figures(pairs: Sequence[Pair]) -> Iterator[tuple[str, PairedRatio]]:
-    if (length := paired_length(pairs)) is not None:
-        yield LENGTH, length
-        yield from _positions(with_steps(pairs))
-
-
-def with_steps(pairs: Sequence[Pair]) -> list[Pair]:
-    """Those with steps in both runs."""
-    return [(ours, first) for ours, first in pairs if ours.num_steps and first.num_steps]
-
-
-def paired_length(pairs: Sequence[Pair]) -> PairedRatio | None:
-    """Accepted drafts per step; None if no request has steps in both runs."""
-    drafted = with_steps(pairs)
-    return _paired(drafted, slice(None)) if drafted else None
-
-
-def _paired(pairs: Sequence[Pair], positions: slice) -> PairedRatio:
-    """Accepted drafts at ``positions`` per step, conversation by conversation."""
-    return paired_ratio(_by_conversation(pairs, positions))
-
-
-def length_of(answers: Iterable[Answer], positions: slice = slice(None)) -> Ratio:
-    """Accepted drafts at ``positions`` per step, by conversation."""
-    found = Ratio()
-    for hits, trials in _by_conversation(((answer,) for answer in answers), positions):
-        found.add(hits, trials)
-    return found
-
-
-def _by_conversation(requests: Iterable[tuple[Answer, ...]], positions: slice) -> list[list[int]]:
-    """Accepted drafts at ``positions`` and steps, each of all runs, summed over a conversation's ``requests``."""
-    units: dict[str, list[int]] = {}
-    for answers in requests:
-        numbers = [n for answer in answers for n in (sum(answer.accepted[positions]), answer.num_steps)]
-        earlier = units.get(answers[0].conversation, [0] * len(numbers))
-        units[answers[0].conversation] = list(map(sum, zip(earlier, numbers, strict=True)))
-    return list(units.values())
-
-
-def mean_over_requests(answers: Iterable[Answer], num_spec_tokens: int) -> Interval | None:
-    """The 95 % interval of the mean of the requests' lengths, over conversations; None without a spread.
-
-    As the mean in a report, of steps with drafts.
-    """
-    units: dict[str, list[float]] = {}
-    for answer in answers:
-        if answer.num_drafts:
-            units.setdefault(answer.conversation, []).append(1 + sum(answer.accepted) / answer.num_drafts)
-    interval = clustered_mean_interval(list(units.values()))
-    if interval is None:
-        return None
-    # a step yields 1 to K + 1 tokens, also where the approximation exceeds that
-    return max(1.0, interval[0]), min(num_spec_tokens + 1.0, interval[1])
-
-
-def _positions(drafted: Sequence[Pair]) -> Iterator[tuple[str, PairedRatio]]:
-    """Over all steps, so that they add up to the length; that is said where some drafted fewer tokens than K."""
-    whole = all(answer.whole for pair in drafted for answer in pair)
-    for i in range(min(len(answer.accepted) for pair in drafted for answer in pair)):
-        yield f"{POSITION}{i}{'' if whole else ' over all steps'}", _paired(drafted, slice(i, i + 1))
-
-
-def read_answers(directory: Path) -> dict[str, Answer]:
-    """The rows of ``completions.jsonl`` by id, without a torn last line; none without the file."""
-    path = directory / "completions.jsonl"
-    if not path.is_file():
-        return {}
-    found = (_read(line, f"{path} line {number}") for number, line in whole_lines(path))
-    return _by_prompt({answer.name: answer for answer in found})
-
-
-def _by_prompt(answers: Mapping[str, Answer]) -> dict[str, Answer]:
-    units = units_of(
-        (name, answer.prompt)
-        for name, answer in answers.items()
-        if name == answer.conversation and answer.prompt != _NO_PROMPT
-    )
-    return {
-        name: replace(answer, conversation=units[answer.conversation])
-        if answer.conversation in units
-        else answer
-        for name, answer in answers.items()
-    }
-
-
-def _read(line: bytes, where: str) -> Answer:
-    try:
-        row: Mapping[str, Any] = json.loads(line)
-        metrics = row.get("metrics", _NO_STEPS)
-        steps = metrics["acceptance_histogram"]
-        at_least = tuple(accumulate(reversed(steps)))  # [K + 1]: steps with K, K - 1, ... or more accepted
-        without = metrics["num_steps_without_drafts"]
-        name, category = str(row["id"]), row.get("category")
-        return Answer(
-            name=name,
-            conversation=conversation_of(name, row.get("turn", 1)),
-            prompt=hash(row.get("prompt")),
-            tokens=hash(tuple(row.get("token_ids", ()))),
-            num_steps=at_least[-1] + without if len(steps) > 1 else 0,
-            num_drafts=at_least[-1] if len(steps) > 1 else 0,
-            accepted=at_least[-2::-1],
-            whole=not without and metrics["num_draft_tokens"] == at_least[-1] * (len(steps) - 1),
-            category=None if category is None else intern(str(category)),
-        )
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise UserError(
-            f"{where} is not a completion ({first_line(error)}): generate into a new directory"
-        ) from error

@@ -1,33 +1,31 @@
 """The report of a run, also of an unfinished one: a pure function of its rows."""
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
+import numpy as np
 
-from specgen.config import UserError
+from specgen.config import UserError, require
 from specgen.config.json_fields import load_json
+from specgen.record import columns
+from specgen.record.columns import NO_CATEGORY, Array, Run
 from specgen.record.files import Rows
 from specgen.record.progress import WORKING
 from specgen.record.record_rows import (
     ONLY_SESSION,
-    PARTS,
     Captured,
-    OutOfMemory,
     PassRow,
-    RequestRow,
     Row,
     Session,
-    StepCounts,
-    conversation_of,
     read_passes,
     require_present_version,
 )
-from specgen.record.results import is_gone, requests_in
-from specgen.report.acceptance import RequestSum, Speculation
+from specgen.record.results import is_gone
+from specgen.report.acceptance import Acceptance, Speculation, figures
 from specgen.report.display import count, several
 from specgen.report.timings import (
     LatencyStats,
@@ -194,140 +192,98 @@ class Report(Speculation):
         return msgspec.convert(document, cls)
 
 
-class _Sums:
-    def __init__(self, num_spec_tokens: int) -> None:
-        self.num_spec_tokens = num_spec_tokens
-        # by kind and label, such as ("turn", "1"); of texts without parts all is answer
-        self.requests = defaultdict[tuple[str, str], RequestSum](lambda: RequestSum(num_spec_tokens))
-        self.has_reasoning = False
-        self.ended_in_reasoning: Counter[str] = Counter()
-        self.num_prompt_tokens = self.num_cached_tokens = self.num_preemptions = self.num_empty = 0
-        self.reasons: Counter[str] = Counter()
-        self.num_made = 0  # tokens, of all passes
-        self.clock = WallClock()
-        self.ttft: list[float] = []
-        self.tpot: list[float] = []
-        self.steps: dict[str, StepSum] = {}
-        self.wall = WallSum()
+def report_of(run: Run, passes: Iterable[Row], *, num_errors: int = 0) -> Report:
+    """The report of a run's columns and, in one pass over them, of its ``passes``.
 
-    def add_passes(self, passes: Iterable[Row]) -> None:
+    ``num_errors`` requests failed, which are in no other number. ``UserError`` for a run of an earlier version.
+    """
+    require(
+        run.without_record is None,
+        f"the row of {run.without_record!r} has no record, as in earlier versions: generate into a new directory",
+    )
+    sums = _PassSums()
+    for session, rows in _spans(run):
+        sums.clock.see(session, *rows)
+    sums.add(passes)
+    found, num_tokens = Acceptance(run).speculation(), run.num_output_tokens
+    waited, several = run.first_token - run.arrival, num_tokens > 1
+    per_token = (run.ended - run.first_token)[several] / (num_tokens[several] - 1)
+    in_reasoning = run.in_reasoning
+    return Report(
+        **vars(found),
+        num_spec_tokens=run.counts.num_spec_tokens,
+        categories=_breakdown(run, "category"),
+        turns=_breakdown(run, "turn"),
+        parts={}
+        if run.reasoning is None
+        # which of them has the prefill's token is not known
+        else {part: replace(each, tokens_per_step=None) for part, each in _breakdown(run, "part").items()},
+        ended_in_reasoning=_reasons(run, run.reason[in_reasoning]),
+        num_prompt_tokens=int(run.num_prompt_tokens.sum()),
+        num_cached_tokens=int(run.num_cached_tokens.sum()),
+        finish_reasons=_reasons(run, run.reason),
+        num_errors=num_errors,
+        num_unfinished=0,
+        num_preemptions=sums.num_preempted,
+        num_lost_tokens=max(sums.num_tokens - found.total_num_output_tokens, 0),
+        wall_seconds=sums.clock.seconds,
+        ttft_seconds=latency_stats(waited),
+        tpot_seconds=latency_stats(per_token),
+        steps={kind: steps.result() for kind, steps in sorted(sums.steps.items())},
+        wall=None if sums.clock.sharded else sums.wall.result(sums.clock.seconds),
+        num_empty=int((run.is_empty & ~in_reasoning).sum()),
+    )
+
+
+def _spans(run: Run) -> Iterator[tuple[str, tuple[float, float]]]:
+    """The first and the last time of the requests of each session."""
+    times = np.stack([run.arrival, run.ended])
+    for code, session in enumerate(run.sessions):
+        if (of_session := run.session == code).any():
+            yield session, (float(times[:, of_session].min()), float(times[:, of_session].max()))
+
+
+def _reasons(run: Run, codes: Array) -> dict[str, int]:
+    """How often each reason is among ``codes``."""
+    return dict(sorted((run.reasons[code], number) for code, number in Counter(codes.tolist()).items()))
+
+
+def _breakdown(run: Run, by: str) -> dict[str, Speculation]:
+    """One entry per group, ordered by label but for parts; empty for a single group, which repeats the total."""
+    groups = figures(run, by)
+    labels = groups if by == "part" else sorted(groups)
+    return {label: groups[label].speculation() for label in labels} if len(groups) > 1 else {}
+
+
+class _PassSums:
+    def __init__(self) -> None:
+        self.num_preempted = self.num_tokens = 0
+        self.clock, self.wall = WallClock(), WallSum()
+        self.steps: dict[str, StepSum] = {}
+
+    def add(self, passes: Iterable[Row]) -> None:
         """Add the rows of ``passes.jsonl``, in their order."""
         session = ONLY_SESSION
         for row in passes:
-            match row:
-                case Session():
-                    session = row.name
-                    self.clock.see(session, row.time)
-                case PassRow():
-                    self.clock.see(session, row.time)
-                    self.num_preemptions += row.num_preempted
-                    self.num_made += row.num_tokens
-                    self.steps.setdefault(row.kind, StepSum()).add(row)
-                    self.wall.add(row)
-                case Captured():
-                    self.clock.see(session, row.time)
-                    self.wall.add(row)
-                case OutOfMemory():
-                    self.clock.see(session, row.time)
-
-    def add_request(self, row: RequestRow) -> None:
-        """Add one request that has ended, with no error."""
-        self.clock.see(row.session, row.arrival, row.ended)
-        self.reasons[row.reason] += 1
-        if row.parts is not None and row.parts["part"] == "reasoning":
-            self.ended_in_reasoning[row.reason] += 1
-        else:
-            self.num_empty += row.is_empty
-        if row.first_token is not None:
-            self.ttft.append(row.first_token - row.arrival)
-            if row.num_output_tokens > 1:
-                self.tpot.append((row.ended - row.first_token) / (row.num_output_tokens - 1))
-        self.num_prompt_tokens += row.num_prompt_tokens
-        self.num_cached_tokens += row.num_cached_tokens
-        counts = StepCounts.of_row(row.counts, self.num_spec_tokens)
-        num_tokens = row.num_output_tokens
-        # of other samples of the prompt more may come until the end
-        conversation, left = (
-            row.unit or conversation_of(row.name, row.turn),
-            row.num_turns - row.turn + bool(row.unit),
-        )
-        category = "(none)" if row.category is None else row.category
-        # which has each conversation once
-        self.requests["turn", str(row.turn)].add(counts, num_tokens, row.unit, bool(row.unit))
-        for key in (("all", ""), ("category", category)):
-            self.requests[key].add(counts, num_tokens, conversation, left)
-        if row.parts is None:
-            self.requests["part", "answer"].add(counts, num_tokens, conversation, left)
-            return
-        self.has_reasoning = True
-        for part, tokens in row.parts["tokens"].items():
-            if tokens:
-                steps = StepCounts.of_row(row.parts["steps"][part], self.num_spec_tokens)
-                self.requests["part", part].add(steps, tokens, conversation, left)
-
-    def report(self, num_errors: int) -> Report:
-        found = self.requests["all", ""].result()
-        return Report(
-            **vars(found),
-            num_spec_tokens=self.num_spec_tokens,
-            categories=self._breakdown("category"),
-            turns=self._breakdown("turn"),
-            parts={
-                # which of them has the prefill's token is not known
-                part: replace(self.requests["part", part].result(), tokens_per_step=None)
-                for part in (PARTS if self.has_reasoning else ())
-            },
-            ended_in_reasoning=dict(sorted(self.ended_in_reasoning.items())),
-            num_prompt_tokens=self.num_prompt_tokens,
-            num_cached_tokens=self.num_cached_tokens,
-            finish_reasons=dict(sorted(self.reasons.items())),
-            num_errors=num_errors,
-            num_unfinished=0,
-            num_preemptions=self.num_preemptions,
-            num_lost_tokens=max(self.num_made - found.total_num_output_tokens, 0),
-            wall_seconds=self.clock.seconds,
-            ttft_seconds=latency_stats(self.ttft),
-            tpot_seconds=latency_stats(self.tpot),
-            steps={kind: steps.result() for kind, steps in sorted(self.steps.items())},
-            wall=None if self.clock.sharded else self.wall.result(self.clock.seconds),
-            num_empty=self.num_empty,
-        )
-
-    def _breakdown(self, kind: str) -> dict[str, Speculation]:
-        """One entry per group, ordered by label; empty for a single group, which repeats the total."""
-        labels = sorted(label for of, label in self.requests if of == kind)
-        return {label: self.requests[kind, label].result() for label in labels} if len(labels) > 1 else {}
+            session = row.name if isinstance(row, Session) else session
+            self.clock.see(session, row.time)
+            if isinstance(row, PassRow):
+                self.num_preempted += row.num_preempted
+                self.num_tokens += row.num_tokens
+                self.steps.setdefault(row.kind, StepSum()).add(row)
+            if isinstance(row, PassRow | Captured):
+                self.wall.add(row)
 
 
-def report_of(
-    requests: Iterable[RequestRow], passes: Iterable[Row], *, num_spec_tokens: int, num_errors: int = 0
-) -> Report:
-    """The report of a run with K = ``num_spec_tokens``, in one pass over each of its tables.
-
-    ``requests`` have ended; those with the reason ``error`` are in ``num_errors`` and in no other number. Memory grows
-    with the number of requests (two floats each) and K, not with the steps. ``UserError`` for rows of another K.
-    """
-    sums = _Sums(num_spec_tokens)
-    sums.add_passes(passes)
-    for row in requests:
-        if row.reason == "error":
-            num_errors += 1
-        else:
-            sums.add_request(row)
-    return sums.report(num_errors)
-
-
-def report_categories(requests: Iterable[RequestRow], *, num_spec_tokens: int) -> dict[str, Report]:
+def report_categories(run: Run) -> dict[str, Report]:
     """The report of each category alone; passes, shared by categories, are in none.
 
     The time of a category is from its first request to its last, so its speed means something only where categories
     ran one after the other.
     """
-    found: dict[str, _Sums] = {}
-    for row in requests:
-        if row.category is not None:
-            found.setdefault(row.category, _Sums(num_spec_tokens)).add_request(row)
-    return {category: sums.report(0) for category, sums in found.items()}
+    return {
+        label: report_of(group, ()) for label, group in run.by("category").items() if label != NO_CATEGORY
+    }
 
 
 def load(directory: Path) -> tuple[Report, dict[str, Any]]:
@@ -368,9 +324,8 @@ def load_so_far(directory: Path) -> tuple[Report, dict[str, Any]]:
         return load(directory)  # says what is missing
     record = load_json(manifest, "generate into a new directory")
     report = report_of(
-        requests_in(Rows(directory / "completions.jsonl")),
+        columns.read(directory, record["engine"]["num_spec_tokens"]),
         read_passes(passes),
-        num_spec_tokens=record["engine"]["num_spec_tokens"],
         num_errors=len(Rows(directory / "errors.jsonl")),
     )
     expected = status.get("total") or None

@@ -1,13 +1,14 @@
 """The texts of a run for its page: where drafts fail, and the requests with the worst acceptance, token by token."""
 
-import math
-from bisect import insort
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
+import numpy as np
+
 from specgen.config import UserError
+from specgen.record.columns import Array, Counts, Run
 from specgen.record.record_rows import RequestRow
 from specgen.report.display import count, percent, plain, several
 from specgen.report.table import Column, Row, Table
@@ -15,7 +16,7 @@ from specgen.report.text_list import Entry, ShownText, Source, Span, TextList, s
 from specgen.text.reasoning import Part, pieces_by_part
 from specgen.text.tokenizer import Tokenizer, fitted, load_tokenizer
 
-_WORST = 2_000  # requests kept, and of every category, turn and reason to end ...
+_WORST = 2_000  # requests shown, and of every category, turn and reason to end ...
 _WORST_OF_EACH = 5  # ... so that each filter of a page finds some
 _GROUPS = 200  # the first; data may have a category per row
 _COUNTED = 10_000  # requests whose rejections are counted by token, about
@@ -30,8 +31,6 @@ _KEYS = {
     "prefill": "from prefill",
 }
 
-
-_Kept = tuple[float, str, RequestRow]  # acceptance length, id
 _TOKENS, _CATEGORIES = 12, 20  # shown
 _OTHERS = 3  # drafts shown per token
 _BY_TOKEN = (
@@ -54,56 +53,53 @@ _BY_CATEGORY = (
 
 
 class RunTexts:
-    """Sees the requests of a run, whose ``rows`` are its completions by id, and keeps what its page shows.
+    """What the page of a ``run`` shows of its texts; ``rows`` are its completions by id.
 
-    A row may have a ``title`` for its id. Memory grows with the requests kept and not with the run.
+    A row may have a ``title`` for its id. Those whose steps were not kept are not shown.
     """
 
-    def __init__(self, rows: Mapping[str, Mapping[str, Any]]) -> None:
-        self._rows = rows
-        self._rejections = Rejections()
+    def __init__(self, run: Run, rows: Mapping[str, Mapping[str, Any]]) -> None:
+        self._run, self._rows = run, rows
         self._stride = -(-len(rows) // _COUNTED) or 1
         self._num_counted = 0
-        self._worst: dict[tuple[str, str], list[_Kept]] = {}  # by label and value, the worst first
-
-    def watch(self, requests: Iterable[RequestRow]) -> Iterator[RequestRow]:
-        """``requests`` unchanged; those whose steps were not kept are not shown."""
-        for request in requests:
-            if request.steps is not None and request.reason != "error":
-                self._see(request)
-            yield request
-
-    def _see(self, request: RequestRow) -> None:
-        self._rejections.add_category(request)
-        if request.name not in self._rows:
-            return
-        # by a hash of the id, so that the order in which requests finish has no part in it
-        if crc32(request.name.encode()) % self._stride == 0:
-            token_ids = self._rows[request.name].get("token_ids", ())
-            if len(token_ids) == request.num_output_tokens:
-                self._num_counted += 1
-                self._rejections.add_tokens(request, token_ids)
-        length = request.acceptance_length
-        kept = (math.inf if length is None else length, request.name, request)
-        self._keep(("", ""), kept, _WORST)
-        for label in _labels(request).items():
-            if label in self._worst or len(self._worst) < _GROUPS:
-                self._keep(label, kept, _WORST_OF_EACH)
-
-    def _keep(self, group: tuple[str, str], kept: _Kept, most: int) -> None:
-        worst = self._worst.setdefault(group, [])
-        insort(worst, kept)
-        del worst[most:]
+        self._rejections = Rejections(run)
 
     def shown(self, tokenizer: Tokenizer | None) -> tuple[list[Table], TextList | None]:
         """The tables of rejections, and the texts; without a ``tokenizer`` these are in one colour."""
-        if not self._worst:
+        # by a hash of the id, so that the order of the requests has no part in it
+        for name in self._run.names:
+            if crc32(name.encode()) % self._stride == 0 and (request := self._request(name)) is not None:
+                self._num_counted += 1
+                self._rejections.add_tokens(request, self._rows[name]["token_ids"])
+        length = self._lengths()
+        found = ((row, self._request(self._run.names[row])) for row in self._chosen(length))
+        chosen = [(float(length[row]), request) for row, request in found if request is not None]
+        if not chosen:
             return [], None
-        first = [kept for group, each in self._worst.items() if group != ("", "") for kept in each]
-        chosen = list({kept[1]: kept for kept in (*first, *self._worst["", ""])}.values())
-        entries = within((self._entry(request, tokenizer) for _, _, request in chosen), _PAGE_BYTES)
-        ordered = sorted(zip(chosen, entries, strict=False), key=lambda each: each[0][:2])
+        entries = within((self._entry(request, tokenizer) for _, request in chosen), _PAGE_BYTES)
+        ordered = sorted(zip(chosen, entries, strict=False), key=lambda each: (each[0][0], each[0][1].name))
         return self._tables(tokenizer), self._listed([entry for _, entry in ordered], tokenizer)
+
+    def _request(self, name: str) -> RequestRow | None:
+        """None of one that is not among the rows, or without steps."""
+        request = RequestRow.of_row(self._rows[name]) if name in self._rows else None
+        return None if request is None or request.steps is None else request
+
+    def _lengths(self) -> Array:
+        """The acceptance length of each request, infinite without a draft."""
+        accepted, steps = self._run.counts.num_accepted, self._run.counts.num_drafts
+        return np.where(steps > 0, 1 + accepted / np.maximum(steps, 1), np.inf)
+
+    def _chosen(self, length: Array) -> list[int]:
+        """The worst of every category, turn and reason to end, then the worst of all."""
+        order, run, found = np.argsort(length, kind="stable"), self._run, list[int]()
+        for codes in (run.turn, run.reason, run.category):
+            _, of_row = np.unique(codes, return_inverse=True)
+            by_group = order[np.argsort(of_row[order], kind="stable")]
+            groups = of_row[by_group]
+            rank = np.arange(len(groups)) - np.searchsorted(groups, groups)
+            found += by_group[(rank < _WORST_OF_EACH) & (groups < _GROUPS)].tolist()
+        return list(dict.fromkeys([*found, *order[:_WORST].tolist()]))
 
     def _tables(self, tokenizer: Tokenizer | None) -> list[Table]:
         if not self._rejections.any:
@@ -201,21 +197,15 @@ class Rejections:
     A place is a draft that the target decided on: those behind the first rejected one of a step are not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, run: Run) -> None:
         self._pairs: Counter[tuple[int, int]] = Counter()  # draft, token
         self._accepted: Counter[int] = Counter()
-        self._categories: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])  # rejections, steps
+        self._categories = {name: _rejected(group.counts) for name, group in run.by("category").items()}
 
     @property
     def any(self) -> bool:
         """Whether a draft was rejected in a request that was counted by token."""
         return bool(self._pairs)
-
-    def add_category(self, row: RequestRow) -> None:
-        """Count the rejections of one request by its category."""
-        sums = self._categories["(none)" if row.category is None else row.category]
-        sums[0] += row.num_rejections
-        sums[1] += sum(row.counts["histogram"])
 
     def add_tokens(self, row: RequestRow, token_ids: Sequence[int]) -> None:
         """Count one request, whose tokens are ``token_ids``, by token."""
@@ -277,6 +267,11 @@ class Rejections:
             columns=_BY_CATEGORY,
             rows=tuple(rows) if len(rows) > 1 else (),
         )
+
+
+def _rejected(counts: Counts) -> tuple[int, int]:
+    """Steps that rejected a draft, and all that had some."""
+    return int(counts.reached.sum() - counts.accepted.sum()), int(counts.num_drafts.sum())
 
 
 def quoted(text: str) -> str:

@@ -2,10 +2,13 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from specgen.record.record_rows import WHOLE, Captured, PassRow, shard_of
 
@@ -19,13 +22,13 @@ class LatencyStats:
     p99: float
 
 
-def latency_stats(times: Sequence[float]) -> LatencyStats | None:
-    if not times:
+def latency_stats(times: NDArray[np.float64]) -> LatencyStats | None:
+    """Of ``times`` ``[n]``, without those that are not a number."""
+    known = times[~np.isnan(times)]
+    if not len(known):
         return None
-    import numpy as np  # many commands have no figures
-
-    median, p99 = np.quantile(times, (0.5, 0.99)).tolist()
-    return LatencyStats(mean=fmean(times), median=median, p99=p99)
+    median, p99 = np.quantile(known, (0.5, 0.99)).tolist()
+    return LatencyStats(mean=fmean(known.tolist()), median=median, p99=p99)
 
 
 class WallClock:
