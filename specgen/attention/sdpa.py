@@ -58,7 +58,7 @@ class _Group:
         )
         if v_scale != 1.0:
             out = out * v_scale
-        return out.unflatten(2, (query_len, shared)).transpose(1, 2).flatten(2).flatten(0, 1)
+        return out.view(self.size, heads, query_len, shared, -1).transpose(1, 2).flatten(2).flatten(0, 1)
 
     def _gather(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
         """The group's positions as a dense ``[g, num_kv_heads, p * page_size, head_dim]`` of ``dtype``."""
