@@ -70,7 +70,8 @@ def _threads() -> None:
 
 QUICK = 2.0  # seconds of processors that a test of the quick set may take, its processes included
 OF_A_MODULE = 0.01  # seconds, about: which test is the first to import a library is chance
-_COUNTED = 0.03  # seconds, of ``_count`` on the machine that ``QUICK`` is meant for
+_times, _process_time = os.times, time.process_time  # tests patch them
+_COUNTED = 0.02  # seconds, of ``_count`` on the machine that ``QUICK`` is meant for
 
 
 @pytest.hookimpl(wrapper=True)
@@ -95,14 +96,14 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def _processor_seconds() -> float:
-    return sum(os.times()[:4])
+    return sum(_times()[:4])
 
 
 def _count() -> float:
     """Seconds of a processor for a loop, which are more on a slow machine and beside other programs."""
-    before = time.process_time()
+    before = _process_time()
     sum(n * n % 7 for n in range(500_000))
-    return time.process_time() - before
+    return _process_time() - before
 
 
 def pytest_sessionstart() -> None:

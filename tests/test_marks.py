@@ -7,6 +7,7 @@ import torch
 
 from tests.marks import in_turn
 
+pytestmark = pytest.mark.xdist_group("marks")  # one looks at what another has done
 SEEN: list[tuple[str, int, float]] = []
 
 
