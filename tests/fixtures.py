@@ -70,6 +70,7 @@ def _threads() -> None:
 
 QUICK = 2.0  # seconds of processors that a test of the quick set may take, its processes included
 OF_A_MODULE = 0.01  # seconds, about: which test is the first to import a library is chance
+_times, _process_time, _load = os.times, time.process_time, os.getloadavg  # tests patch them
 _COUNTED = 0.02  # seconds, of the loop in ``_slowness`` on the machine that ``QUICK`` is meant for
 
 
@@ -94,18 +95,15 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         )
 
 
-_times, _load = os.times, os.getloadavg  # a test may have others
-
-
 def _processor_seconds() -> float:
     return sum(_times()[:4])
 
 
 def _slowness() -> float:
     """How many times as long as usual a test may take here and now."""
-    before = time.process_time()
+    before = _process_time()
     sum(n * n % 7 for n in range(500_000))
-    counted = (time.process_time() - before) / _COUNTED
+    counted = (_process_time() - before) / _COUNTED
     return max(1.0, counted, _load()[0] / (os.cpu_count() or 1))
 
 

@@ -24,7 +24,7 @@ from specgen.experiments.audit import Judge
 from specgen.experiments.bound import ExpertSize
 from specgen.models.llama import Llama
 from specgen.ops import Ops, block_fp8, fp8
-from specgen.ops.cpu import cpu_float32_ops
+from specgen.ops.cpu import cpu_ops
 from specgen.ops.experts import Experts, Gating, grouped_experts
 from specgen.ops.fp8 import block_scales, dequantised, rounded
 from specgen.ops.reference import torch_ops
@@ -209,7 +209,7 @@ def test_gemms_are_rounded_once(activations: Any, dtype: torch.dtype) -> None:
     weight = fp8_weight(64, 200, activations, bias=True)
     weight = replace(weight, bias=weight.bias.to(dtype))
     x = torch.randn(7, 200, generator=NOISE).to(dtype)
-    bundles: list[Ops] = [torch_ops(), *([cpu_float32_ops()] if dtype == torch.float32 else [])]
+    bundles: list[Ops] = [torch_ops(), cpu_ops(dtype)]
     for ops in bundles:
         got, right = ops.linear(weight)(x), exact(x, weight)
         assert got.dtype == dtype
@@ -234,7 +234,7 @@ def test_joined_weights_keep_the_scales_of_each() -> None:
 
 
 def test_dequantised_weights_are_the_only_copy() -> None:
-    for ops in (torch_ops(), cpu_float32_ops()):
+    for ops in (torch_ops(), cpu_ops(torch.float32)):
         weight = fp8_weight(16, 200, "group")
         stored, linear = ref(weight.data), ops.linear(weight)
         del weight

@@ -1,5 +1,6 @@
 """Targets against ``transformers``, heads against dense references, kernels bit for bit."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.models.llama import Llama
 from specgen.models.model_config import TargetConfig
 from specgen.models.rotary import Llama3Scaling, RopeConfig, inverse_frequencies
-from specgen.ops.cpu import cpu_float32_ops
+from specgen.ops.cpu import cpu_ops
 from specgen.ops.reference import rotate, silu_and_mul, torch_ops
 from specgen.ops.weight import Weight
 from tests.dense import DenseAttend
@@ -227,7 +228,7 @@ def test_reference_kernels_equal_transformers_bit_for_bit(dtype: torch.dtype) ->
 @pytest.mark.parametrize("rows", [0, 1, 2, 5, 33])
 def test_cpu_kernels_equal_the_reference(rows: int) -> None:
     torch.manual_seed(0)
-    fast, plain = cpu_float32_ops(), torch_ops()
+    fast, plain = cpu_ops(torch.float32), torch_ops()
     x = torch.randn(rows, 64)
     for shape in ((48, 64), (1100, 64), (9000, 64)):
         matrix = Weight(data=torch.randn(shape))
@@ -248,6 +249,27 @@ def test_cpu_kernels_equal_the_reference(rows: int) -> None:
     assert torch.equal(some[:, 3:], heads[:, 3:])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cpu_kernels_of_other_dtypes_round_as_the_reference(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for rows in (1, 5, 33):
+        x, bias = torch.randn(rows, 64).to(dtype), torch.randn(48).to(dtype)
+        weight = Weight(data=torch.randn(48, 64).to(dtype), bias=bias)
+        exact = x.double() @ weight.data.double().T + bias.double()
+        for got in (cpu_ops(dtype).linear(weight)(x), cpu_ops(dtype).linear_parts(weight)(x)[0]):
+            assert got.dtype == dtype
+            torch.testing.assert_close(got.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_largest_is_the_first_of_equals_and_nan_before_all(dtype: torch.dtype) -> None:
+    x = torch.tensor([[1.0, 3, 2, 3], [1, 5, math.nan, 7], [-math.inf, -math.inf, -1, -2]]).to(dtype)
+    index, value = cpu_ops(dtype).largest(x)
+    assert index.tolist() == [1, 2, 2]
+    assert value.dtype == dtype
+    assert not value[1].isfinite()
+
+
 def test_joined_weights_are_concatenated_and_a_single_one_is_not_copied() -> None:
     q, k = Weight(data=torch.randn(6, 4)), Weight(data=torch.randn(2, 4).bfloat16())
     assert Weight.joined([q]) is q
@@ -260,7 +282,7 @@ def test_kernels_refuse_unknown_weight_formats() -> None:
     unknown: Any = {"data": torch.zeros(2, 2), "scale": torch.ones(2), "format": "int8"}
     weight = Weight(**unknown)
     assert weight.num_bytes == 4 * 4 + 2 * 4
-    bundles, names = (torch_ops(), cpu_float32_ops()), ("linear", "linear_parts", "gated_linear")
+    bundles, names = (torch_ops(), cpu_ops(torch.float32)), ("linear", "linear_parts", "gated_linear")
     prepared = [getattr(ops, name) for ops in bundles for name in names]
     for prepare in (*prepared, lambda weight: Weight.joined([weight, weight])):
         with pytest.raises(AssertionError, match="int8"):

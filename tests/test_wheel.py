@@ -27,7 +27,7 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
 @pytest.mark.slow
 def test_all_data_and_code_are_inside(wheel):
     names = set(wheel.namelist())
-    bundled = [*files(ROOT / "data"), *files(ROOT / "eval")]
+    bundled = [*files(ROOT / "data/demo"), *files(ROOT / "data/prompts"), *files(ROOT / "eval")]
     assert names >= {f"specgen/{file.relative_to(ROOT)}" for file in bundled}
     assert names >= {str(file.relative_to(ROOT)) for file in files(ROOT / "specgen")}
     assert {"specgen/py.typed", "specgen/report/page.html", "specgen/report/page.css"} <= names

@@ -14,6 +14,7 @@ from specgen.ops.jit_modules import Module
 _PADDING = 1.25
 # ... and while their gathered keys and values stay in a CPU's cache (measured: half the time at 32 x 256).
 _POSITIONS = 2048
+_FEW_ROWS = 16  # of a sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,55 +22,53 @@ class _Group:
     """Sequences with one query length and nearly one KV length: one dense attention call."""
 
     rows: Tensor | slice  # [g * q] rows of the pass, sequence by sequence
-    pages: Tensor  # [g * p] pages, sequence by sequence
+    pages: Tensor | slice  # [g * p] pages, sequence by sequence; a slice where they follow one another
     positions: Tensor  # [g, q] of the rows
     size: int  # g
     _masks: dict[object, Tensor] = field(default_factory=dict, init=False)
 
     def attend(self, layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """q ``[rows, num_heads, head_dim]`` -> ``[g * q, num_heads * value_dim]``."""
-        num_heads = q.shape[1]
+        num_heads, kv_heads, query_len = q.shape[1], keys.shape[2], self.positions.shape[1]
         k_scale, v_scale = layer.kv_scales(keys)
         dense_keys = self._gather(keys, q.dtype)
         mask = self._mask(layer, dense_keys.shape[2], q.dtype)
         if layer.value_dim is not None:
-            return self._attend_to_latents(layer, q, dense_keys, mask)
-        dense_values = self._gather(values, q.dtype)
+            dense_values = dense_keys[..., : layer.value_dim]
+        else:
+            dense_values = self._gather(values, q.dtype)
         if layer.sinks is not None:  # a position more, with its own score for each head and a value of 0
             dense_keys, dense_values = F.pad(dense_keys, (0, 0, 0, 1)), F.pad(dense_values, (0, 0, 0, 1))
             sinks = layer.sinks.to(q.dtype).view(-1, 1, 1)
             mask = torch.cat(
                 (mask.expand(-1, num_heads, -1, -1), sinks.expand(len(mask), -1, mask.shape[2], 1)), -1
             )
+        # Heads that share keys as rows of one: as separate heads each would get a copy of latents, and few rows on a
+        # CPU GEMMs of single rows, which take up to 17 times as long in bfloat16
+        few = q.is_cpu and query_len <= _FEW_ROWS and layer.sinks is None
+        heads = kv_heads if few or layer.value_dim is not None else num_heads
+        shared = num_heads // heads
         out = F.scaled_dot_product_attention(
-            q[self.rows].view(self.size, -1, *q.shape[1:]).transpose(1, 2),
+            q[self.rows].view(self.size, query_len, heads, shared, -1).transpose(1, 2).flatten(2, 3),
             dense_keys,
             dense_values,
-            attn_mask=mask,
+            attn_mask=mask[:, :, :, None].expand(-1, -1, -1, shared, -1).flatten(2, 3),
             scale=layer.scale * k_scale,
-            enable_gqa=num_heads != keys.shape[2],
+            enable_gqa=heads != kv_heads,
         )
         if v_scale != 1.0:
             out = out * v_scale
-        return out.transpose(1, 2).flatten(2).flatten(0, 1)
-
-    def _attend_to_latents(self, layer: LayerAttention, q: Tensor, latents: Tensor, mask: Tensor) -> Tensor:
-        """Heads are rows of one head: as separate heads each would get a copy of the latents."""
-        heads = q.shape[1]
-        out = F.scaled_dot_product_attention(
-            q[self.rows].reshape(self.size, 1, -1, q.shape[2]),
-            latents,
-            latents[..., : layer.value_dim],
-            attn_mask=mask.repeat_interleave(heads, 2),
-            scale=layer.scale,
-        )
-        return out.view(-1, heads * out.shape[-1])
+        return out.view(self.size, heads, query_len, shared, -1).transpose(1, 2).flatten(2).flatten(0, 1)
 
     def _gather(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
         """The group's positions as a dense ``[g, num_kv_heads, p * page_size, head_dim]`` of ``dtype``."""
         # torch gathers no 8-bit floats
         numbers = pages.view(torch.uint8) if pages.dtype.itemsize == 1 else pages
-        gathered = numbers.flatten(1).index_select(0, self.pages).view(pages.dtype).to(dtype)
+        if isinstance(self.pages, slice):
+            gathered = numbers[self.pages]
+        else:
+            gathered = numbers.flatten(1).index_select(0, self.pages)
+        gathered = gathered.view(pages.dtype).to(dtype)
         return gathered.view(self.size, -1, *pages.shape[2:]).transpose(1, 2)
 
     def _mask(self, layer: LayerAttention, num_positions: int, dtype: torch.dtype) -> Tensor:
@@ -197,9 +196,12 @@ def _make_group(layout: Layout, members: list[int], query_len: int, num_pages: i
     else:
         offsets = torch.arange(query_len, device=device)
         rows = (layout.first_rows[members][:, None] + offsets).flatten()
+    pages = layout.block_tables[members, :num_pages].flatten()
+    first, count = int(pages[0]), len(pages)
+    following = torch.equal(pages, torch.arange(first, first + count, device=device, dtype=pages.dtype))
     return _Group(
         rows=rows,
-        pages=layout.block_tables[members, :num_pages].flatten(),
+        pages=slice(first, first + count) if following else pages,  # a view, as of a sequence that is alone
         positions=layout.positions[rows].view(len(members), query_len),
         size=len(members),
     )

@@ -1,7 +1,7 @@
 """Prompts become requests, and answers outputs and the context of the next turn."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specgen.config import SamplingParams, UserError, require
@@ -78,7 +78,7 @@ class RequestOutput:
             "turn": self.turn,
             "num_prompt_tokens": self.num_prompt_tokens,
             **given,
-            **({} if self.logprobs is None else {"logprobs": [asdict(each) for each in self.logprobs]}),
+            **({} if self.logprobs is None else {"logprobs": [dict(vars(each)) for each in self.logprobs]}),
             "metrics": self.metrics.to_json(),
         }
 
@@ -189,7 +189,7 @@ class Conversations:
         return Request(
             id=request_id,
             prompt_token_ids=tuple(token_ids),
-            sampling=replace(self._sampling, **prompt.sampling),
+            sampling=replace(self._sampling, **prompt.sampling) if prompt.sampling else self._sampling,
             category=prompt.category,
             turn=len(conversation.answers) + 1,
             num_turns=len(prompt.turn_ids),

@@ -160,8 +160,8 @@ def _bind(device: torch.device, dtype: torch.dtype) -> Ops:
         from specgen.ops.cuda import cuda_ops
 
         return cuda_ops(dtype)
-    if device.type == "cpu" and dtype == torch.float32 and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        from specgen.ops.cpu import cpu_float32_ops
+    if device.type == "cpu":
+        from specgen.ops.cpu import cpu_ops
 
-        return cpu_float32_ops()
+        return cpu_ops(dtype)
     return torch_ops()

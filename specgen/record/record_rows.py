@@ -79,7 +79,8 @@ class StepCounts(msgspec.Struct, forbid_unknown_fields=True):
                 level_reached[level] += 1
             for level in step.levels[: step.accepted]:
                 level_accepted[level] += 1
-        for (num, right), number in Counter((len(each.drafts), each.accepted) for each in steps).items():
+        pairs = zip([len(step.drafts) for step in steps], [step.accepted for step in steps], strict=True)
+        for (num, right), number in Counter(pairs).items():
             require(num <= most, f"a step has {num} drafts but K is {most}: give the run's K")
             require(
                 0 <= right <= num,
