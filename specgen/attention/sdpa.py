@@ -49,7 +49,7 @@ class _Group:
         heads = kv_heads if few or layer.value_dim is not None else num_heads
         shared = num_heads // heads
         out = F.scaled_dot_product_attention(
-            q[self.rows].view(self.size, query_len, heads, shared, -1).transpose(1, 2).flatten(2, 3),
+            q[self.rows].view(self.size, query_len, heads, shared, q.shape[-1]).transpose(1, 2).flatten(2, 3),
             dense_keys,
             dense_values,
             attn_mask=mask[:, :, :, None].expand(-1, -1, -1, shared, -1).flatten(2, 3),
@@ -58,7 +58,12 @@ class _Group:
         )
         if v_scale != 1.0:
             out = out * v_scale
-        return out.view(self.size, heads, query_len, shared, -1).transpose(1, 2).flatten(2).flatten(0, 1)
+        return (
+            out.view(self.size, heads, query_len, shared, out.shape[-1])
+            .transpose(1, 2)
+            .flatten(2)
+            .flatten(0, 1)
+        )
 
     def _gather(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
         """The group's positions as a dense ``[g, num_kv_heads, p * page_size, head_dim]`` of ``dtype``."""
