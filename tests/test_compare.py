@@ -89,14 +89,14 @@ def test_the_reference_is_the_baseline_or_the_first(names, reference):
     comparison = compare([arm(name, [1, 0]) for name in names])
     assert comparison.reference == reference
     assert [one.name for one in comparison.arms] == list(names)
-    assert [one.name for one in comparison.against] == [name for name in names if name != reference]
+    assert [one.name for one in comparison.others] == [name for name in names if name != reference]
 
 
 def test_scores_pair_by_document_whatever_their_order():
     padded = arm("padded", [1, 0, 0, 0])
     padded = replace(padded, answers=dict(reversed(padded.answers.items())))
-    (against,) = compare([padded, arm("baseline", [1, 1, 1, 0])]).against
-    (change,) = against.changes
+    (against,) = compare([padded, arm("baseline", [1, 1, 1, 0])]).others
+    (change,) = against.scores
     assert (change.paired.higher, change.paired.lower, change.paired.difference) == (0, 2, -0.5)
     assert change.paired.p == mcnemar(0, 2)
     assert change.paired.interval == tango(0, 2, 4)
@@ -108,10 +108,10 @@ def test_every_metric_of_every_task_is_compared():
 
     runs = [with_samples(arm(name, []), *samples(score)) for name, score in (("padded", 0), ("baseline", 1))]
     comparison = compare(runs)
-    found = {(c.task, c.metric): c.paired.difference for c in comparison.against[0].changes}
+    found = {(c.task, c.metric): c.paired.difference for c in comparison.others[0].scores}
     assert found == {("sums", STRICT): 0, ("sums", FLEXIBLE): -1, ("other", STRICT): -1}
-    assert [accuracy.mean for accuracy in comparison.arms[0].accuracies] == [1, 0, 0]
-    assert comparison.against[0].num_compared == 2
+    assert [score.mean for score in comparison.arms[0].scores] == [1, 0, 0]
+    assert comparison.others[0].num_compared == 2
 
 
 @pytest.mark.parametrize(
@@ -123,13 +123,13 @@ def test_the_first_divergence_is_found(token_ids, position, token, reference_tok
         with_samples(arm("padded", []), sample(0, 1), sample(7, 1, "other", token_ids)),
         with_samples(arm("baseline", []), sample(0, 1), sample(7, 1, "text", (1, 2, 3))),
     ]
-    (against,) = compare(runs).against
-    (difference,) = against.differences
-    assert (against.num_compared, against.num_identical) == (2, 1)
-    assert (difference.text, difference.reference_text) == ("other", "text")
-    assert (difference.doc_id, difference.question) == (7, "question 7?")
-    assert difference.first.position == position
-    assert (difference.first.token, difference.first.reference_token) == (token, reference_token)
+    (against,) = compare(runs).to_json()["against"]
+    (difference,) = against["differences"]
+    assert (against["num_compared"], against["num_identical"]) == (2, 1)
+    assert (difference["text"], difference["reference_text"]) == ("other", "text")
+    assert (difference["doc_id"], difference["question"]) == (7, "question 7?")
+    first = difference["first"]
+    assert (first["position"], first["token"], first["reference_token"]) == (position, token, reference_token)
 
 
 def test_only_texts_that_should_be_equal_are_judged():
@@ -137,8 +137,9 @@ def test_only_texts_that_should_be_equal_are_judged():
     base = with_samples(arm("baseline", []), sample(0, 1, "text", (1, 2, 3)))
 
     def judged(run):
-        (difference,) = compare([run, base]).against[0].differences
-        return difference.first is not None
+        (against,) = compare([run, base]).others
+        assert len(against.differing) == 1
+        return bool(against.firsts)
 
     other = with_samples(arm("padded", []), sample(0, 1, "other", (1, 9)))
     assert judged(other)
@@ -155,9 +156,9 @@ def test_a_divergence_beyond_rounding_is_an_alarm():
         for name, token in (("baseline", 2), ("close", 3), ("wrong", 4))
     ]
     comparison = compare(runs)
-    close, wrong = comparison.against
-    assert [each.gap for each in close.divergences] == [0, 0]
-    assert [each.gap for each in wrong.divergences] == [1, 1]
+    close, wrong = comparison.others
+    assert [each.gap for each in close.firsts.values()] == [0, 0]
+    assert [each.gap for each in wrong.firsts.values()] == [1, 1]
     assert comparison.num_unexplained == 2
     assert comparison.sentence.endswith(
         "2 texts diverge from the reference where rounding to float32 cannot explain it: decoding is wrong there."
@@ -170,20 +171,19 @@ def test_a_divergence_beyond_rounding_is_an_alarm():
 
 def test_speed_and_acceptance_come_from_the_reports():
     fast, slow = arm("padded", [1], accepted=2), arm("baseline", [1], seconds=7.0)
-    summaries = compare([fast, slow]).arms
-    padded, baseline = (each.measured for each in summaries)
+    padded, baseline = compare([fast, slow]).arms
     expected = fast.report.output_tokens_per_second / slow.report.output_tokens_per_second
-    assert padded.ratio == pytest.approx(expected)
-    assert (baseline.ratio, summaries[1].seconds) == (1, 7.0)
+    assert padded.times() == pytest.approx(expected)
+    assert (baseline.times(), baseline.run.seconds) == (1, 7.0)
     assert padded.report is fast.report
-    written = summaries[0].to_json()
-    assert (written["ratio"], written["mean_acceptance_length"]) == (padded.ratio, 3)
+    written = padded.to_json()
+    assert (written["ratio"], written["mean_acceptance_length"]) == (padded.times(), 3)
     assert [each["rate"] for each in written["acceptance"]] == [1, 1, 0]
 
 
 def test_no_difference_names_the_detectable_one():
     comparison = compare([arm("padded", [1, 0] * 200), arm("baseline", [1, 0] * 200)])
-    detectable = comparison.against[0].changes[0].paired.detectable
+    detectable = comparison.others[0].scores[0].paired.detectable
     assert comparison.sentence == (
         "The data show no difference in accuracy from baseline (smallest p 1.00, 400 of 400 texts identical); "
         f"400 samples detect a difference of {100 * detectable:.1f} points or more with 80 % power."
@@ -205,7 +205,7 @@ def test_many_tests_together_keep_the_level():
     alone, among = compare([losing, baseline]), compare([losing, same, baseline])
     assert "show a difference" in alone.sentence
     assert "no difference in accuracy from baseline (smallest p 0.031 of 2 tests" in among.sentence
-    first, second = (c.against[0].changes[0].paired.detectable for c in (alone, among))
+    first, second = (c.others[0].scores[0].paired.detectable for c in (alone, among))
     assert second > first
 
 
@@ -270,14 +270,14 @@ def test_a_metric_that_is_not_between_0_and_1_is_left_out_as_a_whole(other):
         for each, scores in zip(arms, ([0.5, 0.7], other), strict=True)
     ]
     found, without = compare(scaled), compare(arms)
-    assert (found.arms, found.against) == (without.arms, without.against)
+    assert [each.scores for each in found.arms] == [each.scores for each in without.arms]
     assert (
         found.sentence
         == f"{without.sentence} Not compared, as they are not between 0 and 1: bleu,none of sums."
     )
     alone = compare([with_scores(each, {"bleu,none": 30.0}) for each in arms])
     assert alone.sentence.startswith("There is no score between 0 and 1, so there is nothing to compare.")
-    assert alone.against[0].num_compared == 2, "texts are"
+    assert alone.others[0].num_compared == 2, "texts are"
 
 
 def with_scores(run, scores):
@@ -314,7 +314,7 @@ def test_the_tables_show_the_numbers():
     comparison = compare(a_study())
     text = tables(comparison)
     lines = [re.split(r"  +", line) for line in text.splitlines()]
-    change = comparison.against[0].changes[0].paired
+    change = comparison.others[0].scores[0].paired
     low, high = (f"{100 * end:.1f}" for end in change.interval)
     assert f"sums {STRICT}, 3 samples" in text
     accuracy = ["padded", "66.7 %", "[20.8, 93.9]", "-33.3", f"[{low}, {high}]", "1.00", "-"]
@@ -322,8 +322,8 @@ def test_the_tables_show_the_numbers():
     assert ["padded", "2 of 3", "66.7 %", "1", "1", "-", "1"] in lines
     assert ["sums 2", "padded", "1", "(ended)", "-", "5 '5'"] in [line[:6] for line in lines]
     assert ["padded", "3.00", "-", "100.0 %", "100.0 %", "0.0 %"] in lines
-    speed = comparison.arms[0].measured
-    fast = ["padded", f"{speed.report.output_tokens_per_second:.1f}", f"{speed.ratio:.2f}x"]
+    speed = comparison.arms[0]
+    fast = ["padded", f"{speed.report.output_tokens_per_second:.1f}", f"{speed.times():.2f}x"]
     assert fast in [line[:3] for line in lines]
     assert " ".join(text.split()).endswith(comparison.sentence)
 
@@ -341,7 +341,7 @@ def test_odd_studies_fit_the_terminal(arms, width):
 def test_the_page_shows_the_numbers_and_both_texts():
     comparison = compare(a_study())
     words = Page(page(comparison, {"model": "a target"}, "A study")).text
-    low, high = comparison.against[0].changes[0].paired.interval
+    low, high = comparison.others[0].scores[0].paired.interval
     for expected in ("A study", "a target", comparison.sentence, f"sums {STRICT}", "Samples side by side"):
         assert expected in words
     assert f"[{100 * low:.1f}, {100 * high:.1f}]" in words
@@ -410,7 +410,7 @@ def test_wrong_texts_are_shown_first_then_flips():
     ]
     assert html.count("<summary>sums") == 5
     assert html.count('" open>') == 4
-    bound = f"bound {comparison.against[0].divergences[0].rounding:.4g}"
+    bound = f"bound {next(iter(comparison.others[0].firsts.values())).rounding:.4g}"
     assert f"gap 1 · {bound} · WRONG: more than rounding" in html
     assert f"gap 0 · {bound} · explained by rounding" in html
     assert "1 wrong text, 1 right to wrong, 1 wrong to right, 1 other text, 1 same text;" in html
@@ -523,7 +523,7 @@ def test_answers_without_a_verify_step_are_no_comparison():
     assert found.sentence.startswith("Nothing was tested: no step had drafts")
     assert (compare(runs).is_tested, found.is_tested, compare(runs[1:]).is_tested) == (True, False, True)
     assert "identical" not in found.sentence
-    assert found.arms[0].measured.ratio is None
+    assert found.arms[0].times() is None
 
 
 def test_answers_cut_by_the_token_limit_are_said():
@@ -564,10 +564,10 @@ def test_several_tasks_have_figures_each():
     runs = [arm("padded", [1, 0], 2), arm("baseline", [1, 0])]
     comparison = compare([with_tasks(runs[0], 3, 1), with_tasks(runs[1], 0, 0)])
     ours, theirs = (each.tasks for each in comparison.arms)
-    assert [figures.report.mean_acceptance_length for figures in ours.values()] == [4, 2]
-    assert {name: each.ratio for name, each in theirs.items()} == {"sums": 1, "chat": 1}
+    assert [report.mean_acceptance_length for report in ours.values()] == [4, 2]
+    assert [comparison.arms[1].times(task) for task in theirs] == [1, 1]
     # a request has 1 + 12 x (1 + accepted) tokens, at the same times
-    assert ours["sums"].ratio == pytest.approx(49 / 13)
+    assert comparison.arms[0].times("sums") == pytest.approx(49 / 13)
     lines = [line.split()[:3] for line in tables(comparison).splitlines()]
     assert [line for line in lines if line[:1] in (["sums"], ["chat"])][-4:] == [
         ["sums", "padded", "4.00"],

@@ -202,8 +202,7 @@ def print_comparison(
 ) -> None:
     """Print it as tables and sentences, in the format ``export``, or as one JSON document, beside ``reference``."""
     from specgen.experiments.head_figures import published
-    from specgen.experiments.heads_export import exported
-    from specgen.experiments.heads_tables import of_heads
+    from specgen.experiments.heads_tables import exported, of_heads
     from specgen.report.references import of_figures
 
     if export is not None:

@@ -12,7 +12,7 @@ from specgen.experiments.rounds import PLAIN, Rounds, Speeds, rounds_under
 from specgen.record import columns
 from specgen.record.columns import Run
 from specgen.record.files import Rows
-from specgen.report.acceptance import Acceptance, figures
+from specgen.report.acceptance import Acceptance, figures, mean_length
 from specgen.report.display import from_here
 from specgen.report.folder import COMPARISON
 from specgen.report.intervals import Estimate, PairedRatio
@@ -289,14 +289,22 @@ class Comparison(HeadRuns):
     pairs: tuple[HeadPair, ...]
     speeds: Speeds
 
-    def of(self, data: str, head: str, category: str | None = None) -> Acceptance | None:
+    def of(self, data: str | None, head: str, category: str | None = None) -> Acceptance | None:
         """The acceptance of ``head`` on ``data``, if it has run there."""
-        return self.acceptance.get((data, head), {}).get(category)
+        return self.acceptance.get((data or "", head), {}).get(category)
 
-    def length(self, data: str, head: str, category: str | None = None) -> Estimate | None:
-        """The length over all steps of ``head`` on ``data``, if it has steps there."""
+    def length(self, data: str | None, head: str, category: str | None = None) -> Estimate | None:
+        """The length over all steps of ``head`` on ``data``, if it has steps there; of None the mean of all."""
+        if data is None:
+            return mean_length([self.of(each, head) for each in self.data])
         found = self.of(data, head, category)
         return None if found is None else found.length_over_all_steps
+
+    def num_conversations(self, data: str | None, head: str, category: str | None = None) -> int | None:
+        """Those that the ``length`` is of."""
+        parts = [self.of(each, head, category) for each in (self.data if data is None else (data,))]
+        groups = sum(part.over_all_steps().groups for part in parts if part)
+        return groups if self.length(data, head, category) else None
 
     def rounds(self, data: str) -> Rounds:
         """The rounds of speeds on ``data``; none of runs that were made one by one."""
@@ -308,6 +316,14 @@ class Comparison(HeadRuns):
         return next(
             (each for each in self.pairs if each.data == data and {each.ours, each.first} == both), None
         )
+
+    def paired(self, data: str | None, head: str, category: str | None = None) -> Sequence[PairedFigure]:
+        """The length of ``head`` less that of the first head, and unless of a ``category`` its positions behind."""
+        pair = self.pair(data or "", head, self.heads[0])
+        if pair is None or pair.ours != head:
+            return []
+        length = pair.length if category is None else pair.categories.get(category)
+        return [] if length is None else [length, *(pair.positions if category is None else ())]
 
     def to_json(self) -> dict[str, Any]:
         """The content of ``comparison.json``."""

@@ -16,7 +16,6 @@ from specgen.experiments.heads_tables import (
     lengths_table,
     notes,
     pairs_table,
-    positions,
     positions_table,
     settings,
     speeds_table,
@@ -119,7 +118,8 @@ def _curves(found: Comparison, data: str) -> Lines:
     lines = {  # one style for one head everywhere
         head: [
             Point(name=str(i), number=each.value, interval=each.interval)
-            for i, each in enumerate(positions(found.of(data, head)))
+            for of in [found.of(data, head)]
+            for i, each in enumerate(of.positions_over_all_steps if of else ())
         ]
         for head in found.heads
     }

@@ -1,13 +1,15 @@
-"""The tables of a comparison, for terminal and page."""
+"""The tables and sentences of a comparison; a table for a paper in Markdown and LaTeX; as CSV every figure."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import methodcaller
 from typing import Any
 
+from specgen.config import CONFIDENCE_LEVELS, ExportName
 from specgen.experiments.head_figures import Comparison, HeadPair, is_significant
 from specgen.experiments.rounds import PLAIN, MedianRange, disturbed
-from specgen.report.acceptance import Acceptance, mean_length
+from specgen.report.acceptance import Acceptance
 from specgen.report.display import (
     DASH,
     Show,
@@ -22,8 +24,8 @@ from specgen.report.display import (
     rate,
     ratio,
 )
-from specgen.report.grid import Figure, Grid, field_of
-from specgen.report.intervals import Estimate
+from specgen.report.grid import Figure, Grid, chosen, field_of
+from specgen.report.intervals import Estimate, Ratio
 from specgen.report.paired_requests import PairedFigure
 from specgen.report.report import DEFINITIONS
 from specgen.report.table import Column, Row, Table
@@ -52,6 +54,17 @@ _SPEED = (
     "tokens/s",
     "of rounds in which all took turns, the median [lowest, highest]; ratios are within a round",
 )
+_CAPTION = ("model", "draft tokens (K)", "draft sampling", "template", "sampling")  # of the settings
+_KEYS = ("data", "head", "category")  # columns that say what a row is of
+_SPECIAL = {
+    **{letter: f"\\{letter}" for letter in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+}
 
 
 def of_heads(found: Comparison) -> Iterator[Part]:
@@ -127,11 +140,6 @@ def tables(found: Comparison) -> Iterator[Table]:
     yield speeds_table(found)
 
 
-def mean_of(found: Comparison, head: str) -> Estimate | None:
-    """The mean of ``head``'s lengths over data sets; None unless it has run on all of them."""
-    return mean_length([found.of(data, head) for data in found.data])
-
-
 def lengths_table(found: Comparison) -> Table:
     """Mean acceptance length: a row for each data set, a column for each head."""
     groups: list[tuple[Row, Callable[[str], Estimate | None]]] = []
@@ -139,7 +147,7 @@ def lengths_table(found: Comparison) -> Table:
         numbers = dict.fromkeys(count(run.report.num_requests) for run in found.on(data))
         groups.append(({"data": data, "requests": " or ".join(numbers)}, partial(found.length, data)))
     if len(groups) > 1:
-        groups.append(({"data": "mean", "requests": ""}, partial(mean_of, found)))
+        groups.append(({"data": "mean", "requests": ""}, partial(found.length, None)))
     lengths = [
         Figure.estimated(f"length of {head}", methodcaller("__call__", head), title=head)
         for head in found.heads
@@ -152,15 +160,13 @@ def lengths_table(found: Comparison) -> Table:
     )
 
 
-def positions(acceptance: Acceptance | None) -> list[Estimate]:
-    """Acceptance by draft position over all steps; empty without a step."""
-    return acceptance.positions_over_all_steps if acceptance else []
-
-
 def positions_table(found: Comparison) -> Table:
     """Joint acceptance: a row for each data set and head, a column for each draft position."""
     groups = [
-        ({"data": run.data, "head": run.head}, positions(found.of(run.data, run.head)))
+        (
+            {"data": run.data, "head": run.head},
+            found.acceptance[run.data, run.head][None].positions_over_all_steps,
+        )
         for run in found.in_order()
     ]
 
@@ -235,8 +241,7 @@ def categories_table(found: Comparison) -> Table:
 
     def difference(head: str) -> tuple[Figure, Figure]:
         def of(group: tuple[str, str]) -> PairedFigure | None:
-            pair = found.pair(group[0], head, first)
-            return pair.categories.get(group[1]) if pair else None
+            return next(iter(found.paired(group[0], head, group[1])), None)
 
         return _paired(of, f" of {head}", f"{head} - {first}")
 
@@ -292,84 +297,216 @@ def _spread(title: str, of: Callable[[Any], MedianRange | None], show: Show) -> 
 
 def leader(found: Comparison, data: str) -> str:
     """The head with the highest mean acceptance length on ``data``."""
-    return max((run.head for run in found.on(data)), key=lambda head: _length(found, data, head))
+    lengths = {run.head: found.length(data, run.head) for run in found.on(data)}
+    return max(lengths, key=lambda head: length.value if (length := lengths[head]) else 1.0)
 
 
 def leads(found: Comparison, data: str) -> bool:
     """Whether the ``leader`` is significantly better than every other head, of which there is at least one."""
-    margins = _margins(found, data)
-    return bool(margins) and all(_is_ahead(*margin) for margin in margins.values())
+    margins = _margins(found, data).values()
+    return bool(margins) and all(is_ahead for _, is_ahead in margins)
 
 
-def _margins(found: Comparison, data: str) -> dict[str, tuple[PairedFigure | None, int]]:
-    """The length of the ``leader`` against that of every other head; times 1 or -1 differences are the leader's."""
-    first = leader(found, data)
-    pairs = {run.head: found.pair(data, first, run.head) for run in found.on(data)}
-    return {head: (pair.length, 1 if pair.ours == first else -1) for head, pair in pairs.items() if pair}
-
-
-def _is_ahead(figure: PairedFigure | None, sign: int) -> bool:
-    return figure is not None and is_significant(figure) and sign * figure.paired.difference > 0
+def _margins(found: Comparison, data: str) -> dict[str, tuple[str, bool]]:
+    """How far the ``leader`` is ahead of every other head, ``0.17 [0.11, 0.22] (p < 0.001)``; is it significant?"""
+    first, margins = leader(found, data), dict[str, tuple[str, bool]]()
+    for run in found.on(data):
+        if (pair := found.pair(data, first, run.head)) is None:
+            continue
+        if (figure := pair.length) is None:
+            margins[run.head] = "no request has steps of both", False
+            continue
+        sign = 1 if pair.ours == first else -1
+        gain, interval, p = sign * figure.paired.difference, figure.paired.interval, p_value(figure.p)
+        text = f"{plain(gain)} without an interval (one conversation, or all alike)"
+        if interval is not None:
+            low, high = sorted(sign * end for end in interval)
+            text = f"{plain(gain)} {between((low, high), plain)} (p {p if p[0] == '<' else f'= {p}'})"
+        margins[run.head] = text, is_significant(figure) and gain > 0
+    return margins
 
 
 def verdicts(found: Comparison) -> Iterator[str]:
     """A sentence on all data sets where there are several, then one for each; none for a single head."""
     compared = [data for data in found.data if len(found.on(data)) > 1]
     if len(compared) > 1:
-        yield _overall(found, compared)
+        clear: dict[str, list[str]] = {}
+        for data in compared:
+            head = f"{leader(found, data)} leads" if leads(found, data) else "no significant difference"
+            clear.setdefault(head, []).append(data)
+        whole = (
+            f"all {len(compared)} data sets"
+            if any(leads(found, data) for data in compared)
+            else "any data set"
+        )
+        parts = [
+            f"{text} on {whole if len(sets) == len(compared) else _and(sets)}" for text, sets in clear.items()
+        ]
+        yield f"In short: {'; '.join(parts)}."
     for data in compared:
-        yield f"{data}: {_verdict(found, data)}"
-
-
-def _overall(found: Comparison, compared: Sequence[str]) -> str:
-    clear: dict[str, list[str]] = {}
-    for data in compared:
-        if leads(found, data):
-            clear.setdefault(leader(found, data), []).append(data)
-    parts = [
-        f"{head} leads on {f'all {len(compared)} data sets' if len(sets) == len(compared) else _and(sets)}"
-        for head, sets in clear.items()
-    ]
-    if unclear := [data for data in compared if not leads(found, data)]:
-        where = "any data set" if len(unclear) == len(compared) else _and(unclear)
-        parts.append(f"no significant difference on {where}")
-    return f"In short: {'; '.join(parts)}."
-
-
-def _verdict(found: Comparison, data: str) -> str:
-    first, margins = leader(found, data), _margins(found, data)
-    if all(figure is None for figure, _ in margins.values()):
-        return "nothing was compared: no request has steps of both heads."
-    above = [f"{head} by {_difference(*each)}" for head, each in margins.items() if _is_ahead(*each)]
-    others = [f"{head}, {_difference(*each)}" for head, each in margins.items() if not _is_ahead(*each)]
-    parts = []
-    if above:
-        parts.append(f"{first} leads {_and(above)}")
-    if others:
-        parts.append(f"no significant difference between {'it' if above else first} and {_and(others)}")
-    return "; ".join(parts) + "."
-
-
-def _difference(figure: PairedFigure | None, sign: int) -> str:
-    """``0.17 [0.11, 0.22] (p < 0.001)``"""
-    if figure is None:
-        return "no request has steps of both"
-    paired, gain = figure.paired, plain(sign * figure.paired.difference)
-    if paired.num_groups < 2:
-        return "one conversation is too few"
-    if paired.interval is None:
-        alike = f"{gain} in every conversation, so without an interval"
-        return "every conversation has the same acceptance" if paired.difference == 0 else alike
-    low, high = sorted(sign * end for end in paired.interval)
-    p = p_value(figure.p)
-    return f"{gain} {between((low, high), plain)} (p {p if p[0] == '<' else f'= {p}'})"
-
-
-def _length(found: Comparison, data: str, head: str) -> float:
-    length = found.length(data, head)
-    return 1.0 if length is None else length.value  # no text has a second token
+        margins, first = _margins(found, data), leader(found, data)
+        above = [f"{head} by {text}" for head, (text, is_ahead) in margins.items() if is_ahead]
+        others = [f"{head}, {text}" for head, (text, is_ahead) in margins.items() if not is_ahead]
+        parts = [f"{first} leads {_and(above)}"] if above else []
+        if others:
+            parts.append(f"no significant difference between {'it' if above else first} and {_and(others)}")
+        yield f"{data}: {'; '.join(parts)}."
 
 
 def _and(parts: Sequence[str]) -> str:
     """``a, b and c``"""
     return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def exported(found: Comparison, name: ExportName) -> str:
+    """``found`` in the format ``name``; ends with a line break."""
+    if name == "csv":
+        return _csv(found)
+    papers = [
+        _paper(name, table, f"{table.title}: {table.note}." if table.title else _note(found))
+        for table in (_heads_table(found), positions_table(found), categories_table(found))
+        if table.rows
+    ]
+    start, end = ("% ", "") if name == "latex" else ("<!-- ", " -->")
+    said = [_said(found, in_caption=False), "needs the package booktabs" * (name == "latex")]
+    return "\n\n".join([*papers, *(f"{start}{text}{end}" for text in said if text)]) + "\n"
+
+
+def _with_speed(found: Comparison) -> bool:
+    return any(found.rounds(data).times(head, PLAIN) for data in found.data for head in found.heads)
+
+
+def _note(found: Comparison) -> str:
+    speed = (
+        "speed: output tokens per second over plain decoding, the median of rounds in turns [lowest, highest]; "
+        if _with_speed(found)
+        else ""
+    )
+    return (
+        "Mean acceptance length over all steps, with 95 % intervals over conversations; "
+        f"{'mean: of the data sets, each with the same weight; ' if len(found.data) > 1 else ''}{speed}"
+        "bold: leads every other head, paired by request, p < 0.05 after Holm. "
+        f"{' '.join((f'{_said(found, in_caption=True)}.', *notes(found), *disturbances(found)[0]))}"
+    )
+
+
+def _heads_table(found: Comparison) -> Table:
+    """Lengths and, if there are some, speeds: a row for each head, which says in which columns it leads."""
+    figures, best = list[Figure](), dict[str, str]()
+    for at, data in enumerate(found.data):
+        length = Figure.estimated(f"length {at}", partial(found.length, data), title=f"{data} length")
+        figures.append(length)
+        if leads(found, data):
+            best[length.name] = leader(found, data)
+        if _with_speed(found):
+            times = field_of(partial(found.rounds(data).times, other=PLAIN), "estimate")
+            figures.append(Figure.estimated(f"speed {at}", times, title=f"{data} speed", show=ratio))
+    if len(found.data) > 1:
+        figures.append(Figure.estimated("mean", partial(found.length, None), title="mean length of all"))
+    groups = [
+        ({"head": head, **{f"{name} leads": head == each for name, each in best.items()}}, head)
+        for head in found.heads
+    ]
+    return Grid(groups=groups, figures=figures).table([Column(name="head")], "")
+
+
+def _said(found: Comparison, *, in_caption: bool) -> str:
+    """The settings that a caption has, or the machine's part of them, for a comment."""
+    said = settings(found).items()
+    return "; ".join(f"{name} {text}" for name, text in said if (name in _CAPTION) == in_caption)
+
+
+def _paper(name: ExportName, table: Table, caption: str) -> str:
+    """``table`` in Markdown, or in LaTeX for the package booktabs."""
+    latex = name == "latex"
+
+    def escaped(text: str) -> str:
+        return "".join(_SPECIAL.get(letter, letter) for letter in text) if latex else text.replace("|", "\\|")
+
+    def cell(column: Column, row: Row) -> str:
+        text, ends = escaped(column.text(row)), column.ends(row)
+        if row.get(f"{column.name} leads"):
+            text = rf"\textbf{{{text}}}" if latex else f"**{text}**"
+        if ends in ("", DASH):
+            return text
+        return text + (rf" {{\scriptsize {ends}}}" if latex else f" {ends}")
+
+    is_key = [each.name in _KEYS for each in table.columns]
+    titles = [each.name if key else each.heading for each, key in zip(table.columns, is_key, strict=True)]
+    heading = list(map(escaped, titles))
+    rows = [[cell(column, row) for column in table.columns] for row in table.rows]
+    if not latex:
+        lines = (heading, ["---" if key else "---:" for key in is_key], *rows)
+        return "\n".join(f"| {' | '.join(row)} |" for row in lines) + f"\n\n{caption}"
+    sides = "".join("l" if key else "r" for key in is_key)
+    above, *below = (f"{' & '.join(row)} \\\\\n" for row in (heading, *rows))
+    return (
+        f"\\begin{{table}}\n\\centering\n\\caption{{{escaped(caption)}}}\n\\begin{{tabular}}{{{sides}}}\n"
+        f"\\toprule\n{above}\\midrule\n{''.join(below)}\\bottomrule\n\\end{{tabular}}\n\\end{{table}}"
+    )
+
+
+def _csv(found: Comparison) -> str:
+    """A row for each run, each of its categories, and each head's mean over data sets; unknown values are empty."""
+    first, k = found.heads[0], found.runs[0].report.num_spec_tokens
+    groups: list[tuple[Row, tuple[str | None, str, str | None]]] = []
+    for run in found.runs:
+        for category, group in ((None, run.report), *run.report.categories.items()):
+            paired = found.paired(run.data, run.head, category)
+            row: dict[str, Any] = {"data": run.data, "category": category or "", "head": run.head}
+            row |= {"drafter": run.drafter, "num_spec_tokens": run.report.num_spec_tokens}
+            row["against"] = first if paired else None
+            row |= {each.name: each.value(group) for each in chosen("csv", [group])}
+            groups.append((row, (run.data, run.head, category)))
+    for head in found.heads if len(found.data) > 1 else ():
+        groups.append(({"data": "(mean of the data sets)", "head": head}, (None, head, None)))
+
+    def acceptance(name: str, of: Callable[[Acceptance], Any]) -> Figure:
+        return Figure(name=name, tables="", of=lambda group: (each := found.of(*group)) and of(each))
+
+    def share(name: str, of: Callable[[Acceptance], Ratio]) -> Figure:
+        return replace(acceptance(name, lambda each: of(each).estimate), interval=f"ends of {name}")
+
+    def of_paired(at: int, end: str = "") -> list[Figure]:
+        def of(group: Any) -> PairedFigure | None:  # noqa: ANN401
+            return dict(enumerate(found.paired(*group))).get(at)
+
+        return [
+            Figure.estimated(f"difference{end}", field_of(of, "difference")),
+            Figure(name=f"p{end}", tables="", of=field_of(field_of(of, "paired"), "p")),
+            Figure(name=f"p_holm{end}", tables="", of=field_of(of, "p")),
+        ]
+
+    def speed(name: str, of: Callable[[str, str], MedianRange | None]) -> Figure:
+        def of_run(data: str | None, head: str, category: str | None) -> MedianRange | None:
+            return of(data, head) if data and category is None else None
+
+        return Figure.estimated(name, field_of(lambda group: of_run(*group), "estimate"))
+
+    figures = [
+        Figure(name="num_conversations", tables="", of=lambda group: found.num_conversations(*group)),
+        replace(
+            Figure.estimated("length_over_all_steps", lambda group: found.length(*group)),
+            interval="ends of length",
+        ),
+        *(
+            share(f"acceptance_{i}", partial(Acceptance.over_all_steps, positions=slice(i, i + 1)))
+            for i in range(k)
+        ),
+        *(share(f"conditional_{i}", partial(Acceptance.conditional, position=i)) for i in range(k)),
+    ]
+    for at, level in enumerate(CONFIDENCE_LEVELS):
+        of_level = partial(Acceptance.of_level, level=at)
+        figures += [
+            acceptance(f"confidence_{level:g}_drafts", field_of(of_level, "trials")),
+            acceptance(f"confidence_{level:g}_accepted", field_of(of_level, "hits")),
+            share(f"confidence_{level:g}", of_level),
+        ]
+    for at in range(k + 1):
+        figures += of_paired(at, f"_{at - 1}" if at else "")
+    figures.append(speed("tokens_per_second", lambda data, head: found.rounds(data).speed(head)))
+    figures.append(speed("times_plain", lambda data, head: found.rounds(data).times(head, PLAIN)))
+    return Grid(groups=groups, figures=figures).csv()

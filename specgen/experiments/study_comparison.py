@@ -1,7 +1,7 @@
 """What the arms of a study answered, and how they compare with their reference: accuracy, texts, acceptance, speed."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,6 @@ from specgen.report.report import Report
 if TYPE_CHECKING:  # which imports torch
     from specgen.experiments.audit import Divergence, Judge
 
-# what arms change in an answer, the gravest first
-CHANGES = ("wrong text", "right to wrong", "wrong to right", "other score", "other text", "same text")
-_FLIPS = {(1.0, 0.0): "right to wrong", (0.0, 1.0): "wrong to right"}
 Document = tuple[str, int]  # a task and the number of one of its documents
 
 _UNTESTED = "Nothing was tested: no step had drafts, so these answers say nothing of speculation."
@@ -101,103 +98,118 @@ def _question(row: Mapping[str, Any]) -> str:
     return own if isinstance(own, str) else str(row["arguments"][0][0])
 
 
-# --- all arms side by side -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class SharedAnswer:
-    """What arms answered alike; ``scores`` are by metric, ``first`` where the text leaves the reference's."""
-
-    arms: tuple[str, ...]
-    text: str
-    scores: Mapping[str, float]
-    first: "Divergence | None"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleTexts:
-    """The answers to one document, the reference's first."""
-
-    task: str
-    doc_id: int
-    question: str
-    answers: tuple[SharedAnswer, ...]
-
-    @property
-    def change(self) -> str:
-        """The gravest of what the other arms changed."""
-        reference, *others = self.answers
-        found = {"same text"}
-        for other in others:
-            if other.first is not None and not other.first.explained:
-                found.add("wrong text")
-            if other.text != reference.text:
-                found.add("other text")
-            pairs = ((reference.scores[metric], score) for metric, score in other.scores.items())
-            found |= {_FLIPS.get(pair, "other score") for pair in pairs if pair[0] != pair[1]}
-        return min(found, key=CHANGES.index)
-
-
-def side_by_side(
-    arms: Sequence[ArmRun], reference: ArmRun, against: Sequence["ArmComparison"]
-) -> tuple[SampleTexts, ...]:
-    """All documents of ``arms``, which have the same."""
-    ordered = [reference, *(arm for arm in arms if arm is not reference)]
-    firsts = {(arm.name, each.task, each.doc_id): each.first for arm in against for each in arm.differences}
-    found = []
-    for (task, doc_id), theirs in reference.answers.items():
-        shared: dict[object, SharedAnswer] = {}
-        for arm in ordered:
-            ours = arm.answers[task, doc_id]
-            first = firsts.get((arm.name, task, doc_id))
-            alike = (ours.text, tuple(ours.scores.items()), first)
-            names = (*shared[alike].arms, arm.name) if alike in shared else (arm.name,)
-            shared[alike] = SharedAnswer(arms=names, text=ours.text, scores=ours.scores, first=first)
-        answers = tuple(shared.values())
-        found.append(SampleTexts(task=task, doc_id=doc_id, question=theirs.question, answers=answers))
-    return tuple(found)
-
-
 # --- every arm against the reference ---------------------------------------------------------------
 
 
-REFERENCE = "baseline"  # the name of the reference arm
-
-
 @dataclass(frozen=True, kw_only=True)
-class Accuracy:
-    """The mean score of an arm under one metric of a task."""
+class Score:
+    """An arm's scores under one metric of a task; ``paired`` less the reference's, None of the reference itself."""
 
     task: str
     metric: str
     num_samples: int
     mean: float
     interval: Interval | None  # 95 %
+    paired: PairedScores | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: each for name, each in vars(self).items() if name != "paired"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """The report of an arm or of one of its tasks; ``ratio`` is that of its speed to the reference's."""
+class Compared:
+    """One arm beside the reference; ``firsts`` are the first divergences of texts that should be equal, if any.
 
-    report: Report
-    ratio: float | None
+    They may differ if they are sampled, of another dtype, or of a text that only lm-eval's own cache had; and equal
+    tokens may have been cut differently by a stop string.
+    """
 
-    @classmethod
-    def beside(cls, report: Report, reference: Report | None) -> "Measured":
-        """``report`` beside the reference's, if that has one."""
-        speed = report.output_tokens_per_second
-        verified = report.num_drafts or not report.num_spec_tokens  # else there is nothing that a ratio is of
-        base = reference.output_tokens_per_second if reference is not None and verified else None
-        return cls(report=report, ratio=speed / base if speed is not None and base else None)
+    run: ArmRun
+    reference: ArmRun
+    scores: tuple[Score, ...]
+    firsts: "Mapping[Document, Divergence]"
+
+    @property
+    def name(self) -> str:
+        return self.run.name
+
+    @property
+    def report(self) -> Report:
+        return self.run.report
+
+    @property
+    def tasks(self) -> Mapping[str, Report]:
+        """Their reports, as they run one after the other; empty for a single task."""
+        return self.run.tasks if len(self.run.tasks) > 1 else {}
+
+    @property
+    def differing(self) -> list[Document]:
+        """The documents whose text is not the reference's."""
+        theirs = self.reference.answers
+        return [document for document, ours in self.run.answers.items() if ours.text != theirs[document].text]
+
+    @property
+    def num_compared(self) -> int:
+        return len(self.run.answers)
+
+    @property
+    def num_identical(self) -> int:
+        return self.num_compared - len(self.differing)
+
+    @property
+    def num_cut(self) -> int:
+        """Answers that the token limit has cut, but for those that ended while reasoning."""
+        report = self.report
+        return report.finish_reasons.get("length", 0) - report.ended_in_reasoning.get("length", 0)
+
+    def times(self, task: str | None = None) -> float | None:
+        """The speed over the reference's; None where no step had drafts though there was a drafter."""
+        ours, theirs = (
+            each.report if task is None else each.tasks.get(task) for each in (self.run, self.reference)
+        )
+        if ours is None or theirs is None or (ours.num_spec_tokens and not ours.num_drafts):
+            return None
+        speed, base = ours.output_tokens_per_second, theirs.output_tokens_per_second
+        return speed / base if speed is not None and base else None
 
     def to_json(self) -> dict[str, Any]:
         report = self.report
         return {
-            "num_requests": report.num_requests,
-            "num_output_tokens": report.total_num_output_tokens,
-            "output_tokens_per_second": report.output_tokens_per_second,
-            "ratio": self.ratio,
-            **{name: getattr(report, name) for name in _ACCEPTANCE},
+            **_numbers(report, self.times()),
+            "name": self.name,
+            "seconds": self.run.seconds,
+            "acceptance": [asdict(each) for each in report.acceptance],
+            "accuracies": [each.to_json() for each in self.scores],
+            "parts": {part: asdict(each) for part, each in report.parts.items()},
+            "ended_in_reasoning": sum(report.ended_in_reasoning.values()),
+            "num_empty": report.num_empty,
+            "num_cut": self.num_cut,
+            "tasks": {task: _numbers(each, self.times(task)) for task, each in self.tasks.items()},
+        }
+
+    def against(self) -> dict[str, Any]:
+        """What ``comparison.json`` says of it against the reference."""
+        ours, theirs = self.run.answers, self.reference.answers
+        tests = [(each, each.paired) for each in self.scores if each.paired]
+        differences = [
+            {
+                "task": document[0],
+                "doc_id": document[1],
+                "question": ours[document].question,
+                "text": ours[document].text,
+                "reference_text": theirs[document].text,
+                "first": asdict(self.firsts[document]) if document in self.firsts else None,
+            }
+            for document in self.differing
+        ]
+        return {
+            "name": self.name,
+            "changes": [
+                {"task": each.task, "metric": each.metric, "paired": asdict(paired)} for each, paired in tests
+            ],
+            "num_compared": self.num_compared,
+            "num_identical": self.num_identical,
+            "differences": differences,
         }
 
 
@@ -207,99 +219,56 @@ _ACCEPTANCE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ArmSummary:
-    name: str
-    seconds: float
-    measured: Measured
-    accuracies: tuple[Accuracy, ...]
-    num_cut: int  # answers that the token limit has cut
-    tasks: Mapping[str, Measured]  # which run one after the other; empty for a single task
-
-    @property
-    def report(self) -> Report:
-        return self.measured.report
-
-    def to_json(self) -> dict[str, Any]:
-        report = self.report
-        return {
-            **self.measured.to_json(),
-            "name": self.name,
-            "seconds": self.seconds,
-            "acceptance": [asdict(each) for each in report.acceptance],
-            "accuracies": [asdict(each) for each in self.accuracies],
-            "parts": {part: asdict(each) for part, each in report.parts.items()},
-            "ended_in_reasoning": sum(report.ended_in_reasoning.values()),
-            "num_empty": report.num_empty,
-            "num_cut": self.num_cut,
-            "tasks": {task: each.to_json() for task, each in self.tasks.items()},
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """The scores of an arm minus the reference's under one metric of a task."""
-
-    task: str
-    metric: str
-    paired: PairedScores
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """A sample whose text differs from the reference's.
-
-    ``first`` is the first divergence of the tokens. It is None if the texts may differ (sampled, or another dtype),
-    if only lm-eval's own cache had the text, and if equal tokens were cut differently by a stop string.
-    """
-
-    task: str
-    doc_id: int
-    question: str
-    text: str
-    reference_text: str
-    first: "Divergence | None"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ArmComparison:
-    """One arm compared with the reference."""
-
-    name: str
-    changes: tuple[Change, ...]
-    num_compared: int  # texts
-    num_identical: int
-    differences: tuple[Difference, ...]
-
-    @property
-    def divergences(self) -> "tuple[Divergence, ...]":
-        """First divergences of texts that should be equal."""
-        return tuple(each.first for each in self.differences if each.first is not None)
+def _numbers(report: Report, times: float | None) -> dict[str, Any]:
+    return {
+        "num_requests": report.num_requests,
+        "num_output_tokens": report.total_num_output_tokens,
+        "output_tokens_per_second": report.output_tokens_per_second,
+        "ratio": times,
+        **{name: getattr(report, name) for name in _ACCEPTANCE},
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyComparison:
-    """All arms in the order given, their comparisons with the reference, and the conclusion.
+    """All arms in the order given, and the conclusion.
 
     ``num_unexplained`` counts greedy texts that diverge from the reference's by more than rounding explains.
     ``is_tested`` is whether a step had drafts, or no arm was to have any.
     """
 
     reference: str
-    arms: tuple[ArmSummary, ...]
-    against: tuple[ArmComparison, ...]
+    arms: tuple[Compared, ...]
     num_unexplained: int
     alarming: bool  # whether accuracy differs or decoding is wrong
     sentence: str
-    samples: tuple[SampleTexts, ...]
     is_tested: bool = True
-    busy: str = ""  # what else the machine did, where that makes speeds doubtful
+
+    @property
+    def others(self) -> list[Compared]:
+        """The arms but the reference."""
+        return [arm for arm in self.arms if arm.name != self.reference]
+
+    @property
+    def busy(self) -> str:
+        """What else the machine did, where that makes speeds doubtful."""
+        return next((arm.report.busy for arm in self.arms if arm.report.busy), "")
 
     def to_json(self) -> dict[str, Any]:
-        """All but the samples, whose texts are in the files of the arms."""
-        found = asdict(replace(self, samples=(), arms=()))
-        del found["samples"]
-        return found | {"arms": [arm.to_json() for arm in self.arms]}
+        """All but the texts that do not differ, which are in the files of the arms."""
+        return {
+            "reference": self.reference,
+            "arms": [arm.to_json() for arm in self.arms],
+            "against": [arm.against() for arm in self.others],
+            "num_unexplained": self.num_unexplained,
+            "alarming": self.alarming,
+            "sentence": self.sentence,
+            "is_tested": self.is_tested,
+            "busy": self.busy,
+        }
+
+
+REFERENCE = "baseline"  # the name of the reference arm
 
 
 def reference_of(arms: Sequence[ArmRun]) -> ArmRun:
@@ -315,68 +284,59 @@ def compare(arms: Sequence[ArmRun], target: "Judge", *, template_unused: bool = 
     task, document and metric, of metrics between 0 and 1. ``UserError`` for no arm, two of one name, and arms with
     different samples.
     """
-    arms, left_out = _comparable(arms)
-    reference = reference_of(arms)
-    names = [arm.name for arm in arms]
-    for name in names:
-        require(names.count(name) == 1, f"two arms are named {name!r}: give every arm its own name")
-    others = [arm for arm in arms if arm is not reference]
-    level = LEVEL / max(1, len(others) * len(_scores(reference)))
-    against = tuple(_against(arm, reference, level, target) for arm in others)
-    wrong = sum(not each.explained for arm in against for each in arm.divergences)
-    differs = bool(_significant(_tests(against)))
-    is_tested = differs or _is_tested(arms)
-    return StudyComparison(
-        reference=reference.name,
-        arms=tuple(_summary(arm, reference) for arm in arms),
-        against=against,
-        num_unexplained=wrong,
-        alarming=wrong > 0 or differs,
-        sentence=(conclusion(reference.name, against) if is_tested else _UNTESTED)
-        + _other_scales(left_out)
-        + _cut(arms)
-        + _unanswered(arms)
-        + _limited(arms)
-        + _empty(arms, template_unused)
-        + _alarm(wrong, reference.dtype),
-        samples=side_by_side(arms, reference, against),
-        is_tested=is_tested,
-        busy=next((arm.report.busy for arm in arms if arm.report.busy), ""),
-    )
-
-
-def _is_tested(arms: Sequence[ArmRun]) -> bool:
-    """Whether a step had drafts, if there are arms with a drafter that answered questions."""
-    drafting = [arm.report for arm in arms if arm.report.num_spec_tokens and arm.report.num_requests]
-    return not drafting or any(report.num_drafts for report in drafting)
-
-
-def _comparable(arms: Sequence[ArmRun]) -> tuple[list[ArmRun], list[tuple[str, str]]]:
-    """``arms`` with the metrics that are between 0 and 1 for all documents of all arms, and the others."""
+    reference, scores = reference_of(arms), {arm.name: _scores(arm) for arm in arms}
     left_out = {
         key
-        for arm in arms
-        for key, scores in _scores(arm).items()
-        if not all(0 <= score <= 1 for score in scores.values())
+        for each in scores.values()
+        for key, documents in each.items()
+        if not all(0 <= score <= 1 for score in documents.values())
     }
-    kept = [
-        replace(
-            arm,
-            answers={
-                (task, doc_id): replace(
-                    answer,
-                    scores={
-                        metric: score
-                        for metric, score in answer.scores.items()
-                        if (task, metric) not in left_out
-                    },
-                )
-                for (task, doc_id), answer in arm.answers.items()
-            },
+    kept = {
+        name: {key: each for key, each in found.items() if key not in left_out}
+        for name, found in scores.items()
+    }
+    names, base = [arm.name for arm in arms], kept[reference.name]
+    for name in names:
+        require(names.count(name) == 1, f"two arms are named {name!r}: give every arm its own name")
+        alone = _keys(kept[name]) ^ _keys(base)
+        require(
+            not alone,
+            f"arms {name!r} and {reference.name!r} differ in {len(alone)} samples, the first of them "
+            f"{' '.join(map(str, min(alone, default=())))}: evaluate all arms on the same documents",
+        )
+    level = LEVEL / max(1, (len(arms) - 1) * len(base))
+    found = [
+        Compared(
+            run=arm,
+            reference=reference,
+            scores=tuple(
+                _score(key, kept[arm.name][key], None if arm is reference else theirs, level)
+                for key, theirs in base.items()
+            ),
+            firsts=dict(_divergences(arm, reference, target)),
         )
         for arm in arms
     ]
-    return kept, sorted(left_out)
+    others = [arm for arm in found if arm.run is not reference]
+    wrong = sum(not each.explained for arm in others for each in arm.firsts.values())
+    differs = bool(_significant(_tests(others)))
+    drafting = [arm.report for arm in arms if arm.report.num_spec_tokens and arm.report.num_requests]
+    is_tested = differs or not drafting or any(report.num_drafts for report in drafting)
+    said = [conclusion(reference.name, others) if is_tested else _UNTESTED]
+    said += _remarks(found, sorted(left_out), template_unused)
+    if wrong:
+        said.append(
+            f"{count(wrong)} text{' diverges' if wrong == 1 else 's diverge'} from the reference where rounding to "
+            f"{reference.dtype} cannot explain it: decoding is wrong there."
+        )
+    return StudyComparison(
+        reference=reference.name,
+        arms=tuple(found),
+        num_unexplained=wrong,
+        alarming=wrong > 0 or differs,
+        sentence=" ".join(said),
+        is_tested=is_tested,
+    )
 
 
 _Scores = dict[tuple[str, str], dict[int, float]]  # (task, metric): document: score
@@ -390,93 +350,47 @@ def _scores(arm: ArmRun) -> _Scores:
     return scores
 
 
-def _summary(arm: ArmRun, reference: ArmRun) -> ArmSummary:
-    return ArmSummary(
-        name=arm.name,
-        seconds=arm.seconds,
-        measured=Measured.beside(arm.report, reference.report),
-        accuracies=tuple(
-            Accuracy(
-                task=task,
-                metric=metric,
-                num_samples=len(scores),
-                mean=fmean(scores.values()),
-                interval=scores_interval(list(scores.values())),
-            )
-            for (task, metric), scores in _scores(arm).items()
-        ),
-        num_cut=num_cut(arm),
-        tasks={
-            task: Measured.beside(report, reference.tasks.get(task))
-            for task, report in (arm.tasks.items() if len(arm.tasks) > 1 else ())
-        },
-    )
-
-
-def _against(arm: ArmRun, reference: ArmRun, level: float, target: "Judge") -> ArmComparison:
-    scores, base = _scores(arm), _scores(reference)
-    alone = _keys(scores) ^ _keys(base)
-    require(
-        not alone,
-        f"arms {arm.name!r} and {reference.name!r} differ in {len(alone)} samples, the first of them "
-        f"{' '.join(map(str, min(alone, default=())))}: evaluate all arms on the same documents",
-    )
-    changes = [
-        Change(
-            task=task,
-            metric=metric,
-            paired=paired_scores(
-                [scores[task, metric][i] for i in documents], list(documents.values()), level=level
-            ),
-        )
-        for (task, metric), documents in base.items()
-    ]
-    judge = target if arm.dtype == reference.dtype else None
-    pairs = {document: (arm.answers[document], other) for document, other in reference.answers.items()}
-    differences = tuple(
-        _difference(document, ours, theirs, judge)
-        for document, (ours, theirs) in pairs.items()
-        if ours.text != theirs.text
-    )
-    return ArmComparison(
-        name=arm.name,
-        changes=tuple(changes),
-        num_compared=len(pairs),
-        num_identical=len(pairs) - len(differences),
-        differences=differences,
-    )
-
-
 def _keys(scores: _Scores) -> set[tuple[str, str, int]]:
-    return {(task, metric, doc_id) for (task, metric), documents in scores.items() for doc_id in documents}
+    return {(*key, doc_id) for key, documents in scores.items() for doc_id in documents}
 
 
-def _difference(document: Document, answer: Answer, reference: Answer, target: "Judge | None") -> Difference:
-    task, doc_id = document
-    ours, theirs, first = answer.generated, reference.generated, None
-    if (
-        target is not None
-        and ours
-        and theirs
-        and ours.sampling.temperature == theirs.sampling.temperature == 0
-    ):
-        first = target.first_divergence(
-            f"{task} {doc_id}", theirs.prompt_token_ids, theirs.token_ids, ours.token_ids, theirs.sampling
-        )
-    return Difference(
-        task=task,
-        doc_id=doc_id,
-        question=answer.question,
-        text=answer.text,
-        reference_text=reference.text,
-        first=first,
+def _score(
+    key: tuple[str, str], ours: Mapping[int, float], theirs: Mapping[int, float] | None, level: float
+) -> Score:
+    scores, paired = list(ours.values()), None
+    if theirs is not None:
+        paired = paired_scores([ours[each] for each in theirs], list(theirs.values()), level=level)
+    interval = scores_interval(scores)
+    return Score(
+        task=key[0],
+        metric=key[1],
+        num_samples=len(scores),
+        mean=fmean(scores),
+        interval=interval,
+        paired=paired,
     )
+
+
+def _divergences(arm: ArmRun, reference: ArmRun, target: "Judge") -> "Iterator[tuple[Document, Divergence]]":
+    for document, other in reference.answers.items() if arm.dtype == reference.dtype else ():
+        answer = arm.answers[document]
+        ours, theirs = answer.generated, other.generated
+        if answer.text == other.text or ours is None or theirs is None:
+            continue
+        if ours.sampling.temperature == theirs.sampling.temperature == 0:
+            name, prompt = " ".join(map(str, document)), theirs.prompt_token_ids
+            first = target.first_divergence(name, prompt, theirs.token_ids, ours.token_ids, theirs.sampling)
+            if first is not None:
+                yield document, first
 
 
 # --- what the data show ---------------------------------------------------------------------------
 
 
-def conclusion(reference: str, against: Sequence[ArmComparison]) -> str:
+_Test = tuple[str, Score, PairedScores]  # of an arm
+
+
+def conclusion(reference: str, against: Sequence[Compared]) -> str:
     """One sentence: whether the data show a difference in accuracy, and what difference is detectable.
 
     The family-wise error rate is 5 %.
@@ -487,9 +401,9 @@ def conclusion(reference: str, against: Sequence[ArmComparison]) -> str:
         return f"There is {what}, so there is nothing to compare."
     shown = _significant(tests)
     if shown:
-        found = ", and ".join(_finding(name, change) for name, change in shown)
+        found = ", and ".join(_finding(*test) for test in shown)
         return f"The data show a difference in accuracy from {reference}: {found}; {_power(tests)}."
-    least = min((change.paired.p for _, change in tests if change.paired.p is not None), default=None)
+    least = min((paired.p for *_, paired in tests if paired.p is not None), default=None)
     smallest = (
         "too few samples for a test, or all differ alike" if least is None else f"smallest p {p_value(least)}"
     )
@@ -502,76 +416,43 @@ def conclusion(reference: str, against: Sequence[ArmComparison]) -> str:
     )
 
 
-def _tests(against: Sequence[ArmComparison]) -> list[tuple[str, Change]]:
-    return [(arm.name, change) for arm in against for change in arm.changes]
+def _tests(others: Sequence[Compared]) -> list[_Test]:
+    return [(arm.name, each, each.paired) for arm in others for each in arm.scores if each.paired]
 
 
-def _other_scales(left_out: Sequence[tuple[str, str]]) -> str:
-    """The metrics that are not compared."""
-    if not left_out:
-        return ""
-    named = ", ".join(f"{metric} of {task}" for task, metric in left_out)
-    return f" Not compared, as they are not between 0 and 1: {named}."
+def _remarks(
+    arms: Sequence[Compared], left_out: Sequence[tuple[str, str]], template_unused: bool
+) -> Iterator[str]:
+    """What is to be said of scores and answers beside the conclusion."""
+    if left_out:
+        named = ", ".join(f"{metric} of {task}" for task, metric in left_out)
+        yield f"Not compared, as they are not between 0 and 1: {named}."
+    cut = sorted(next((arm.run.cut for arm in arms if arm.run.cut), {}).items())  # the same of all arms
+    prompts = {f"{task} to {count(left)} tokens": number for task, (number, left) in cut}
+    reasoning = {arm.name: sum(arm.report.ended_in_reasoning.values()) for arm in arms}
+    names = [f"{count(arm.report.num_requests)} of {arm.name}" for arm in arms]
+    limited = dict(zip(names, (arm.num_cut for arm in arms), strict=True))
+    empty = dict(zip(names, (arm.report.num_empty for arm in arms), strict=True))
+    raise_it = "; raise --max-new-tokens"
+    chat = "; the model has a chat template: add --apply-chat-template" if template_unused else ""
+    for what, numbers, remedy in (
+        ("Prompts too long for the context lost their start", prompts, "; lower --num-fewshot"),
+        ("Answers that ended while reasoning", reasoning, raise_it),
+        ("Answers cut at the token limit", limited, raise_it),
+        ("Empty answers", empty, chat),
+    ):
+        if found := ", ".join(f"{count(number)} of {name}" for name, number in numbers.items() if number):
+            yield f"{what}: {found}{remedy}."
 
 
-def _cut(arms: Sequence[ArmRun]) -> str:
-    """How many prompts lost their start; the same of all arms."""
-    cut = sorted(next((arm.cut for arm in arms if arm.cut), {}).items())
-    numbers = {f"{task} to {count(left)} tokens": number for task, (number, left) in cut}
-    return _counted("Prompts too long for the context lost their start", numbers, "; lower --num-fewshot")
-
-
-def _unanswered(arms: Sequence[ArmRun]) -> str:
-    """How many texts of each arm have no answer to score, because they ended while reasoning."""
-    numbers = {arm.name: sum(arm.report.ended_in_reasoning.values()) for arm in arms}
-    return _counted("Answers that ended while reasoning", numbers, "; raise --max-new-tokens")
-
-
-def _limited(arms: Sequence[ArmRun]) -> str:
-    """How many answers of each arm the token limit has cut, but for those that ``_unanswered`` names."""
-    numbers = {f"{count(arm.report.num_requests)} of {arm.name}": num_cut(arm) for arm in arms}
-    return _counted("Answers cut at the token limit", numbers, "; raise --max-new-tokens")
-
-
-def num_cut(arm: ArmRun) -> int:
-    """The answers that the token limit has cut."""
-    report = arm.report
-    return report.finish_reasons.get("length", 0) - report.ended_in_reasoning.get("length", 0)
-
-
-def _empty(arms: Sequence[ArmRun], template_unused: bool) -> str:
-    """How many texts of each arm are empty, and the likely remedy."""
-    numbers = {f"{count(arm.report.num_requests)} of {arm.name}": arm.report.num_empty for arm in arms}
-    remedy = "; the model has a chat template: add --apply-chat-template" if template_unused else ""
-    return _counted("Empty answers", numbers, remedy)
-
-
-def _counted(what: str, numbers: Mapping[str, int], remedy: str) -> str:
-    """A sentence with the numbers that are not 0, each of what is named, and a remedy; empty without one."""
-    found = ", ".join(f"{count(number)} of {name}" for name, number in numbers.items() if number)
-    return f" {what}: {found}{remedy}." if found else ""
-
-
-def _alarm(num_unexplained: int, dtype: str) -> str:
-    """The sentence after the conclusion if decoding itself is wrong."""
-    if num_unexplained == 0:
-        return ""
-    texts = "text diverges" if num_unexplained == 1 else "texts diverge"
-    return (
-        f" {count(num_unexplained)} {texts} from the reference where rounding to {dtype} cannot explain it: "
-        "decoding is wrong there."
-    )
-
-
-def _significant(tests: Sequence[tuple[str, Change]]) -> list[tuple[str, Change]]:
+def _significant(tests: Sequence[_Test]) -> list[_Test]:
     """The tests that are significant after Holm's correction, the smallest p first."""
-    corrected = holm([change.paired.p for _, change in tests])
+    corrected = holm([paired.p for *_, paired in tests])
     shown = [test for p, test in zip(corrected, tests, strict=True) if p is not None and p < LEVEL]
-    return sorted(shown, key=lambda test: test[1].paired.p or 0.0)
+    return sorted(shown, key=lambda test: test[2].p or 0.0)
 
 
-def _finding(name: str, change: Change) -> str:
-    result = change.paired
+def _finding(name: str, score: Score, result: PairedScores) -> str:
     side = "higher" if result.difference > 0 else "lower"
     interval = ""
     if result.interval is not None:
@@ -580,16 +461,16 @@ def _finding(name: str, change: Change) -> str:
     assert result.p is not None
     points = hundredths(abs(result.difference))
     return (
-        f"{name} is {points} points {side} on {change.task} {change.metric} (p {p_value(result.p)}{interval})"
+        f"{name} is {points} points {side} on {score.task} {score.metric} (p {p_value(result.p)}{interval})"
     )
 
 
-def _power(tests: Sequence[tuple[str, Change]]) -> str:
+def _power(tests: Sequence[_Test]) -> str:
     """The smallest difference that every one of the tests detects."""
-    detectable = [change.paired.detectable for _, change in tests]
+    detectable = [paired.detectable for *_, paired in tests]
     known = [difference for difference in detectable if difference is not None]
     if len(known) < len(detectable):
         return "these samples are too few or too similar to detect even a large one"
-    fewest = min(change.paired.num_samples for _, change in tests)
+    fewest = min(paired.num_samples for *_, paired in tests)
     points = hundredths(max(known))
     return f"{count(fewest)} samples detect a difference of {points} points or more with 80 % power"

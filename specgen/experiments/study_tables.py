@@ -1,19 +1,15 @@
 """What `specgen eval` and `specgen verify` show: arms against their reference, divergences, texts side by side."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from os.path import commonprefix
 from statistics import median_low
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specgen.config import DraftLength
 from specgen.experiments.study_comparison import (
-    CHANGES,
-    Accuracy,
-    ArmComparison,
-    Measured,
-    SampleTexts,
-    SharedAnswer,
+    Document,
+    Score,
     StudyComparison,
 )
 from specgen.report.charts import quarters
@@ -31,6 +27,7 @@ from specgen.report.display import (
     ratio,
     seconds,
     several,
+    value,
 )
 from specgen.report.grid import FIGURES, Figure, Grid, by_position, chosen
 from specgen.report.page import Page
@@ -39,6 +36,9 @@ from specgen.report.table import Column, Row, Table
 from specgen.report.tables import curve, curves, empty_texts
 from specgen.report.terminal import ALARMING, Part, definitions, heading
 from specgen.report.text_list import Entry, ShownText, Span, TextList, within
+
+if TYPE_CHECKING:  # which imports torch
+    from specgen.experiments.audit import Divergence
 
 _POSITIONS = 6  # shown of an acceptance curve; the JSON has all
 _WORST = 3  # divergences shown per arm; the page has more
@@ -52,49 +52,33 @@ NOTES = {
     "detectable": "smallest true difference that a test of these samples detects with 80 % power",
 }
 _ARM = Column(name="name", title="arm")
+
+
 _ACCURACY = (
-    _ARM,
     Column(name="mean", title="score", show=percent, interval="interval"),
     Column(name="difference", show=lambda share: f"{100 * share:+z.1f}"),
     Column(name="ends", title="95 %"),
     Column(name="p"),
     Column(name="detectable", show=hundredths),
 )
-_TEXTS = (
-    _ARM,
-    Column(name="same", title="same texts"),
-    Column(name="share", show=percent),
-    Column(name="first", title="first divergence"),
-    Column(name="median"),
-    Column(name="widest", title="widest gap"),
-    Column(name="unexplained"),
-)
-_NAMED = {each.name: each for each in FIGURES}
-_LENGTH = replace(_NAMED["mean_acceptance_length"], title="acceptance length", short=None)
-_RATE = replace(_NAMED["draft_acceptance_rate"], title="drafts accepted", short=None)
-_PARTS = (
-    _ARM,
-    Column(name="part", wraps=True),
-    Column(name="num_requests", title="texts"),
-    Column(name="num_drafts", title="drafts"),
-    _LENGTH,
-    _RATE,
-)
 _SPEED = (
     Column(name="output_tokens_per_second", title="output tokens/s", show=rate),
     Column(name="ratio", show=ratio),
     Column(name="total_num_output_tokens", title="output tokens"),
 )
+_COUNTS = {"num_requests": "texts", "num_drafts": "drafts"}
+_NAMED = {each.name: each for each in FIGURES}
+_LENGTH = replace(_NAMED["mean_acceptance_length"], title="acceptance length", short=None)
+_RATE = replace(_NAMED["draft_acceptance_rate"], title="drafts accepted", short=None)
 
 
 def of_comparison(comparison: StudyComparison, settings: Mapping[str, str]) -> Iterator[Part]:
     """What the terminal shows of ``comparison`` and its ``settings``, the conclusion at the end."""
     yield heading(settings)
-    for accuracy in comparison.arms[0].accuracies:
-        table = _accuracy(comparison, accuracy)
-        yield f"{table.title}, {count(accuracy.num_samples)} samples"
+    for table in _accuracies(comparison):
+        yield f"{table.title}, {table.note.partition(',')[0]}"
         yield table
-    if comparison.against:
+    if comparison.others:
         yield definitions(NOTES.items())
     texts, *others = _tables(comparison)
     yield from (texts, divergences(_worst(comparison)), *others)
@@ -112,17 +96,16 @@ def page(
     origin: Mapping[str, str] | None = None,
 ) -> str:
     """The same as an HTML page, with the texts side by side."""
-    accuracies = [_accuracy(comparison, accuracy) for accuracy in comparison.arms[0].accuracies]
     return Page(
         title=title,
         settings=settings,
         sentence=comparison.sentence,
         alarming=comparison.alarming,
-        tables=[*accuracies, *_tables(comparison)],
+        tables=[*_accuracies(comparison), *_tables(comparison)],
         notes=NOTES,
         findings=_busy(comparison),
         origin=origin or {},
-        texts=_text_list(comparison.samples) if comparison.samples else None,
+        texts=_text_list(comparison),
     ).to_html()
 
 
@@ -131,57 +114,60 @@ def _tables(comparison: StudyComparison) -> tuple[Table, ...]:
     return tuple(show(comparison) for show in (_texts, _acceptance, _parts, _speed, _tasks))
 
 
-def _accuracy(comparison: StudyComparison, wanted: Accuracy) -> Table:
-    """The accuracies of all arms on the task and metric of ``wanted``."""
-    key = (wanted.task, wanted.metric)
-    found = {arm.name: a for arm in comparison.arms for a in arm.accuracies if (a.task, a.metric) == key}
-    paired = {
-        arm.name: c.paired for arm in comparison.against for c in arm.changes if (c.task, c.metric) == key
-    }
-    rows = []
-    for name, accuracy in found.items():
-        row: dict[str, Any] = {"name": name, "mean": accuracy.mean, "interval": accuracy.interval}
-        row |= dict.fromkeys(("difference", "ends", "p", "detectable"), "")
-        if change := paired.get(name):
-            row |= {"difference": change.difference, "ends": between(change.interval, hundredths)}
-            row |= {"p": p_value(change.p), "detectable": change.detectable}
-        rows.append(row)
-    differences = f"differences from {comparison.reference}, in points"
-    return Table(
-        title=f"{wanted.task} {wanted.metric}",
-        note=f"{count(wanted.num_samples)} samples, with 95 % intervals; {differences}",
-        columns=_ACCURACY,
-        rows=tuple(rows),
-        bars="mean",
-    )
+def _accuracies(comparison: StudyComparison) -> Iterator[Table]:
+    """A table for each metric of each task, with a row for each arm."""
+    for of_metric in zip(*(arm.scores for arm in comparison.arms), strict=True):
+        first = of_metric[0]
+        yield Table(
+            title=f"{first.task} {first.metric}",
+            note=f"{count(first.num_samples)} samples, with 95 % intervals; differences from {comparison.reference}, "
+            "in points",
+            columns=(_ARM, *_ACCURACY),
+            rows=tuple(
+                {"name": arm.name, **_cells(score)}
+                for arm, score in zip(comparison.arms, of_metric, strict=True)
+            ),
+            bars="mean",
+        )
+
+
+def _cells(score: Score) -> Row:
+    row: dict[str, Any] = {"mean": score.mean, "interval": score.interval}
+    if (change := score.paired) is None:
+        return row | dict.fromkeys(("difference", "ends", "p", "detectable"), "")
+    row |= {"difference": change.difference, "ends": between(change.interval, hundredths)}
+    return row | {"p": p_value(change.p), "detectable": change.detectable}
 
 
 def _texts(comparison: StudyComparison) -> Table:
+    rows = []
+    for arm in comparison.others:
+        found, same, compared = list(arm.firsts.values()), arm.num_identical, arm.num_compared
+        where = [each.position for each in found]
+        rows.append(
+            {
+                "name": arm.name,
+                "same texts": f"{count(same)} of {count(compared)}",
+                "share": same / compared if compared else None,
+                "first divergence": min(where, default=None),
+                "median": median_low(where) if where else None,
+                "widest gap": max((each.gap for each in found if each.gap is not None), default=None),
+                "unexplained": sum(not each.explained for each in found),
+            }
+        )
+    names = ("same texts", "share", "first divergence", "median", "widest gap", "unexplained")
     return Table(
         title="Texts",
         note=f"against {comparison.reference}; positions are counted in tokens, gaps are in logits",
-        columns=_TEXTS,
-        rows=tuple(map(_text_row, comparison.against)),
+        columns=(_ARM, *(Column(name=name, show=percent if name == "share" else value) for name in names)),
+        rows=tuple(rows),
     )
-
-
-def _text_row(arm: ArmComparison) -> Row:
-    where = [each.position for each in arm.divergences]
-    return {
-        "name": arm.name,
-        "same": f"{count(arm.num_identical)} of {count(arm.num_compared)}",
-        "share": arm.num_identical / arm.num_compared if arm.num_compared else None,
-        "first": min(where, default=None),
-        "median": median_low(where) if where else None,
-        "widest": max((each.gap for each in arm.divergences if each.gap is not None), default=None),
-        "unexplained": sum(not each.explained for each in arm.divergences),
-    }
 
 
 def _worst(comparison: StudyComparison) -> Iterator[Row]:
     """A few divergences of each arm, unexplained ones first."""
-    for arm in comparison.against:
-        for first in sorted(arm.divergences, key=lambda each: each.explained)[:_WORST]:
+    for arm in comparison.others:
+        for first in sorted(arm.firsts.values(), key=lambda each: each.explained)[:_WORST]:
             yield {**asdict(first), "arm": arm.name, "explained": first.explained}
 
 
@@ -207,17 +193,17 @@ def _other_lengths(reports: Iterable[Report]) -> list[Figure]:
 
 def _parts(comparison: StudyComparison) -> Table:
     """The acceptance of reasoning and answers, of arms with drafts; no rows where no text has reasoning."""
-    return Table(
-        title="Acceptance by part of the text",
+    groups = [
+        ({"name": arm.name, "part": part}, each)
+        for arm in comparison.arms
+        for part, each in arm.report.parts.items()
+        if each.num_drafts
+    ]
+    numbers = [replace(_NAMED[name], title=None, short=short) for name, short in _COUNTS.items()]
+    return Grid(groups=groups, figures=[*numbers, _LENGTH, _RATE]).table(
+        (_ARM, Column(name="part", wraps=True)),
+        "Acceptance by part of the text",
         note="with 95 % intervals; a step belongs to the part of its first token",
-        columns=_PARTS,
-        rows=tuple(
-            {"name": arm.name, "part": part, **vars(each)}
-            for arm in comparison.arms
-            for part, each in arm.report.parts.items()
-            if each.num_drafts
-        ),
-        num_keys=2,
     )
 
 
@@ -227,31 +213,29 @@ def _speed(comparison: StudyComparison) -> Table:
         note=f"output tokens per second, and their ratio to {comparison.reference}; the time is that of scores too",
         columns=(_ARM, *_SPEED, Column(name="seconds", title="time", show=seconds)),
         rows=tuple(
-            {"name": arm.name, "seconds": arm.seconds, **_speeds(arm.measured)} for arm in comparison.arms
+            {"name": arm.name, "seconds": arm.run.seconds, **_speeds(arm.report, arm.times())}
+            for arm in comparison.arms
         ),
         bars="output_tokens_per_second",
         ticks=quarters(max(arm.report.output_tokens_per_second or 0.0 for arm in comparison.arms)),
     )
 
 
-def _speeds(measured: Measured) -> Row:
+def _speeds(report: Report, times: float | None) -> Row:
     names = ("output_tokens_per_second", "total_num_output_tokens")
-    return {"ratio": measured.ratio, **{name: getattr(measured.report, name) for name in names}}
+    return {"ratio": times, **{name: getattr(report, name) for name in names}}
 
 
 def _tasks(comparison: StudyComparison) -> Table:
     """Acceptance and speed by task; no rows for a single task."""
-    found = [
-        (task, arm.name, arm.tasks[task])
+    groups = [
+        ({"task": task, "name": arm.name, **_speeds(arm.tasks[task], arm.times(task))}, arm.tasks[task])
         for task in comparison.arms[0].tasks
         for arm in comparison.arms
         if task in arm.tasks
     ]
-    others = _other_lengths(each.report for *_, each in found)
-    figures = Grid(
-        groups=[({"task": task, "name": name, **_speeds(each)}, each.report) for task, name, each in found],
-        figures=[_LENGTH, _RATE, *others],
-    ).table(
+    others = _other_lengths(report for _, report in groups)
+    figures = Grid(groups=groups, figures=[_LENGTH, _RATE, *others]).table(
         (Column(name="task", wraps=True), _ARM),
         "By task",
         note=f"mean acceptance length with 95 % intervals; speed, and its ratio to {comparison.reference}",
@@ -261,16 +245,63 @@ def _tasks(comparison: StudyComparison) -> Table:
 
 # --- texts side by side ---------------------------------------------------------------------------
 
+# what arms change in an answer, the most severe first
+_CHANGES = ("wrong text", "right to wrong", "wrong to right", "other score", "other text", "same text")
+_FLIPS = {(1.0, 0.0): "right to wrong", (0.0, 1.0): "wrong to right"}
 
-def _text_list(samples: Sequence[SampleTexts]) -> TextList:
-    """The samples on a page: wrong texts first, then flips of the score, then other texts."""
-    ordered = sorted(samples, key=lambda each: CHANGES.index(each.change))  # stable: else as asked
-    entries = within(map(_entry, ordered), _PAGE_BYTES)
-    changes = [each.change for each in samples]
-    numbers = ", ".join(f"{count(changes.count(each))} {each}" for each in CHANGES if each in changes)
+
+@dataclass(frozen=True, kw_only=True)
+class _Answer:
+    """A text with its scores by metric, of ``arms``; ``first`` is where it leaves the reference's."""
+
+    arms: list[str]
+    text: str
+    scores: Mapping[str, float]
+    first: "Divergence | None"
+
+
+def _answers(comparison: StudyComparison, document: Document) -> list[_Answer]:
+    """The answers to a document, the reference's first, each with the arms that gave it."""
+    found: dict[object, _Answer] = {}
+    metrics = {score.metric for score in comparison.arms[0].scores if score.task == document[0]}
+    for arm in sorted(comparison.arms, key=lambda arm: arm.name != comparison.reference):
+        answer, first = arm.run.answers[document], arm.firsts.get(document)
+        scores = {metric: score for metric, score in answer.scores.items() if metric in metrics}
+        same = (answer.text, tuple(scores.items()), first)
+        found.setdefault(same, _Answer(arms=[], text=answer.text, scores=scores, first=first)).arms.append(
+            arm.name
+        )
+    return list(found.values())
+
+
+def _change(reference: _Answer, *others: _Answer) -> str:
+    """The most severe of what the other arms changed."""
+    found = {"same text"}
+    for other in others:
+        if other.first is not None and not other.first.explained:
+            found.add("wrong text")
+        if other.text != reference.text:
+            found.add("other text")
+        pairs = ((reference.scores[metric], score) for metric, score in other.scores.items())
+        found |= {_FLIPS.get(pair, "other score") for pair in pairs if pair[0] != pair[1]}
+    return min(found, key=_CHANGES.index)
+
+
+def _text_list(comparison: StudyComparison) -> TextList | None:
+    """The samples on a page: wrong texts first, then flips of the score, then other texts; None without one."""
+    documents = comparison.arms[0].reference.answers
+    samples = [(document, _answers(comparison, document)) for document in documents]
+    changes = [_change(*answers) for _, answers in samples]
+    order = sorted(range(len(samples)), key=lambda at: _CHANGES.index(changes[at]))  # stable: else as asked
+    entries = within(
+        (_entry(*samples[at], changes[at], documents[samples[at][0]].question) for at in order), _PAGE_BYTES
+    )
+    numbers = ", ".join(f"{count(changes.count(each))} {each}" for each in _CHANGES if each in changes)
     shown = (
         "" if len(entries) == len(samples) else f"; {count(len(entries))} of {count(len(samples))} are shown"
     )
+    if not samples:
+        return None
     return TextList(
         title="Samples side by side",
         note=f"{numbers}{shown}; texts are marked from the first difference to the reference's",
@@ -280,24 +311,24 @@ def _text_list(samples: Sequence[SampleTexts]) -> TextList:
     )
 
 
-def _entry(sample: SampleTexts) -> Entry:
-    reference, *others = sample.answers
+def _entry(document: Document, answers: Sequence[_Answer], change: str, question: str) -> Entry:
+    reference, *others = answers
     equal = [len(commonprefix([reference.text, other.text])) for other in others]  # noqa: RUF071, it is meant
     cuts = [min(equal, default=len(reference.text)), *equal]
     texts = [
         ShownText(name=_name(answer), spans=_marked(answer.text, cut))
-        for answer, cut in zip(sample.answers, cuts, strict=True)
+        for answer, cut in zip(answers, cuts, strict=True)
     ]
     return Entry(
-        title=f"{sample.task} {sample.doc_id}",
-        labels={"task": sample.task, "change": sample.change},
+        title=" ".join(map(str, document)),
+        labels={"task": document[0], "change": change},
         note=f"{reference.arms[0]} {_score(reference.scores)}",
-        question=sample.question,
+        question=question,
         texts=texts,
     )
 
 
-def _name(answer: SharedAnswer) -> str:
+def _name(answer: _Answer) -> str:
     parts = [", ".join(answer.arms), _score(answer.scores)]
     if answer.first is not None:
         first = answer.first

@@ -312,8 +312,8 @@ class Acceptance:
     @cached_property
     def positions_over_all_steps(self) -> list[Estimate]:
         """[K]: accepted drafts by position per step, with drafts or without: 1 + their sum is the length."""
-        found = [self.over_all_steps(slice(i, i + 1)) for i in range(self.num_spec_tokens)]
-        return [Estimate(each.rate, each.share_interval()) for each in found if each.rate is not None]
+        found = [self.over_all_steps(slice(i, i + 1)).estimate for i in range(self.num_spec_tokens)]
+        return [each for each in found if each is not None]
 
     def mean_over_requests_interval(self) -> Interval | None:
         """The 95 % interval of the mean of the requests' lengths, over units; None without a spread.

@@ -80,6 +80,11 @@ class Ratio:
         """Hits per trial; None without trials."""
         return self.hits / self.trials if self.trials else None
 
+    @property
+    def estimate(self) -> "Estimate | None":
+        """A rate in [0, 1] with its interval; None without trials."""
+        return None if self.rate is None else Estimate(self.rate, self.share_interval())
+
     def variance(self) -> float:
         """The variance of ``rate``, for two groups or more."""
         assert self.groups >= 2
