@@ -240,16 +240,6 @@ def test_a_share_is_of_the_places_where_a_token_was_drafted_or_missed(byte_level
     assert [(row["token"], row["share"]) for row in rejected] == [("“c”", 1 / 2)]
 
 
-def test_rejections_add_up(byte_level):
-    requests, rows = a_run(byte_level, 40)
-    report, (categories, *_), _ = shown(requests, rows, byte_level)
-    steps = report.acceptance_histogram
-    assert sum(row["rejections"] for row in categories.rows) == sum(steps[:K])
-    assert [row["rejections"] for row in categories.rows] == sorted(
-        (sum(each.acceptance_histogram[:K]) for each in report.categories.values()), reverse=True
-    )
-
-
 def test_the_requests_with_the_lowest_acceptance_are_shown(byte_level, monkeypatch):
     """Of all, and of each category, turn and reason to end."""
     requests, rows = a_run(byte_level, 40, num_steps=7)
@@ -271,9 +261,7 @@ def test_a_category_per_request_makes_no_endless_page(byte_level, monkeypatch):
     rows = {f"r{at}": {"text": byte_level.decode(token_ids), "token_ids": token_ids} for at in range(300)}
     requests = chain(*(request(name, [(K, 0)], category=f"c{name}") for name in rows))
     monkeypatch.setattr(run_texts, "_WORST", 0)
-    _, (categories, *_), listed = shown(requests, rows, byte_level)
-    assert len(categories.rows) == 20
-    assert categories.note == "verify steps that rejected a draft; 20 of 300 categories"
+    _, _, listed = shown(requests, rows, byte_level)
     assert len(listed.entries) == 200
 
 

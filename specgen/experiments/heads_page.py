@@ -2,11 +2,13 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+
+import numpy as np
 
 from specgen.config.json_fields import load_json
 from specgen.experiments.head_figures import PLAN, Comparison, HeadPair
@@ -22,7 +24,6 @@ from specgen.experiments.heads_tables import (
     terms,
     verdicts,
 )
-from specgen.record.columns import Run
 from specgen.record.files import Rows, write_json, write_text
 from specgen.record.record_rows import RequestRow
 from specgen.report.charts import Lines, Point, lengths
@@ -173,39 +174,6 @@ def _runs_table(found: Comparison, path: Path) -> Table:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Moved:
-    """A request of two heads; ``sides`` has by head its length over all steps and the number of these."""
-
-    pair: HeadPair
-    name: str
-    sides: Mapping[str, tuple[float, int]]  # the first head's first
-
-    @property
-    def gain(self) -> float:
-        """How much longer the head that is not the first one's is."""
-        return self.sides[self.pair.ours][0] - self.sides[self.pair.first][0]
-
-
-def moved(pair: HeadPair) -> list[Moved]:
-    """The requests with the largest differences of mean acceptance length, gains first."""
-    both = pair.requests.with_steps()
-    found = [
-        Moved(pair=pair, name=name, sides={pair.first: first, pair.ours: ours})
-        for name, first, ours in zip(both.ours.names, _lengths(both.first), _lengths(both.ours), strict=True)
-    ]
-    ordered = sorted(found, key=lambda each: each.gain, reverse=True)
-    gains = [each for each in ordered if each.gain > 0][:_SHOWN]
-    losses = [each for each in ordered if each.gain < 0][-_SHOWN:]
-    return [*gains, *losses]
-
-
-def _lengths(run: Run) -> list[tuple[float, int]]:
-    """The length over all steps of each request, and its steps, of which it has some."""
-    steps = run.counts.num_steps
-    return list(zip((1 + run.counts.num_accepted / steps).tolist(), steps.tolist(), strict=True))
-
-
 def last_words(prompt: object) -> str:
     """The end of a prompt as the model saw it, without the tokens of chat templates; cut between words."""
     words = " ".join(_SPECIAL.sub(" ", str(prompt)).split())
@@ -216,17 +184,35 @@ def last_words(prompt: object) -> str:
 
 
 def moved_texts(found: Comparison, tokenizer: Tokenizer | None) -> TextList | None:
-    """For every head against the first the texts of the requests that moved most, the largest differences first.
+    """The texts of the requests whose acceptance length differs most from the first head's, the largest gap first.
 
-    Without ``tokenizer`` texts have one colour. None where no request has moved.
+    A few longer and a few shorter ones of every other head. Without ``tokenizer`` texts have one colour. None where no
+    request has moved.
     """
-    pairs = [pair for pair in found.pairs if pair.first == found.heads[0]]
-    shown = [each for pair in pairs for each in moved(pair)]
+    shown: list[tuple[float, HeadPair, str, list[str]]] = []  # gap, heads, request, what is said of each head
+    for pair in found.pairs:
+        if pair.first != found.heads[0]:
+            continue
+        both = pair.requests.with_steps()
+        sides = [(run.counts.num_steps, run.counts.num_accepted) for run in (both.first, both.ours)]
+        first, ours = (1 + accepted / steps for steps, accepted in sides)
+        order = np.argsort(first - ours, kind="stable").tolist()
+        for row in dict.fromkeys((*order[:_SHOWN], *order[-_SHOWN:])):
+            if gap := abs(float(ours[row] - first[row])):
+                notes = [
+                    f"{head} {plain(float(length[row]))} in {several(int(steps[row]), 'step')}"
+                    for head, length, (steps, _) in zip(
+                        (pair.first, pair.ours), (first, ours), sides, strict=True
+                    )
+                ]
+                shown.append((gap, pair, both.ours.names[row], notes))
     if not shown:
         return None
-    shown.sort(key=lambda each: -abs(each.gain))
+    shown.sort(key=lambda each: -each[0])
     rows = {(run.data, run.head): Rows(run.directory / "completions.jsonl") for run in found.runs}
-    entries = within((_entry(each, rows, tokenizer) for each in shown), _PAGE_BYTES)
+    entries = within(
+        (_entry(pair, name, notes, rows, tokenizer) for _, pair, name, notes in shown), _PAGE_BYTES
+    )
     return TextList(
         title="The requests that moved most",
         note="both heads' tokens by how they came, the largest differences of their acceptance lengths first",
@@ -235,18 +221,20 @@ def moved_texts(found: Comparison, tokenizer: Tokenizer | None) -> TextList | No
     )
 
 
-def _entry(each: Moved, rows: Mapping[tuple[str, str], Rows], tokenizer: Tokenizer | None) -> Entry:
-    pair = each.pair
-    answers = {head: rows[pair.data, head][each.name] for head in each.sides}
+def _entry(
+    pair: HeadPair,
+    name: str,
+    notes: Sequence[str],
+    rows: Mapping[tuple[str, str], Rows],
+    tokenizer: Tokenizer | None,
+) -> Entry:
+    answers = {head: rows[pair.data, head][name] for head in (pair.first, pair.ours)}
     category = answers[pair.ours].get("category")
     labels = {"heads": f"{pair.ours} against {pair.first}", "data": pair.data}
     return Entry(
-        title=f"{pair.data} {each.name}",
+        title=f"{pair.data} {name}",
         labels=labels | ({} if category is None else {"category": category}),
-        note=", ".join(
-            f"{head} {plain(length)} in {several(steps, 'step')}"
-            for head, (length, steps) in each.sides.items()
-        ),
+        note=", ".join(notes),
         question=last_words(answers[pair.ours]["prompt"]),
         texts=[
             ShownText(name=", ".join(filter(None, (head, text.name))), spans=text.spans)

@@ -1,14 +1,14 @@
 """The texts of a run for its page: where drafts fail, and the requests with the worst acceptance, token by token."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
 import numpy as np
 
 from specgen.config import UserError
-from specgen.record.columns import Array, Counts, Run
+from specgen.record.columns import Array, Run
 from specgen.record.record_rows import RequestRow
 from specgen.report.display import count, percent, plain, several
 from specgen.report.table import Column, Row, Table
@@ -31,7 +31,7 @@ _KEYS = {
     "prefill": "from prefill",
 }
 
-_TOKENS, _CATEGORIES = 12, 20  # shown
+_TOKENS = 12  # shown
 _OTHERS = 3  # drafts shown per token
 _BY_TOKEN = (
     Column(name="token", title="the target's token"),
@@ -43,12 +43,6 @@ _BY_DRAFT = (
     Column(name="token", title="draft"),
     Column(name="rejected"),
     Column(name="share", title="of occurrences", show=percent),
-)
-_BY_CATEGORY = (
-    Column(name="category"),
-    Column(name="rejections"),
-    Column(name="share", title="of all", show=percent),
-    Column(name="per_step", title="of its steps", show=percent),
 )
 
 
@@ -62,7 +56,8 @@ class RunTexts:
         self._run, self._rows = run, rows
         self._stride = -(-len(rows) // _COUNTED) or 1
         self._num_counted = 0
-        self._rejections = Rejections(run)
+        self._rejected: Counter[tuple[int, int]] = Counter()  # draft, and what the target said in its place
+        self._accepted: Counter[int] = Counter()
 
     def shown(self, tokenizer: Tokenizer | None) -> tuple[list[Table], TextList | None]:
         """The tables of rejections, and the texts; without a ``tokenizer`` these are in one colour."""
@@ -70,7 +65,11 @@ class RunTexts:
         for name in self._run.names:
             if crc32(name.encode()) % self._stride == 0 and (request := self._request(name)) is not None:
                 self._num_counted += 1
-                self._rejections.add_tokens(request, self._rows[name]["token_ids"])
+                for source, token in zip(sources(request), self._rows[name]["token_ids"], strict=True):
+                    if source.kind == "draft":
+                        self._accepted[token] += 1
+                    elif source.rejected is not None:
+                        self._rejected[source.rejected, token] += 1
         length = self._lengths()
         found = ((row, self._request(self._run.names[row])) for row in self._chosen(length))
         chosen = [(float(length[row]), request) for row, request in found if request is not None]
@@ -102,15 +101,49 @@ class RunTexts:
         return list(dict.fromkeys([*found, *order[:_WORST].tolist()]))
 
     def _tables(self, tokenizer: Tokenizer | None) -> list[Table]:
-        if not self._rejections.any:
-            return []
-        of_some = f"; in {count(self._num_counted)} of the requests" if self._stride > 1 else ""
+        """The tokens most often missed, and the drafts most often rejected; one behind a rejected one is neither."""
+        note = f"; in {count(self._num_counted)} of the requests" if self._stride > 1 else ""
+        missed, rejected = Counter[int](), Counter[int]()
+        others: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        for (draft, token), number in self._rejected.items():
+            missed[token] += number
+            rejected[draft] += number
+            others[token][draft] += number
 
         def piece(token: int) -> str:
             text = "" if tokenizer is None else tokenizer.decode_with_special([token])
-            return text or f"token {token}"
+            return quoted(text or f"token {token}")
 
-        return list(self._rejections.tables(piece, of_some))
+        def listed(drafts: Counter[int]) -> str:
+            shown = [f"{piece(draft)} {count(number)}" for draft, number in _most(drafts)[:_OTHERS]]
+            more = len(drafts) - len(shown)
+            return ", ".join(shown) + (f" and {count(more)} more" if more else "")
+
+        def rows(numbers: Counter[int]) -> tuple[Row, ...]:
+            return tuple(
+                {
+                    "token": piece(token),
+                    "rejected": number,
+                    "share": number / (number + self._accepted[token]),
+                    "others": listed(others[token]),
+                }
+                for token, number in _most(numbers)
+            )
+
+        found = (
+            (
+                "Tokens that are missed most",
+                "the target's token where a draft was rejected",
+                _BY_TOKEN,
+                missed,
+            ),
+            ("Drafts that are rejected most", "rejected drafts", _BY_DRAFT, rejected),
+        )
+        return [
+            Table(title=title, note=f"{each}{note}", columns=columns, rows=rows(numbers))
+            for title, each, columns, numbers in found
+            if numbers
+        ]
 
     def _listed(self, entries: Sequence[Entry], tokenizer: Tokenizer | None) -> TextList:
         keys = keys_of(entries)
@@ -188,92 +221,6 @@ def _span(text: str, source: Source, tokenizer: Tokenizer) -> Span:
     return Span(text, span_style(source), rejected)
 
 
-# --- rejections ---------------------------------------------------------------------------------
-
-
-class Rejections:
-    """Counts over requests: of every rejected draft, what the target said in its place.
-
-    A place is a draft that the target decided on: those behind the first rejected one of a step are not.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._pairs: Counter[tuple[int, int]] = Counter()  # draft, token
-        self._accepted: Counter[int] = Counter()
-        self._categories = {name: _rejected(group.counts) for name, group in run.by("category").items()}
-
-    @property
-    def any(self) -> bool:
-        """Whether a draft was rejected in a request that was counted by token."""
-        return bool(self._pairs)
-
-    def add_tokens(self, row: RequestRow, token_ids: Sequence[int]) -> None:
-        """Count one request, whose tokens are ``token_ids``, by token."""
-        for source, token in zip(sources(row), token_ids, strict=True):
-            if source.kind == "draft":
-                self._accepted[token] += 1
-            elif source.rejected is not None:
-                self._pairs[source.rejected, token] += 1
-
-    def tables(self, piece: Callable[[int], str], note: str) -> Iterator[Table]:
-        """The most frequent ones; ``piece`` is the text of a token, ``note`` says which requests were counted."""
-        yield self._by_category()
-        missed, rejected = Counter[int](), Counter[int]()
-        others: defaultdict[int, Counter[int]] = defaultdict(Counter)
-        for (draft, token), number in self._pairs.items():
-            missed[token] += number
-            rejected[draft] += number
-            others[token][draft] += number
-        yield Table(
-            title="Tokens that are missed most",
-            note=f"the target's token where a draft was rejected{note}",
-            columns=_BY_TOKEN,
-            rows=tuple(
-                {**row, "others": _listed(others[token], piece)} for token, row in self._rows(missed, piece)
-            ),
-        )
-        yield Table(
-            title="Drafts that are rejected most",
-            note=f"rejected drafts{note}",
-            columns=_BY_DRAFT,
-            rows=tuple(row for _, row in self._rows(rejected, piece)),
-        )
-
-    def _rows(self, rejected: Counter[int], piece: Callable[[int], str]) -> Iterator[tuple[int, Row]]:
-        """The most frequent tokens and their rows."""
-        for token, number in _most(rejected):
-            share = number / (number + self._accepted[token])
-            yield token, {"token": quoted(piece(token)), "rejected": number, "share": share}
-
-    def _by_category(self) -> Table:
-        """No rows for a single category."""
-        total = sum(rejections for rejections, _ in self._categories.values())
-        ordered = sorted(self._categories.items(), key=lambda each: (-each[1][0], each[0]))
-        rows = [
-            {
-                "category": category,
-                "rejections": rejections,
-                "share": rejections / total if total else None,
-                "per_step": rejections / steps if steps else None,
-            }
-            for category, (rejections, steps) in ordered[:_CATEGORIES]
-        ]
-        shown = (
-            f"; {count(len(rows))} of {count(len(ordered))} categories" if len(rows) < len(ordered) else ""
-        )
-        return Table(
-            title="Rejections by category",
-            note=f"verify steps that rejected a draft{shown}",
-            columns=_BY_CATEGORY,
-            rows=tuple(rows) if len(rows) > 1 else (),
-        )
-
-
-def _rejected(counts: Counts) -> tuple[int, int]:
-    """Steps that rejected a draft, and all that had some."""
-    return int(counts.reached.sum() - counts.accepted.sum()), int(counts.num_drafts.sum())
-
-
 def quoted(text: str) -> str:
     """A token's text in quotes, blanks made visible."""
     return f"“{text.replace(' ', '␣').replace(chr(10), '⏎').replace(chr(9), '⇥')}”"
@@ -282,10 +229,3 @@ def quoted(text: str) -> str:
 def _most(numbers: Counter[int]) -> list[tuple[int, int]]:
     """The most frequent, of equal ones the smaller id: the order does not depend on that of the requests."""
     return sorted(numbers.items(), key=lambda each: (-each[1], each[0]))[:_TOKENS]
-
-
-def _listed(drafts: Counter[int], piece: Callable[[int], str]) -> str:
-    shown = _most(drafts)[:_OTHERS]
-    more = len(drafts) - len(shown)
-    texts = [f"{quoted(piece(draft))} {count(number)}" for draft, number in shown]
-    return ", ".join(texts) + (f" and {count(more)} more" if more else "")
