@@ -94,8 +94,9 @@ def test_the_file_has_one_model_and_one_mode(tmp_path: Path, kwargs: dict[str, b
     # of 12 steps 10, 8, 5 and 3 accepted more than 0, 1, 2 and 3 drafts
     assert yaml.safe_load(text) == {"org/target: new": {mode: {1: 1.83, 2: 2.5, 3: 2.92, 4: 3.17}}}
     comments = [line for line in text.splitlines() if line.startswith("#")]
-    asked = "# dataset: gsm8k | temperature: 0.5 | top_p: 1.0 | output_len: 9 | requests: 4"
-    assert f"{asked} | repetition_penalty: 1.5 | logit_bias: [[40, 5.0]]" in comments
+    assert any(line.startswith("# gsm8k, K 4, temperature 0.5, ") for line in comments)
+    said = "with repetition penalty 1.5, logit bias (1), at most 9 new tokens, 4 requests"
+    assert any(line.endswith(said) for line in comments)
     assert "# drafter: org/head | draft_sampling: greedy" in comments
     assert "# K 1, 2, 3: estimated by min(accepted, K) of the steps of the run with K 4" in comments
 

@@ -65,24 +65,16 @@ class Curve:
 
     def to_yaml(self) -> str:
         """As InferenceX keeps it: the model, whether it thinks, and the length by K to two decimals."""
-        lines = [
-            "Mean acceptance length, 1 + accepted drafts / steps, by draft tokens (K); measured by specgen"
-        ]
-        names = ("temperature", "top_p", "top_k", "min_p")
-        asked = {name: self.sampling[name] for name in names if name in self.sampling}
-        asked |= {"output_len": self.sampling["max_tokens"], "requests": self.num_requests}
-        named = {*names, "max_tokens", "seed", "logprobs"}
-        asked |= {name: each for name, each in self.sampling.items() if each and name not in named}
-        lines += [
-            " | ".join(
-                f"{name}: {each}" for name, each in {"dataset": self.conditions.dataset, **asked}.items()
-            )
-        ]
-        lines += [f"drafter: {self.drafter} | draft_sampling: {self.conditions.draft_sampling or 'greedy'}"]
+        lines = (
+            "Mean acceptance length, 1 + accepted drafts / steps, by draft tokens (K); measured by specgen",
+            f"{self.conditions.text()}, {self.num_requests} requests",
+            f"drafter: {self.drafter} | draft_sampling: {self.conditions.draft_sampling or 'greedy'}",
+            *self._estimates(),
+        )
         curve = {point.num_spec_tokens: round(point.length, 2) for point in self.points}
         mode = {True: "on", False: "off", None: "unknown"}[self.conditions.thinking]
         document: str = yaml.safe_dump({self.model: {f"thinking_{mode}": curve}}, sort_keys=False)
-        return "".join(f"# {line}\n" for line in (*lines, *self._estimates())) + document
+        return "".join(f"# {line}\n" for line in lines) + document
 
     def _estimates(self) -> Iterator[str]:
         """Which points were not measured at their own K."""
@@ -112,7 +104,20 @@ def curve_of(directories: Sequence[Path]) -> Curve:
             f"rows of {directory} set their own {', '.join(own)}, so there is no one setting: generate without them",
         )
         require(k not in found, f"{directory} is a second run with K {k}: give one for each K")
-        found[k] = _of_run(directory, k)
+        run = columns.read(directory, k)
+        require(
+            bool(run.counts.num_drafts.any()),
+            f"{directory} has no steps with drafts: give a run of `specgen generate` with a drafter",
+        )
+        found[k] = Acceptance(run)
+    points = []
+    for k in range(1, max(found) + 1):
+        at = min(each for each in found if each >= k)
+        accepted = found[at].over_all_steps(slice(k))
+        length = 1 + (accepted.rate or 0.0)
+        points.append(
+            Point(num_spec_tokens=k, length=length, ci95=length_interval(accepted, k), measured_at=at)
+        )
     _, report, manifest = max(read, key=lambda each: each[1].num_spec_tokens)
     return Curve(
         model=manifest.get("served_model_name", checkpoint_name(manifest["engine"]["model"])),
@@ -120,23 +125,5 @@ def curve_of(directories: Sequence[Path]) -> Curve:
         conditions=conditions_of(manifest, has_reasoning="reasoning" in report.parts),
         sampling=manifest["sampling"],
         num_requests=report.num_requests,
-        points=tuple(_points(found)),
+        points=tuple(points),
     )
-
-
-def _of_run(directory: Path, num_spec_tokens: int) -> Acceptance:
-    """The acceptance of a run with drafts."""
-    run = columns.read(directory, num_spec_tokens)
-    require(
-        bool(run.counts.num_drafts.any()),
-        f"{directory} has no steps with drafts: give a run of `specgen generate` with a drafter",
-    )
-    return Acceptance(run)
-
-
-def _points(runs: Mapping[int, Acceptance]) -> Iterator[Point]:
-    for k in range(1, max(runs) + 1):
-        at = min(each for each in runs if each >= k)
-        found = runs[at].over_all_steps(slice(k))
-        length = 1 + (found.rate or 0.0)
-        yield Point(num_spec_tokens=k, length=length, ci95=length_interval(found, k), measured_at=at)

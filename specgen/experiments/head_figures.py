@@ -147,24 +147,18 @@ def read_speeds(directory: Path) -> Speeds:
 
 def _read(directory: Path) -> tuple[Report, Mapping[str, Any]]:
     report, manifest = load_so_far(directory)
-    require(report.state is None, f"{directory}: {report.unfinished}")
-    require(
-        (directory / "completions.jsonl").is_file(),
-        f"{directory} has no completions.jsonl, of which a comparison is made: generate into a new directory",
-    )
-    require(
-        "dataset" in manifest["data"],
-        f"{directory} holds no run of `specgen generate`: give such runs, or see `specgen report {directory}`",
-    )
-    require(
-        manifest["engine"]["num_spec_tokens"] != 0,
-        f"{directory} is plain decoding, which has no acceptance to compare: give runs with a drafter",
-    )
-    require(
-        manifest["engine"].get("spec_length", "fixed") == "fixed",
-        f"{directory} chose K at every step (num-spec-tokens auto), so its length cannot be compared: generate with a "
-        "fixed K",
-    )
+    engine = manifest["engine"]
+    no_rows = "has no completions.jsonl, of which a comparison is made: generate into a new directory"
+    no_drafts = "is plain decoding, which has no acceptance to compare: give runs with a drafter"
+    own_k = "chose K at every step (num-spec-tokens auto), so its length cannot be compared: generate with a fixed K"
+    for is_fit, why in (
+        (report.state is None, report.unfinished),
+        ((directory / "completions.jsonl").is_file(), no_rows),
+        ("dataset" in manifest["data"], "holds no run of `specgen generate`: give such runs"),
+        (engine["num_spec_tokens"] != 0, no_drafts),
+        (engine.get("spec_length", "fixed") == "fixed", own_k),
+    ):
+        require(is_fit, f"{directory}: {why}")
     return report, manifest
 
 

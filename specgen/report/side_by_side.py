@@ -88,18 +88,13 @@ def _failures(report: Report) -> Iterator[str]:
 
 def _settings(names: Sequence[str], settings: Mapping[str, Sequence[Any]]) -> Table:
     columns = (Column(name=f"run {at}", title=name, wraps=True) for at, name in enumerate(names))
+    rows = []
+    for name, values in settings.items():
+        shown = (DASH if value is None else from_here(str(value)) for value in values)
+        rows.append({"setting": name} | {f"run {at}": text for at, text in enumerate(shown)})
     return Table(
-        title="Settings that differ",
-        columns=(Column(name="setting", title=""), *columns),
-        rows=tuple(
-            {"setting": name, **{f"run {at}": _setting(value) for at, value in enumerate(values)}}
-            for name, values in settings.items()
-        ),
+        title="Settings that differ", columns=(Column(name="setting", title=""), *columns), rows=tuple(rows)
     )
-
-
-def _setting(value: object) -> str:
-    return DASH if value is None else from_here(str(value))
 
 
 def _paired(name: str, first: str, shared: SharedRequests) -> Iterator[Part]:
@@ -115,25 +110,19 @@ def _paired(name: str, first: str, shared: SharedRequests) -> Iterator[Part]:
         yield f"{head}; the acceptance of every request is the same."
     else:
         yield f"{head}. Paired differences:"
-        yield Table(
-            title=f"{name} against {first}, paired by request",
-            columns=(
-                Column(name="figure", title=""),
-                Column(name="first", title=first),
-                Column(name="ours", title=name),
-                *(Column(name=each) for each in ("difference", "95 %", "p")),
-            ),
-            rows=tuple(map(_difference, shared.figures)),
-        )
+        rows = [_difference(each) for each in shared.figures]
+        titles = {"figure": "", "first": first, "ours": name, "difference": None, "95 %": None, "p": None}
+        columns = tuple(Column(name=key, title=title) for key, title in titles.items())
+        yield Table(title=f"{name} against {first}, paired by request", columns=columns, rows=tuple(rows))
 
 
 def _difference(each: PairedFigure) -> Row:
-    show = plain if each.figure == LENGTH else percent
+    show, points = (plain, plain) if each.figure == LENGTH else (percent, hundredths)
     return {
         "figure": each.figure,
         "first": show(each.first),
         "ours": show(each.ours),
-        "difference": (plain if show is plain else hundredths)(each.paired.difference),
+        "difference": points(each.paired.difference),
         "95 %": ends(each.paired.interval, show),
         "p": p_value(each.p),
     }
