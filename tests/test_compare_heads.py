@@ -60,18 +60,9 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str],
     root = tmp_path_factory.mktemp("compare")
     write_rows(root / "test.jsonl", MATH)
     model, (one, two, _) = data_directory() / "demo" / "target", heads()
-    command = [
-        *("--model", str(model), "--drafter", one, "--drafter", two, "--drafter", "ngram"),
-        *(
-            "--dataset",
-            f"bundled, gsm8k={root / 'test.jsonl'}",
-            "--num-prompts",
-            "5",
-            "--max-new-tokens",
-            "10",
-        ),
-        *("--num-spec-tokens", str(K), "--repeats", "2", "--output", str(root / "out")),
-    ]
+    asked = f"--num-prompts 5 --max-new-tokens 10 --num-spec-tokens {K} --repeats 2 --output {root / 'out'}"
+    command = ["--model", str(model), "--drafter", one, "--drafter", two, "--drafter", "ngram"]
+    command += ["--dataset", f"bundled, gsm8k={root / 'test.jsonl'}", *asked.split()]
     loaded = Counter[str]()
     with pytest.MonkeyPatch.context() as patch:
         read = loading.load_target
@@ -108,6 +99,13 @@ def interval_by_scipy(units: list[tuple[int, int]]) -> tuple[float, float, float
     n, rate = len(units), h.sum() / t.sum()
     variance = n / (n - 1) * np.sum((h - rate * t) ** 2) / t.sum() ** 2
     return 1 + rate, stats.t.ppf(0.975, n - 1) * np.sqrt(variance), variance, n - 1
+
+
+def change_manifest(run: Path, section: str, **changes: object) -> Path:
+    """Other values in a section of the manifest of ``run``."""
+    manifest = json.loads((run / "manifest.json").read_text())
+    change_json(run / "manifest.json", **{section: manifest[section] | changes})
+    return run
 
 
 # --- figures --------------------------------------------------------------------------------------
@@ -205,12 +203,6 @@ def test_it_is_printed_again_from_directories(compared: tuple[Path, list[str], s
     assert "tokens/s" not in call(*runs)
 
 
-def test_the_page_says_how_it_was_made_and_runs_nothing(compared: tuple[Path, list[str], str]) -> None:
-    page = (compared[0] / "compare.html").read_text()
-    assert "<script" not in page
-    assert "<dt>command</dt>" in page
-
-
 def test_texts_of_the_requests_that_moved_most_are_those_of_both_heads(
     compared: tuple[Path, list[str], str],
 ) -> None:
@@ -241,6 +233,8 @@ def test_texts_of_the_requests_that_moved_most_are_those_of_both_heads(
         f"{head} against drafter" for head in ("drafter-two-layers", "ngram:3")
     }
     page = (path / "compare.html").read_text()
+    assert "<dt>command</dt>" in page
+    assert "<script" not in page
     assert page.count("<details class") == len(gains)
     assert "data-draft=" in page
     plain = moved_texts(found, None)
@@ -510,18 +504,14 @@ def test_options_without_effect_are_refused(tmp_path: Path, option: str) -> None
 def test_unlike_runs_are_refused(tmp_path: Path, section: str, field: str, value: object, says: str) -> None:
     paths = [a_run(tmp_path / head, head, [[1, 2], [3]]) for head in "ab"]
     read_runs(paths)
-    manifest = json.loads((paths[1] / "manifest.json").read_text())
-    manifest[section][field] = value
-    (paths[1] / "manifest.json").write_text(json.dumps(manifest))
+    change_manifest(paths[1], section, **{field: value})
     with pytest.raises(UserError, match=says):
         read_runs(paths)
 
 
 def test_equal_prompts_are_one_data_set_by_any_name(tmp_path: Path) -> None:
     paths = [a_run(tmp_path / head, head, [[1, 2], [3]]) for head in "ab"]
-    manifest = json.loads((paths[1] / "manifest.json").read_text())
-    manifest["data"] |= {"dataset": "/elsewhere/mine.jsonl", "num_prompts": 2}
-    (paths[1] / "manifest.json").write_text(json.dumps(manifest))
+    change_manifest(paths[1], "data", dataset="/elsewhere/mine.jsonl", num_prompts=2)
     assert read_runs(paths).data == ("mine",)
 
 
@@ -538,9 +528,7 @@ def test_parameters_that_rows_of_one_data_set_set_are_named_and_hide_no_other(tm
         for head in "ab"
     ]
     for path in paths[:2]:
-        manifest = json.loads((path / "manifest.json").read_text())
-        manifest["data"]["own_parameters"] = ["temperature"]
-        (path / "manifest.json").write_text(json.dumps(manifest))
+        change_manifest(path, "data", own_parameters=["temperature"])
     text = call(*paths)
     assert "sampling greedy" in text
     assert "Rows of mix set their own temperature." in text
@@ -565,18 +553,12 @@ def test_runs_that_have_not_finished_or_drafted_are_refused(tmp_path: Path) -> N
     (paths[1] / "passes.jsonl").touch()
     with pytest.raises(UserError, match=r"/b: This run is not finished .* same command resumes it"):
         read_runs(paths)
-    plain = a_run(tmp_path / "plain", "c", [[], []])
-    manifest = json.loads((plain / "manifest.json").read_text())
-    manifest["engine"]["num_spec_tokens"] = 0
-    (plain / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match="is plain decoding"):
-        read_runs([plain])
-    auto = a_run(tmp_path / "auto", "d", [[1], [2]])
-    manifest = json.loads((auto / "manifest.json").read_text())
-    manifest["engine"]["spec_length"] = "auto"
-    (auto / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match="chose K at every step"):
-        read_runs([auto])
+    for changes, says in (
+        ({"num_spec_tokens": 0}, "is plain decoding"),
+        ({"spec_length": "auto"}, "chose K at every step"),
+    ):
+        with pytest.raises(UserError, match=says):
+            read_runs([change_manifest(a_run(tmp_path / says, "c", [[1], [2]]), "engine", **changes)])
 
 
 def test_a_drafter_that_never_drafted_costs_the_others_nothing(tmp_path: Path) -> None:
@@ -597,6 +579,7 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     rows, again = tmp_path / "rows.jsonl", tmp_path / "again.jsonl"
     for file in (rows, again):
         file.write_text('{"prompt": "Tom has"}\n')
+    of_target = ("--model", target, "--drafter", target)
     refusals = {
         ("--repeats", "1"): "one run has no spread",
         two: "drafter 'ngram:3' is given twice",
@@ -611,12 +594,7 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         ("--dataset", "-"): "can be read only once",
         ("--num-spec-tokens", "0"): "nothing to compare",
         ("--num-spec-tokens", "auto"): "every head would draft another number",
-        (
-            "--model",
-            target,
-            "--drafter",
-            target,
-        ): f"^{target} is not a draft head .*a whole model, LlamaForCausalLM",
+        of_target: f"^{target} is not a draft head .*a whole model, LlamaForCausalLM",
         ("--drafter", heads()[0]): f"^drafter '{heads()[0]}' is given without a model: name its target",
         ("--model", str(tmp_path)): "has no drafter to compare",
         (str(tmp_path), "--drafter", "ngram"): "^drafter, output are given with directories",
@@ -901,12 +879,6 @@ def test_a_caption_has_no_path_and_no_machine(tmp_path: Path) -> None:
         assert "model org/target; sampling greedy." in text
         assert "/home" not in text
         assert text.count("sdpa") == text.count(comment) == 1
-
-
-def test_a_data_set_named_mean_is_not_the_mean(tmp_path: Path) -> None:
-    paths = [a_run(tmp_path / data, "a", simulated(0.4, 1), data=data) for data in ("mine", "mean")]
-    text = exported(compare_runs(read_runs(paths), {}), "latex")
-    assert r"head & mine length & mean length & mean length of all \\" in text
 
 
 def test_nothing_is_bold_that_the_data_cannot_tell(tmp_path: Path) -> None:
