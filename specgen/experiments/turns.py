@@ -231,10 +231,10 @@ def repeat_of(run: Run, yardstick: Yardstick | None = None) -> Repeat:
     completions, requests, columns = run.completions.values(), run.requests, run.columns
     acceptance, passes = Acceptance(columns), PassSums()
     passes.add(run.passes)
-    kinds = {kind: steps.result() for kind, steps in passes.steps.items()}
+    kinds = passes.steps()
     steps, prefill = kinds.get("decode"), kinds.get("prefill")
     ttft, tpot = latencies(columns)
-    wall = passes.wall.result(run.seconds)
+    wall = passes.wall(run.seconds)
     known = yardstick.known if yardstick else None
     emitted = [step.emitted for request in requests for step in request.steps or ()]
     return Repeat(

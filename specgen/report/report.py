@@ -219,8 +219,8 @@ def report_of(run: Run, passes: Iterable[Row], *, num_errors: int = 0) -> Report
         wall_seconds=sums.clock.seconds,
         ttft_seconds=ttft,
         tpot_seconds=tpot,
-        steps={kind: steps.result() for kind, steps in sorted(sums.steps.items())},
-        wall=None if sums.clock.sharded else sums.wall.result(sums.clock.seconds),
+        steps=sums.steps(),
+        wall=None if sums.clock.sharded else sums.wall(sums.clock.seconds),
         num_empty=int((run.is_empty & ~in_reasoning).sum()),
     )
 

@@ -93,40 +93,6 @@ class StepStats:
     by_num_spec_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
-class StepSum:
-    def __init__(self) -> None:
-        self._counts = Counter[str]()  # by field of StepStats
-        self._num_sequences = 0
-        self._seconds = self._max_seconds = 0.0
-        self._by_num_spec_tokens = Counter[int]()
-
-    def add(self, row: PassRow) -> None:
-        self._counts.update(
-            num_steps=1,
-            target_rows=row.target_rows,
-            target_rejected=row.num_rejected,
-            first_pass_rows=row.first_pass_rows,
-            first_pass_wasted=row.first_pass_rows - row.first_pass_kept,
-            loop_rows=row.loop_rows,
-        )
-        self._num_sequences += row.num_sequences
-        self._seconds += row.seconds
-        self._max_seconds = max(self._max_seconds, row.seconds)
-        self._by_num_spec_tokens[row.num_spec_tokens] += 1
-
-    def result(self) -> StepStats:
-        """The sums and means; needs at least one row."""
-        num_steps = self._counts["num_steps"]
-        return StepStats(
-            **self._counts,
-            seconds=self._seconds,
-            mean_seconds=self._seconds / num_steps,
-            max_seconds=self._max_seconds,
-            mean_sequences=self._num_sequences / num_steps,
-            by_num_spec_tokens={str(k): steps for k, steps in self._by_num_spec_tokens.most_common()},
-        )
-
-
 # --- where the wall time went -------------------------------------------------------------------
 
 
@@ -163,43 +129,6 @@ class WallTime:
         return replace(self, rest=self.rest + whole - self.whole)
 
 
-class WallSum:
-    """Sums over passes and captures. Decode steps are kept by batch size, for the largest is known at the end."""
-
-    def __init__(self) -> None:
-        self._seconds = dict.fromkeys(("prefill", "captures", "idle_outside", "idle_engine"), 0.0)
-        self._decode: dict[tuple[int, bool], tuple[int, float]] = {}  # number of steps and their seconds
-
-    def add(self, row: PassRow | Captured) -> None:
-        if isinstance(row, Captured):
-            self._seconds["captures"] += row.seconds
-            return
-        self._seconds["idle_outside"] += row.idle_outside
-        self._seconds["idle_engine"] += row.idle - row.idle_outside
-        if row.kind == "prefill":
-            self._seconds["prefill"] += row.seconds
-        else:
-            key = row.num_sequences, row.num_waiting > 0
-            number, seconds = self._decode.get(key, (0, 0.0))
-            self._decode[key] = number + 1, seconds + row.seconds
-
-    def result(self, whole: float) -> WallTime | None:
-        """The parts of a wall time of ``whole`` seconds; None without decode steps."""
-        if not self._decode:
-            return None
-        prices, sequences = _priced(self._decode)
-        full = prices[0]
-        filling, tail = (
-            math.fsum((price - full) * each[at] for price, each in zip(prices, sequences, strict=True))
-            for at in (0, 1)
-        )
-        decode = sum(seconds for _, seconds in self._decode.values())
-        found = WallTime(
-            **self._seconds, full=decode - (filling + tail), filling=filling, tail=tail, rest=0.0
-        )
-        return found.of_whole(whole)
-
-
 def _priced(
     decode: Mapping[tuple[int, bool], tuple[int, float]],
 ) -> tuple[list[float], list[tuple[int, int]]]:
@@ -226,8 +155,13 @@ class PassSums:
 
     def __init__(self) -> None:
         self.num_preempted = self.num_tokens = 0
-        self.clock, self.wall = WallClock(), WallSum()
-        self.steps: dict[str, StepSum] = {}
+        self.clock = WallClock()
+        self._counts = defaultdict[str, Counter[str]](Counter)  # by kind of step, then by field of StepStats
+        self._by_num_spec_tokens = defaultdict[str, Counter[int]](Counter)
+        self._most = defaultdict[str, float](float)  # seconds of the longest step of a kind
+        self._seconds = defaultdict[str, float](float)  # of steps by kind, then by part of WallTime
+        # of decode steps by batch size and whether prompts waited, as the largest is known at the end
+        self._decode: dict[tuple[int, bool], tuple[int, float]] = {}
 
     def add(self, passes: Iterable[Row]) -> None:
         """Add the rows of ``passes.jsonl``, in their order."""
@@ -235,9 +169,62 @@ class PassSums:
         for row in passes:
             session = row.name if isinstance(row, Session) else session
             self.clock.see(session, row.time)
-            if isinstance(row, PassRow):
-                self.num_preempted += row.num_preempted
-                self.num_tokens += row.num_tokens
-                self.steps.setdefault(row.kind, StepSum()).add(row)
-            if isinstance(row, PassRow | Captured):
-                self.wall.add(row)
+            if isinstance(row, Captured):
+                self._seconds["captures"] += row.seconds
+            elif isinstance(row, PassRow):
+                self._add(row)
+
+    def _add(self, row: PassRow) -> None:
+        self.num_preempted += row.num_preempted
+        self.num_tokens += row.num_tokens
+        self._counts[row.kind].update(
+            num_steps=1,
+            sequences=row.num_sequences,
+            target_rows=row.target_rows,
+            target_rejected=row.num_rejected,
+            first_pass_rows=row.first_pass_rows,
+            first_pass_wasted=row.first_pass_rows - row.first_pass_kept,
+            loop_rows=row.loop_rows,
+        )
+        self._by_num_spec_tokens[row.kind][row.num_spec_tokens] += 1
+        self._most[row.kind] = max(self._most[row.kind], row.seconds)
+        self._seconds[row.kind] += row.seconds
+        self._seconds["idle_outside"] += row.idle_outside
+        self._seconds["idle_engine"] += row.idle - row.idle_outside
+        if row.kind != "prefill":
+            key = row.num_sequences, row.num_waiting > 0
+            number, seconds = self._decode.get(key, (0, 0.0))
+            self._decode[key] = number + 1, seconds + row.seconds
+
+    def steps(self) -> dict[str, StepStats]:
+        """By kind."""
+        found = {}
+        for kind, counts in sorted(self._counts.items()):
+            numbers, seconds = dict(counts), self._seconds[kind]
+            num_sequences, lengths = numbers.pop("sequences"), self._by_num_spec_tokens[kind].most_common()
+            found[kind] = StepStats(
+                **numbers,
+                seconds=seconds,
+                mean_seconds=seconds / counts["num_steps"],
+                max_seconds=self._most[kind],
+                mean_sequences=num_sequences / counts["num_steps"],
+                by_num_spec_tokens={str(k): steps for k, steps in lengths},
+            )
+        return found
+
+    def wall(self, whole: float) -> WallTime | None:
+        """The parts of a wall time of ``whole`` seconds; None without decode steps."""
+        if not self._decode:
+            return None
+        prices, sequences = _priced(self._decode)
+        full = prices[0]
+        filling, tail = (
+            math.fsum((price - full) * each[at] for price, each in zip(prices, sequences, strict=True))
+            for at in (0, 1)
+        )
+        decode = sum(seconds for _, seconds in self._decode.values())
+        others = {
+            name: self._seconds[name] for name in ("prefill", "captures", "idle_outside", "idle_engine")
+        }
+        found = WallTime(**others, full=decode - (filling + tail), filling=filling, tail=tail, rest=0.0)
+        return found.of_whole(whole)
