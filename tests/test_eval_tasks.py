@@ -61,21 +61,14 @@ def prompts(task, *, limit: int) -> list[tuple[object, ...]]:
     return [instance.args for instance in task.instances]
 
 
-def extracted(task, text: str) -> dict[str, str]:
-    """The answer that each filter extracts from ``text`` for the first document."""
+def scores(task, text: str, answer: str) -> dict[str, float]:
+    """The score of ``text`` by filter, where the first document's answer is ``answer``."""
     task.build_all_requests(limit=1, rank=0, world_size=1)
     (instance,) = task.instances
     instance.resps = [text]
     task.apply_filters()
-    return instance.filtered_resps
-
-
-def scores(task, text: str, answer: str) -> dict[str, float]:
-    """The score of ``text`` by filter, where the first document's answer is ``answer``."""
-    return {
-        name: task.process_results({"answer": answer}, [taken])["exact_match"]
-        for name, taken in extracted(task, text).items()
-    }
+    taken = instance.filtered_resps.items()
+    return {name: task.process_results({"answer": answer}, [each])["exact_match"] for name, each in taken}
 
 
 @pytest.fixture(params=["word_problems", "gsm8k"])
@@ -96,48 +89,17 @@ def test_word_problems_are_asked_as_in_training(load):
     assert settings["do_sample"] is False
 
 
-NONE = "[invalid]"
-
-EXTRACTED = [
-    ("They hold 12 * 3 = <<12*3=36>>36 eggs.\n#### 36", "36", "36"),
-    ("So 12 - 30 = -18.\n#### -18", "-18", "-18"),
-    ("#### 1,234.50", "1,234.50", "1,234.50"),
-    ("#### 36.", "36.", "36."),
-    ("#### 4\n#### 5", "4", "5"),
-    ("#### 36\nThat is more than 5", "36", "5"),
-    ("####36", NONE, "36"),
-    ("####  36", NONE, "36"),
-    ("#### $36", NONE, "$36"),
-    ("#### thirty-six", NONE, NONE),
-    ("## 36", NONE, "36"),
-    ("<<12*3=36>>36 eggs and 7", NONE, "7"),
-    ("The total is $1,000.00!", NONE, "$1,000.00"),
-    ("It costs 36, which is a lot", NONE, "36,"),
-    ("There are 36 of them.", NONE, "36"),
-    ("There are 36 of them...", NONE, "..."),
-    ("I do not know", NONE, NONE),
-    ("", NONE, NONE),
-]
-SCORED = [
+SCORED = [  # lm-eval's own filters, which are tested there
     ("12 * 3 = <<12*3=36>>36 eggs.\n#### 36", "36", 1, 1),
     ("The answer is 36.", "36", 0, 1),
-    ("The answer is $36", "36", 0, 1),
     ("#### 36\nThat is more than 5", "36", 1, 0),
-    ("#### 136", "36", 0, 0),
-    ("#### 36.00", "36", 0, 0),
-    ("#### 36.", "36", 1, 1),
     ("#### 1,234", "1234", 1, 1),
-    ("#### 1234", "1,234", 1, 1),
-    ("#### -5", "-5", 1, 1),
     ("#### 5", "-5", 0, 0),
-    ("I do not know", "36", 0, 0),
     ("", "36", 0, 0),
 ]
 
 
-def test_known_answers_are_taken_by_both_filters_and_score(scored):
-    for text, strict, flexible in EXTRACTED:
-        assert extracted(scored, text) == {"strict-match": strict, "flexible-extract": flexible}, text
+def test_known_answers_score(scored):
     for text, answer, strict, flexible in SCORED:
         solution = f"First 99 * 2 = <<99*2=198>>198.\n#### {answer}"
         assert scores(scored, text, solution) == {"strict-match": strict, "flexible-extract": flexible}, text

@@ -94,9 +94,14 @@ def test_the_file_has_one_model_and_one_mode(tmp_path: Path, kwargs: dict[str, b
     # of 12 steps 10, 8, 5 and 3 accepted more than 0, 1, 2 and 3 drafts
     assert yaml.safe_load(text) == {"org/target: new": {mode: {1: 1.83, 2: 2.5, 3: 2.92, 4: 3.17}}}
     comments = [line for line in text.splitlines() if line.startswith("#")]
-    assert any(line.startswith("# gsm8k, K 4, temperature 0.5, ") for line in comments)
-    said = "with repetition penalty 1.5, logit bias (1), at most 9 new tokens, 4 requests"
-    assert any(line.endswith(said) for line in comments)
+    asked = "# data set: gsm8k | temperature: 0.5 | thinking: "
+    assert any(
+        line.startswith(asked)
+        and line.endswith(
+            " | with: repetition penalty 1.5, logit bias (1), at most 9 new tokens | requests: 4"
+        )
+        for line in comments
+    )
     assert "# drafter: org/head | draft_sampling: greedy" in comments
     assert "# K 1, 2, 3: estimated by min(accepted, K) of the steps of the run with K 4" in comments
 

@@ -165,11 +165,6 @@ def test_positions_of_steps_of_several_lengths_are_over_all_steps(compared):
     assert [each.figure for each in shorter.figures] == [LENGTH, "acceptance at token 0"]
 
 
-def test_requests_without_drafts_have_texts_alone(compared):
-    (found,) = compared([row("a", [3])], [row("a", [0, 0], k=0)])
-    assert (found.num_requests, found.num_identical, found.figures) == (1, 1, ())
-
-
 def test_rows_of_an_evaluation_have_texts_alone(compared):
     ours, first = (row("hash-1", [0], k=0, tokens=tokens) for tokens in ([1, 2], [1]))
     assert compared([first], [first])[0].num_identical == 1

@@ -134,22 +134,6 @@ def test_reports_beside_published_figures_fit(runs: list[str], tmp_path: Path, n
     require_fits(printed("report", run, "--against", name, columns=width), width)
 
 
-@pytest.mark.slow
-def test_an_audit_fits(tmp_path: Path) -> None:
-    command = [
-        "verify",
-        "--num-prompts",
-        "2",
-        "--max-new-tokens",
-        "6",
-        "--batch-sizes",
-        "1,2",
-        "--device",
-        "cpu",
-    ]
-    assert max(map(len, printed(*command, columns=80).splitlines())) <= 80
-
-
 def test_what_is_alarming_is_red_in_a_terminal_alone():
     columns = (Column(name="figure"), Column(name="number"))
     rows = ({"figure": "good", "number": 1}, {"figure": "bad", "number": 2, ALARMING: True})

@@ -65,9 +65,11 @@ class Curve:
 
     def to_yaml(self) -> str:
         """As InferenceX keeps it: the model, whether it thinks, and the length by K to two decimals."""
+        shown = self.conditions.shown().items()
+        asked = (f"{label}: {text}" for label, text in shown if label not in ("K", "draft sampling"))
         lines = (
             "Mean acceptance length, 1 + accepted drafts / steps, by draft tokens (K); measured by specgen",
-            f"{self.conditions.text()}, {self.num_requests} requests",
+            " | ".join((*asked, f"requests: {self.num_requests}")),
             f"drafter: {self.drafter} | draft_sampling: {self.conditions.draft_sampling or 'greedy'}",
             *self._estimates(),
         )

@@ -294,12 +294,6 @@ class Comparison(HeadRuns):
         found = self.of(data, head, category)
         return None if found is None else found.length_over_all_steps
 
-    def num_conversations(self, data: str | None, head: str, category: str | None = None) -> int | None:
-        """Those that the ``length`` is of."""
-        parts = [self.of(each, head, category) for each in (self.data if data is None else (data,))]
-        groups = sum(part.over_all_steps().groups for part in parts if part)
-        return groups if self.length(data, head, category) else None
-
     def rounds(self, data: str) -> Rounds:
         """The rounds of speeds on ``data``; none of runs that were made one by one."""
         return self.speeds.get(data, Rounds())

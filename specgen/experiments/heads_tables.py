@@ -1,12 +1,11 @@
 """The tables and sentences of a comparison; a table for a paper in Markdown and LaTeX; as CSV every figure."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from operator import methodcaller
 from typing import Any
 
-from specgen.config import CONFIDENCE_LEVELS, ExportName
+from specgen.config import ExportName
 from specgen.experiments.head_figures import Comparison, HeadPair, is_significant
 from specgen.experiments.rounds import PLAIN, MedianRange, disturbed
 from specgen.report.acceptance import Acceptance
@@ -25,10 +24,10 @@ from specgen.report.display import (
     ratio,
 )
 from specgen.report.grid import Figure, Grid, chosen, field_of
-from specgen.report.intervals import Estimate, Ratio
+from specgen.report.intervals import Estimate, Interval
 from specgen.report.paired_requests import PairedFigure
 from specgen.report.report import DEFINITIONS
-from specgen.report.table import Column, Row, Table
+from specgen.report.table import Column, Row, Table, csv_text
 from specgen.report.tables import empty_texts, failures
 from specgen.report.terminal import Part, definitions, heading
 
@@ -451,62 +450,48 @@ def _paper(name: ExportName, table: Table, caption: str) -> str:
 
 def _csv(found: Comparison) -> str:
     """A row for each run, each of its categories, and each head's mean over data sets; unknown values are empty."""
-    first, k = found.heads[0], found.runs[0].report.num_spec_tokens
-    groups: list[tuple[Row, tuple[str | None, str, str | None]]] = []
+    rows: list[dict[str, Any]] = []
     for run in found.runs:
         for category, group in ((None, run.report), *run.report.categories.items()):
-            paired = found.paired(run.data, run.head, category)
+            of, paired = found.of(run.data, run.head, category), found.paired(run.data, run.head, category)
             row: dict[str, Any] = {"data": run.data, "category": category or "", "head": run.head}
             row |= {"drafter": run.drafter, "num_spec_tokens": run.report.num_spec_tokens}
-            row["against"] = first if paired else None
             row |= {each.name: each.value(group) for each in chosen("csv", [group])}
-            groups.append((row, (run.data, run.head, category)))
+            row |= _length_cells(found.length(run.data, run.head, category), of)
+            for i, each in enumerate(of.positions_over_all_steps if of else ()):
+                row |= _cells(f"acceptance_{i}", each)
+            for i, place in enumerate(group.acceptance):
+                row |= _cells(f"conditional_{i}", (place.conditional, place.conditional_ci95))
+            for level in group.confidence.levels:
+                name = f"confidence_{level.at_least:g}"
+                row |= {f"{name}_drafts": level.drafts, f"{name}_accepted": level.accepted}
+                row |= _cells(name, (level.share, level.ci95))
+            row["against"] = found.heads[0] if paired else None
+            for i, figure in enumerate(paired, start=-1):
+                end = "" if i < 0 else f"_{i}"
+                row |= _cells(f"difference{end}", figure.difference)
+                row |= {f"p{end}": figure.paired.p, f"p_holm{end}": figure.p}
+            speeds, head = found.rounds(run.data), run.head
+            for name, speed in (
+                ("tokens_per_second", speeds.speed(head)),
+                ("times_plain", speeds.times(head, PLAIN)),
+            ):
+                row |= _cells(name, speed.estimate if speed and category is None else None)
+            rows.append(row)
     for head in found.heads if len(found.data) > 1 else ():
-        groups.append(({"data": "(mean of the data sets)", "head": head}, (None, head, None)))
+        cells = _length_cells(found.length(None, head), *(found.of(data, head) for data in found.data))
+        rows.append({"data": "(mean of the data sets)", "head": head} | cells)
+    return csv_text(dict.fromkeys(name for row in rows for name in row), rows)
 
-    def acceptance(name: str, of: Callable[[Acceptance], Any]) -> Figure:
-        return Figure(name=name, tables="", of=lambda group: (each := found.of(*group)) and of(each))
 
-    def share(name: str, of: Callable[[Acceptance], Ratio]) -> Figure:
-        return replace(acceptance(name, lambda each: of(each).estimate), interval=f"ends of {name}")
+def _length_cells(length: Estimate | None, *parts: Acceptance | None) -> dict[str, float | None]:
+    """A length, or the mean of those of ``parts``, and of how many conversations."""
+    number = sum(part.over_all_steps().groups for part in parts if part)
+    cells = _cells("length", length)
+    return {"num_conversations": length and number, "length_over_all_steps": cells.pop("length"), **cells}
 
-    def of_paired(at: int, end: str = "") -> list[Figure]:
-        def of(group: Any) -> PairedFigure | None:  # noqa: ANN401
-            return dict(enumerate(found.paired(*group))).get(at)
 
-        return [
-            Figure.estimated(f"difference{end}", field_of(of, "difference")),
-            Figure(name=f"p{end}", tables="", of=field_of(field_of(of, "paired"), "p")),
-            Figure(name=f"p_holm{end}", tables="", of=field_of(of, "p")),
-        ]
-
-    def speed(name: str, of: Callable[[str, str], MedianRange | None]) -> Figure:
-        def of_run(data: str | None, head: str, category: str | None) -> MedianRange | None:
-            return of(data, head) if data and category is None else None
-
-        return Figure.estimated(name, field_of(lambda group: of_run(*group), "estimate"))
-
-    figures = [
-        Figure(name="num_conversations", tables="", of=lambda group: found.num_conversations(*group)),
-        replace(
-            Figure.estimated("length_over_all_steps", lambda group: found.length(*group)),
-            interval="ends of length",
-        ),
-        *(
-            share(f"acceptance_{i}", partial(Acceptance.over_all_steps, positions=slice(i, i + 1)))
-            for i in range(k)
-        ),
-        *(share(f"conditional_{i}", partial(Acceptance.conditional, position=i)) for i in range(k)),
-    ]
-    for at, level in enumerate(CONFIDENCE_LEVELS):
-        of_level = partial(Acceptance.of_level, level=at)
-        figures += [
-            acceptance(f"confidence_{level:g}_drafts", field_of(of_level, "trials")),
-            acceptance(f"confidence_{level:g}_accepted", field_of(of_level, "hits")),
-            share(f"confidence_{level:g}", of_level),
-        ]
-    for at in range(k + 1):
-        figures += of_paired(at, f"_{at - 1}" if at else "")
-    figures.append(speed("tokens_per_second", lambda data, head: found.rounds(data).speed(head)))
-    figures.append(speed("times_plain", lambda data, head: found.rounds(data).times(head, PLAIN)))
-    return Grid(groups=groups, figures=figures).csv()
+def _cells(name: str, estimate: tuple[float | None, Interval | None] | None) -> dict[str, float | None]:
+    value, interval = estimate or (None, None)
+    low, high = interval or (None, None)
+    return {name: value, f"{name}_low": low, f"{name}_high": high}

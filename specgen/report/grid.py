@@ -10,7 +10,7 @@ from typing import Any, Self
 from specgen.record.record_rows import PARTS
 from specgen.report.display import DASH, Show, between, count, percent, plain, rate, ratio, seconds
 from specgen.report.intervals import Estimate
-from specgen.report.table import Column, Row, Table, csv_text
+from specgen.report.table import Column, Row, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,19 +182,6 @@ class Grid:
             for own, group in self.groups
         )
         return Table(title=title, columns=(*keys, *columns), rows=rows, **{"num_keys": len(keys)} | others)
-
-    def csv(self) -> str:
-        """A row for each group with raw values, an interval in two columns; what is not known is empty."""
-        rows = []
-        for own, group in self.groups:
-            row = dict(own)
-            for each in self.figures:
-                cells, name = each.cells(group), each.interval.removeprefix("ends of ")
-                row[each.name] = cells[each.name]
-                if name:
-                    row[f"{name}_low"], row[f"{name}_high"] = cells[each.interval] or (None, None)
-            rows.append(row)
-        return csv_text(dict.fromkeys(name for row in rows for name in row), rows)
 
     def across(self, title: str) -> Table:
         """A row for each figure that some group has, a column for each group's ``arm``, and ratios to the first."""
