@@ -70,15 +70,16 @@ def _threads() -> None:
 
 QUICK = 2.0  # seconds of processors that a test of the quick set may take, its processes included
 OF_A_MODULE = 0.01  # seconds, about: which test is the first to import a library is chance
-_COUNTED = 0.03  # seconds, of ``_count`` on the machine that ``QUICK`` is meant for
+_times, _process_time, _load = os.times, time.process_time, os.getloadavg  # tests patch them
+_COUNTED = 0.02  # seconds, of the loop in ``_slowness`` on the machine that ``QUICK`` is meant for
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """A quick test that takes long fails: with each of them `make test` is run less often.
 
-    In time of processors, as other programs make every test longer; and on a machine that counts slowly just now a
-    test may take as much longer.
+    In time of processors, as other programs make every test longer, and more of it on a machine that counts slowly
+    or has more to do than it has processors, whose caches others fill.
     """
     if any(item.get_closest_marker(name) for name in ("slow", "scripts", "gpu")):
         yield
@@ -86,7 +87,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     before, modules = _processor_seconds(), len(sys.modules)
     yield
     used = _processor_seconds() - before - OF_A_MODULE * (len(sys.modules) - modules)
-    if used > QUICK and used > (allowed := QUICK * max(1.0, _count() / _COUNTED)):
+    if used > QUICK and used > (allowed := QUICK * _slowness()):
         pytest.fail(
             f"{item.nodeid} takes {used:.1f} s of processors, and a quick test at most {allowed:.1f} s: make it "
             "smaller, share what it builds, or mark it slow beside a quick one (tests/marks.py: mostly_slow)",
@@ -95,14 +96,15 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def _processor_seconds() -> float:
-    return sum(os.times()[:4])
+    return sum(_times()[:4])
 
 
-def _count() -> float:
-    """Seconds of a processor for a loop, which are more on a slow machine and beside other programs."""
-    before = time.process_time()
+def _slowness() -> float:
+    """How many times as long as usual a test may take here and now."""
+    before = _process_time()
     sum(n * n % 7 for n in range(500_000))
-    return time.process_time() - before
+    counted = (_process_time() - before) / _COUNTED
+    return max(1.0, counted, _load()[0] / (os.cpu_count() or 1))
 
 
 def pytest_sessionstart() -> None:

@@ -155,7 +155,7 @@ def test_calls_at_once_share_the_engine(generator: BatchGenerator, answers: dict
         found = list(pool.map(lambda questions: generator({"prompt": questions}), batches))
     for questions, each in zip(batches, found, strict=True):
         assert each["generated_text"] == [answers[question] for question in questions]
-    assert not generator._engine._calls
+    assert not generator._engine._calls, "nothing of a call is kept"
     assert not generator._engine._owners
 
 
@@ -321,44 +321,28 @@ def test_files_with_and_without_a_failed_row_are_read_together(
     assert [error is None for error in found["error"].to_pylist()] == [True, True, True, False]
 
 
-def test_an_error_within_a_run_ends_all_calls_in_it(
-    generator: BatchGenerator, answers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("when", ["at once", "behind an output"])
+def test_an_error_of_the_engine_ends_all_calls_in_its_run(
+    generator: BatchGenerator, answers: dict[str, str], monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """Rows that the engine had taken are in no later run."""
     generate = Engine.generate
 
     def breaking(self: Engine, *arguments: Any, **named: Any) -> Iterator[Any]:
-        outputs = generate(self, *arguments, **named)
-        yield next(outputs)
-        outputs.close()  # type: ignore[attr-defined]
+        if when != "at once":
+            outputs = generate(self, *arguments, **named)
+            yield next(outputs)
+            outputs.close()  # type: ignore[attr-defined]
         raise RuntimeError("planted")
 
     long = {"prompt": QUESTIONS[:2], "sampling_params": [{"max_tokens": 60}] * 2}
     generator({"prompt": QUESTIONS[:1]})
-    generator._engine._outputs.close()  # type: ignore[attr-defined]  # the run that it has left
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "generate", breaking)
-        patch.setattr(generator._engine, "_outputs", iter(()))
         with ThreadPoolExecutor(3) as pool:
             calls = [pool.submit(generator, long) for _ in range(3)]
             errors = [call.exception(timeout=60) for call in calls]
     assert [str(error) for error in errors] == ["planted"] * 3
-    assert not generator._engine._calls
-    assert generator({"prompt": QUESTIONS[:1]})["generated_text"] == [answers[QUESTIONS[0]]]
-
-
-def test_an_error_of_the_device_reaches_every_call(
-    generator: BatchGenerator, answers: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(self: Engine, *arguments: object, **named: object) -> None:
-        raise RuntimeError("planted")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "generate", broken)
-        patch.setattr(generator._engine, "_outputs", iter(()))
-        with ThreadPoolExecutor(3) as pool:
-            calls = [pool.submit(generator, {"prompt": QUESTIONS[:2]}) for _ in range(3)]
-            assert [type(call.exception()) for call in calls] == [RuntimeError] * 3
     assert generator({"prompt": QUESTIONS[:1]})["generated_text"] == [answers[QUESTIONS[0]]]
 
 

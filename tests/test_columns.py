@@ -85,7 +85,12 @@ def test_counts_that_need_more_than_two_bytes_are_kept() -> None:
         (lambda row: row.update(token_ids="1"), "Expected `array"),
         (lambda row: row.update(turn=None), "turn"),
         (lambda row: row["record"]["counts"]["drafted"].append(3), "lists of 3, 2, 2, 3"),
-        (lambda row: row["record"]["counts"].update(unverified=-1), "below 0"),
+        (lambda row: row["record"]["counts"].update(unverified=-1), "Expected `int` >= 0"),
+        (lambda row: row.update(num_prompt_tokens=1 << 40), "num_prompt_tokens"),
+        (
+            lambda row: row["record"].update(parts={"part": "answer", "steps": {}, "tokens": {}}),
+            "the parts of",
+        ),
         (lambda row: row["record"].update(session="0/1"), "invalid literal"),
     ],
 )
@@ -102,8 +107,11 @@ def test_a_row_that_another_program_has_damaged_is_named(
 def test_parts_that_do_not_add_up_are_damage(tmp_path: Path) -> None:
     (row,) = request("a", [(2, 1), (2, 2)])
     parts = count_parts([(0, "reasoning"), (3, "answer")], row.steps or (), row.num_output_tokens, 2)
-    parts.steps["answer"].level_reached[3] = 1
-    write_session(tmp_path, [replace(row, parts=parts)])
+
+    def damage(found: dict[str, Any]) -> None:
+        found["record"]["parts"]["steps"]["answer"]["level_reached"][3] = 1
+
+    a_run(tmp_path, [replace(row, parts=parts)], damage)
     with refused("the row of 'a' is damaged .*the parts of the text have steps"):
         columns.read(tmp_path)
 

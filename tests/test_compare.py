@@ -170,13 +170,15 @@ def test_a_divergence_beyond_rounding_is_an_alarm():
 
 def test_speed_and_acceptance_come_from_the_reports():
     fast, slow = arm("padded", [1], accepted=2), arm("baseline", [1], seconds=7.0)
-    padded, baseline = compare([fast, slow]).arms
+    summaries = compare([fast, slow]).arms
+    padded, baseline = (each.measured for each in summaries)
     expected = fast.report.output_tokens_per_second / slow.report.output_tokens_per_second
     assert padded.ratio == pytest.approx(expected)
-    assert (baseline.ratio, baseline.seconds) == (1, 7.0)
-    assert padded.acceptance == fast.report.acceptance
-    assert padded.mean_acceptance_length == 3
-    assert baseline.acceptance == ()
+    assert (baseline.ratio, summaries[1].seconds) == (1, 7.0)
+    assert padded.report is fast.report
+    written = summaries[0].to_json()
+    assert (written["ratio"], written["mean_acceptance_length"]) == (padded.ratio, 3)
+    assert [each["rate"] for each in written["acceptance"]] == [1, 1, 0]
 
 
 def test_no_difference_names_the_detectable_one():
@@ -320,8 +322,8 @@ def test_the_tables_show_the_numbers():
     assert ["padded", "2 of 3", "66.7 %", "1", "1", "-", "1"] in lines
     assert ["sums 2", "padded", "1", "(ended)", "-", "5 '5'"] in [line[:6] for line in lines]
     assert ["padded", "3.00", "-", "100.0 %", "100.0 %", "0.0 %"] in lines
-    speed = comparison.arms[0]
-    fast = ["padded", f"{speed.output_tokens_per_second:.1f}", f"{speed.ratio:.2f}x"]
+    speed = comparison.arms[0].measured
+    fast = ["padded", f"{speed.report.output_tokens_per_second:.1f}", f"{speed.ratio:.2f}x"]
     assert fast in [line[:3] for line in lines]
     assert " ".join(text.split()).endswith(comparison.sentence)
 
@@ -477,7 +479,7 @@ def test_what_models_write_is_escaped():
 
 
 def test_each_arm_has_its_curve_at_its_rates():
-    rates = {f"arm {i}": compare([arm("a", [1], i)]).arms[0].acceptance for i in (1, 3)}
+    rates = {f"arm {i}": compare([arm("a", [1], i)]).arms[0].report.acceptance for i in (1, 3)}
     lines = {name: curve(positions) for name, positions in rates.items()}
     chart = drawn(curves("Arms", lines))
     height = {text.text: float(text.get("y")) - 4 for text in chart.iter(f"{SVG}text") if "%" in text.text}
@@ -509,7 +511,7 @@ def test_empty_answers_are_called_so_with_the_likely_remedy():
     compared = comparing.compare(runs, TARGET, template_unused=True)
     remedy = "the model has a chat template: add --apply-chat-template."
     assert compared.sentence.endswith(f" Empty answers: 2 of 3 of padded; {remedy}")
-    assert [each.num_empty for each in compared.arms] == [2, 0]
+    assert [each.report.num_empty for each in compared.arms] == [2, 0]
     assert compare(runs).sentence.endswith(" Empty answers: 2 of 3 of padded.")
 
 
@@ -521,7 +523,7 @@ def test_answers_without_a_verify_step_are_no_comparison():
     assert found.sentence.startswith("Nothing was tested: no step had drafts")
     assert (compare(runs).is_tested, found.is_tested, compare(runs[1:]).is_tested) == (True, False, True)
     assert "identical" not in found.sentence
-    assert found.arms[0].ratio is None
+    assert found.arms[0].measured.ratio is None
 
 
 def test_answers_cut_by_the_token_limit_are_said():
@@ -540,7 +542,7 @@ def test_tokens_per_step_stand_beside_a_length_that_texts_did_not_get():
     assert "per step" not in tables(compare(runs))
     short = fold([*request("a", [(3, 3)], dropped=3), *request("b", [(3, 1)], dropped=1)], num_spec_tokens=3)
     found = compare([replace(runs[0], report=short), runs[1]])
-    assert (found.arms[0].mean_acceptance_length, found.arms[0].received) == (3, 1)
+    assert (found.arms[0].report.mean_acceptance_length, found.arms[0].report.received) == (3, 1)
     assert "per step" in " ".join(tables(found).split())
 
 
@@ -562,7 +564,7 @@ def test_several_tasks_have_figures_each():
     runs = [arm("padded", [1, 0], 2), arm("baseline", [1, 0])]
     comparison = compare([with_tasks(runs[0], 3, 1), with_tasks(runs[1], 0, 0)])
     ours, theirs = (each.tasks for each in comparison.arms)
-    assert [figures.mean_acceptance_length for figures in ours.values()] == [4, 2]
+    assert [figures.report.mean_acceptance_length for figures in ours.values()] == [4, 2]
     assert {name: each.ratio for name, each in theirs.items()} == {"sums": 1, "chat": 1}
     # a request has 1 + 12 x (1 + accepted) tokens, at the same times
     assert ours["sums"].ratio == pytest.approx(49 / 13)

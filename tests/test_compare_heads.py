@@ -194,30 +194,6 @@ def test_the_mean_of_data_sets_has_an_interval(tmp_path: Path) -> None:
         assert f"[{mean - half:.2f}, {mean + half:.2f}]" in exported(found, name)
 
 
-def test_turns_of_a_conversation_are_one_unit(tmp_path: Path) -> None:
-    """Equal turns are no second request: intervals and p are those of the conversations alone."""
-    low, high = simulated(0.4, 1), simulated(0.5, 2)
-    alone = comparison(tmp_path / "alone", a=low, b=high)
-    paths = [a_run(tmp_path / head, head, requests, turns=2) for head, requests in (("a", low), ("b", high))]
-    twice = compare_runs(read_runs(paths), {})
-    for head in "ab":
-        ours, same = twice.length("mine", head), alone.length("mine", head)
-        assert (ours.value, ours.interval) == (pytest.approx(same.value), pytest.approx(same.interval))
-        (reported, other) = (
-            run.report.mean_acceptance_length_ci95
-            for found in (twice, alone)
-            for run in found.runs
-            if run.head == head
-        )
-        assert reported == pytest.approx(other)
-        assert reported == pytest.approx(ours.interval)
-    (pair,), (other,) = twice.pairs, alone.pairs
-    assert len(pair.requests) == 2 * len(other.requests)
-    assert pair.length.paired.p == pytest.approx(other.length.paired.p)
-    assert pair.length.paired.interval == pytest.approx(other.length.paired.interval)
-    assert [each.p for each in pair.positions] == pytest.approx([each.p for each in other.positions])
-
-
 def test_it_is_printed_again_from_directories(compared: tuple[Path, list[str], str]) -> None:
     path, _, printed = compared
     assert call(path) == printed

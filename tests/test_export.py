@@ -3,10 +3,12 @@
 import json
 
 import pytest
+from pyarrow import parquet
 
 from specgen.jobs.run_output import Served, export_openai, export_parquet
 from specgen.record.record_rows import Step, StepCounts
 from specgen.report.acceptance import RequestMetrics, metrics_of
+from tests.streams import request
 
 TEXTS = {1: "Hi", 2: " you", 3: "\N{REPLACEMENT CHARACTER}"}
 SERVED = Served(model="m", created=1_700_000_000, token_text=TEXTS.__getitem__)
@@ -63,6 +65,20 @@ def test_a_chat_completion_with_its_speculation(tmp_path):
         "per_step_accepted": [2, 0],
         "num_steps_without_drafts": 0,
     }
+
+
+def test_the_lists_of_metrics_are_those_of_the_record(tmp_path):
+    """Which a row has once; steps that were not kept are not listed."""
+    (recorded,) = request("a", [(2, 2), (0, 0), (1, 0)])
+    whole = metrics_of(recorded.counts, (2, 0), 3)
+    for kept, per_step in ((True, [2, 0]), (False, [])):
+        given = row("a") | {"metrics": whole.to_row(), "record": recorded.to_json(with_steps=kept)}
+        assert not any(isinstance(each, list) for each in given["metrics"].values())
+        (line,) = lines(export(tmp_path, [json.loads(json.dumps(given))])[0])
+        expected = {**json.loads(json.dumps(whole.to_json())), "per_step_accepted": per_step}
+        assert line["response"]["body"]["metrics"]["speculative_decoding"] == expected
+        export_parquet([given], tmp_path / "table.parquet")
+        assert parquet.read_table(tmp_path / "table.parquet")["metrics"].to_pylist() == [expected]
 
 
 def test_a_text_completion_without_speculation(tmp_path):

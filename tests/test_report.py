@@ -15,11 +15,10 @@ import pytest
 from specgen.config import UserError
 from specgen.record import columns
 from specgen.record.record_rows import PassRow, StepCounts, count_parts, turn_id
-from specgen.record.results import RunDirectory
 from specgen.report import tables, terminal
 from specgen.report.acceptance import metrics_of
 from specgen.report.intervals import Ratio, wilson
-from specgen.report.report import Report, load, report_categories, report_of
+from specgen.report.report import Report, load, report_categories
 from specgen.report.tables import DEAD_LENGTH, remarks
 from tests.commands import refused
 from tests.streams import (
@@ -456,37 +455,6 @@ def test_categories_are_reported_alone_with_times_of_their_own():
     assert sums == fold(first, num_spec_tokens=3)
     assert (chat.num_requests, chat.mean_acceptance_length) == (1, 1.5)
     assert (sums.wall_seconds, chat.wall_seconds) == (3.0, 3.0)
-
-
-def test_samples_of_a_prompt_are_one_unit_of_intervals(tmp_path):
-    """As many turns of one conversation would be."""
-    samples = [
-        ("a", "same", [(2, 2), (2, 1)]),
-        ("b", "b", [(2, 0)]),
-        ("c", "same", [(2, 1)]),
-        ("d", "d", [(2, 2)]),
-    ]
-    rows = [each for name, _, steps in samples for each in request(name, steps, category=name[0])]
-    prompts = {name: prompt for name, prompt, _ in samples}
-    with RunDirectory(tmp_path) as files:
-        for each in rows:
-            row = {
-                "id": each.name,
-                "prompt": prompts[each.name],
-                "text": "",
-                "token_ids": [1] * each.num_output_tokens,
-            }
-            files.add_completion(row | {"finish_reason": "stop", "num_prompt_tokens": 5}, each)
-    found = report_of(columns.read(tmp_path, 2), [])
-    turns = [
-        replace(rows[0], name="a", num_turns=2),
-        rows[1],
-        replace(rows[2], name="a/turn-2", turn=2, num_turns=2),
-    ]
-    joined = reported([*turns, rows[3]], [], 2)
-    assert found.acceptance == joined.acceptance
-    assert found.mean_acceptance_length_ci95 == joined.mean_acceptance_length_ci95
-    assert found.mean_acceptance_length_ci95 != reported(rows, [], 2).mean_acceptance_length_ci95
 
 
 def test_the_turns_of_a_conversation_are_one_unit_of_intervals():

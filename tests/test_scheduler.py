@@ -206,22 +206,19 @@ def test_a_step_in_flight_reserves_pages_up_to_the_last_token() -> None:
     prefill(sched)
     (only,) = sched.running
     assert (sched.reserve(), len(only.pages)) == (True, 2)
-    only.add_in_flight(1, 4)
+    only.in_flight_max = 4
     assert (sched.reserve(), len(only.pages)) == (True, 3)
     only.tokens += [1] * 7
-    only.add_in_flight(1, 4)
+    only.in_flight_max = 8
     assert (sched.reserve(), len(only.pages)) == (True, 4)  # 12 tokens at the end and a step
 
 
 def test_a_sequence_will_finish_when_the_minimum_in_flight_fills_it() -> None:
     seq = sequence("a", 2, max_tokens=3)
-    seq.add_in_flight(1, 4)
-    seq.add_in_flight(1, 4)
+    seq.in_flight_min, seq.in_flight_max = 2, 8
     assert not seq.will_finish
-    seq.add_in_flight(1, 4)
+    seq.in_flight_min, seq.in_flight_max = 3, 12
     assert seq.will_finish
-    seq.remove_in_flight(1, 4)
-    assert not seq.will_finish
 
 
 def test_a_preempted_sequence_is_recomputed_up_to_its_newest_token() -> None:

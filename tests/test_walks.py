@@ -91,7 +91,7 @@ def test_a_researcher_compares_two_heads_on_three_sets_for_a_paper(tmp_path: Pat
 
 def acceptance_length(rows: list[str]) -> float:
     """The mean number of tokens per step with drafts, from the rows of a run."""
-    histograms = [json.loads(row)["metrics"]["acceptance_histogram"] for row in rows]
+    histograms = [json.loads(row)["record"]["counts"]["histogram"] for row in rows]
     steps = sum(map(sum, histograms))
     return 1 + sum(at * number for each in histograms for at, number in enumerate(each)) / steps
 

@@ -49,7 +49,7 @@ class _Group:
                 (mask.expand(-1, num_heads, -1, -1), sinks.expand(len(mask), -1, mask.shape[2], 1)), -1
             )
         out = F.scaled_dot_product_attention(
-            q[self.rows].view(self.size, query_len, heads, shared, -1).transpose(1, 2).flatten(2, 3),
+            q[self.rows].view(self.size, query_len, heads, shared, q.shape[-1]).transpose(1, 2).flatten(2, 3),
             dense_keys,
             dense_values,
             attn_mask=mask,
@@ -59,9 +59,9 @@ class _Group:
         if v_scale != 1.0:
             out = out * v_scale
         return (
-            out.view(self.size, heads, query_len, shared, -1)
+            out.view(self.size, heads, query_len, shared, out.shape[-1])
             .transpose(1, 2)
-            .reshape(self.size * query_len, -1)
+            .reshape(self.size * query_len, num_heads * out.shape[-1])
         )
 
     def _gather(self, pages: Tensor, dtype: torch.dtype) -> Tensor:

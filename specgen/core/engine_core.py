@@ -341,7 +341,8 @@ class EngineCore:
     def _take(self) -> list[Completion]:
         taken, self._completions = self._completions, []
         if taken:
-            self._peers.agree((*(each.request.id for each in taken), *_ids(self._scheduler.in_hand)))
+            every: list[Completion | Sequence] = [*taken, *self._scheduler.in_hand]
+            self._peers.agree(each.request.id for each in every)
         return taken
 
     @property
@@ -360,7 +361,7 @@ class EngineCore:
             num_left = self._lookahead if prefilled or decoded else 0
             if ahead or num_left == 0:
                 self._read_all_but(num_left)
-            self._peers.see(*self._scheduler.counts)
+            self._peers.see(self._scheduler.counts)
 
     def _prefill(self) -> bool:
         """Whether a prefill was launched."""
@@ -388,7 +389,7 @@ class EngineCore:
         if not self._scheduler.running:
             return False
         running = self._scheduler.running
-        plan = self._spec_length.choose(len(running), sum(len(sequence.tokens) for sequence in running))
+        plan = self._spec_length.choose(len(running), sum([len(sequence.tokens) for sequence in running]))
         launched = _attempt(lambda: self._passes.decode(plan, self._waits.launch()))
         if launched is None:
             self._recover("decode")
@@ -407,10 +408,11 @@ class EngineCore:
 
     def _add(self, launched: Pass) -> None:
         """``launched`` will be read later; nothing in here can fail, so host and device agree."""
-        self._peers.see(launched.num_sequences, launched.num_drafts, launched.result.target_rows)
+        self._peers.see((launched.num_sequences, launched.num_drafts, launched.result.target_rows))
         for sequence, row in launched.sequences:
             if row is not None:
-                sequence.add_in_flight(1, launched.num_drafts + 1)
+                sequence.in_flight_min += 1
+                sequence.in_flight_max += launched.num_drafts + 1
         self._in_flight.append(launched)
         if self._scheduler.limits.see_pass():
             self._runner.try_again()
@@ -440,7 +442,7 @@ class EngineCore:
             num_tokens = self._read_prefill(done, numbers, logprobs, now)
         elif done.kind == "decode":
             steps = self._read_decode(done, unpack(numbers, done.num_drafts), logprobs)
-            num_tokens = sum(step.emitted for step in steps)
+            num_tokens = sum([step.emitted for step in steps])
         else:
             self._read_score(done, numbers)
         idle = self._waits.before(done.launch, done.numbers.done)
@@ -458,36 +460,42 @@ class EngineCore:
             if sequence.finish_reason is not None:
                 continue
             if row is not None:
-                sequence.remove_in_flight(1, 1)
+                sequence.in_flight_min -= 1
+                sequence.in_flight_max -= 1
                 if sequence.append(tokens[row], logprobs[row]):
                     sequence.begin(now)
                     num_tokens += 1
-                self._peers.see(*tokens[row])
+                self._peers.see(tokens[row])
             self._end(sequence)
         return num_tokens
 
-    def _read_decode(self, done: Pass, found: Found, logprobs: Items[Items[Items[float]]]) -> list[Step]:
+    def _read_decode(
+        self, done: Pass, found: Items[Found], logprobs: Items[Items[Items[float]]]
+    ) -> list[Step]:
         """Returns the steps of the sequences, which keep them.
 
         ``spec_length`` sees them too, with the levels of all drafts.
         """
-        number, k, steps = self._num_passes, done.num_drafts, list[Step]()
+        number, k, steps, taken = self._num_passes, done.num_drafts, list[Step](), list[Found]()
         for sequence, row in done.sequences:
             if sequence.finish_reason is not None or row is None:
                 continue
-            drafts, accepted = found.drafts[row], found.accepted[row]
-            tokens = found.tokens[row][: accepted + 1]
-            sequence.remove_in_flight(1, k + 1)
+            taken.append(found[row])
+            drafts, levels, accepted, tokens = found[row]
+            sequence.in_flight_min -= 1
+            sequence.in_flight_max -= k + 1
             emitted = sequence.append(tokens, logprobs[row])
-            self._peers.see(*drafts, accepted, *tokens)
             proposed = drafts[: drafts.index(NO_DRAFT)] if NO_DRAFT in drafts else drafts
-            levels = found.levels[row]
             self._spec_length.see(levels, len(proposed), accepted)
             made = levels[: levels.index(NO_DRAFT)] if NO_DRAFT in levels else levels
             step = Step(number, proposed, accepted, emitted, made)
             sequence.steps.append(step)
             steps.append(step)
-            self._end(sequence)
+            if sequence.finish_reason is not None:
+                self._end(sequence)
+        self._peers.see(
+            number for drafts, _, accepted, tokens in taken for number in (*drafts, accepted, *tokens)
+        )
         return steps
 
     def _read_score(self, done: Pass, numbers: list[list[float]]) -> None:

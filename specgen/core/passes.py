@@ -98,7 +98,7 @@ class Pass:
     ) -> PassRow:
         """What happened in it; the device had waited ``idle`` seconds for it."""
         result = self.result
-        num_accepted = sum(step.accepted for step in steps)
+        num_accepted, drafts = sum([step.accepted for step in steps]), [step.drafts for step in steps]
         kept = result.fill_rows
         if self.kind == "decode":
             kept = min(num_accepted + len(steps), kept)
@@ -114,9 +114,9 @@ class Pass:
             first_pass_kept=kept,
             loop_rows=result.loop_rows,
             num_tokens=num_tokens,
-            num_drafting=sum(bool(step.drafts) for step in steps),
+            num_drafting=sum(map(bool, drafts)),
             num_accepted=num_accepted,
-            num_rejected=sum(len(step.drafts) for step in steps) - num_accepted,
+            num_rejected=sum(map(len, drafts)) - num_accepted,
             num_preempted=num_preempted,
             num_waiting=self.num_waiting,
             idle=round(idle, 9),

@@ -1,6 +1,6 @@
 """What an engine sends to the processes that run the model with it; here there are none, and nothing is sent."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, TypeVarTuple
 
@@ -56,13 +56,13 @@ class Peers:
     def wait(self, numbers: HostCopy) -> None:
         """Until ``numbers`` are there, where a peer may never give its share: then ``RuntimeError``."""
 
-    def see(self, *numbers: int) -> None:
-        """``numbers`` were found or decided here, which must be the same on all ranks."""
+    def see(self, numbers: Iterable[int]) -> None:
+        """``numbers`` were found or decided here, which must be the same on all ranks; alone, nobody looks at them."""
 
     def require_recoverable(self, error: RuntimeError) -> None:
         """A pass has failed: recoverable on one rank; peers wait inside it, so with them ``error`` is raised."""
 
-    def agree(self, requests: tuple[str, ...]) -> None:
+    def agree(self, requests: Iterable[str]) -> None:
         """``DeviceLost`` with ``requests``, all in hand, unless the peers have seen what was seen here until now."""
 
     def require(self, error: RuntimeError, requests: tuple[str, ...] = ()) -> None:

@@ -49,7 +49,7 @@ class RunningBatch:
 
         self.sequences: list[Sequence] = []
         self._num_uploaded: list[int] = []  # of each row's pages, how many are in its block table
-        self.form = SamplingForm.of(())  # of all rows
+        self._form: SamplingForm | None = None  # not known since rows joined or left
         self._device = device
         self._state = DraftState(
             tokens=column(torch.int64),
@@ -73,6 +73,13 @@ class RunningBatch:
         )
         self._num_used = max_rows  # the rows behind them are padding rows
 
+    @property
+    def form(self) -> SamplingForm:
+        """What all rows together ask of sampling."""
+        if self._form is None:
+            self._form = SamplingForm.of(sequence.request.sampling for sequence in self.sequences)
+        return self._form
+
     def reset(self) -> None:
         """Drop all rows, because none may be as it should be; the next ``arrange`` tells the device."""
         self.sequences, self._num_uploaded = [], []
@@ -92,7 +99,7 @@ class RunningBatch:
             mine[rows] = theirs
         self._slots[rows] = on_device([sequence.state_slot for sequence in sequences], self._device)
         self._active[rows] = True
-        self.form = self._form_of_all()
+        self._form = None
         self._num_used = len(self.sequences)
 
     def arrange(self, sequences: list[Sequence]) -> None:
@@ -102,14 +109,15 @@ class RunningBatch:
         row_of = {id(sequence): row for row, sequence in enumerate(self.sequences)}
         rows = [row_of[id(sequence)] for sequence in sequences]
         kept = len(rows)
-        index = on_device(rows, self._device)
-        for column in (*self._row_values(self.form), self._tables, self._slots):
-            if rows != list(range(kept)):
-                column[:kept] = column[index]
+        if rows != list(range(kept)):
+            index = on_device(rows, self._device)
+            for column in (*self._row_values(self.form), self._tables, self._slots):
+                if column.numel():  # not all are in use
+                    column[:kept] = column[index]
         self.sequences = list(sequences)
         self._num_uploaded = [self._num_uploaded[row] for row in rows]
         self._make_padding(slice(kept, self._num_used))
-        self.form = self._form_of_all()
+        self._form = None
         self._num_used = kept
 
     def columns(self, num_rows: int) -> Columns:
@@ -137,22 +145,21 @@ class RunningBatch:
         self._sampling.top_p[rows] = 1  # 0 would leave nothing to draw from
 
     def _upload_pages(self) -> None:
+        num_pages = [len(sequence.pages) for sequence in self.sequences]
+        if num_pages == self._num_uploaded:
+            return
         new = [
-            (row, column, sequence.pages[column])
-            for row, sequence in enumerate(self.sequences)
-            for column in range(self._num_uploaded[row], len(sequence.pages))
+            (row, column, self.sequences[row].pages[column])
+            for row, (before, now) in enumerate(zip(self._num_uploaded, num_pages, strict=True))
+            for column in range(before, now)
         ]
-        if new:
-            rows, columns, pages = on_device(new, self._device).unbind(1)
-            self._tables[rows, columns] = pages.to(torch.int32)
-            self._num_uploaded = [len(sequence.pages) for sequence in self.sequences]
+        rows, columns, pages = on_device(new, self._device).unbind(1)
+        self._tables[rows, columns] = pages.to(torch.int32)
+        self._num_uploaded = num_pages
 
     def _row_values(self, form: SamplingForm) -> tuple[Tensor, ...]:
         """What rows of ``form`` hold; behind it they have zeros."""
         return (*self._state.tensors(), *_tensors(self._sampling.shaped(form)))
-
-    def _form_of_all(self) -> SamplingForm:
-        return SamplingForm.of(sequence.request.sampling for sequence in self.sequences)
 
 
 def _tensors(columns: SamplingBatch) -> tuple[Tensor, ...]:

@@ -242,13 +242,12 @@ class Scheduler:
 
         A step in flight may add tokens first, but none behind the step that ends the text is ever looked at.
         """
-        return all(
-            self._allocator.grow(
-                sequence.pages,
-                min(len(sequence.tokens) + sequence.in_flight_max, sequence.max_length) + self._step_rows,
-            )
-            for sequence in self.running
-        )
+        size, behind = self.page_size, self._step_rows
+        for sequence in self.running:
+            needed = min(len(sequence.tokens) + sequence.in_flight_max, sequence.max_length) + behind
+            if needed > len(sequence.pages) * size and not self._allocator.grow(sequence.pages, needed):
+                return False
+        return True
 
     def preempt(self) -> Sequence:
         """Send the youngest sequence back to the head of the queue; those still prefilling are the youngest."""

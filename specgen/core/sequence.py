@@ -149,38 +149,30 @@ class Sequence:
         """Whether passes in flight could fill it."""
         return len(self.tokens) + self.in_flight_max >= self.max_length
 
-    def add_in_flight(self, at_least: int, at_most: int) -> None:
-        """A pass that adds so many tokens was launched."""
-        self.in_flight_min += at_least
-        self.in_flight_max += at_most
-
-    def remove_in_flight(self, at_least: int, at_most: int) -> None:
-        """The results of such a pass were read."""
-        self.add_in_flight(-at_least, -at_most)
-
     def append(self, tokens: list[int], logprobs: Items[Items[float]] = ()) -> int:
         """Take ``tokens`` up to the first that ends the text or is NOT_FINITE; returns how many were taken.
 
         ``logprobs`` has a row per token where they are asked for, see ``TokenLogprobs.of``.
         """
         room = self.max_length - len(self.tokens)
-        known = tokens.index(NOT_FINITE) if NOT_FINITE in tokens else len(tokens)
-        kept = min(known, room)
-        ends: EndReason | None = self.ends_by if kept == room else "error" if known < len(tokens) else None
-        for index, token in enumerate(tokens[:kept]):
-            if token in self.eos_token_ids:
-                kept, ends = index + 1, "stop"
-                break
-        if self.stop is not None and (found := self.stop.feed(tokens[:kept])) is not None:
-            kept, ends = found, "stop"
+        ends: EndReason | None = None
+        if NOT_FINITE in tokens:
+            tokens, ends = tokens[: tokens.index(NOT_FINITE)], "error"
+        if len(tokens) >= room:
+            tokens, ends = tokens[:room], self.ends_by
+        if not self.eos_token_ids.isdisjoint(tokens):
+            end = next(index for index, token in enumerate(tokens) if token in self.eos_token_ids)
+            tokens, ends = tokens[: end + 1], "stop"
+        if self.stop is not None and (found := self.stop.feed(tokens)) is not None:
+            tokens, ends = tokens[:found], "stop"
         if self.parts is not None:
             first = self.num_output_tokens
-            self.switches += [(first + index, part) for index, part in self.parts.feed(tokens[:kept])]
-        self.tokens.extend(tokens[:kept])
+            self.switches += [(first + index, part) for index, part in self.parts.feed(tokens)]
+        self.tokens += tokens
         if (num_top := self.request.sampling.logprobs) is not None:
-            self.logprobs.extend(TokenLogprobs.of(row, num_top) for row in logprobs[:kept])
+            self.logprobs += [TokenLogprobs.of(row, num_top) for row in logprobs[: len(tokens)]]
         self.finish_reason = ends
-        return kept
+        return len(tokens)
 
     def begin(self, now: float) -> None:
         """Its first token was found, with its whole prompt in the cache."""
@@ -200,7 +192,7 @@ class Sequence:
         )
 
     def _record(self, ended: float) -> RequestRow:
-        request, most = self.request, max((len(step.drafts) for step in self.steps), default=0)
+        request, most = self.request, max([len(step.drafts) for step in self.steps], default=0)
         num_tokens = self.num_output_tokens
         return RequestRow(
             name=request.id,

@@ -3,7 +3,7 @@
 Nothing in them asks the device, so the host may be ahead of it, and a decode step can be captured.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -61,15 +61,15 @@ class StepResult:
     loop_rows: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """What a decode step found, on the host."""
-
-    drafts: list[list[int]]  # [B, K] that were verified, see NO_DRAFT
-    # [B, K] of the drafter's confidence, also of what was not verified; -1 of missing ones
-    levels: list[list[int]]
-    accepted: list[int]  # [B]
-    tokens: list[list[int]]  # [B, K+1], see ``verify`` and NOT_FINITE
+# What a decode step found of one sequence, on the host:
+Found = tuple[
+    Sequence[int],  # [K] drafts that were verified, see NO_DRAFT
+    Sequence[
+        int
+    ],  # [K] levels of the drafter's confidence, also of what was not verified; -1 of missing ones
+    int,  # accepted drafts
+    list[int],  # these and the token behind them, see NOT_FINITE
+]
 
 
 def pack(drafts: Tensor, levels: Tensor, accepted: Tensor, tokens: Tensor) -> Tensor:
@@ -77,15 +77,12 @@ def pack(drafts: Tensor, levels: Tensor, accepted: Tensor, tokens: Tensor) -> Te
     return torch.cat([drafts, levels, accepted[:, None], tokens], 1)
 
 
-def unpack(numbers: list[list[int]], num_drafts: int) -> Found:
+def unpack(numbers: list[list[int]], num_drafts: int) -> list[Found]:
     """The rows of what ``pack`` made of a step with ``num_drafts`` (K) drafts."""
-    k = num_drafts
-    return Found(
-        drafts=[row[:k] for row in numbers],
-        levels=[row[k : 2 * k] for row in numbers],
-        accepted=[row[2 * k] for row in numbers],
-        tokens=[row[2 * k + 1 :] for row in numbers],
-    )
+    k, at = num_drafts, 2 * num_drafts
+    if not k:  # tens of thousands of empty lists a second, which the search for garbage goes through
+        return [((), (), 0, row[1:]) for row in numbers]
+    return [(row[:k], row[k:at], row[at], row[at + 1 : at + 2 + row[at]]) for row in numbers]
 
 
 class _Geometry:

@@ -53,10 +53,12 @@ class SamplingForm:
     @staticmethod
     def of(params: Iterable[SamplingParams]) -> "SamplingForm":
         """The least that serves every one of ``params``."""
-        params = list(params)
+        params = list(
+            {id(each): each for each in params}.values()
+        )  # most requests of most runs have the same
         sampled = [p for p in params if p.temperature > 0]
         filtered = any(p.top_k or p.top_p < 1 or p.min_p for p in sampled)
-        biases = max((len(_biases(p)) for p in params), default=0)
+        biases = max((len(p.logit_bias) + len(p.suppress_tokens) for p in params), default=0)
         logprobs = max((p.logprobs for p in params if p.logprobs is not None), default=None)
         return SamplingForm(
             kind="filtered" if filtered else "plain" if sampled else "greedy",

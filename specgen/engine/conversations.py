@@ -1,7 +1,7 @@
 """Prompts become requests, and answers outputs and the context of the next turn."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specgen.config import SamplingParams, UserError, require
@@ -9,7 +9,7 @@ from specgen.core.sequence import Completion, FinishReason, Request, TokenLogpro
 from specgen.prompts import Prompt, Rejected, failure, prompt_ids
 from specgen.prompts.prompt import asked_digest
 from specgen.record import columns
-from specgen.record.record_rows import RequestRow, conversation_of, units_of
+from specgen.record.record_rows import RequestRow
 from specgen.report.acceptance import RequestMetrics
 from specgen.report.display import clip, plain, several
 from specgen.report.report import Report, report_of
@@ -78,8 +78,8 @@ class RequestOutput:
             "turn": self.turn,
             "num_prompt_tokens": self.num_prompt_tokens,
             **given,
-            **({} if self.logprobs is None else {"logprobs": [asdict(each) for each in self.logprobs]}),
-            "metrics": self.metrics.to_json(),
+            **({} if self.logprobs is None else {"logprobs": [dict(vars(each)) for each in self.logprobs]}),
+            "metrics": self.metrics.to_row(),
         }
 
 
@@ -189,7 +189,7 @@ class Conversations:
         return Request(
             id=request_id,
             prompt_token_ids=tuple(token_ids),
-            sampling=replace(self._sampling, **prompt.sampling),
+            sampling=replace(self._sampling, **prompt.sampling) if prompt.sampling else self._sampling,
             category=prompt.category,
             turn=len(conversation.answers) + 1,
             num_turns=len(prompt.turn_ids),
@@ -255,19 +255,16 @@ def summarize(outputs: Iterable[RequestOutput]) -> Report:
     lengths = {output.metrics.num_spec_tokens for output in found if output.metrics is not None}
     require(bool(lengths), f"none of {len(found)} outputs has an answer: there is nothing to summarize")
     require(len(lengths) == 1, f"the outputs are of K = {sorted(lengths)}: summarize those of each K alone")
-    units = units_of(
-        (output.id, hash(output.prompt)) for output in found if output.turn == 1 and output.record
-    )
     rows = [
         replace(
             output.record,
             reason="context" if output.context_is_full else output.finish_reason,
             category=output.category,
             is_empty=not output.text.strip(),
-            unit=units.get(conversation_of(output.id, output.turn), ""),
         )
         for output in found
         if output.record is not None
     ]
     failed = sum(output.error is not None for output in found)
-    return replace(report_of(columns.of(rows, lengths.pop()), (), num_errors=failed), wall=None)
+    prompts = (output.prompt for output in found if output.record is not None)
+    return replace(report_of(columns.of(rows, lengths.pop(), prompts), (), num_errors=failed), wall=None)

@@ -3,7 +3,7 @@
 import os
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from zlib import crc32
@@ -63,7 +63,7 @@ class Checksum:
 
     value: int = 0
 
-    def add(self, *numbers: int) -> None:
+    def add(self, numbers: Iterable[int]) -> None:
         """Update with ``numbers``; their order matters."""
         self.value = crc32(array("q", numbers).tobytes(), self.value)
 

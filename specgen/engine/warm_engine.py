@@ -14,7 +14,6 @@ from specgen.engine.loading import Models
 from specgen.engine.step_costs import capture_all
 from specgen.record import columns
 from specgen.record.record_rows import EngineRow, RequestRow
-from specgen.report.report import Report, report_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +31,9 @@ class Run:
         return [completion.record for completion in self.completions.values()]
 
     @property
-    def report(self) -> Report:
-        failed = sum(row.reason == "error" for row in self.requests)
-        return report_of(columns.of(self.requests, self.num_spec_tokens), self.passes, num_errors=failed)
+    def columns(self) -> columns.Run:
+        """The same as columns, without those that failed."""
+        return columns.of(self.requests, self.num_spec_tokens)
 
     def whole(self) -> Self:
         """This run; ``UserError`` if the engine refused a request of it."""

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -38,8 +38,8 @@ class _WorkerPeers(Peers):
         self.ranks = ranks
         self._checksum = Checksum()
 
-    def see(self, *numbers: int) -> None:
-        self._checksum.add(*numbers)
+    def see(self, numbers: Iterable[int]) -> None:
+        self._checksum.add(numbers)
 
     def compare(self, checksum: int) -> None:
         """``RuntimeError`` unless ``checksum``, of rank 0 at this call, is this rank's."""

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -500,7 +500,7 @@ class ModelPeers(Peers):
     def of_engine(self, config: EngineConfig, expected: SamplingParams) -> Peers:
         return EnginePeers(self._workers, self._model, config, expected)
 
-    def see(self, *numbers: int) -> None:
+    def see(self, numbers: Iterable[int]) -> None:
         self._workers.alive()
 
     def require_recoverable(self, error: RuntimeError) -> None:
@@ -556,11 +556,11 @@ class EnginePeers(ModelPeers):
     def working(self, call: "Callable[[EngineCore], object]") -> AbstractContextManager[object]:
         return self._workers.working(_worker().engine, self._engine, self._checksum.value, call)
 
-    def see(self, *numbers: int) -> None:
-        super().see(*numbers)
-        self._checksum.add(*numbers)
+    def see(self, numbers: Iterable[int]) -> None:
+        super().see(numbers)
+        self._checksum.add(numbers)
 
-    def agree(self, requests: tuple[str, ...]) -> None:
-        with self._diagnosing(requests):
+    def agree(self, requests: Iterable[str]) -> None:
+        with self._diagnosing(tuple(requests)):
             number = self._workers.broadcast(_worker().agree, self._engine, self._checksum.value)
             self._workers.answers(number)

@@ -28,6 +28,7 @@ from specgen.prompts.load import RAW, DataSource
 from specgen.record.progress import Progress, Tally
 from specgen.record.provenance import manifest
 from specgen.record.record_rows import EngineRow
+from specgen.report.acceptance import Acceptance
 
 # How far rounding may move the difference of two logits. Over 1,650 positions of the bundled pair's texts, computed in
 # passes of 1 row, 5 rows and all rows, it moved by at most 4 steps of bfloat16 or float16 at the largest logit and, as
@@ -288,6 +289,6 @@ def _compare(arm: Arm, run: Run, reference: Mapping[str, Completion], target: Ju
         "num_requests": len(found),
         "num_identical": num_identical,
         "identical": num_identical / len(found),
-        "mean_acceptance_length": run.report.mean_acceptance_length,  # None without drafts
+        "mean_acceptance_length": Acceptance(run.columns).mean_length,  # None without drafts
         "divergences": [asdict(each) | {"explained": each.explained} for each in found if each is not None],
     }

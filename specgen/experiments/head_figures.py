@@ -12,10 +12,10 @@ from specgen.experiments.rounds import PLAIN, Rounds, Speeds, rounds_under
 from specgen.record import columns
 from specgen.record.columns import Run
 from specgen.record.files import Rows
-from specgen.report.acceptance import Acceptance, Estimate, figures
+from specgen.report.acceptance import Acceptance, figures
 from specgen.report.display import from_here
 from specgen.report.folder import COMPARISON
-from specgen.report.intervals import PairedRatio
+from specgen.report.intervals import Estimate, PairedRatio
 from specgen.report.origin import unlike_settings
 from specgen.report.paired_requests import Pair, PairedFigure, corrected, corrected_by_kind, pair_up
 from specgen.report.references import Reference, RunComparison, compare_run, without_suffix
@@ -321,15 +321,15 @@ class Comparison(HeadRuns):
 
     def _run(self, run: HeadRun) -> dict[str, Any]:
         acceptance = self.acceptance[run.data, run.head][None]
-        length, positions = acceptance.length_over_all_steps, acceptance.positions_over_all_steps()
+        length, positions = acceptance.length_over_all_steps, acceptance.positions_over_all_steps
         return {
             "data": run.data,
             "head": run.head,
             "directory": str(run.directory),
             "length_over_all_steps": length and length.value,
             "length_over_all_steps_ci95": length and length.interval,
-            "acceptance_over_all_steps": [each.rate for each in positions],
-            "acceptance_over_all_steps_ci95": [each.share_interval() for each in positions],
+            "acceptance_over_all_steps": [each.value for each in positions],
+            "acceptance_over_all_steps_ci95": [each.interval for each in positions],
             "report": run.report.to_json(),
         }
 

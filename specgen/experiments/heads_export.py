@@ -1,6 +1,7 @@
 """A comparison as a table for a paper, in Markdown and LaTeX, and as CSV with every figure."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from specgen.config import ExportName
@@ -12,18 +13,20 @@ from specgen.experiments.heads_tables import (
     leads,
     mean_of,
     notes,
+    positions,
     positions_table,
     settings,
 )
 from specgen.experiments.rounds import PLAIN
-from specgen.report.acceptance import Acceptance, Estimate, Speculation
-from specgen.report.display import DASH, Show, plain, ratio
+from specgen.report.acceptance import Acceptance, Speculation
+from specgen.report.display import DASH, ratio
+from specgen.report.grid import Figure, Grid, chosen, field_of
+from specgen.report.intervals import Estimate, Interval
 from specgen.report.paired_requests import PairedFigure
 from specgen.report.table import Column, Row, Table, csv_text
 
 _CAPTION = ("model", "draft tokens (K)", "draft sampling", "template", "sampling")  # of the settings
 _KEYS = ("data", "head", "category")  # columns that say what a row is of
-_COUNTED = ("num_requests", "num_drafts", "num_steps_without_drafts", "num_accepted_tokens")
 _SPECIAL = {
     **{letter: f"\\{letter}" for letter in "&%$#_{}"},
     "\\": r"\textbackslash{}",
@@ -60,27 +63,22 @@ def _note(found: Comparison) -> str:
 
 def _heads_table(found: Comparison) -> Table:
     """Lengths and, if there are some, speeds: a row for each head, which says in which columns it leads."""
-    columns, rows = [Column(name="head")], [dict[str, Any](head=head) for head in found.heads]
-    for name, title, show, best, cells in _figures(found):
-        columns.append(Column(name=name, title=title, show=show, interval=f"{name} ends"))
-        for row, (number, ends) in zip(rows, cells, strict=True):
-            row |= {name: number, f"{name} ends": ends, f"{name} leads": row["head"] == best}
-    return Table(title="", columns=tuple(columns), rows=tuple(rows))
-
-
-def _figures(found: Comparison) -> Iterator[tuple[str, str, Show, str | None, list[tuple[Any, Any]]]]:
-    """The columns: name, heading, how it is shown, the head that leads, and of each head number and ends."""
+    figures, best = list[Figure](), dict[str, str]()
     for at, data in enumerate(found.data):
-        lengths = [found.length(data, head) for head in found.heads]
-        best = leader(found, data) if leads(found, data) else None
-        cells = [(x and x.value, x and x.interval) for x in lengths]
-        yield f"length {at}", f"{data} length", plain, best, cells
+        length = Figure.estimated(f"length {at}", partial(found.length, data), title=f"{data} length")
+        figures.append(length)
+        if leads(found, data):
+            best[length.name] = leader(found, data)
         if _with_speed(found):
-            times = [found.rounds(data).times(head, PLAIN) for head in found.heads]
-            yield f"speed {at}", f"{data} speed", ratio, None, [(x and x.median, x and x.ends) for x in times]
+            times = field_of(partial(found.rounds(data).times, other=PLAIN), "estimate")
+            figures.append(Figure.estimated(f"speed {at}", times, title=f"{data} speed", show=ratio))
     if len(found.data) > 1:
-        lengths = [mean_of(found, head) for head in found.heads]
-        yield "mean", "mean length", plain, None, [(x and x.value, x and x.interval) for x in lengths]
+        figures.append(Figure.estimated("mean", partial(mean_of, found), title="mean length"))
+    groups = [
+        ({"head": head, **{f"{name} leads": head == each for name, each in best.items()}}, head)
+        for head in found.heads
+    ]
+    return Grid(groups=groups, figures=figures).table([Column(name="head")], "")
 
 
 def _said(found: Comparison, *, in_caption: bool) -> str:
@@ -167,22 +165,26 @@ def _rows(found: Comparison) -> Iterator[dict[str, Any]]:
             if pair is not None:
                 figure = pair.length if category is None else pair.categories.get(category)
             length = found.length(run.data, run.head, category)
+            acceptance = found.of(run.data, run.head, category)
             row = {
                 "data": run.data,
                 "category": category or "",
                 "head": run.head,
                 "drafter": run.drafter,
                 "num_spec_tokens": run.report.num_spec_tokens,
-                **{name: getattr(group, name) for name in _COUNTED},
-                **_length_cells(length, found.of(run.data, run.head, category)),
-                **_acceptance_cells(found.of(run.data, run.head, category), group),
+                **{each.name: each.value(group) for each in chosen("csv", [group])},
+                **_length_cells(length, acceptance),
+                **_acceptance_cells(acceptance, group),
                 "against": first if figure else None,
                 **_difference_cells("", figure),
             }
             if category is None:
                 for i, each in enumerate(pair.positions if pair else ()):
                     row |= _difference_cells(f"_{i}", each)
-                row |= _speed(found, run.data, run.head)
+                rounds = found.rounds(run.data)
+                speed, times = rounds.speed(run.head), rounds.times(run.head, PLAIN)
+                row |= _cells("tokens_per_second", None if speed is None else speed.estimate)
+                row |= _cells("times_plain", None if times is None else times.estimate)
             yield row
     for head in found.heads if len(found.data) > 1 else ():
         parts = [found.of(data, head) for data in found.data]
@@ -190,53 +192,39 @@ def _rows(found: Comparison) -> Iterator[dict[str, Any]]:
         yield {"data": "(mean of the data sets)", "head": head, **cells}
 
 
-def _length_cells(length: Estimate | None, *parts: Acceptance | None) -> dict[str, Any]:
+def _length_cells(length: Estimate | None, *parts: Acceptance | None) -> Row:
     """A length, or the mean of those of ``parts``."""
     numbers = [part.over_all_steps().groups for part in parts if part]
+    cells = _cells("length", length)
     return {
         "num_conversations": length and sum(numbers),
-        "length_over_all_steps": length and length.value,
-        **_ends("length", length and length.interval),
+        "length_over_all_steps": cells.pop("length"),
+        **cells,
     }
 
 
-def _acceptance_cells(acceptance: Acceptance | None, group: Speculation) -> dict[str, Any]:
+def _acceptance_cells(acceptance: Acceptance | None, group: Speculation) -> Row:
     """By position, over all steps and (conditional) over those that accepted all before; and by confidence."""
     row: dict[str, Any] = {}
-    for i, each in enumerate(acceptance.positions_over_all_steps() if acceptance else ()):
-        row |= _cells(f"acceptance_{i}", each.rate, each.share_interval())
+    for i, each in enumerate(positions(acceptance)):
+        row |= _cells(f"acceptance_{i}", each)
     for place in group.acceptance:
-        row |= _cells(f"conditional_{place.position}", place.conditional, place.conditional_ci95)
-    row |= {"auc": group.confidence.auc, "ece": group.confidence.ece}
+        row |= _cells(f"conditional_{place.position}", (place.conditional, place.conditional_ci95))
     for level in group.confidence.levels:
         name = f"confidence_{level.at_least:g}"
-        row |= {f"{name}_drafts": level.drafts, f"{name}_accepted": level.accepted, **_ends(name, level.ci95)}
+        ends = _cells(name, (None, level.ci95))
+        del ends[name]
+        row |= {f"{name}_drafts": level.drafts, f"{name}_accepted": level.accepted, **ends}
     return row
 
 
-def _difference_cells(end: str, figure: PairedFigure | None) -> dict[str, Any]:
+def _difference_cells(end: str, figure: PairedFigure | None) -> Row:
     """Of a paired figure; ``end`` tells that of a position from that of the length."""
-    paired = figure and figure.paired
-    return {
-        **_cells(f"difference{end}", paired and paired.difference, paired and paired.interval),
-        f"p{end}": paired and paired.p,
-        f"p_holm{end}": figure and figure.p,
-    }
+    cells = _cells(f"difference{end}", None if figure is None else figure.difference)
+    return {**cells, f"p{end}": figure and figure.paired.p, f"p_holm{end}": figure and figure.p}
 
 
-def _speed(found: Comparison, data: str, head: str) -> dict[str, float | None]:
-    rounds = found.rounds(data)
-    speed, times = rounds.speed(head), rounds.times(head, PLAIN)
-    return {
-        **_cells("tokens_per_second", speed and speed.median, speed and speed.ends),
-        **_cells("times_plain", times and times.median, times and times.ends),
-    }
-
-
-def _cells(name: str, value: Any, interval: Any) -> dict[str, float | None]:  # noqa: ANN401
-    return {name: value, **_ends(name, interval)}
-
-
-def _ends(name: str, interval: Any) -> dict[str, float | None]:  # noqa: ANN401
+def _cells(name: str, estimate: tuple[float | None, Interval | None] | None) -> dict[str, float | None]:
+    value, interval = estimate or (None, None)
     low, high = interval or (None, None)
-    return {f"{name}_low": low, f"{name}_high": high}
+    return {name: value, f"{name}_low": low, f"{name}_high": high}

@@ -26,9 +26,9 @@ from specgen.experiments.heads_tables import (
 from specgen.record.columns import Run
 from specgen.record.files import Rows, write_json, write_text
 from specgen.record.record_rows import RequestRow
-from specgen.report.acceptance import Estimate
 from specgen.report.charts import Lines, Point, lengths
 from specgen.report.display import checkpoint_name, plain, several
+from specgen.report.intervals import Estimate
 from specgen.report.origin import origin
 from specgen.report.page import Page
 from specgen.report.run_texts import keys_of, known_tokenizer, texts_of
@@ -116,8 +116,13 @@ def _chart(
 
 def _curves(found: Comparison, data: str) -> Lines:
     """Joint acceptance over draft position, a line for each head."""
-    by_head = {run.head: positions(found, data, run.head) for run in found.on(data)}
-    lines = {head: by_head.get(head, []) for head in found.heads}  # one style for one head everywhere
+    lines = {  # one style for one head everywhere
+        head: [
+            Point(name=str(i), number=each.value, interval=each.interval)
+            for i, each in enumerate(positions(found.of(data, head)))
+        ]
+        for head in found.heads
+    }
     return curves(f"Acceptance by draft position on {data}", lines)
 
 

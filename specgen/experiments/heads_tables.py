@@ -1,12 +1,13 @@
 """The tables of a comparison, for terminal and page."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from operator import methodcaller
 from typing import Any
 
 from specgen.experiments.head_figures import Comparison, HeadPair, is_significant
 from specgen.experiments.rounds import PLAIN, MedianRange, disturbed
-from specgen.report.acceptance import Estimate, mean_length
-from specgen.report.charts import Point
+from specgen.report.acceptance import Acceptance, mean_length
 from specgen.report.display import (
     DASH,
     Show,
@@ -21,6 +22,8 @@ from specgen.report.display import (
     rate,
     ratio,
 )
+from specgen.report.grid import Figure, Grid, field_of
+from specgen.report.intervals import Estimate
 from specgen.report.paired_requests import PairedFigure
 from specgen.report.report import DEFINITIONS
 from specgen.report.table import Column, Row, Table
@@ -124,197 +127,167 @@ def tables(found: Comparison) -> Iterator[Table]:
     yield speeds_table(found)
 
 
-def lengths_table(found: Comparison) -> Table:
-    """Mean acceptance length: a row for each data set, a column for each head."""
-    rows = []
-    for data in found.data:
-        numbers = dict.fromkeys(count(run.report.num_requests) for run in found.on(data))
-        lengths = {head: found.length(data, head) for head in found.heads}
-        rows.append({"data": data, "requests": " or ".join(numbers), **_lengths(lengths)})
-    if len(rows) > 1:
-        means = {head: mean_of(found, head) for head in found.heads}
-        rows.append({"data": "mean", "requests": "", **_lengths(means)})
-    columns = (
-        Column(name=f"length of {head}", title=head, show=plain, interval=f"ends of {head}")
-        for head in found.heads
-    )
-    return Table(
-        title="Mean acceptance length",
-        note="over all steps, with 95 % intervals; 1 is plain decoding; mean: of the data sets, with equal weights",
-        columns=(Column(name="data", title="length"), Column(name="requests"), *columns),
-        rows=tuple(rows),
-    )
-
-
-def _lengths(lengths: Mapping[str, Estimate | None]) -> Row:
-    """The cells of the heads."""
-    row: dict[str, Any] = {}
-    for head, length in lengths.items():
-        row |= {f"length of {head}": length and length.value, f"ends of {head}": length and length.interval}
-    return row
-
-
 def mean_of(found: Comparison, head: str) -> Estimate | None:
     """The mean of ``head``'s lengths over data sets; None unless it has run on all of them."""
     return mean_length([found.of(data, head) for data in found.data])
 
 
-def positions_table(found: Comparison) -> Table:
-    """Joint acceptance: a row for each data set and head, a column for each draft position."""
-    num = max(len(run.report.acceptance) for run in found.runs)
-    rows = []
-    for run in found.in_order():
-        row: dict[str, Any] = {"data": run.data, "head": run.head}
-        points = positions(found, run.data, run.head)
-        points += [Point(name="", number=None)] * (num - len(points))
-        for i, point in enumerate(points):
-            row |= {f"token {i}": point.number, f"token {i} ends": point.interval}
-        rows.append(row)
-    return Table(
-        title="Acceptance by position",
-        note="joint, over all steps, with 95 % intervals",
-        columns=(
-            Column(name="data", title="acceptance"),
-            Column(name="head", wraps=True),
-            *(Column(name=f"token {i}", show=percent, interval=f"token {i} ends") for i in range(num)),
-        ),
-        rows=tuple(rows),
-        num_keys=2,
+def lengths_table(found: Comparison) -> Table:
+    """Mean acceptance length: a row for each data set, a column for each head."""
+    groups: list[tuple[Row, Callable[[str], Estimate | None]]] = []
+    for data in found.data:
+        numbers = dict.fromkeys(count(run.report.num_requests) for run in found.on(data))
+        groups.append(({"data": data, "requests": " or ".join(numbers)}, partial(found.length, data)))
+    if len(groups) > 1:
+        groups.append(({"data": "mean", "requests": ""}, partial(mean_of, found)))
+    lengths = [
+        Figure.estimated(f"length of {head}", methodcaller("__call__", head), title=head)
+        for head in found.heads
+    ]
+    return Grid(groups=groups, figures=lengths).table(
+        [Column(name="data", title="length"), Column(name="requests")],
+        "Mean acceptance length",
+        note="over all steps, with 95 % intervals; 1 is plain decoding; mean: of the data sets, with equal weights",
+        num_keys=1,
     )
 
 
-def positions(found: Comparison, data: str, head: str) -> list[Point]:
+def positions(acceptance: Acceptance | None) -> list[Estimate]:
     """Acceptance by draft position over all steps; empty without a step."""
-    acceptance = found.of(data, head)
-    return [
-        Point(name=str(i), number=each.rate, interval=each.share_interval())
-        for i, each in enumerate(acceptance.positions_over_all_steps() if acceptance else ())
+    return acceptance.positions_over_all_steps if acceptance else []
+
+
+def positions_table(found: Comparison) -> Table:
+    """Joint acceptance: a row for each data set and head, a column for each draft position."""
+    groups = [
+        ({"data": run.data, "head": run.head}, positions(found.of(run.data, run.head)))
+        for run in found.in_order()
     ]
+
+    def at(position: int) -> Figure:
+        return Figure.estimated(
+            f"token {position}", lambda each: dict(enumerate(each)).get(position), show=percent
+        )
+
+    figures = [at(i) for i in range(max(len(run.report.acceptance) for run in found.runs))]
+    return Grid(groups=groups, figures=figures).table(
+        [Column(name="data", title="acceptance"), Column(name="head", wraps=True)],
+        "Acceptance by position",
+        note="joint, over all steps, with 95 % intervals",
+    )
 
 
 def pairs_table(found: Comparison) -> Table:
     """Paired differences: a row for each data set and two heads."""
-    num = max(len(pair.positions) for pair in found.pairs)
-    return Table(
-        title="Paired differences",
+
+    def at(position: int) -> Figure:
+        return Figure(name=f"token {position}", tables="", of=lambda pair: _points(pair, position))
+
+    return Grid(
+        groups=[({"data": pair.data, "heads": f"{pair.ours} - {pair.first}"}, pair) for pair in found.pairs],
+        figures=[
+            Figure(name="requests", tables="", of=lambda pair: len(pair.requests)),
+            Figure(
+                name="identical",
+                title="same texts",
+                tables="",
+                # without a step nothing was verified
+                of=lambda pair: pair.requests.num_identical if pair.length else None,
+            ),
+            *_paired(lambda pair: pair.length),
+            *(at(i) for i in range(max(len(pair.positions) for pair in found.pairs))),
+        ],
+    ).table(
+        [Column(name="data", title="paired"), Column(name="heads", wraps=True)],
+        "Paired differences",
         note="the first head less the second, over the requests that both answered",
-        columns=(
-            Column(name="data", title="paired"),
-            Column(name="heads", wraps=True),
-            Column(name="requests"),
-            Column(name="identical", title="same texts"),
-            Column(name="difference", show=plain, interval="ends"),
-            Column(name="p", show=p_value),
-            *(Column(name=f"token {i}") for i in range(num)),
-        ),
-        rows=tuple(_pair(pair, num) for pair in found.pairs),
-        num_keys=2,
     )
 
 
-def _pair(pair: HeadPair, num_positions: int) -> Row:
-    positions = [hundredths(each.paired.difference) + "*" * is_significant(each) for each in pair.positions]
-    return {
-        "data": pair.data,
-        "heads": f"{pair.ours} - {pair.first}",
-        "requests": len(pair.requests),
-        # without a step nothing was verified
-        "identical": pair.requests.num_identical if pair.length else None,
-        **_paired(pair.length),
-        **{f"token {i}": positions[i] if i < len(positions) else DASH for i in range(num_positions)},
-    }
+def _points(pair: HeadPair, position: int) -> str:
+    """The difference at a position in points, with a star if it is significant."""
+    if position >= len(pair.positions):
+        return DASH
+    figure = pair.positions[position]
+    return hundredths(figure.paired.difference) + "*" * is_significant(figure)
 
 
-def _paired(figure: PairedFigure | None, of: str = "") -> Row:
-    """The cells of a difference, ``of`` a head where a row has several."""
-    return {
-        f"difference{of}": figure and figure.paired.difference,
-        f"ends{of}": figure and figure.paired.interval,
-        f"p{of}": figure and figure.p,
-    }
+def _paired(
+    of: Callable[[Any], PairedFigure | None], whose: str = "", title: str | None = None
+) -> tuple[Figure, Figure]:
+    """A difference and its p; ``whose`` they are where a row has several."""
+    return (
+        Figure.estimated(f"difference{whose}", field_of(of, "difference"), title=title),
+        Figure(name=f"p{whose}", title="p", show=p_value, tables="", of=field_of(of, "p")),
+    )
 
 
 def categories_table(found: Comparison) -> Table:
     """Lengths by category, and how each head differs from the first."""
     first, *others = found.heads
-    rows = [
-        {"data": data, "category": category, **_category(found, data, category, first, others)}
+    groups = [
+        ({"data": data, "category": category}, (data, category))
         for data in found.data
         for category in dict.fromkeys(
             name for run in found.in_order() if run.data == data for name in run.report.categories
         )
     ]
-    columns = [Column(name="data", title="category"), Column(name="category", title="", wraps=True)]
-    columns += [Column(name=f"length of {head}", title=head, show=plain) for head in found.heads]
-    for head in others:
-        columns += [
-            Column(
-                name=f"difference of {head}",
-                title=f"{head} - {first}",
-                show=plain,
-                interval=f"ends of {head}",
-            ),
-            Column(name=f"p of {head}", title="p", show=p_value),
-        ]
-    return Table(
-        title="By category",
+
+    def difference(head: str) -> tuple[Figure, Figure]:
+        def of(group: tuple[str, str]) -> PairedFigure | None:
+            pair = found.pair(group[0], head, first)
+            return pair.categories.get(group[1]) if pair else None
+
+        return _paired(of, f" of {head}", f"{head} - {first}")
+
+    def length(head: str) -> Figure:  # without an interval, which would leave no room for the differences
+        of = field_of(lambda group: found.length(group[0], head, group[1]), "value")
+        return Figure(name=f"length of {head}", title=head, show=plain, tables="", of=of)
+
+    differences = [figure for head in others for figure in difference(head)]
+    return Grid(groups=groups, figures=[*map(length, found.heads), *differences]).table(
+        [Column(name="data", title="category"), Column(name="category", title="", wraps=True)],
+        "By category",
         note="mean acceptance length, and the paired difference from the first head",
-        columns=tuple(columns),
-        rows=tuple(rows),
         num_keys=2 + len(found.heads),
         group=2,
     )
 
 
-def _category(found: Comparison, data: str, category: str, first: str, others: Sequence[str]) -> Row:
-    row: dict[str, Any] = {}
-    for head in found.heads:
-        length = found.length(data, head, category)
-        row[f"length of {head}"] = length and length.value
-    for head in others:
-        pair = found.pair(data, head, first)
-        row |= _paired(pair.categories.get(category) if pair else None, f" of {head}")
-    return row
-
-
 def speeds_table(found: Comparison) -> Table:
     """Output tokens per second, and ratios within a round: to plain decoding and to the first head."""
-    first, rows = found.heads[0], []
-    for data in found.data:
+    first = found.heads[0]
+    groups = [
+        ({"data": data, "arm": arm}, (data, arm))
+        for data in found.data
+        for arm in (PLAIN, *found.heads)
+        if found.rounds(data).speed(arm) is not None
+    ]
+
+    def times(group: tuple[str, str], other: str) -> MedianRange | None:
+        data, arm = group
         drafted = {run.head for run in found.on(data) if run.report.num_drafts}
-        for arm in (PLAIN, *found.heads):
-            if (speed := found.rounds(data).speed(arm)) is None:
-                continue
-            row: dict[str, Any] = {"data": data, "arm": arm, **_spread("speed", speed, rate)}
-            for name, other in (("plain", PLAIN), ("first", first)):
-                times = found.rounds(data).times(arm, other) if arm in drafted and arm != other else None
-                row |= _spread(name, times, ratio)
-            rows.append(row)
-    columns = [("speed", "tokens/s"), ("plain", "x plain")]
-    if len(found.heads) > 1:
-        columns.append(("first", f"x {first}"))
-    return Table(
-        title="Speed",
+        return found.rounds(data).times(arm, other) if arm in drafted and arm != other else None
+
+    ratios = {"x plain": PLAIN, **({f"x {first}": first} if len(found.heads) > 1 else {})}
+    figures = _spread("tokens/s", lambda group: found.rounds(group[0]).speed(group[1]), rate)
+    for title, other in ratios.items():
+        figures += _spread(title, partial(times, other=other), ratio)
+    return Grid(groups=groups, figures=figures).table(
+        [Column(name="data", title="speed"), Column(name="arm", title="", wraps=True)],
+        "Speed",
         note="the median of rounds in which all took turns, [lowest, highest]; ratios are within a round",
-        columns=(
-            Column(name="data", title="speed"),
-            Column(name="arm", title="", wraps=True),
-            *(
-                Column(name=f"{name}{end}", title=f"{title}{end}")
-                for name, title in columns
-                for end in ("", " range")
-            ),
-        ),
-        rows=tuple(rows),
-        num_keys=2,
         group=2,
     )
 
 
-def _spread(name: str, spread: MedianRange | None, show: Show) -> Row:
-    if spread is None:
-        return {name: "", f"{name} range": ""}
-    return {name: show(spread.median), f"{name} range": between(spread.ends, show)}
+def _spread(title: str, of: Callable[[Any], MedianRange | None], show: Show) -> list[Figure]:
+    """A median and its range, in columns of their own; both empty where there is none."""
+    cells = {
+        "": lambda group: show(spread.median) if (spread := of(group)) else "",
+        " range": lambda group: between(spread.ends, show) if (spread := of(group)) else "",
+    }
+    return [Figure(name=f"{title}{end}", tables="", of=cell) for end, cell in cells.items()]
 
 
 def leader(found: Comparison, data: str) -> str:

@@ -16,7 +16,7 @@ from specgen.config import require
 from specgen.record.files import RowFile, Rows, writable
 from specgen.record.provenance import FREE_IN_A_RUN
 from specgen.record.results import locked, require_same
-from specgen.report.intervals import Interval, student_t
+from specgen.report.intervals import Estimate, Interval, student_t
 from specgen.report.timings import LatencyStats, WallTime
 
 
@@ -66,6 +66,11 @@ class MedianRange:
     @property
     def ends(self) -> tuple[float, float]:
         return self.lowest, self.highest
+
+    @property
+    def estimate(self) -> Estimate:
+        """The median with its range."""
+        return Estimate(self.median, self.ends)
 
 
 @dataclass(frozen=True, kw_only=True)

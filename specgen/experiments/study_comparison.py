@@ -6,7 +6,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from specgen.config import SamplingParams, require
-from specgen.report.acceptance import Position, Speculation
 from specgen.report.display import count, hundredths, p_value, same_texts
 from specgen.report.intervals import LEVEL, Interval, PairedScores, holm, paired_scores, scores_interval
 from specgen.report.report import Report
@@ -177,31 +176,73 @@ class Accuracy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
-    """Acceptance and speed of an arm or of one of its tasks; ``ratio`` is that of the speed to the reference's."""
+class Measured:
+    """The report of an arm or of one of its tasks; ``ratio`` is that of its speed to the reference's."""
 
-    num_requests: int
-    num_output_tokens: int
-    output_tokens_per_second: float | None
+    report: Report
     ratio: float | None
-    mean_acceptance_length: float | None
-    mean_acceptance_length_ci95: Interval | None
-    length_over_all_steps: float | None  # those without drafts too
-    draft_acceptance_rate: float | None
-    received: float | None  # tokens per step that texts got, where they are less than the length
+
+    @classmethod
+    def beside(cls, report: Report, reference: Report | None) -> "Measured":
+        """``report`` beside the reference's, if that has one."""
+        speed = report.output_tokens_per_second
+        verified = report.num_drafts or not report.num_spec_tokens  # else there is nothing that a ratio is of
+        base = reference.output_tokens_per_second if reference is not None and verified else None
+        return cls(report=report, ratio=speed / base if speed is not None and base else None)
+
+    def to_json(self) -> dict[str, Any]:
+        report = self.report
+        return {
+            "num_requests": report.num_requests,
+            "num_output_tokens": report.total_num_output_tokens,
+            "output_tokens_per_second": report.output_tokens_per_second,
+            "ratio": self.ratio,
+            **{name: getattr(report, name) for name in _ACCEPTANCE},
+        }
+
+
+_ACCEPTANCE = (
+    *("mean_acceptance_length", "mean_acceptance_length_ci95", "length_over_all_steps"),
+    *("draft_acceptance_rate", "received"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArmSummary(Figures):
+class ArmSummary:
     name: str
     seconds: float
-    acceptance: tuple[Position, ...]  # [K]
+    measured: Measured
     accuracies: tuple[Accuracy, ...]
-    parts: Mapping[str, Speculation]  # of reasoning and answers; empty without reasoning
-    ended_in_reasoning: int  # texts without an answer
-    num_empty: int  # other texts without a character
     num_cut: int  # answers that the token limit has cut
-    tasks: Mapping[str, Figures]  # which run one after the other; empty for a single task
+    tasks: Mapping[str, Measured]  # which run one after the other; empty for a single task
+
+    @property
+    def report(self) -> Report:
+        return self.measured.report
+
+    def to_json(self) -> dict[str, Any]:
+        report = self.report
+        return {
+            **self.measured.to_json(),
+            "name": self.name,
+            "seconds": self.seconds,
+            "acceptance": [asdict(each) for each in report.acceptance],
+            "accuracies": [asdict(each) for each in self.accuracies],
+            "parts": {part: asdict(each) for part, each in report.parts.items()},
+            "ended_in_reasoning": sum(report.ended_in_reasoning.values()),
+            "num_empty": report.num_empty,
+            "num_cut": self.num_cut,
+            "tasks": {task: each.to_json() for task, each in self.tasks.items()},
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """The scores of an arm minus the reference's under one metric of a task."""
+
+    task: str
+    metric: str
+    paired: PairedScores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,15 +259,6 @@ class Difference:
     text: str
     reference_text: str
     first: "Divergence | None"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """The scores of an arm minus the reference's under one metric of a task."""
-
-    task: str
-    metric: str
-    paired: PairedScores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +297,9 @@ class StudyComparison:
 
     def to_json(self) -> dict[str, Any]:
         """All but the samples, whose texts are in the files of the arms."""
-        return {name: value for name, value in asdict(replace(self, samples=())).items() if name != "samples"}
+        found = asdict(replace(self, samples=(), arms=()))
+        del found["samples"]
+        return found | {"arms": [arm.to_json() for arm in self.arms]}
 
 
 def reference_of(arms: Sequence[ArmRun]) -> ArmRun:
@@ -358,10 +392,9 @@ def _scores(arm: ArmRun) -> _Scores:
 
 def _summary(arm: ArmRun, reference: ArmRun) -> ArmSummary:
     return ArmSummary(
-        **_figures(arm.report, reference.report),
         name=arm.name,
         seconds=arm.seconds,
-        acceptance=arm.report.acceptance,
+        measured=Measured.beside(arm.report, reference.report),
         accuracies=tuple(
             Accuracy(
                 task=task,
@@ -372,32 +405,12 @@ def _summary(arm: ArmRun, reference: ArmRun) -> ArmSummary:
             )
             for (task, metric), scores in _scores(arm).items()
         ),
-        parts=arm.report.parts,
-        ended_in_reasoning=sum(arm.report.ended_in_reasoning.values()),
-        num_empty=arm.report.num_empty,
         num_cut=num_cut(arm),
         tasks={
-            task: Figures(**_figures(report, reference.tasks.get(task)))
+            task: Measured.beside(report, reference.tasks.get(task))
             for task, report in (arm.tasks.items() if len(arm.tasks) > 1 else ())
         },
     )
-
-
-def _figures(report: Report, reference: Report | None) -> dict[str, Any]:
-    speed = report.output_tokens_per_second
-    verified = report.num_drafts or not report.num_spec_tokens  # else there is nothing that a ratio is of
-    base = reference.output_tokens_per_second if reference is not None and verified else None
-    return {
-        "num_requests": report.num_requests,
-        "num_output_tokens": report.total_num_output_tokens,
-        "output_tokens_per_second": speed,
-        "ratio": speed / base if speed is not None and base else None,
-        "mean_acceptance_length": report.mean_acceptance_length,
-        "mean_acceptance_length_ci95": report.mean_acceptance_length_ci95,
-        "length_over_all_steps": report.length_over_all_steps,
-        "draft_acceptance_rate": report.draft_acceptance_rate,
-        "received": report.received,
-    }
 
 
 def _against(arm: ArmRun, reference: ArmRun, level: float, target: "Judge") -> ArmComparison:

@@ -1,7 +1,7 @@
 """What `specgen eval` and `specgen verify` show: arms against their reference, divergences, texts side by side."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from os.path import commonprefix
 from statistics import median_low
 from typing import Any
@@ -11,7 +11,7 @@ from specgen.experiments.study_comparison import (
     CHANGES,
     Accuracy,
     ArmComparison,
-    Figures,
+    Measured,
     SampleTexts,
     SharedAnswer,
     StudyComparison,
@@ -32,9 +32,11 @@ from specgen.report.display import (
     seconds,
     several,
 )
+from specgen.report.grid import FIGURES, Figure, Grid, by_position, chosen
 from specgen.report.page import Page
+from specgen.report.report import Report
 from specgen.report.table import Column, Row, Table
-from specgen.report.tables import curve, curves, empty_texts, received_column
+from specgen.report.tables import curve, curves, empty_texts
 from specgen.report.terminal import ALARMING, Part, definitions, heading
 from specgen.report.text_list import Entry, ShownText, Span, TextList, within
 
@@ -67,21 +69,21 @@ _TEXTS = (
     Column(name="widest", title="widest gap"),
     Column(name="unexplained"),
 )
-_LENGTH = Column(
-    name="mean_acceptance_length", title="acceptance length", interval="mean_acceptance_length_ci95"
-)
-_LENGTH_AND_RATE = (_LENGTH, Column(name="draft_acceptance_rate", title="drafts accepted", show=percent))
+_NAMED = {each.name: each for each in FIGURES}
+_LENGTH = replace(_NAMED["mean_acceptance_length"], title="acceptance length", short=None)
+_RATE = replace(_NAMED["draft_acceptance_rate"], title="drafts accepted", short=None)
 _PARTS = (
     _ARM,
     Column(name="part", wraps=True),
     Column(name="num_requests", title="texts"),
     Column(name="num_drafts", title="drafts"),
-    *_LENGTH_AND_RATE,
+    _LENGTH,
+    _RATE,
 )
 _SPEED = (
     Column(name="output_tokens_per_second", title="output tokens/s", show=rate),
     Column(name="ratio", show=ratio),
-    Column(name="num_output_tokens", title="output tokens"),
+    Column(name="total_num_output_tokens", title="output tokens"),
 )
 
 
@@ -184,33 +186,23 @@ def _worst(comparison: StudyComparison) -> Iterator[Row]:
 
 
 def _acceptance(comparison: StudyComparison) -> Table:
-    drafting = [arm for arm in comparison.arms if arm.acceptance]
-    most = max((len(arm.acceptance) for arm in drafting), default=0)
-    tokens = {f"token {i}": i for i in range(min(_POSITIONS, most))}
-    rows = []
-    for arm in drafting:
-        rates = [position.rate for position in arm.acceptance] + [None] * most
-        rows.append({**vars(arm), **{token: rates[i] for token, i in tokens.items()}})
-    lines = {arm.name: curve(arm.acceptance) for arm in drafting}
-    return Table(
-        title="Acceptance by position",
+    drafting = {arm.name: arm.report for arm in comparison.arms if arm.report.acceptance}
+    lines = {name: curve(report.acceptance) for name, report in drafting.items()}
+    reports = drafting.values()
+    return Grid(
+        groups=[({"name": name}, report) for name, report in drafting.items()],
+        figures=[_LENGTH, *_other_lengths(reports), *by_position(reports, _POSITIONS)],
+    ).table(
+        [_ARM],
+        "Acceptance by position",
         note="% of the verify steps, with 95 % intervals",
-        columns=(
-            _ARM,
-            _LENGTH,
-            *_other_lengths(drafting),
-            *(Column(name=token, show=percent) for token in tokens),
-        ),
-        rows=tuple(rows),
         lines=curves("Acceptance by draft position and arm", lines) if lines else None,
     )
 
 
-def _other_lengths(each: Sequence[Figures]) -> tuple[Column, ...]:
+def _other_lengths(reports: Iterable[Report]) -> list[Figure]:
     """The length over all steps and the tokens per step, where some are not the acceptance length."""
-    is_shown = any(one.length_over_all_steps != one.mean_acceptance_length for one in each)
-    over_all = (Column(name="length_over_all_steps", title="over all steps", show=plain),) if is_shown else ()
-    return (*over_all, *received_column(one.received for one in each))
+    return [each for each in chosen("arm", reports) if each.name != _LENGTH.name]
 
 
 def _parts(comparison: StudyComparison) -> Table:
@@ -222,7 +214,7 @@ def _parts(comparison: StudyComparison) -> Table:
         rows=tuple(
             {"name": arm.name, "part": part, **vars(each)}
             for arm in comparison.arms
-            for part, each in arm.parts.items()
+            for part, each in arm.report.parts.items()
             if each.num_drafts
         ),
         num_keys=2,
@@ -234,27 +226,37 @@ def _speed(comparison: StudyComparison) -> Table:
         title="Speed",
         note=f"output tokens per second, and their ratio to {comparison.reference}; the time is that of scores too",
         columns=(_ARM, *_SPEED, Column(name="seconds", title="time", show=seconds)),
-        rows=tuple(map(vars, comparison.arms)),
+        rows=tuple(
+            {"name": arm.name, "seconds": arm.seconds, **_speeds(arm.measured)} for arm in comparison.arms
+        ),
         bars="output_tokens_per_second",
-        ticks=quarters(max(arm.output_tokens_per_second or 0.0 for arm in comparison.arms)),
+        ticks=quarters(max(arm.report.output_tokens_per_second or 0.0 for arm in comparison.arms)),
     )
+
+
+def _speeds(measured: Measured) -> Row:
+    names = ("output_tokens_per_second", "total_num_output_tokens")
+    return {"ratio": measured.ratio, **{name: getattr(measured.report, name) for name in names}}
 
 
 def _tasks(comparison: StudyComparison) -> Table:
     """Acceptance and speed by task; no rows for a single task."""
-    others = _other_lengths([each for arm in comparison.arms for each in arm.tasks.values()])
-    return Table(
-        title="By task",
+    found = [
+        (task, arm.name, arm.tasks[task])
+        for task in comparison.arms[0].tasks
+        for arm in comparison.arms
+        if task in arm.tasks
+    ]
+    others = _other_lengths(each.report for *_, each in found)
+    figures = Grid(
+        groups=[({"task": task, "name": name, **_speeds(each)}, each.report) for task, name, each in found],
+        figures=[_LENGTH, _RATE, *others],
+    ).table(
+        (Column(name="task", wraps=True), _ARM),
+        "By task",
         note=f"mean acceptance length with 95 % intervals; speed, and its ratio to {comparison.reference}",
-        columns=(Column(name="task", wraps=True), _ARM, *_LENGTH_AND_RATE, *others, *_SPEED),
-        rows=tuple(
-            {"task": task, "name": arm.name, **vars(arm.tasks[task])}
-            for task in comparison.arms[0].tasks
-            for arm in comparison.arms
-            if task in arm.tasks
-        ),
-        num_keys=2,
     )
+    return replace(figures, columns=(*figures.columns, *_SPEED))
 
 
 # --- texts side by side ---------------------------------------------------------------------------

@@ -28,7 +28,8 @@ from specgen.experiments.timing import free_memory
 from specgen.record.interrupt import StoppedError
 from specgen.record.provenance import busy, state_after
 from specgen.record.record_rows import Captured, EngineRow, OutOfMemory, PassRow, RequestRow
-from specgen.report.timings import latency_stats
+from specgen.report.acceptance import Acceptance
+from specgen.report.timings import PassSums, latencies, latency_stats
 
 _Done = TypeVar("_Done")
 # Of the arms that can take part, those that are to in the next round; none: it is over
@@ -227,17 +228,22 @@ def balanced_order(names: Sequence[str], number: int) -> list[str]:
 
 def repeat_of(run: Run, yardstick: Yardstick | None = None) -> Repeat:
     """The figures of ``run``; without ``yardstick`` nothing is compared with a bound or a known text."""
-    completions, requests, report = run.completions.values(), run.requests, run.report
-    steps, prefill = report.steps.get("decode"), report.steps.get("prefill")
+    completions, requests, columns = run.completions.values(), run.requests, run.columns
+    acceptance, passes = Acceptance(columns), PassSums()
+    passes.add(run.passes)
+    kinds = {kind: steps.result() for kind, steps in passes.steps.items()}
+    steps, prefill = kinds.get("decode"), kinds.get("prefill")
+    ttft, tpot = latencies(columns)
+    wall = passes.wall.result(run.seconds)
     known = yardstick.known if yardstick else None
     emitted = [step.emitted for request in requests for step in request.steps or ()]
     return Repeat(
         seconds=run.seconds,
         num_tokens=sum(len(completion.token_ids) for completion in completions),
-        acceptance_length=report.mean_acceptance_length,
-        acceptance=tuple(position.rate for position in report.acceptance),
-        ttft=report.ttft_seconds,
-        tpot=report.tpot_seconds,
+        acceptance_length=acceptance.mean_length,
+        acceptance=tuple(acceptance.joint(i).rate for i in range(acceptance.num_spec_tokens)),
+        ttft=ttft,
+        tpot=tpot,
         itl=latency_stats(np.fromiter(inter_token_seconds(requests, run.passes), float)),
         step_seconds=steps.mean_seconds if steps else None,
         mean_sequences=steps.mean_sequences if steps else None,
@@ -245,7 +251,7 @@ def repeat_of(run: Run, yardstick: Yardstick | None = None) -> Repeat:
         texts={completion.request.id: digest(completion.token_ids) for completion in completions},
         num_wrong=known.num_wrong(completions) if known else None,
         disturbances=tuple(_disturbances(run.passes)),
-        wall=report.wall.of_whole(run.seconds) if report.wall else None,
+        wall=wall,
         prefill_passes=prefill.num_steps if prefill else 0,
         prefill_flops=yardstick.sizes.prefill_flops(prefill.target_rows) if prefill and yardstick else 0.0,
         tokens_per_step=fmean(emitted) if emitted else None,

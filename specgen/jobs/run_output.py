@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from specgen.config import FormatName, UserError
 from specgen.config.json_fields import load_json
+from specgen.core.garbage import rarely_collected
 from specgen.jobs.job import Job
 from specgen.jobs.prompt_index import PromptIndex
 from specgen.prompts import Prompt, failure
@@ -93,6 +94,7 @@ class FinishedRun:
     def _manifest(self) -> dict[str, Any]:
         return load_json(self._path / "manifest.json", "generate into another directory")
 
+    @rarely_collected()  # rows are read, and what is made of them is kept
     def write_report(
         self, baseline: "FinishedRun | None", *states: Mapping[str, Any], busy_shard: str = ""
     ) -> Report:
@@ -230,7 +232,7 @@ def _body(row: Mapping[str, Any], name: str, served: Served) -> dict[str, Any]:
         },
     }
     if row["metrics"]["num_spec_tokens"]:
-        body["metrics"] = {"speculative_decoding": row["metrics"]}
+        body["metrics"] = {"speculative_decoding": RequestMetrics.of_row(row)}
     return body
 
 
@@ -294,9 +296,10 @@ def export_parquet(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
 
 
 def _table_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """``row`` with log-probabilities as objects: a list of a column cannot mix ids and floats."""
+    """``row`` with all metrics, and log-probabilities as objects: a list of a column cannot mix ids and floats."""
+    row = {**row, "metrics": RequestMetrics.of_row(row)}
     if "logprobs" not in row:
-        return dict(row)
+        return row
     logprobs = [
         {
             "chosen": each["chosen"],

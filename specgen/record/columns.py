@@ -6,11 +6,10 @@ and steps. Passes are no columns: there may be hundreds for each request, and th
 
 import json
 import math
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, repeat
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -34,8 +33,6 @@ Array = NDArray[Any]
 NO_CATEGORY = "(none)"
 _CHUNK = 1024  # rows whose counts are lists before they are columns
 _BY_POSITION = ("drafted", "reached", "accepted")
-_BY_LEVEL = ("level_reached", "level_accepted")
-_NUMBERS = ("without_drafts", "unverified")
 _NO_TEXT = hash(None)
 _Line = TypeVar("_Line")
 
@@ -111,10 +108,10 @@ class Run:
     is_empty: Array  # without a character
     in_reasoning: Array  # it ended there
     counts: Counts
-    reasoning: Counts | None
     num_reasoning_tokens: Array
     prompt: Array  # a digest
     tokens: Array  # a digest
+    reasoning: Counts | None = None
     without_record: str | None = None  # the first row of an earlier version, which has counts alone
 
     def __len__(self) -> int:
@@ -177,12 +174,12 @@ def read(directory: Path, num_spec_tokens: int | None = None, rows: Rows | None 
         if line.record is None:
             found.without_record = found.without_record or name
             line.record = _of_earlier(_line(name, content, _decode_earlier).metrics)
-        row = line.request({}, None)
+        line.id = name  # the same string, of which there are as many as rows
+        row = line.request()
         several = line.record.num_turns > 1 or found.without_record is not None
         unit = conversation_of(row.name, row.turn) if several else ""
         found.add(row, unit, hash(line.prompt), hash(tuple(line.token_ids)))
-    run = found.run(num_spec_tokens)
-    return replace(run, unit=_with_one_prompt(run))
+    return found.run(num_spec_tokens)
 
 
 def in_both(run: Run, other: Run) -> tuple[Array, Array]:
@@ -193,12 +190,12 @@ def in_both(run: Run, other: Run) -> tuple[Array, Array]:
     return ours, theirs
 
 
-def of(requests: Iterable[RequestRow], num_spec_tokens: int) -> Run:
-    """The columns of ``requests``, of which those that failed are left out; without digests of texts."""
+def of(requests: Iterable[RequestRow], num_spec_tokens: int, prompts: Iterable[str] | None = None) -> Run:
+    """The columns of ``requests`` and, where they are known, of their ``prompts``; those that failed are left out."""
     found = _Columns()
-    for row in requests:
+    for row, prompt in zip(requests, repeat(None) if prompts is None else prompts, strict=False):
         if row.reason != "error":
-            found.add(row, row.unit or conversation_of(row.name, row.turn), _NO_TEXT, _NO_TEXT)
+            found.add(row, conversation_of(row.name, row.turn), hash(prompt), _NO_TEXT)
     return found.run(num_spec_tokens)
 
 
@@ -243,13 +240,26 @@ def _of_earlier(metrics: _EarlierMetrics | None) -> Record:
     )
 
 
-def _with_one_prompt(run: Run) -> Array:
-    """The units of ``run``, those of conversations with the same first prompt made one: the first one's."""
-    first = np.flatnonzero((run.turn == 1) & (run.prompt != _NO_TEXT))
-    _, at, prompts = np.unique(run.prompt[first], return_index=True, return_inverse=True)
-    became = np.arange(len(run))  # by unit, which is the row that it was first seen in
-    became[run.unit[first]] = run.unit[first[at[prompts]]]
-    return became[run.unit]
+def _with_one_prompt(unit: Array, turn: Array, prompt: Array) -> Array:
+    """``unit``, those of conversations with the same first prompt made one: the first one's."""
+    first = np.flatnonzero((turn == 1) & (prompt != _NO_TEXT))
+    _, at, prompts = np.unique(prompt[first], return_index=True, return_inverse=True)
+    became = np.arange(len(unit))  # by unit, which is the row that it was first seen in
+    became[unit[first]] = unit[first[at[prompts]]]
+    return became[unit]
+
+
+_NONE = StepCounts([], [], [], [0])
+_NUMBERS: dict[str, type] = {
+    **dict.fromkeys(
+        ("unit", "turn", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens"), np.int32
+    ),
+    **dict.fromkeys(("arrival", "first_token", "ended"), np.float64),
+    **dict.fromkeys(("is_empty", "in_reasoning"), np.bool_),
+    "num_reasoning_tokens": np.int32,
+    **dict.fromkeys(("prompt", "tokens"), np.int64),
+    **dict.fromkeys(("category", "reason", "session"), np.int32),
+}
 
 
 class _Columns:
@@ -258,113 +268,105 @@ class _Columns:
     def __init__(self) -> None:
         self.without_record: str | None = None
         self._names: list[str] = []
-        self._columns = {
-            name: array(kind)
-            for kind, names in {
-                "i": ("unit", "turn", "category", "reason", "session"),
-                "l": ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_reasoning_tokens"),
-                "d": ("arrival", "first_token", "ended"),
-                "b": ("is_empty", "in_reasoning"),
-                "q": ("prompt", "tokens"),
-            }.items()
-            for name in names
-        }
         self._units: dict[str, int] = {}
-        self._codes: dict[str, dict[Any, int]] = {name: {} for name in ("category", "reason", "session")}
-        self._counts = _GrowingCounts()
-        self._reasoning: _GrowingCounts | None = None  # with the first text that has some
+        self._codes: tuple[dict[Any, int], ...] = ({}, {}, {})  # of category, reason, session
+        self._rows: list[
+            tuple[Any, ...]
+        ] = []  # in the order of ``_NUMBERS``, then counts and those of reasoning
+        self._chunks: list[tuple[dict[str, Array], dict[str, Array], dict[str, Array] | None]] = []
 
     def add(self, row: RequestRow, unit: str, prompt: int, tokens: int) -> None:
         """One request; without a name its ``unit`` is its own."""
-        at = len(self._names)
+        at, parts = len(self._names), row.parts
         self._names.append(row.name)
-        parts = row.parts
-        values: dict[str, Any] = {
-            "unit": self._units.setdefault(unit, at) if unit else at,
-            "turn": row.turn,
-            "num_prompt_tokens": row.num_prompt_tokens,
-            "num_cached_tokens": row.num_cached_tokens,
-            "num_output_tokens": row.num_output_tokens,
-            "num_reasoning_tokens": 0 if parts is None else parts.tokens["reasoning"],
-            "arrival": row.arrival,
-            "first_token": math.nan if row.first_token is None else row.first_token,
-            "ended": row.ended,
-            "is_empty": row.is_empty,
-            "in_reasoning": parts is not None and parts.part == "reasoning",
-            "prompt": prompt,
-            "tokens": tokens,
-        }
-        for name, codes in self._codes.items():
-            values[name] = codes.setdefault(getattr(row, name), len(codes))
-        for name, value in values.items():
-            self._columns[name].append(value)
-        self._counts.add(row.counts)
-        if parts is not None and self._reasoning is None:
-            self._reasoning = _GrowingCounts()
-            for _ in range(at):
-                self._reasoning.add(_NONE)
-        if self._reasoning is not None:
-            self._reasoning.add(_NONE if parts is None else parts.steps["reasoning"])
-
-    def run(self, num_spec_tokens: int | None) -> Run:
-        """All of them, with this K or that of the longest step."""
-        most = self._counts.width
-        k = most if num_spec_tokens is None else num_spec_tokens
-        require(most <= k, f"a step has {most} drafts but K is {k}: give the run's K")
-        columns = {name: np.array(column) for name, column in self._columns.items()}
-        return Run(
-            names=self._names,
-            categories=tuple(self._codes["category"]),
-            reasons=tuple(self._codes["reason"]),
-            sessions=tuple(self._codes["session"]),
-            counts=self._counts.result(k),
-            reasoning=None if self._reasoning is None else self._reasoning.result(k),
-            without_record=self.without_record,
-            **{
-                name: column.astype(bool) if column.dtype == np.int8 else column
-                for name, column in columns.items()
-            },
+        categories, reasons, sessions = self._codes
+        self._rows.append(
+            (
+                self._units.setdefault(unit, at) if unit else at,
+                row.turn,
+                row.num_prompt_tokens,
+                row.num_cached_tokens,
+                row.num_output_tokens,
+                row.arrival,
+                math.nan if row.first_token is None else row.first_token,
+                row.ended,
+                row.is_empty,
+                parts is not None and parts.part == "reasoning",
+                0 if parts is None else parts.tokens["reasoning"],
+                prompt,
+                tokens,
+                categories.setdefault(row.category, len(categories)),
+                reasons.setdefault(row.reason, len(reasons)),
+                sessions.setdefault(row.session, len(sessions)),
+                row.counts,
+                None if parts is None else parts.steps["reasoning"],
+            )
         )
-
-
-_NONE = StepCounts([], [], [], [0])
-
-
-class _GrowingCounts:
-    def __init__(self) -> None:
-        self.width = 0  # K so far
-        self._rows: list[StepCounts] = []
-        self._chunks: list[dict[str, Array]] = []
-
-    def add(self, row: StepCounts) -> None:
-        self.width = max(self.width, len(row.drafted))
-        self._rows.append(row)
         if len(self._rows) == _CHUNK:
             self._flush()
 
     def _flush(self) -> None:
-        self._chunks.append({name: _narrow([getattr(row, name) for row in self._rows]) for name in _NUMBERS})
-        for name in (*_BY_POSITION, *_BY_LEVEL):
-            most = self.width if name in _BY_POSITION else len(CONFIDENCE_LEVELS)
-            lists = [
-                [*each, *[0] * (most - len(each))] for each in (getattr(row, name) for row in self._rows)
-            ]
-            self._chunks[-1][name] = _narrow(lists).reshape(len(lists), most)
+        *numbers, counts, reasoning = (
+            zip(*self._rows, strict=True) if self._rows else [()] * (len(_NUMBERS) + 2)
+        )
+        columns: dict[str, Array] = {
+            name: np.array(column, kind)
+            for (name, kind), column in zip(_NUMBERS.items(), numbers, strict=True)
+        }
+        of_parts = _columns_of([each or _NONE for each in reasoning]) if any(reasoning) else None
+        self._chunks.append((columns, _columns_of(counts), of_parts))
         self._rows = []
 
-    def result(self, num_spec_tokens: int) -> Counts:
-        """All of them, with 0 up to this K."""
+    def run(self, num_spec_tokens: int | None) -> Run:
+        """All of them, with this K or that of the longest step."""
         self._flush()
-        columns = {}
-        for name in (*_BY_POSITION, *_BY_LEVEL, *_NUMBERS):
-            each = [chunk.pop(name) for chunk in self._chunks]
-            if name in _BY_POSITION:
-                each = [np.pad(column, ((0, 0), (0, num_spec_tokens - column.shape[1]))) for column in each]
-            columns[name] = np.concatenate(each)
-        return Counts(**columns)
+        columns = [chunk for chunk, *_ in self._chunks]
+        counts = [chunk for _, chunk, _ in self._chunks]
+        has_parts = any(part is not None for *_, part in self._chunks)
+        # none of that part where a chunk has no such text
+        parts = [
+            {name: 0 * column for name, column in whole.items()} if part is None else part
+            for _, whole, part in (self._chunks if has_parts else ())
+        ]
+        self._chunks = []
+        most = max(chunk["drafted"].shape[1] for chunk in counts)
+        k = most if num_spec_tokens is None else num_spec_tokens
+        require(most <= k, f"a step has {most} drafts but K is {k}: give the run's K")
+        found: dict[str, Any] = _joined(columns)
+        found["unit"] = _with_one_prompt(*(found[name] for name in ("unit", "turn", "prompt")))
+        for name, codes in zip(("categories", "reasons", "sessions"), self._codes, strict=True):
+            found[name] = tuple(codes)
+        return Run(
+            names=self._names,
+            counts=Counts(**_joined(counts, k)),
+            reasoning=Counts(**_joined(parts, k)) if has_parts else None,
+            without_record=self.without_record,
+            **found,
+        )
+
+
+def _columns_of(rows: Sequence[StepCounts]) -> dict[str, Array]:
+    width = max((len(row.drafted) for row in rows), default=0)
+    found = {name: _narrow([getattr(row, name) for row in rows]) for name in ("without_drafts", "unverified")}
+    for name in (*_BY_POSITION, "level_reached", "level_accepted"):
+        most = width if name in _BY_POSITION else len(CONFIDENCE_LEVELS)
+        lists = [[*each, *[0] * (most - len(each))] for each in (getattr(row, name) for row in rows)]
+        found[name] = _narrow(lists).reshape(len(lists), most)
+    return found
 
 
 def _narrow(rows: Sequence[Any]) -> Array:
     """``rows`` as numbers of two bytes, if they fit."""
     found = np.array(rows, np.int64)
     return found.astype(np.uint16 if found.max(initial=0) <= np.iinfo(np.uint16).max else np.uint32)
+
+
+def _joined(chunks: Sequence[dict[str, Array]], num_spec_tokens: int = 0) -> dict[str, Array]:
+    """All of ``chunks``, which are emptied as their memory is needed, with 0 up to this K."""
+    found = {}
+    for name in list(chunks[0]):
+        each = [chunk.pop(name) for chunk in chunks]
+        if name in _BY_POSITION:
+            each = [np.pad(column, ((0, 0), (0, num_spec_tokens - column.shape[1]))) for column in each]
+        found[name] = np.concatenate(each)
+    return found

@@ -5,10 +5,10 @@ The engine hands out both, and every figure is a function of them. Times are sec
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import msgspec
 
@@ -32,6 +32,9 @@ class Step(NamedTuple):
     levels: Sequence[int] = ()
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]  # as a row that is read has it
+
+
 def _no_levels() -> list[int]:
     return [0] * len(CONFIDENCE_LEVELS)
 
@@ -44,24 +47,22 @@ class StepCounts(msgspec.Struct, forbid_unknown_fields=True):
     ``record.counts`` in a row; K is the longest step's, at most the run's.
     """
 
-    drafted: list[int]
-    reached: list[int]
-    accepted: list[int]
-    histogram: list[int]
-    without_drafts: int = 0
-    unverified: int = 0
-    level_reached: list[int] = msgspec.field(default_factory=_no_levels)
-    level_accepted: list[int] = msgspec.field(default_factory=_no_levels)
+    drafted: list[Count]
+    reached: list[Count]
+    accepted: list[Count]
+    histogram: list[Count]
+    without_drafts: Count = 0
+    unverified: Count = 0
+    level_reached: list[Count] = msgspec.field(default_factory=_no_levels)
+    level_accepted: list[Count] = msgspec.field(default_factory=_no_levels)
 
     def __post_init__(self) -> None:
-        """``ValueError`` for counts of no steps."""
+        """``ValueError`` for lists that are not of one K."""
         num, levels = len(self.drafted), len(CONFIDENCE_LEVELS)
         lists = (self.drafted, self.reached, self.accepted, self.histogram)
         lengths = [len(each) for each in (*lists, self.level_reached, self.level_accepted)]
         if lengths != [num, num, num, num + 1, levels, levels]:
             raise ValueError(f"record.counts has lists of {', '.join(map(str, lengths))}")
-        if min(self.without_drafts, self.unverified, *map(min, filter(None, lists))) < 0:
-            raise ValueError("record.counts has a number below 0")
 
     @classmethod
     def of(cls, steps: Sequence[Step], num_spec_tokens: int) -> Self:
@@ -79,7 +80,8 @@ class StepCounts(msgspec.Struct, forbid_unknown_fields=True):
                 level_reached[level] += 1
             for level in step.levels[: step.accepted]:
                 level_accepted[level] += 1
-        for (num, right), number in Counter((len(each.drafts), each.accepted) for each in steps).items():
+        pairs = zip([len(step.drafts) for step in steps], [step.accepted for step in steps], strict=True)
+        for (num, right), number in Counter(pairs).items():
             require(num <= most, f"a step has {num} drafts but K is {most}: give the run's K")
             require(
                 0 <= right <= num,
@@ -115,7 +117,12 @@ class TextParts(msgspec.Struct):
 
     part: str
     steps: dict[str, StepCounts]
-    tokens: dict[str, int]
+    tokens: dict[str, Count]
+
+    def __post_init__(self) -> None:
+        """``ValueError`` for other parts."""
+        if not {*self.steps} == {*self.tokens} == {*PARTS}:
+            raise ValueError(f"the parts of the text are {', '.join(self.steps)}")
 
 
 def count_parts(
@@ -171,26 +178,13 @@ def conversation_of(request: str, turn: int) -> str:
     return request if turn == 1 else request.removesuffix(f"/turn-{turn}")
 
 
-def units_of(prompts: Iterable[tuple[str, int]]) -> dict[str, str]:
-    """Of conversations, each with a hash of its first prompt, those that share it with others: by each the first.
-
-    Several samples of one prompt are as little independent as the turns of a conversation.
-    """
-    firsts, found = dict[int, str](), dict[str, str]()
-    for conversation, prompt in prompts:
-        first = firsts.setdefault(prompt, conversation)
-        if first != conversation:
-            found[first] = found[conversation] = first
-    return found
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestRow:
     """One request that has ended; times are seconds since the session's engine was warm.
 
     ``steps`` is None where they were not kept; ``counts`` are theirs, and ``parts`` are of a text with reasoning. An
-    answer ``is_empty`` without a character, where the row has it. ``unit`` is that of ``units_of``, where the
-    conversation has one. ``asked`` is a digest of the row of the input, where that is known.
+    answer ``is_empty`` without a character, where the row has it. ``asked`` is a digest of the row of the input, where
+    that is known.
     """
 
     name: str
@@ -209,32 +203,20 @@ class RequestRow:
     parts: TextParts | None
     steps: Sequence[Step] | None
     is_empty: bool = False
-    unit: str = ""
     asked: str = ""
 
     def to_json(self, *, with_steps: bool = True) -> dict[str, Any]:
         """The ``record`` of a row, which has the other fields itself; see ``of_row``."""
-        found: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in ("session", "arrival", "first_token", "ended", "num_cached_tokens")
-        }
-        found["counts"] = msgspec.to_builtins(self.counts)
-        if self.asked:
-            found["asked"] = self.asked
-        if self.num_turns > 1:
-            found["num_turns"] = self.num_turns
-        if self.parts is not None:
-            found["parts"] = msgspec.to_builtins(self.parts)
+        steps = None
         if with_steps and self.steps is not None:
-            found["steps"] = {
-                "pass": [step.number for step in self.steps],
-                "drafts": [step.drafts for step in self.steps],
-                "accepted": [step.accepted for step in self.steps],
-            }
+            numbers, drafts, accepted, *_ = zip(*self.steps, strict=True) if self.steps else ((), (), ())
+            steps = _Steps(list(numbers), list(drafts), list(accepted))
+        own = {name: getattr(self, name) for name in Record.__struct_fields__}
+        found: dict[str, Any] = msgspec.to_builtins(_WholeRecord(**own, steps=steps))
         return found
 
     @staticmethod
-    def of_row(row: Mapping[str, Any], units: Mapping[str, str] | None = None) -> "RequestRow":
+    def of_row(row: Mapping[str, Any]) -> "RequestRow":
         """From a row of ``completions.jsonl``; ``UserError`` for one of a version that kept no record in it.
 
         So it is for one that another program has damaged.
@@ -247,9 +229,7 @@ class RequestRow:
             found = msgspec.convert(row, _WholeLine)
             assert found.record is not None
             arrays = found.record.steps
-            return found.request(
-                units or {}, None if arrays is None else _steps(arrays, len(found.token_ids or ()))
-            )
+            return found.request(None if arrays is None else _steps(arrays, len(found.token_ids or ())))
         except ValueError as error:
             raise damaged(row.get("id"), error) from error
 
@@ -291,17 +271,17 @@ def damaged(name: object, error: Exception) -> UserError:
 # --- the form of a row --------------------------------------------------------------------------------
 
 
-class Record(msgspec.Struct):
+class Record(msgspec.Struct, omit_defaults=True):
     """``record`` of a row, but for its steps, which take longer to read than all else."""
 
     session: str
     arrival: float
     first_token: float | None
     ended: float
-    num_cached_tokens: int
+    num_cached_tokens: Count
     counts: StepCounts
     parts: TextParts | None = None
-    num_turns: int = 1
+    num_turns: Count = 1
     asked: str = ""
 
     def __post_init__(self) -> None:
@@ -334,34 +314,25 @@ class Line(msgspec.Struct, kw_only=True):
     token_ids: list[int] | None = None  # none of a text that was only scored
     finish_reason: str = ""
     ended_by: str | None = None
-    turn: int = 1
-    num_prompt_tokens: int = 0
+    turn: Count = 1
+    num_prompt_tokens: Count = 0
     category: str | None = None
     record: Record | None = None
 
-    def request(self, units: Mapping[str, str], steps: Sequence[Step] | None) -> RequestRow:
+    def request(self, steps: Sequence[Step] | None = None) -> RequestRow:
         """The request of a row with a record."""
         record = self.record
         assert record is not None
         return RequestRow(
             name=self.id,
-            session=record.session,
             reason=self.ended_by or self.finish_reason,
             category=self.category,
             turn=self.turn,
-            num_turns=record.num_turns,
             num_prompt_tokens=self.num_prompt_tokens,
-            num_cached_tokens=record.num_cached_tokens,
             num_output_tokens=len(self.token_ids or ()),
-            arrival=record.arrival,
-            first_token=record.first_token,
-            ended=record.ended,
-            counts=record.counts,
-            parts=record.parts,
             steps=steps,
             is_empty=self.text is not None and not self.text.strip(),
-            unit=units.get(conversation_of(self.id, self.turn), ""),
-            asked=record.asked,
+            **{name: getattr(record, name) for name in Record.__struct_fields__},
         )
 
 

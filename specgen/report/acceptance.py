@@ -1,18 +1,18 @@
 """Acceptance statistics of one request and of sets of requests, by draft position."""
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from specgen.config import CONFIDENCE_LEVELS, require
 from specgen.record.columns import Array, Run
-from specgen.record.record_rows import PARTS, StepCounts
-from specgen.report.intervals import Interval, Ratio, clustered_mean_interval, student_t
+from specgen.record.record_rows import PARTS, RequestRow, StepCounts
+from specgen.report.intervals import Estimate, Interval, Ratio, clustered_mean_interval, student_t
 
 _UNLIKE = 1.02  # a length over the tokens per step that texts got
 
@@ -35,7 +35,24 @@ class RequestMetrics:
     num_steps_without_drafts: int
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))
+
+    def to_row(self) -> dict[str, Any]:
+        """What a row has of it: not the lists, as ``record`` has them."""
+        return {name: number for name, number in vars(self).items() if not isinstance(number, tuple)}
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> dict[str, Any]:
+        """All of it, from a row of ``completions.jsonl``; one of an earlier version has the lists itself.
+
+        Steps that were not kept are none in ``per_step_accepted``.
+        """
+        found: dict[str, Any] = row["metrics"]
+        if "acceptance_histogram" in found:
+            return found
+        request = RequestRow.of_row(row)
+        per_step = (step.accepted for step in request.steps or () if step.drafts)
+        return metrics_of(request.counts, per_step, found["num_spec_tokens"]).to_json()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +214,12 @@ class Acceptance:
         """Accepted drafts per step with drafts."""
         return self.ratio(self.counts.num_accepted, self.counts.num_drafts)
 
+    @property
+    def mean_length(self) -> float | None:
+        """The mean acceptance length: 1 + accepted drafts per step with drafts; None without one."""
+        rate = self.length.rate
+        return None if rate is None else 1 + rate
+
     def over_all_steps(self, positions: slice = slice(None)) -> Ratio:
         """Accepted drafts at ``positions`` per step, with drafts or without."""
         accepted = self.counts.accepted[:, positions].sum(axis=1, dtype=np.int64)
@@ -228,7 +251,7 @@ class Acceptance:
             num_steps_without_drafts=without,
             num_draft_tokens=drafted,
             num_accepted_tokens=length.hits,
-            mean_acceptance_length=None if length.rate is None else 1 + length.rate,
+            mean_acceptance_length=self.mean_length,
             mean_acceptance_length_ci95=length_interval(length, most),
             mean_acceptance_length_per_request=_mean_over_requests(num_drafts, counts.num_accepted),
             draft_acceptance_rate=length.hits / drafted if drafted else None,
@@ -276,7 +299,7 @@ class Acceptance:
         )
 
     @cached_property
-    def length_over_all_steps(self) -> "Estimate | None":
+    def length_over_all_steps(self) -> Estimate | None:
         """1 + accepted drafts per step, with drafts or without; None without a step.
 
         So it is what plain decoding's passes are divided by, also of n-grams, which draft in some steps only.
@@ -286,9 +309,11 @@ class Acceptance:
             return None
         return Estimate(1 + found.rate, length_interval(found, self.num_spec_tokens))
 
-    def positions_over_all_steps(self) -> list[Ratio]:
+    @cached_property
+    def positions_over_all_steps(self) -> list[Estimate]:
         """[K]: accepted drafts by position per step, with drafts or without: 1 + their sum is the length."""
-        return [self.over_all_steps(slice(i, i + 1)) for i in range(self.num_spec_tokens)]
+        found = [self.over_all_steps(slice(i, i + 1)) for i in range(self.num_spec_tokens)]
+        return [Estimate(each.rate, each.share_interval()) for each in found if each.rate is not None]
 
     def mean_over_requests_interval(self) -> Interval | None:
         """The 95 % interval of the mean of the requests' lengths, over units; None without a spread.
@@ -305,13 +330,6 @@ class Acceptance:
             return None
         # as in ``length_interval``
         return max(1.0, interval[0]), min(self.num_spec_tokens + 1.0, interval[1])
-
-
-class Estimate(NamedTuple):
-    """A mean with its 95 % interval, None without a spread."""
-
-    value: float
-    interval: Interval | None
 
 
 def mean_length(parts: Sequence[Acceptance | None]) -> Estimate | None:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, variance
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 if TYPE_CHECKING:
     import numpy as np
@@ -124,6 +124,13 @@ def clustered_mean_interval(groups: Sequence[Sequence[float]]) -> Interval | Non
     parts = [(math.fsum(group) - mean * len(group)) / total for group in groups]
     error = math.sqrt(found / (found - 1) * math.fsum(part * part for part in parts))
     return t_test(mean, error, found - 1)[0] if error > _ROUNDING * abs(mean) else None
+
+
+class Estimate(NamedTuple):
+    """A number with its 95 % interval, None without a spread."""
+
+    value: float
+    interval: Interval | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from specgen.record.columns import Array, Run, in_both
 from specgen.report.acceptance import Acceptance
-from specgen.report.intervals import PairedRatio, holm, paired_ratio
+from specgen.report.intervals import Estimate, PairedRatio, holm, paired_ratio
 
 LENGTH = "length over all steps"
 POSITION = "acceptance at token "
@@ -28,6 +28,10 @@ class PairedFigure:
     first: float  # of the first run
     paired: PairedRatio
     p: float | None
+
+    @property
+    def difference(self) -> Estimate:
+        return Estimate(self.paired.difference, self.paired.interval)
 
     def to_json(self) -> dict[str, Any]:
         return {

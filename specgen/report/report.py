@@ -1,13 +1,12 @@
 """The report of a run, also of an unfinished one: a pure function of its rows."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
-import numpy as np
 
 from specgen.config import UserError, require
 from specgen.config.json_fields import load_json
@@ -16,11 +15,7 @@ from specgen.record.columns import NO_CATEGORY, Array, Run
 from specgen.record.files import Rows
 from specgen.record.progress import WORKING
 from specgen.record.record_rows import (
-    ONLY_SESSION,
-    Captured,
-    PassRow,
     Row,
-    Session,
     read_passes,
     require_present_version,
 )
@@ -29,12 +24,10 @@ from specgen.report.acceptance import Acceptance, Speculation, figures
 from specgen.report.display import count, several
 from specgen.report.timings import (
     LatencyStats,
+    PassSums,
     StepStats,
-    StepSum,
-    WallClock,
-    WallSum,
     WallTime,
-    latency_stats,
+    latencies,
 )
 
 DEFINITIONS = (
@@ -201,14 +194,11 @@ def report_of(run: Run, passes: Iterable[Row], *, num_errors: int = 0) -> Report
         run.without_record is None,
         f"the row of {run.without_record!r} has no record, as in earlier versions: generate into a new directory",
     )
-    sums = _PassSums()
-    for session, rows in _spans(run):
-        sums.clock.see(session, *rows)
+    sums = PassSums()
+    sums.clock.see_requests(run)
     sums.add(passes)
-    found, num_tokens = Acceptance(run).speculation(), run.num_output_tokens
-    waited, several = run.first_token - run.arrival, num_tokens > 1
-    per_token = (run.ended - run.first_token)[several] / (num_tokens[several] - 1)
-    in_reasoning = run.in_reasoning
+    found, in_reasoning = Acceptance(run).speculation(), run.in_reasoning
+    ttft, tpot = latencies(run)
     return Report(
         **vars(found),
         num_spec_tokens=run.counts.num_spec_tokens,
@@ -227,20 +217,12 @@ def report_of(run: Run, passes: Iterable[Row], *, num_errors: int = 0) -> Report
         num_preemptions=sums.num_preempted,
         num_lost_tokens=max(sums.num_tokens - found.total_num_output_tokens, 0),
         wall_seconds=sums.clock.seconds,
-        ttft_seconds=latency_stats(waited),
-        tpot_seconds=latency_stats(per_token),
+        ttft_seconds=ttft,
+        tpot_seconds=tpot,
         steps={kind: steps.result() for kind, steps in sorted(sums.steps.items())},
         wall=None if sums.clock.sharded else sums.wall.result(sums.clock.seconds),
         num_empty=int((run.is_empty & ~in_reasoning).sum()),
     )
-
-
-def _spans(run: Run) -> Iterator[tuple[str, tuple[float, float]]]:
-    """The first and the last time of the requests of each session."""
-    times = np.stack([run.arrival, run.ended])
-    for code, session in enumerate(run.sessions):
-        if (of_session := run.session == code).any():
-            yield session, (float(times[:, of_session].min()), float(times[:, of_session].max()))
 
 
 def _reasons(run: Run, codes: Array) -> dict[str, int]:
@@ -253,26 +235,6 @@ def _breakdown(run: Run, by: str) -> dict[str, Speculation]:
     groups = figures(run, by)
     labels = groups if by == "part" else sorted(groups)
     return {label: groups[label].speculation() for label in labels} if len(groups) > 1 else {}
-
-
-class _PassSums:
-    def __init__(self) -> None:
-        self.num_preempted = self.num_tokens = 0
-        self.clock, self.wall = WallClock(), WallSum()
-        self.steps: dict[str, StepSum] = {}
-
-    def add(self, passes: Iterable[Row]) -> None:
-        """Add the rows of ``passes.jsonl``, in their order."""
-        session = ONLY_SESSION
-        for row in passes:
-            session = row.name if isinstance(row, Session) else session
-            self.clock.see(session, row.time)
-            if isinstance(row, PassRow):
-                self.num_preempted += row.num_preempted
-                self.num_tokens += row.num_tokens
-                self.steps.setdefault(row.kind, StepSum()).add(row)
-            if isinstance(row, PassRow | Captured):
-                self.wall.add(row)
 
 
 def report_categories(run: Run) -> dict[str, Report]:

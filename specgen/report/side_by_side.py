@@ -3,11 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from specgen.record.record_rows import PARTS
 from specgen.report.display import (
     DASH,
-    Show,
-    between,
     count,
     ends,
     from_here,
@@ -15,11 +12,9 @@ from specgen.report.display import (
     p_value,
     percent,
     plain,
-    rate,
-    ratio,
     same_texts,
-    seconds,
 )
+from specgen.report.grid import Grid, by_position, chosen
 from specgen.report.paired_requests import LENGTH, PairedFigure, SharedRequests
 from specgen.report.report import DEFINITIONS, RECEIVED_TERM, Report
 from specgen.report.table import Column, Row, Table
@@ -41,12 +36,6 @@ _ALL_STEPS = (
     "1 + accepted / verify steps, those without drafts too: elsewhere the mean acceptance length",
 )
 
-_Figure = tuple[str, Any, Show]  # label, value (None if the run has none), how to show it
-_COUNTERS = (
-    *("num_requests", "total_num_output_tokens", "num_drafts"),
-    *("num_draft_tokens", "num_accepted_tokens"),
-)
-
 
 def of_runs(
     runs: Sequence[tuple[str, Report]],
@@ -66,7 +55,15 @@ def of_runs(
     if len(runs) > 1:
         yield "The runs differ in:" if settings else "The runs have the same settings."
         yield _settings(names, settings)
-    yield _table(runs)
+    reports = [report for _, report in runs]
+    positions = by_position(reports, title="acceptance at token")
+    shown = chosen("runs", reports)
+    rows = next(at for at, each in enumerate(shown) if each.name.startswith("rows_"))
+    grid = Grid(
+        groups=[({"arm": name}, report) for name, report in runs],
+        figures=[*shown[:rows], *positions, *shown[rows:]],
+    )
+    yield grid.across("Runs side by side")
     if len(runs) > 1:
         yield _ONE_RUN
     for name, each in zip(names[1:], shared, strict=True):
@@ -140,78 +137,6 @@ def _difference(each: PairedFigure) -> Row:
         "95 %": ends(each.paired.interval, show),
         "p": p_value(each.p),
     }
-
-
-def _table(runs: Sequence[tuple[str, Report]]) -> Table:
-    (first, _), *others = runs
-    reports = [report for _, report in runs]
-    num_positions = max(len(report.acceptance) for report in reports)
-    at_times = any(report.num_drafts and report.num_steps_without_drafts for report in reports)
-    received = any(report.received is not None for report in reports)
-    rows = [
-        _row(*of_all)
-        for of_all in zip(
-            *(_counted(each, num_positions, at_times, received) for each in reports), strict=True
-        )
-    ]
-    for of_all in zip(*map(_timed, reports), strict=True):  # of one run each, whose spread nobody knows
-        rows.append({**_row(*of_all), **dict.fromkeys((f"ratio {at}" for at in range(len(runs))), "")})
-    columns = [Column(name="metric", title=""), Column(name="run 0", title=first)]
-    for at, (name, _) in enumerate(others, start=1):
-        columns += [Column(name=f"run {at}", title=name), Column(name=f"ratio {at}", title="ratio")]
-    return Table(
-        title="Runs side by side",
-        columns=tuple(columns),
-        rows=tuple(row for row in rows if set(row.values()) - {row["metric"], DASH, ""}),
-        num_keys=2,
-        group=2,
-    )
-
-
-def _counted(report: Report, num_positions: int, at_times: bool, received: bool) -> Iterator[_Figure]:
-    """Counts and acceptance; where some run drafted ``at_times`` only, the length over all steps too.
-
-    ``received``: of some run the tokens per step are less.
-    """
-    for name in _COUNTERS:
-        yield name, getattr(report, name), count
-    length, interval = report.mean_acceptance_length, report.mean_acceptance_length_ci95
-    yield "mean acceptance length", length, plain
-    yield "  95 %", interval, lambda interval: between(interval, plain)
-    yield "  mean over requests", report.mean_acceptance_length_per_request, plain
-    for part in PARTS:
-        found = report.parts.get(part)
-        yield f"  of {part}", found and found.mean_acceptance_length, plain
-    yield "  over all steps", report.length_over_all_steps if at_times else None, plain
-    yield RECEIVED_TERM[0], report.tokens_per_step if received else None, plain
-    rates = [position.rate for position in report.acceptance] + [None] * num_positions
-    for i in range(num_positions):
-        yield f"acceptance at token {i}", rates[i], percent
-    rows = report.rows()
-    yield "target rows", rows["target"], count
-    yield "  rejected drafts", rows["target_rejected"], count
-    yield "drafter KV fill", rows["first_pass"], count
-    yield "  padding", rows["first_pass_wasted"], count
-    yield "draft loop rows", rows["loop"], count
-
-
-def _timed(report: Report) -> Iterator[_Figure]:
-    ttft, tpot, decode = report.ttft_seconds, report.tpot_seconds, report.steps.get("decode")
-    yield "output tokens/s", report.output_tokens_per_second, rate
-    yield "time to first token", ttft and ttft.mean, seconds
-    yield "time per output token", tpot and tpot.mean, seconds
-    yield "decode step", decode and decode.mean_seconds, seconds
-    yield "against plain decoding", report.baseline and report.baseline.ratio, ratio
-
-
-def _row(*of_all: _Figure) -> Row:
-    """One figure of all runs, each with its ratio to the first, where both are numbers and that is not 0."""
-    label, first, show = of_all[0]
-    row = {"metric": label}
-    for at, (_, value, _) in enumerate(of_all):
-        are_numbers = isinstance(value, int | float) and isinstance(first, int | float) and first
-        row |= {f"run {at}": show(value), f"ratio {at}": ratio(value / first) if are_numbers else ""}
-    return row
 
 
 def _lengths(report: Report) -> str:

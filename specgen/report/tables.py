@@ -1,6 +1,6 @@
 """The tables of one run, for terminal and page, and sentences about what its numbers do not show by themselves."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from specgen.report.acceptance import Position, Speculation
 from specgen.report.charts import Diagonal, Lines, Point, lengths, quarters
@@ -16,6 +16,7 @@ from specgen.report.display import (
     seconds,
     several,
 )
+from specgen.report.grid import Grid, by_position, chosen
 from specgen.report.page import Page
 from specgen.report.report import DEFINITIONS, RECEIVED_TERM, Report
 from specgen.report.table import Column, Row, Table, pairs
@@ -26,10 +27,6 @@ from specgen.report.timings import WallTime
 _FEW, _NEARLY_ALL = 10, 0.9  # texts, share of them
 DEAD_LENGTH = 1.05  # tokens per verify step; plain decoding has 1
 _POSITIONS = 4  # shown per category, or a figure less; report.json has all
-_COUNTERS = (
-    *("num_requests", "num_prompt_tokens", "num_cached_tokens", "total_num_output_tokens", "num_drafts"),
-    *("num_draft_tokens", "num_accepted_tokens", "num_preemptions", "num_unfinished"),
-)
 _TILES = ("mean acceptance length", "draft acceptance rate", "output tokens/s", "against plain decoding")
 _PLAIN = "Plain decoding: there are no drafts, so there is no acceptance to report."
 _Item = tuple[str, str, str]  # label, number, note
@@ -59,12 +56,6 @@ _CONFIDENCE_TERMS = (
 _BASELINE_TERM = (
     "against plain decoding",
     "one run of each, one after the other, so without an interval; arms of `specgen tune` take turns and have one",
-)
-_GROUP = (
-    Column(name="num_requests", title="requests"),
-    Column(name="num_drafts", title="drafts"),
-    Column(name="mean_acceptance_length", title="length", interval="mean_acceptance_length_ci95"),
-    Column(name="draft_acceptance_rate", title="drafts accepted", show=percent),
 )
 _TIMES = (
     Column(name="time", title="by request"),
@@ -141,7 +132,7 @@ def page(
 def _terms(report: Report) -> list[tuple[str, str]]:
     known = _CONFIDENCE_TERMS if any(confidence_table(report)) else ()
     groups = (report, *report.categories.values(), *report.turns.values())
-    received = (RECEIVED_TERM,) if received_column(group.received for group in groups) else ()
+    received = (RECEIVED_TERM,) if any(group.received is not None for group in groups) else ()
     one_run = (_BASELINE_TERM,) if report.baseline and report.baseline.ratio else ()
     return [*(DEFINITIONS if report.num_drafts else ()), *received, *known, *one_run]
 
@@ -153,8 +144,8 @@ def _numbers(report: Report) -> tuple[Table, Table]:
 def _counts(report: Report) -> Iterator[_Item]:
     without = report.num_steps_without_drafts
     notes = {"num_drafts": f"steps with drafts; {count(without)} had none"} if without else {}
-    for name in _COUNTERS:
-        yield name, count(getattr(report, name)), notes.get(name, "")
+    for each in chosen("report", [report]):
+        yield each.name, each.show(each.value(report)), notes.get(each.name, "")
     if report.num_drafts:
         ends, by_request = report.mean_acceptance_length_ci95, report.mean_acceptance_length_per_request
         interval = between(ends, plain) if ends else "no interval (one conversation, or all alike)"
@@ -253,36 +244,19 @@ def confidence_table(report: Report) -> Iterator[Table]:
         )
 
 
-def received_column(received: Iterable[float | None]) -> tuple[Column, ...]:
-    """That of the tokens per step, where some group has ``received`` less than its length."""
-    is_shown = any(each is not None for each in received)
-    return (Column(name="received", title="tokens per step", show=plain),) if is_shown else ()
-
-
 def _breakdown(kind: str, groups: Mapping[str, Speculation]) -> Table:
-    num_spec_tokens = len(next(iter(groups.values())).acceptance)
-    received = received_column(group.received for group in groups.values())
-    tokens = {f"token {i}": i for i in range(min(_POSITIONS - len(received), num_spec_tokens))}
-    return Table(
-        title=f"By {kind}",
+    figures = chosen("group", groups.values())
+    received = any(each.name == "tokens_per_step" for each in figures)
+    positions = by_position(groups.values(), _POSITIONS - received)
+    grid = Grid(
+        groups=[({kind: label}, group) for label, group in groups.items()], figures=[*figures, *positions]
+    )
+    return grid.table(
+        [Column(name=kind)],
+        f"By {kind}",
         note="mean acceptance length; 1 is plain decoding, with 95 % intervals",
-        columns=(
-            Column(name=kind),
-            *_GROUP,
-            *received,
-            *(Column(name=token, show=percent) for token in tokens),
-        ),
-        rows=tuple(
-            {
-                kind: label,
-                **vars(group),
-                "received": group.tokens_per_step,
-                **{token: group.acceptance[i].rate for token, i in tokens.items()},
-            }
-            for label, group in groups.items()
-        ),
         bars="mean_acceptance_length",
-        ticks=lengths(num_spec_tokens),
+        ticks=lengths(len(next(iter(groups.values())).acceptance)),
     )
 
 

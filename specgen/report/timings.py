@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Self
@@ -10,7 +10,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from specgen.record.record_rows import WHOLE, Captured, PassRow, shard_of
+from specgen.record.columns import Run
+from specgen.record.record_rows import ONLY_SESSION, WHOLE, Captured, PassRow, Row, Session, shard_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,13 @@ def latency_stats(times: NDArray[np.float64]) -> LatencyStats | None:
     return LatencyStats(mean=fmean(known.tolist()), median=median, p99=p99)
 
 
+def latencies(run: Run) -> tuple[LatencyStats | None, LatencyStats | None]:
+    """Times to the first token, and per output token of the requests with two or more."""
+    several = run.num_output_tokens > 1
+    behind = (run.ended - run.first_token)[several] / (run.num_output_tokens[several] - 1)
+    return latency_stats(run.first_token - run.arrival), latency_stats(behind)
+
+
 class WallClock:
     """Wall time of a run: sessions, each from first to last, come after each other; shards run beside each other."""
 
@@ -41,6 +49,13 @@ class WallClock:
         """Include ``times`` of a session."""
         begin, end = self._spans.get(session, (times[0], times[0]))
         self._spans[session] = min(begin, *times), max(end, *times)
+
+    def see_requests(self, run: Run) -> None:
+        """Include the times of the requests."""
+        times = np.stack([run.arrival, run.ended])
+        for code, session in enumerate(run.sessions):
+            if (of_session := run.session == code).any():
+                self.see(session, float(times[:, of_session].min()), float(times[:, of_session].max()))
 
     @property
     def sharded(self) -> bool:
@@ -204,3 +219,25 @@ def _priced(
     totals = [sum(each) for each in sequences]
     measured = [(a + b) / total for ((_, a), (_, b)), total in zip(steps, totals, strict=True)]
     return isotonic_regression(measured, weights=totals).x.tolist(), sequences
+
+
+class PassSums:
+    """Sums over the rows of ``passes.jsonl``, in memory that does not grow with them."""
+
+    def __init__(self) -> None:
+        self.num_preempted = self.num_tokens = 0
+        self.clock, self.wall = WallClock(), WallSum()
+        self.steps: dict[str, StepSum] = {}
+
+    def add(self, passes: Iterable[Row]) -> None:
+        """Add the rows of ``passes.jsonl``, in their order."""
+        session = ONLY_SESSION
+        for row in passes:
+            session = row.name if isinstance(row, Session) else session
+            self.clock.see(session, row.time)
+            if isinstance(row, PassRow):
+                self.num_preempted += row.num_preempted
+                self.num_tokens += row.num_tokens
+                self.steps.setdefault(row.kind, StepSum()).add(row)
+            if isinstance(row, PassRow | Captured):
+                self.wall.add(row)

@@ -114,6 +114,7 @@ class Tokenizer:
         self._special = {token_id for token_id, token in added.items() if token.special}
         self._added = {token.content: token_id for token_id, token in added.items()}
         self._pieces: dict[int, str] = {}
+        self._with_text: dict[int, bool] = {}
         self.byte_values = self._bytes()  # of the tokens that stand for single bytes, by id
         # added tokens included; a model's embedding may be padded beyond it
         self.vocab_size = len(pretrained)
@@ -265,7 +266,10 @@ class Tokenizer:
 
     def has_text(self, token_id: int) -> bool:
         """Whether ``decode`` returns text for this id: it is in the vocabulary and not special."""
-        return token_id not in self._special and self._backend.id_to_token(token_id) is not None
+        if token_id not in self._with_text:  # asked of every token where a text has stops
+            known = self._backend.id_to_token(token_id) is not None
+            self._with_text[token_id] = known and token_id not in self._special
+        return self._with_text[token_id]
 
     def piece(self, token_id: int) -> str:
         """The decoded text of this id, repeated; U+FFFD stands for an incomplete character."""
@@ -296,13 +300,15 @@ class ByteRuns:
         """The next token, which has text."""
         value = self._values.get(token_id)
         if value is None:
-            self.end()
-        elif not self._spoilt:
-            try:
-                self._decoder.decode(bytes([value]))
-            except UnicodeDecodeError:
-                self._spoil()
-        self._length += value is not None
+            if self._length:
+                self.end()
+        else:
+            if not self._spoilt:
+                try:
+                    self._decoder.decode(bytes([value]))
+                except UnicodeDecodeError:
+                    self._spoil()
+            self._length += 1
         self._shown.append(self._no_character if self._spoilt else token_id)
 
     def end(self) -> None:
@@ -342,14 +348,15 @@ class _Search:
         # space of a text.
         self._whole = any(_UNFINISHED in stop for stop in stops)
         self._tail: deque[int] = deque(maxlen=None if self._whole else longest + _LONGEST_CHARACTER)
-        self._runs = ByteRuns(tokenizer, self._tail)
+        # without tokens of single bytes there are no runs to spoil
+        self._take = ByteRuns(tokenizer, self._tail).append if tokenizer.byte_values else self._tail.append
         self._ends = {_UNFINISHED, *(stop[-1] for stop in stops)}
 
     def ends_at(self, token_id: int) -> bool:
         """Whether the next token completes a stop."""
         if not self.stops:
             return False
-        self._runs.append(token_id)
+        self._take(token_id)
         return self._may_complete(token_id) and self._is_complete()
 
     def first(self, text: str) -> int | None:
@@ -400,11 +407,9 @@ class StopStrings:
                 has_text = self._tokenizer.has_text(token_id)
                 is_written = has_text or self._tokenizer.is_special(token_id)
                 # both take the token, whatever the other finds
-                ends = (
-                    has_text and self._shown.ends_at(token_id),
-                    is_written and self._written.ends_at(token_id),
-                )
-                if any(ends):
+                in_shown = has_text and self._shown.ends_at(token_id)
+                in_written = is_written and self._written.ends_at(token_id)
+                if in_shown or in_written:
                     return count
         return None
 
