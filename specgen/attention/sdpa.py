@@ -205,7 +205,7 @@ def _make_group(layout: Layout, members: list[int], query_len: int, num_pages: i
         offsets = torch.arange(query_len, device=device)
         rows = (layout.first_rows[members][:, None] + offsets).flatten()
     pages = layout.block_tables[members, :num_pages].flatten()
-    first, count = int(pages[0]), len(pages)
+    first, count = int(pages[0]) if len(pages) else 0, len(pages)
     following = torch.equal(pages, torch.arange(first, first + count, device=device, dtype=pages.dtype))
     return _Group(
         rows=rows,
