@@ -15,10 +15,11 @@ from specgen.config import DraftLength, EngineConfig, UserError
 from specgen.engine import build
 from specgen.engine.arms import Arm
 from specgen.experiments import tune as tuning
-from specgen.experiments.matrices import Workload
 from specgen.experiments.output import BenchTable
 from specgen.experiments.rounds import Ranking
-from specgen.experiments.tune import TuneJob, sentence, tune
+from specgen.experiments.tune import TuneJob, tune
+from specgen.experiments.tune_table import sentence
+from specgen.experiments.workload import Workload
 from tests.commands import refused
 from tests.timed_engines import RUN, Timed, install, job_of, rounds_of, usual, write_tiny
 

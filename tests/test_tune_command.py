@@ -14,8 +14,8 @@ from specgen.config import DraftLength, EngineConfig, UserError
 from specgen.engine.arms import Arm
 from specgen.experiments import plans
 from specgen.experiments import workload as workloads
-from specgen.experiments.matrices import Workload
-from specgen.experiments.tune import command
+from specgen.experiments.tune_table import command
+from specgen.experiments.workload import Workload
 from specgen.prompts.formats import Reading
 from specgen.report.display import duration
 from tests.commands import specgen
@@ -98,7 +98,8 @@ def test_a_dry_run_counts_the_rounds_that_are_kept(pair: Path, monkeypatch, tmp_
     assert isinstance(other.exception, UserError), "what is kept is of another question"
 
 
-def test_the_command_measures_real_engines_and_goes_on(pair: Path, tmp_path: Path) -> None:
+def test_the_command_measures_real_engines_and_goes_on(pair: Path, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(plans, "copy_bandwidth", lambda device: 1e10)  # the bound's, of the last command
     arguments = (*DATA, "--batch", "2", "--k", "2", "--drafter-batch", "padded", "--repeats", "2")
     done = invoke(pair, *arguments, "--output", str(tmp_path))
     assert done.exit_code == 0, done.output
