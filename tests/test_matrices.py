@@ -151,8 +151,6 @@ def test_more_repeats_of_fixed_arms_go_on_and_a_dry_run_counts_them(
     timed = install(monkeypatch, lambda config, number: 1.0)
     assert {row["repeats"] for row in last(more, tmp_path).rows} == {5}
     assert len(timed.order) - len(timed.built) == 2 * 3
-    with refused(r"differs in bench.k 3 -> 2: name a new directory"):
-        last(fixed(pair, 2, repeats=2), tmp_path)
 
 
 def test_fixed_arms_in_groups_have_all_repeats(pair: Path, monkeypatch) -> None:

@@ -104,12 +104,6 @@ def test_sentences_are_what_the_kept_rounds_say(pair: Path, monkeypatch, tmp_pat
     assert "--max-batch-size 4 --num-spec-tokens 2 --drafter-batch padded" in table.answers[-1]
 
 
-def test_without_an_interval_nothing_is_slower(pair: Path, monkeypatch) -> None:
-    install(monkeypatch, usual)
-    rows = last(job_of(pair, batches=(4,), repeats=1)).rows
-    assert [row["verdict"] for row in rows] == ["unknown"] * 5
-
-
 def test_plain_decoding_may_be_the_best(pair: Path, monkeypatch) -> None:
     install(monkeypatch, lambda config, number: 1 + config.draft_length.most + number / 1000)
     (answer, _) = last(job_of(pair, batches=(4,), drafter_batches=("padded",))).answers

@@ -49,6 +49,7 @@ _SYNTHETIC_ACCEPTANCE = option(
     "at each K (auto: at its largest), such as 3.2, or chances by position behind accepted drafts, such as "
     "0.8,0.7,0.6. The texts are not the model's then.",
     shown="by the target",
+    parse=acceptance_rates,
 )
 _OUTPUT_LENS = option(
     "fixed",
@@ -257,7 +258,7 @@ def tune(
     num_prompts: int | None = _TUNE_PROMPTS,
     how: Reading,
     prompt_tokens: int = option(100, "Prompts", "Tokens per prompt of --dataset random."),
-    synthetic_acceptance: str | None = _SYNTHETIC_ACCEPTANCE,
+    synthetic_acceptance: tuple[float, ...] | float | None = _SYNTHETIC_ACCEPTANCE,
     output_lens: str = _OUTPUT_LENS,
     max_new_tokens: int | None = _MAX_NEW_TOKENS,
     engine: Annotated[
@@ -301,7 +302,7 @@ def tune(
         num_spec_tokens=max(1, *(length.most for length in arms.draft_lengths)),
         max_batch_size=largest,
         prefix_cache=False,
-        synthetic_acceptance=acceptance_rates(synthetic_acceptance) if synthetic_acceptance else (),
+        synthetic_acceptance=synthetic_acceptance or (),
         **{name: values[0] for name, values in settings.items() if len(values) == 1},
     )
     several = {name: values for name, values in settings.items() if len(values) > 1}

@@ -247,12 +247,16 @@ def _conditions(job: TuneJob, ready: Prepared, yardstick: Yardstick) -> Row:
     # what attends in the arms: of those of one backend, in the one with the most drafts
     configs = sorted((plan.config for plan in ready.plans), key=lambda config: config.draft_length.most)
     attentions = {each.attention: attention_note(each, ready.checkpoints) for each in configs}
+    most = f"at most {workload.max_new_tokens}"
+    by_data = workload.output_lens == "data"
+    lengths = f"as many new tokens as the data's answers have, {most}" if by_data else f"{most} new tokens"
+    each_slot = "" if workload.num_prompts else f" ({workload.per_slot} per batch slot)"
     until = f"at most {job.repeats}, until the interval of x_plain is {display.percent(job.precision)} to either side"
     found = {
         **conditions(config, ready.models),
         "attention": "; ".join(attentions.values()),
         "CUDA graphs": None if "cuda_graphs" in job.settings else config.cuda_graphs,
-        "prompts": f"{ready.prompts.description}{workload.size}, greedy, {workload.lengths}",
+        "prompts": f"{ready.prompts.description}{each_slot}, greedy, {lengths}",
         "concurrency": "the batch: a request that ends makes room for the next",
         "time": "of generate, prefill included; no prefix cache; after one warm-up run of the workload",
         "repeats": f"{until if job.precision else job.repeats}, in turns; speeds and latencies are medians",

@@ -77,18 +77,6 @@ class Workload:
         del found["data_path"]
         return found
 
-    @property
-    def lengths(self) -> str:
-        """How long texts are, for the conditions."""
-        if self.output_lens == "data":
-            return f"as many new tokens as the data's answers have, at most {self.max_new_tokens}"
-        return f"at most {self.max_new_tokens} new tokens"
-
-    @property
-    def size(self) -> str:
-        """How many prompts there are for each slot, for the conditions; empty where their number is given."""
-        return "" if self.num_prompts else f" ({self.per_slot} per batch slot)"
-
     def count(self, batch: int) -> int:
         """The number of prompts at this batch size."""
         return self.num_prompts or self.per_slot * batch
