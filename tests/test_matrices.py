@@ -262,7 +262,8 @@ def test_graphs_change_speed_alone() -> None:
 @pytest.mark.slow
 def test_dice_accept_in_place_of_the_target(pair: Path, tmp_path: Path) -> None:
     workload = replace(SMALL, num_prompts=8, max_new_tokens=30)
-    found = last(fixed(pair, 2, batches=(8,), workload=workload, dice=(0.9, 0.5)), tmp_path)
+    job = fixed(pair, 2, batches=(8,), workload=workload, dice=(0.9, 0.5), repeats=2)
+    found = last(job, tmp_path)
     assert "0.9, 0.5 by position" in str(found.conditions["synthetic acceptance"])
     assert "same_texts" not in found.conditions
     assert {row["same_texts"] for row in found.rows} == {None}
