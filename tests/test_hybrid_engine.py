@@ -96,6 +96,7 @@ def test_text_is_that_of_transformers_with_every_drafter(
     assert outputs.texts == world.texts
 
 
+@pytest.mark.slow
 def test_drafts_of_the_mtp_layer_do_not_depend_on_the_drafter_batch(world: World) -> None:
     padded, packed = (world.generated(drafter_batch=batch) for batch in ("padded", "non-padded"))
     assert padded.verified == packed.verified

@@ -416,6 +416,7 @@ def test_an_audit_renders_with_the_same_kwargs(
 # --- evaluation -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_evaluation_scores_the_answer_alone(reasoning_pair: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     models = models_of(reasoning_pair)

@@ -250,6 +250,22 @@ def test_rejections_add_up(byte_level):
     )
 
 
+def test_the_requests_with_the_lowest_acceptance_are_shown(byte_level, monkeypatch):
+    """Of all, and of each category, turn and reason to end."""
+    requests, rows = a_run(byte_level, 40, num_steps=7)
+    lengths = sorted((each.acceptance_length, each.name) for each in requests)
+    for most, of_each in ((3, 0), (0, 1)):
+        monkeypatch.setattr(run_texts, "_WORST", most)
+        monkeypatch.setattr(run_texts, "_WORST_OF_EACH", of_each)
+        _, _, listed = shown(requests, rows, byte_level)
+        found = [dict(map(reversed, lengths))[entry.title] for entry in listed.entries]
+        assert found[0] == lengths[0][0]
+        if most:
+            assert found == [length for length, _ in lengths[:most]]
+        else:
+            assert {entry.labels["category"] for entry in listed.entries} == {"math", BAD}
+
+
 def test_a_category_per_request_makes_no_endless_page(byte_level, monkeypatch):
     token_ids = byte_level.encode_rendered(TEXT[0])[:4]
     rows = {f"r{at}": {"text": byte_level.decode(token_ids), "token_ids": token_ids} for at in range(300)}

@@ -73,6 +73,7 @@ def to_go(pair: Path, *arguments: str) -> dict[str, str]:
     return {**dict(rows), "": " ".join(done.stdout.split())}
 
 
+@pytest.mark.slow
 def test_a_dry_run_counts_the_rounds_that_are_kept(pair: Path, monkeypatch, tmp_path: Path) -> None:
     timed = install(monkeypatch, lambda config, number: usual(config, len(timed.order) ** 2))
     monkeypatch.setattr("time.monotonic", lambda: timed.clock)

@@ -10,7 +10,7 @@ import pytest
 from hatchling.build import build_wheel
 from packaging.requirements import Requirement
 
-pytestmark = pytest.mark.xdist_group("wheel")  # which is built once
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]  # which is built once
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,7 +24,6 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
         return zipfile.ZipFile(path / build_wheel(str(path)))
 
 
-@pytest.mark.slow
 def test_all_data_and_code_are_inside(wheel):
     names = set(wheel.namelist())
     bundled = [*files(ROOT / "data/demo"), *files(ROOT / "data/prompts"), *files(ROOT / "eval")]
@@ -60,7 +59,6 @@ def test_flashinfer_is_required_only_on_linux_and_below_the_next_minor_version(w
     assert [flashinfer.specifier.contains(each) for each in versions] == [False, True, True, False]
 
 
-@pytest.mark.slow
 def test_the_data_are_found_from_any_directory(wheel, tmp_path):
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     wheel.extractall(site)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, repeat
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ from specgen.config import CONFIDENCE_LEVELS, require
 from specgen.record.files import Rows
 from specgen.record.record_rows import (
     ONLY_SESSION,
+    Count,
     Line,
     Record,
     RequestRow,
@@ -212,9 +213,9 @@ def _line(name: str, content: bytes, decoder: msgspec.json.Decoder[_Line]) -> _L
 
 
 class _EarlierMetrics(msgspec.Struct):
-    acceptance_histogram: list[int]
-    num_draft_tokens: int
-    num_steps_without_drafts: int
+    acceptance_histogram: Annotated[list[Count], msgspec.Meta(min_length=1)]
+    num_draft_tokens: Count
+    num_steps_without_drafts: Count
 
 
 class _EarlierLine(msgspec.Struct):
