@@ -239,7 +239,7 @@ def test_starting_over_may_be_killed_anywhere(monkeypatch: pytest.MonkeyPatch) -
         with suppress(Killed), monkeypatch.context() as patch:
             patch.setattr(Store, "copy", lambda *asked: (kill(), copy(*asked)))
             patch.setattr(fs, "rm", lambda self, names: [(kill(), remove(self, name)) for name in names])
-            mirror._set_aside(Store.at(URL))
+            mirror._rename_aside(Store.at(URL))
         num_left = len(list(steps))
         with mirrored(URL, restart=True) as each:
             assert not each.path.exists()

@@ -280,7 +280,7 @@ def mirrored(url: Url, *, restart: bool = False) -> Iterator[Mirror]:
     directory = cache_directory("runs") / hashlib.sha256(url.encode()).hexdigest()[:16]
     with _named(directory, url), locked(directory):
         if restart:
-            _set_aside(store)
+            _rename_aside(store)
         mirror = Mirror(store, directory / "run")
         try:
             yield mirror
@@ -306,7 +306,7 @@ def _named(directory: Path, url: Url) -> Iterator[None]:
         raise UserError(text) from error
 
 
-def _set_aside(store: Store) -> None:
+def _rename_aside(store: Store) -> None:
     """Move the run in ``store``, if there is one, to the first free of URL.1, URL.2, ..."""
     if MANIFEST not in store.top():
         return
