@@ -36,10 +36,9 @@ from specgen.experiments.bound import (
     copy_bandwidth,
     matrix_flops,
 )
-from specgen.experiments.matrices import RANDOM, Workload
 from specgen.experiments.output import BenchTable, Plot
 from specgen.experiments.timing import conditions, free_memory
-from specgen.experiments.workload import kv_bytes, make_prompts
+from specgen.experiments.workload import RANDOM, Workload, kv_bytes, make_prompts
 from specgen.record.record_rows import EngineRow, PassRow, RequestRow
 from specgen.report import display
 from specgen.report.table import Column, Row, Table
