@@ -135,14 +135,14 @@ def test_a_window_sees_full_decode_steps_only() -> None:
 
     window = Window(4, Recorder(), skipped=2, num_steps=3)
     for time in range(4):
-        window.see(stepped(time, "prefill"))
-        window.see(stepped(time, num_sequences=3))
-        window.see(stepped(time))
+        window.update(stepped(time, "prefill"))
+        window.update(stepped(time, num_sequences=3))
+        window.update(stepped(time))
     assert seen == ["start"]
     assert not window.complete
-    window.see(stepped(9))
+    window.update(stepped(9))
     assert window.complete
-    window.see(stepped(10))
+    window.update(stepped(10))
     assert seen == ["start", "stop"]
 
 

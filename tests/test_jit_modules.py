@@ -15,9 +15,9 @@ import torch
 from filelock import FileLock
 
 from specgen.attention import Gpu, Heads, Use, fa3
+from specgen.attention.fa3 import HEADERS
 from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.hopper import HopperBackend
-from specgen.attention.lean_headers import HEADERS
 from specgen.attention.sdpa import SdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.checkpoints.checkpoint import load_target
