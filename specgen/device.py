@@ -41,7 +41,7 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-class Moment:
+class DeviceEvent:
     """The point in time at which a device gets to what is launched next, by the device's own clock."""
 
     def __init__(self, device: torch.device) -> None:
@@ -61,7 +61,7 @@ class Moment:
         if self._event is not None:
             self._event.synchronize()
 
-    def since(self, earlier: "Moment") -> float:
+    def since(self, earlier: "DeviceEvent") -> float:
         """Seconds from ``earlier``, of the same device; both are reached."""
         if self._event is None or earlier._event is None:
             return self._time - earlier._time
@@ -77,7 +77,7 @@ class HostCopy:
         else:
             self._numbers = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
             self._numbers.copy_(source, non_blocking=True)
-        self.done = Moment(source.device)
+        self.done = DeviceEvent(source.device)
 
     @property
     def ready(self) -> bool:

@@ -8,7 +8,7 @@ from specgen.config import EngineConfig
 from specgen.core.engine_core import EngineCore
 from specgen.core.passes import Pass
 from specgen.core.scheduler import Scheduler
-from specgen.core.step import Found, Steps
+from specgen.core.step import StepOutput, Steps
 from specgen.device import Ranks
 from specgen.engine.build import _prefill
 from specgen.engine.loading import Models
@@ -71,11 +71,11 @@ def find_others(config: EngineConfig, models: Models, what: str) -> None:
         self._allocator._free.pop()
         return found
 
-    def other(self: EngineCore, done: Pass, found: Found, logprobs: Any) -> int:
+    def other(self: EngineCore, done: Pass, found: list[StepOutput], logprobs: Any) -> int:
         for sequence, row in done.sequences:
             assert row is not None
             if what == "draft":
-                found.drafts[row][0] ^= 1
+                found[row][0][0] ^= 1  # type: ignore[index]
             elif what == "end":
                 sequence.max_length = len(sequence.tokens) + 1
         return read(self, done, found, logprobs)

@@ -133,7 +133,7 @@ def write_session(path: Path, rows: Iterable[Given], *, text: str = "text") -> N
     with RunDirectory(path) as files:
         for each in rows:
             if not isinstance(each, RequestRow):
-                files.see(each)
+                files.record(each)
             elif each.reason != "error":
                 row = {"id": each.name, "prompt": each.name, "text": text}
                 row |= {"token_ids": [1] * each.num_output_tokens, "finish_reason": each.reason}

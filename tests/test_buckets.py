@@ -27,7 +27,6 @@ from specgen.record.mirror import fetched
 from specgen.storage import Store
 from tests.commands import printed, refused, rows, specgen, write_rows
 from tests.jobs import Silent, conversations, files, keep_in_memory, untimed
-from tests.marks import mostly_slow
 from tests.object_server import BUCKET, KEY, SECRET, S3Server, s3_server
 
 S3 = Url(f"s3://{BUCKET}/nightly/run")
@@ -72,11 +71,6 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
         yield server
 
 
-def on_another_machine(tmp_path: Path) -> None:
-    """Nothing is left of what this one had."""
-    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
-
-
 def result(url: Url, tmp_path: Path) -> dict[str, Any]:
     """The files of a finished run at ``url``, without times."""
     store = Store.at(url)
@@ -89,6 +83,11 @@ def result(url: Url, tmp_path: Path) -> dict[str, Any]:
         assert {file.name for file in found.iterdir()} == names - {"parts.json"}
         shutil.copytree(found, here)
     return files(here)
+
+
+def completions(tmp_path: Path) -> list[bytes]:
+    """Of the last ``result``."""
+    return (tmp_path / "result" / "completions.jsonl").read_bytes().splitlines(keepends=True)
 
 
 def expected(whole: Path) -> dict[str, Any]:
@@ -145,38 +144,24 @@ def kill_at(server: S3Server, number: int, when: str) -> None:
     server.fault = fault
 
 
-def check_kills(
-    job: Job, whole: Path, s3: S3Server, tmp_path: Path, kills: list[tuple[int, str, bool]]
-) -> None:
-    """Runs that are killed at a write, go on here or on another machine, and end as ``whole``."""
-    num_killed = 0
-    for number, (write, when, elsewhere) in enumerate(kills):
-        url = S3 / str(number)
-        kill_at(s3, write, when)
-        was_killed = work(job, url, s3, tmp_path)
-        num_killed += was_killed
-        s3.fault = lambda method, key: None
-        kept = published(url)
-        if elsewhere:
-            on_another_machine(tmp_path)
-        assert not work(job, url, s3, tmp_path)
-        assert result(url, tmp_path) == expected(whole)
-        final = (tmp_path / "result" / "completions.jsonl").read_bytes().splitlines(keepends=True)
-        assert set(kept) <= set(final), "what was published is not generated again"
-    assert num_killed >= len(kills) * 0.6
-
-
 @pytest.mark.slow
 def test_a_run_killed_at_any_write_ends_as_one_on_a_disk(
     job: Job, whole: Path, s3: S3Server, tmp_path: Path
 ) -> None:
     assert not work(job, S3, s3, tmp_path)
     num_writes = sum(method in ("PUT", "POST", "DELETE") for method, *_ in s3.requests)
-    rng = random.Random(3)
+    rng, num_killed = random.Random(3), 0
     places = range(0, num_writes + 1, max(1, num_writes // 7))
-    check_kills(
-        job, whole, s3, tmp_path, [(at, rng.choice(["before", "after"]), rng.random() < 0.7) for at in places]
-    )
+    for place in places:
+        url = S3 / str(place)
+        kill_at(s3, place, rng.choice(["before", "after"]))
+        num_killed += work(job, url, s3, tmp_path)
+        s3.fault = lambda method, key: None
+        kept = published(url)
+        assert not work(job, url, s3, tmp_path)
+        assert result(url, tmp_path) == expected(whole)
+        assert set(kept) <= set(completions(tmp_path)), "what was published is not generated again"
+    assert num_killed >= len(places) * 0.6
 
 
 # --- what a store can do wrong ------------------------------------------------------------------
@@ -196,81 +181,12 @@ def interrupted(job: Job, url: Url, number: int = 2) -> list[bytes]:
     return found
 
 
-@pytest.mark.parametrize("elsewhere", mostly_slow([False, True], True), ids=["here", "on another machine"])
-def test_a_stopped_run_goes_on_where_it_was(job: Job, whole: Path, tmp_path: Path, elsewhere: bool) -> None:
+def test_a_stopped_run_goes_on_where_it_was(job: Job, whole: Path, tmp_path: Path) -> None:
     kept = interrupted(job, MEMORY)
     assert json.loads(Store.at(MEMORY).read("status.json"))["state"] == "interrupted"
-    if elsewhere:
-        on_another_machine(tmp_path)
     run(job, MEMORY, Silent())
     assert result(MEMORY, tmp_path) == expected(whole)
-    assert {*kept} <= {*(tmp_path / "result" / "completions.jsonl").read_bytes().splitlines(keepends=True)}
-
-
-@pytest.mark.slow
-def test_a_machine_goes_on_with_what_it_has_beyond_the_parts(
-    job: Job, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A store that is away costs a run that is repeated here nothing."""
-    commit, failing = mirror.Mirror._commit, [False]
-
-    def fail(self: Any, manifest: Any) -> None:
-        if failing[0]:
-            raise UserError("no answer")
-        commit(self, manifest)
-
-    monkeypatch.setattr(mirror.Mirror, "_commit", fail)
-
-    def until() -> bool:
-        failing[0] = len(published(MEMORY)) >= 1
-        return False
-
-    with refused("no answer"):
-        run(job, MEMORY, Silent(), until)
-    (here,) = (tmp_path / "cache" / "specgen" / "runs").glob("*/run")
-    done = (here / "completions.jsonl").read_bytes().splitlines(keepends=True)
-    failing[0] = False
-    run(job, MEMORY, Silent())
-    assert result(MEMORY, tmp_path) == expected(whole)
-    assert {*done} <= {*(tmp_path / "result" / "completions.jsonl").read_bytes().splitlines(keepends=True)}
-
-
-@pytest.mark.slow
-def test_what_another_machine_did_counts_more_than_what_is_left_here(
-    job: Job, whole: Path, tmp_path: Path
-) -> None:
-    interrupted(job, MEMORY, 2)
-    (tmp_path / "cache").rename(tmp_path / "here")
-    kept = interrupted(job, MEMORY, 4)
-    on_another_machine(tmp_path)
-    (tmp_path / "here").rename(tmp_path / "cache")
-    run(job, MEMORY, Silent())
-    assert result(MEMORY, tmp_path) == expected(whole)
-    assert {*kept} <= {*(tmp_path / "result" / "completions.jsonl").read_bytes().splitlines(keepends=True)}
-
-
-@pytest.mark.parametrize("how", mostly_slow(["missing", "another"], "another"))
-def test_a_part_that_is_missing_or_another_ends_the_run_in_one_line(
-    job: Job, whole: Path, tmp_path: Path, how: str
-) -> None:
-    interrupted(job, MEMORY)
-    on_another_machine(tmp_path)
-    store, before = Store.at(MEMORY), Store.at(MEMORY).names()
-    name = next(name for name in before if name.endswith("completions.jsonl"))
-    content = store.read(name)
-    if how == "missing":
-        store.remove([name])
-    else:
-        store.write(name, content.replace(b"a", b"e", 1))
-    what = "is missing" if how == "missing" else "is not as it was written"
-    with refused(
-        rf"^{MEMORY / name}, which parts.json names, {what}: restore it, or start over with --restart"
-    ):
-        run(job, MEMORY, Silent())
-    assert {*store.names()} == {*before} - ({name} if how == "missing" else set()), "nothing else is touched"
-    store.write(name, content)
-    run(job, MEMORY, Silent())
-    assert result(MEMORY, tmp_path) == expected(whole)
+    assert {*kept} <= {*completions(tmp_path)}
 
 
 def elsewhere(patch: pytest.MonkeyPatch, tmp_path: Path, job: Job, url: Url) -> None:
@@ -300,30 +216,6 @@ def test_a_run_that_is_taken_over_ends(
     ):
         run(job, MEMORY, Silent(), until)
     assert result(MEMORY, tmp_path) == steps[5] == expected(whole)
-
-
-def test_a_run_that_is_going_on_elsewhere_is_not_taken_over(
-    job: Job, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    claim, tried = mirror.Mirror.claim, []
-
-    def late(self: Any) -> None:
-        if tried:  # the second one: its start takes longer than the first one's next part
-            before = Store.at(MEMORY).read("parts.json")
-            while Store.at(MEMORY).read("parts.json") == before:
-                time.sleep(0.01)
-        claim(self)
-
-    def until() -> bool:
-        if not tried:
-            tried.append(True)
-            with refused(rf"^output {MEMORY} is in use by process \d+ on "):
-                elsewhere(monkeypatch, tmp_path, job, MEMORY)
-        return False
-
-    monkeypatch.setattr(mirror.Mirror, "claim", late)
-    run(job, MEMORY, Silent(), until)
-    assert result(MEMORY, tmp_path) == expected(whole)
 
 
 def test_a_url_in_use_on_this_machine_is_refused(job: Job, tmp_path: Path) -> None:
@@ -368,7 +260,6 @@ def test_a_store_that_is_away_ends_the_run_in_one_line_and_the_command_resumes_i
     ):
         run(job, S3, Silent(), lambda: time.sleep(0.01) is not None)
     s3.fault = lambda method, key: None
-    on_another_machine(tmp_path)
     assert json.loads(Store.at(S3).read("parts.json"))["state"] == "unfinished"
     run(job, S3, Silent())
     assert result(S3, tmp_path) == expected(whole)
@@ -437,7 +328,6 @@ def test_a_finished_run_is_left_as_it_is_and_other_settings_are_refused(job: Job
     job = replace(job, data=replace(job.data, num_prompts=2))
     first, store = run(job, MEMORY, Silent()), Store.at(MEMORY)
     before = {each.url: each.version for each in store.objects()}
-    on_another_machine(tmp_path)
     again = run(job, MEMORY, Silent())
     assert again.report.to_json() == first.report.to_json()
     assert again.samples == first.samples
@@ -461,7 +351,6 @@ def test_a_finished_run_with_failures_does_them_again(
     """The objects of the first end stay whole until the second."""
     run(job, MEMORY, Silent())
     kept = {name: Store.at(MEMORY).read(name) for name in ("completions.jsonl", "passes.jsonl")}
-    on_another_machine(tmp_path)
     for left in (4, 2):
         upload = Store.upload
 
@@ -475,9 +364,8 @@ def test_a_finished_run_with_failures_does_them_again(
             patch.setattr(Store, "upload", fail)
             with refused("no answer"):
                 run(job, MEMORY, Silent())
-        on_another_machine(tmp_path)
-        with fetched(MEMORY) as found:
-            assert untimed(found / "completions.jsonl") == untimed(whole / "completions.jsonl")
+            with fetched(MEMORY) as found:
+                assert untimed(found / "completions.jsonl") == untimed(whole / "completions.jsonl")
     run(job, MEMORY, Silent())
     assert result(MEMORY, tmp_path)["completions.jsonl"] == expected(whole)["completions.jsonl"]
     assert (tmp_path / "result" / "completions.jsonl").read_bytes() == kept["completions.jsonl"]
@@ -486,7 +374,6 @@ def test_a_finished_run_with_failures_does_them_again(
 @pytest.mark.slow
 def test_a_corrected_row_is_mended_at_a_url(job: Job, tmp_path: Path) -> None:
     run(job, MEMORY, Silent())
-    on_another_machine(tmp_path)
     assert job.data.data_path is not None
     asked = rows(Path(job.data.data_path))
     asked[3]["turns"] = ["Describe a castle."]
@@ -494,7 +381,6 @@ def test_a_corrected_row_is_mended_at_a_url(job: Job, tmp_path: Path) -> None:
     follower = Counted()
     report = run(replace(job, data=mended, retry_errors=True), MEMORY, follower).report
     assert (report.num_errors, report.num_requests, follower.count) == (0, 9, 1)
-    on_another_machine(tmp_path)
     again = replace(job, data=mended)
     assert run(again, MEMORY, follower).report.num_requests == 9
     assert follower.count == 1
@@ -518,7 +404,6 @@ def test_a_run_with_a_baseline(job: Job, tmp_path: Path) -> None:
 
     with pytest.raises(StoppedError):
         run(job, MEMORY, Silent(), until)
-    on_another_machine(tmp_path)
     run(job, MEMORY, Silent())
     with fetched(MEMORY) as found:
         for name in ("completions.jsonl", "baseline/completions.jsonl"):

@@ -189,7 +189,10 @@ def test_a_table_that_cannot_be_written_is_one_line(tmp_path: Path, small_files:
 def test_parquet_that_cannot_be_written_is_one_line(tmp_path: Path, small_files: None) -> None:
     from specgen.jobs.run_output import export_parquet
 
-    rows = [{"id": str(n), "prompt": os.urandom(999).hex(), "text": "", "metrics": {}} for n in range(99)]
+    metrics = {"acceptance_histogram": [0], "per_step_accepted": []}
+    rows = [
+        {"id": str(n), "prompt": os.urandom(999).hex(), "text": "", "metrics": metrics} for n in range(99)
+    ]
     with (
         pytest.raises(UserError, match=r"File too large"),
         directory(tmp_path / "run", "manifest.json") as path,

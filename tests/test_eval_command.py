@@ -155,7 +155,7 @@ def test_an_arm_that_fails_leaves_its_files_closed(tmp_path: Path, monkeypatch: 
     from specgen.experiments import study
 
     def fails(model: Any, tasks: Any, **options: Any) -> None:
-        model._files.see(Captured(time=0.0, what="step", num_sequences=1, seconds=0.5, fits=True))
+        model._files.record(Captured(time=0.0, what="step", num_sequences=1, seconds=0.5, fits=True))
         raise ZeroDivisionError
 
     monkeypatch.setattr(study, "evaluate", fails)

@@ -13,9 +13,9 @@ from specgen.config.bundled import data_directory, heads
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.experiments import turns
 from specgen.experiments.heads_job import HeadsJob, HeadsRun
-from specgen.experiments.matrices import Workload
 from specgen.experiments.rounds import PLAIN
 from specgen.experiments.tune import TuneJob, tune
+from specgen.experiments.workload import Workload
 from specgen.prompts.load import DataSource
 from tests.commands import write_rows
 from tests.jobs import Silent
@@ -54,11 +54,10 @@ def tuned(data: Path, out: Path, repeats: int) -> dict[str, Any]:
         batches=(2,),
         draft_lengths=(DraftLength(most=2),),
         drafter_batches=("padded",),
-        workload=Workload(dataset=str(data), num_prompts=3, max_new_tokens=6, max_batch_size=2),
+        workload=Workload(dataset=str(data), num_prompts=3, max_new_tokens=6),
         engine=ENGINE,
         repeats=repeats,
-        precision=1e-9,
-        budget=None,
+        precision=0.0,
     )
     *_, table = tune(job, out)
     return {"ratio": table.rows[1]["x_plain"], **rounds(out / "tune.rounds.jsonl")}

@@ -8,7 +8,7 @@ import pytest
 
 from specgen.config import SamplingParams
 from specgen.core.engine_core import never_stop
-from specgen.core.garbage import rarely_collected
+from specgen.core.garbage import fewer_gc_passes
 from specgen.engine.worker import Worker
 from tests.engines import Pair, engine_of, random_requests
 
@@ -50,7 +50,7 @@ def test_runs_that_overlap_or_are_left_change_nothing(random_pair: Pair) -> None
     assert len(list(first)) == 5
     second.close()
     assert gc.get_threshold() == HOST
-    with rarely_collected():
+    with fewer_gc_passes():
         assert len(list(generating(random_pair))) == 6
         assert gc.get_threshold() == (600, 7, 1000), "one still runs"
     assert gc.get_threshold() == HOST
@@ -87,10 +87,10 @@ def test_what_others_froze_stays_frozen(random_pair: Pair) -> None:
 
 
 def test_what_others_set_meanwhile_stays_and_a_search_that_is_off_stays_off() -> None:
-    with rarely_collected():
+    with fewer_gc_passes():
         gc.set_threshold(900, 20, 3000)
     assert gc.get_threshold() == (900, 20, 3000)
     gc.set_threshold(0, 10, 2000)
-    with rarely_collected():
+    with fewer_gc_passes():
         assert gc.get_threshold() == (0, 10, 2000)
     assert gc.get_threshold() == (0, 10, 2000)

@@ -27,10 +27,10 @@ from specgen.engine.generation_config import (
 )
 from specgen.experiments.audit import Judge
 from specgen.experiments.heads_job import HeadsJob, HeadsRun
-from specgen.experiments.matrices import Workload
 from specgen.experiments.plans import prepare
 from specgen.experiments.studies import Study, named_arms
 from specgen.experiments.study import StudyJob, StudyRun
+from specgen.experiments.workload import Workload
 from specgen.prompts import Prompt
 from specgen.prompts.load import DataSource
 from tests.commands import printed, rows, specgen, write_rows

@@ -200,7 +200,7 @@ def test_a_capture_that_failed_is_tried_again_when_limits_have_risen(monkeypatch
 def test_the_engine_tries_again_where_limits_rise(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
     monkeypatch.setattr(Runner, "try_again", lambda self: tried.append(1))
-    monkeypatch.setattr(Limits, "see_pass", lambda self: tried.append(0) or len(tried) == 3)
+    monkeypatch.setattr(Limits, "record_pass", lambda self: tried.append(0) or len(tried) == 3)
     engine = engine_of(random_pair)
     vocab_size = random_pair.models.target.config.vocab_size
     assert list(engine.generate(random_requests(2, vocab_size, SamplingParams(max_tokens=6))))

@@ -15,9 +15,9 @@ import torch
 from filelock import FileLock
 
 from specgen.attention import Gpu, Heads, Use, fa3
+from specgen.attention.fa3 import HEADERS
 from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.hopper import HopperBackend
-from specgen.attention.lean_headers import HEADERS
 from specgen.attention.sdpa import SdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.checkpoints.checkpoint import load_target
@@ -27,7 +27,7 @@ from specgen.engine.arms import Arm
 from specgen.engine.choices import attention_note, gemm_modules, modules_of, needed_modules
 from specgen.engine.loading import open_checkpoints
 from specgen.experiments import plans
-from specgen.experiments.matrices import Workload
+from specgen.experiments.workload import Workload
 from specgen.models.model_config import LatentConfig
 from specgen.ops import jit_modules
 from specgen.ops.block_fp8 import FEWEST_ROWS

@@ -68,7 +68,9 @@ class Kill:
 
         _before(RowFile, "add", add)
         if self.where == "event":
-            _before(RunDirectory, "see", lambda self, event: visit(lambda: _tear(self._passes, repr(event))))
+            _before(
+                RunDirectory, "record", lambda self, event: visit(lambda: _tear(self._passes, repr(event)))
+            )
         elif self.where == "final file":
             _before(RowFile, "_line", lambda self, row_id: visit())
         elif self.where == "replace":

@@ -63,7 +63,7 @@ def state() -> dict[str, Any]:
 def killed() -> Iterator[Mirror]:
     """A process that is killed at the end of the block: nothing more is written."""
     with suppress(Killed), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Mirror, "leave", lambda self: None)
+        patch.setattr(Mirror, "leave", lambda self: self._stop.set())
         with mirrored(URL) as each:
             yield each
             raise Killed
@@ -124,32 +124,18 @@ def test_completions_are_published_with_their_passes(tmp_path: Path, monkeypatch
     assert len(there("passes")) >= len(there()) > 0
 
 
-def test_who_wrote_last_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_published_counts(tmp_path: Path) -> None:
+    """Not what a killed process has left on this machine."""
     with killed() as each:
         add(each.path, completions="a\n")
         each.claim()
-        add(each.path, completions="only on the first\n")
-    with killed() as each:
-        assert (each.path / "completions.jsonl").read_text() == "a\nonly on the first\n"
-    on(monkeypatch, tmp_path, "second")
+        add(each.path, completions="b\n")
+        left = each.path
+    add(left, completions="c\n")
     with killed() as each:
         assert (each.path / "completions.jsonl").read_text() == "a\n"
         each.claim()
-        add(each.path, completions="b\n")
-        each._publish()
-    on(monkeypatch, tmp_path, "first")
-    with killed() as each:
-        assert (each.path / "completions.jsonl").read_text() == "a\nb\n"
-
-
-def test_a_working_directory_that_lost_something_is_fetched_again() -> None:
-    """As after a power failure, or by a cleaner of caches."""
-    with killed() as each:
-        add(each.path, completions="a\nb\n")
-        each.claim()
-        (each.path / "completions.jsonl").write_text("a\n")
-    with killed() as each:
-        assert (each.path / "completions.jsonl").read_text() == "a\nb\n"
+        assert len(state()["files"]["completions.jsonl"]) == 1, "not published again"
 
 
 def test_a_kill_at_any_write_of_an_end_leaves_a_whole_run(
@@ -170,7 +156,7 @@ def test_a_kill_at_any_write_of_an_end_leaves_a_whole_run(
             before = there() if "parts.json" in Store.at(URL).names() else ""
             try:
                 with pytest.MonkeyPatch.context() as patch, before_writes(monkeypatch, visit):
-                    patch.setattr(Mirror, "leave", lambda self: None)
+                    patch.setattr(Mirror, "leave", lambda self: self._stop.set())
                     with mirrored(URL) as each:
                         add(each.path, completions=f"{end} {number}\n", passes="1\n")
                         each.claim()
@@ -253,7 +239,7 @@ def test_starting_over_may_be_killed_anywhere(monkeypatch: pytest.MonkeyPatch) -
         with suppress(Killed), monkeypatch.context() as patch:
             patch.setattr(Store, "copy", lambda *asked: (kill(), copy(*asked)))
             patch.setattr(fs, "rm", lambda self, names: [(kill(), remove(self, name)) for name in names])
-            mirror._set_aside(Store.at(URL))
+            mirror._rename_aside(Store.at(URL))
         num_left = len(list(steps))
         with mirrored(URL, restart=True) as each:
             assert not each.path.exists()
@@ -277,7 +263,6 @@ def test_starting_over_may_be_killed_anywhere(monkeypatch: pytest.MonkeyPatch) -
             b'{"session": "a", "pid": 1, "host": "b", "state": "%b", "files": {"%b": [%b]}}' % each
             for each in (
                 (b"finished", b"../a", PART),
-                (b"finished", b"a", b""),
                 (b"finished", b"", PART),
                 (b"unfinished", b"a\\u0000", PART),
                 (b"unfinished", b"a", PART.replace(b"parts/a", b"")),
@@ -291,6 +276,26 @@ def test_a_manifest_that_is_none_is_refused(content: bytes) -> None:
     Store.at(URL).write("parts.json", content)
     with refused(f"^{URL}/parts.json is not as it was written"), mirrored(URL):
         raise AssertionError
+
+
+@pytest.mark.parametrize("what", ["is missing", "is not as it was written"])
+def test_a_part_that_is_missing_or_another_is_refused(what: str) -> None:
+    with killed() as each:
+        add(each.path, completions="a\n")
+        each.claim()
+    store = Store.at(URL)
+    name = next(name for name in store.names() if name.endswith("completions.jsonl"))
+    store.remove([name])
+    if what != "is missing":
+        store.write(name, b"b\n")
+    before = store.names()
+    for read in (mirrored, fetched):
+        reason = f"^{URL / name}, which parts.json names, {what}: restore it, or start over with --restart"
+        with refused(reason), read(URL):
+            raise AssertionError
+    assert store.names() == before, "nothing else is touched"
+    store.write(name, b"a\n")
+    assert there() == "a\n"
 
 
 @pytest.mark.parametrize("lost", ["a file", "a part"])
@@ -327,6 +332,20 @@ def test_a_slow_upload_of_an_end_replaces_nothing_of_another_process(
     assert others
     assert state()["state"] == "finished"
     assert there() == "first\nsecond\n", "it had gone on"
+
+
+def test_a_run_that_is_going_on_elsewhere_is_not_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with killed() as first:
+        add(first.path, completions="a\n")
+        first.claim()
+        on(monkeypatch, tmp_path, "second")
+        with refused(rf"^output {URL} is in use by process \d+ on "), mirrored(URL) as second:
+            add(first.path, completions="b\n")
+            first._publish()
+            second.claim()
+        assert there() == "a\nb\n"
 
 
 def test_of_two_that_begin_in_the_same_moment_one_is_refused(
@@ -411,7 +430,6 @@ def test_exports_of_an_earlier_end_are_made_again(tmp_path: Path, monkeypatch: p
         add(each.path, completions="a\n", batch_output="old\n")
         each.claim()
     with killed() as each:
-        (each.path / "batch_output.jsonl").unlink()
         add(each.path, completions="b\n")
         each.claim()
     on(monkeypatch, tmp_path, "second")

@@ -96,6 +96,26 @@ def paged_logits(model: Llama, ids: Tensor, backend: type[Backend], pieces: list
     return model.logits(torch.cat(states))
 
 
+@torch.inference_mode()
+def check_in_pieces(model: Llama, ids: Tensor, expected: Tensor, *pieces: list[int]) -> None:
+    """Whole, and in ``pieces``, by both backends of a CPU."""
+    assert expected.std() > 0.5  # a flat model would hide mistakes
+    for backend in (SdpaBackend, StaticSdpaBackend):
+        for each in ([len(ids)], *pieces):
+            got = paged_logits(model, ids, backend, each)
+            torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+
+
+@torch.inference_mode()
+def check_dense(model: Llama, ids: Tensor) -> None:
+    """The reference without pages gives the same."""
+    attend, states = DenseAttend(model), list[Tensor]()
+    for start, end in ((0, 40), (40, 41), (41, len(ids))):
+        states.append(model.forward(ids[start:end], attend)[0])
+    whole = paged_logits(model, ids, SdpaBackend, [len(ids)])
+    torch.testing.assert_close(model.logits(torch.cat(states)), whole, atol=1e-4, rtol=0)
+
+
 def loaded(path: Path) -> Llama:
     model = load_target(open_checkpoint(str(path)), torch.float32, CPU)
     assert isinstance(model, Llama)
@@ -110,11 +130,7 @@ def ids_of(config: TargetConfig) -> Tensor:
 def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
     ids = ids_of(TARGETS[name](tmp_path))
     expected, model = logits_of_transformers(tmp_path, ids), loaded(tmp_path)
-    assert expected.std() > 0.5  # a flat model would hide mistakes
-    for backend in (SdpaBackend, StaticSdpaBackend):
-        for pieces in ([ROWS], PIECES):
-            got = paged_logits(model, ids, backend, pieces)
-            torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    check_in_pieces(model, ids, expected, PIECES)
 
 
 @torch.inference_mode()

@@ -8,7 +8,6 @@ import typer
 from bench import experts, kernels, step
 from typer.testing import CliRunner
 
-from specgen.cli import measuring as bench
 from specgen.cli.evaluating import evaluate, verify
 from specgen.cli.help import Command
 from specgen.cli.measuring import tune
@@ -200,14 +199,10 @@ NAMES = {
     experts.experts: "shapes rows repeats dtype device output as_json quiet",
     kernels.kernels: "num_seqs max_seq_lens num_heads num_kv_heads head_dim latents num_spec_tokens page_size repeats "
     "dtype kv_dtype device output as_json quiet",
-    tune: "batch k drafter_batch repeats precision budget dry_run model drafter dataset data_path num_prompts "
-    "split prompt_field chat chat_template_kwargs output_lens max_new_tokens generation_config max_prefill_tokens "
-    "device tensor_parallel dtype kv_dtype "
-    "attention cuda_graphs gpu_memory_utilization output as_json quiet",
-    bench.throughput: "matrix axis repeats dry_run model drafter dataset data_path num_prompts split prompt_field chat "
-    "prompt_tokens chat_template_kwargs synthetic_acceptance num_spec_tokens max_new_tokens output_lens max_batch_size "
-    "max_prefill_tokens device tensor_parallel dtype kv_dtype attention cuda_graphs gpu_memory_utilization output "
-    "as_json quiet",
+    tune: "batch k drafter_batch attention cuda_graphs repeats precision budget dry_run model drafter dataset "
+    "data_path num_prompts split prompt_field chat prompt_tokens chat_template_kwargs synthetic_acceptance output_lens "
+    "max_new_tokens generation_config max_prefill_tokens "
+    "device tensor_parallel dtype kv_dtype gpu_memory_utilization output as_json quiet",
     step.step: "batch_sizes prompt_tokens model drafter num_spec_tokens drafter_batch max_prefill_tokens device "
     "tensor_parallel dtype kv_dtype attention cuda_graphs output as_json quiet",
 }
@@ -227,7 +222,6 @@ def test_a_command_that_refuses_plain_decoding_does_not_offer_it_for_a_missing_d
         ("generate",): True,
         ("verify",): False,
         ("tune",): False,
-        ("bench", "throughput", "--matrix", "batch-and-k"): False,
     }.items():
         refused = str(specgen(*command, "--model", target).exception)
         assert "name one with --drafter (ngram needs no checkpoint)" in refused

@@ -58,17 +58,17 @@ def test_a_page_ends_with_its_origin():
 
 
 def test_this_moment_is_recorded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "argv", ["/bin/specgen", "bench", "throughput"])
+    monkeypatch.setattr(sys, "argv", ["/bin/specgen", "tune"])
     record = json.loads(json.dumps(now("cpu")))
     found = origin(record)
     assert list(found) == list(SHOWN)
-    assert found["command"] == "specgen bench throughput"
+    assert found["command"] == "specgen tune"
     assert record["device"]["cpu"] in found["machine"]
     assert record["device"]["host"] in found["machine"]
     bench = BenchTable(
         name="b", title="A bench", conditions={}, columns=(Column(name="n"),), rows=({"n": 1},)
     )
-    assert "<dd>specgen bench throughput</dd>" in bench.to_html()
+    assert "<dd>specgen tune</dd>" in bench.to_html()
 
 
 def test_the_cpu_has_the_name_that_linux_gives_it(tmp_path: Path):

@@ -61,7 +61,7 @@ def test_steps_are_left_out_of_rows_and_the_report_is_the_same(tmp_path: Path) -
     with RunDirectory(tmp_path / "less", with_steps=False) as less:
         (record, *passes) = SECOND
         for each in passes:
-            less.see(each)
+            less.record(each)
         for row in RowFile(tmp_path / "whole" / "completions.jsonl").values():
             less.add_completion(row, record)
     (row,) = less.completions.values()

@@ -56,10 +56,10 @@ def test_clear_drops_all_requests_and_frees_their_pages() -> None:
         sched.submit(sequence(name, 3))
     prefill(sched)
     sched.leave(sched.running[0])
-    assert [s.request.id for s in sched.in_hand] == ["b", "a"]
+    assert [s.request.id for s in sched.active] == ["b", "a"]
     sched.clear()
     assert sched.idle
-    assert sched.in_hand == []
+    assert sched.active == []
     assert sched._allocator.num_free == 100
 
 
@@ -275,7 +275,7 @@ def test_finish_reasons_eos_stop_string_and_length() -> None:
 
 def passes(limits: Limits, count: int) -> None:
     for _ in range(count):
-        limits.see_pass()
+        limits.record_pass()
 
 
 def test_out_of_memory_halves_one_limit() -> None:
@@ -309,10 +309,10 @@ def test_successful_passes_double_limits_up_to_the_configured_ones() -> None:
 
 def test_only_a_pass_with_which_limits_rise_says_so() -> None:
     limits = Limits(max_batch_size=8, max_prefill_tokens=100)
-    assert not any(limits.see_pass() for _ in range(3 * _QUIET)), "they are at their most"
+    assert not any(limits.record_pass() for _ in range(3 * _QUIET)), "they are at their most"
     limits.lower_batch(8)
-    assert [limits.see_pass() for _ in range(_QUIET)] == [False] * (_QUIET - 1) + [True]
-    assert not any(limits.see_pass() for _ in range(2 * _QUIET))
+    assert [limits.record_pass() for _ in range(_QUIET)] == [False] * (_QUIET - 1) + [True]
+    assert not any(limits.record_pass() for _ in range(2 * _QUIET))
 
 
 def test_a_raise_that_failed_is_retried_later() -> None:

@@ -42,6 +42,12 @@ ARMS: dict[str, dict[str, Any]] = {
         "num_spec_tokens": 4,
         "drafter_batch": "non-padded",
     },
+    "dflash": {"drafter": str(HEADS / "dflash"), "num_spec_tokens": 7},
+    "dflash-non-padded": {
+        "drafter": str(HEADS / "dflash"),
+        "num_spec_tokens": 7,
+        "drafter_batch": "non-padded",
+    },
 }
 if WHOLE:  # measuring before it starts takes a minute
     ARMS["eagle3-auto"] = {"drafter": str(HEADS / "eagle3"), "num_spec_tokens": "auto"}

@@ -65,7 +65,7 @@ class Decoding:
         for _ in range(num_steps):
             k = self.policy.choose(num_sequences, num_positions).num_drafts
             for drafted, accepted in self._unread:
-                self.policy.see((3,) * drafted, drafted, accepted)
+                self.policy.update((3,) * drafted, drafted, accepted)
             right = self._random.random((num_sequences, k)) < np.array(curve[:k])
             self._unread = [(k, int(many)) for many in np.cumprod(right, 1).sum(1)]
             self.lengths.append(k)
@@ -118,7 +118,7 @@ def test_observed_acceptance_outweighs_the_prior():
     acceptance = RunningAcceptance(3)
     for _ in range(100):
         for accepted in (0, 0, 1, 1, 1, 1, 3, 3, 3, 3):
-            acceptance.see((3,) * 3, 3, accepted)
+            acceptance.update((3,) * 3, 3, accepted)
     a = expected_tokens(acceptance)
     assert a == pytest.approx([1, 1.8, 2.2, 2.6], rel=0.02)
     assert [expected_tokens(acceptance) for _ in range(3)] == [a] * 3  # no decay without new steps
@@ -127,14 +127,14 @@ def test_observed_acceptance_outweighs_the_prior():
 def test_undrafted_positions_take_the_rate_of_the_last_drafted_one():
     acceptance = RunningAcceptance(4)
     for number in range(1000):
-        acceptance.see((3,), 1, number % 2)
+        acceptance.update((3,), 1, number % 2)
     assert expected_tokens(acceptance) == pytest.approx([1, 1.5, 1.75, 1.875, 1.9375], rel=0.01)
 
 
 def test_steps_without_drafts_do_not_change_the_estimate():
     seen, other = RunningAcceptance(2), RunningAcceptance(2)
     for _ in range(100):
-        seen.see((), 0, 0)
+        seen.update((), 0, 0)
     assert expected_tokens(seen) == expected_tokens(other)
 
 
@@ -142,10 +142,10 @@ def test_one_large_step_does_not_erase_the_estimate():
     acceptance = RunningAcceptance(1)
     for _ in range(100):
         for _ in range(256):
-            acceptance.see((3,), 1, 1)
+            acceptance.update((3,), 1, 1)
         expected_tokens(acceptance)
     for _ in range(256):
-        acceptance.see((3,), 1, 0)
+        acceptance.update((3,), 1, 0)
     assert expected_tokens(acceptance)[1] > 1.8
 
 
@@ -279,7 +279,7 @@ def test_the_choice_is_deterministic():
 
 def test_a_fixed_k_never_changes():
     fixed = FixedPlan(StepPlan(num_drafts=4))
-    fixed.see((3,) * 4, 4, 0)
+    fixed.update((3,) * 4, 4, 0)
     assert [fixed.choose(size, 0) for size in (1, 256)] == [StepPlan(num_drafts=4)] * 2
     assert fixed.most == 4
 
@@ -332,7 +332,7 @@ def speed_of(policy: SpecLength, num_sequences: int, *, tells: bool, num_steps: 
     for step in range(num_steps):
         plan = policy.choose(num_sequences, 0)
         for each in unread:
-            policy.see(*each)
+            policy.update(*each)
         k, count = plan.num_drafts, plan.num_verified(num_sequences)
         known = random.choice(len(RIGHT), (num_sequences, k), p=SHARES)
         said = known if tells else random.integers(0, len(RIGHT), known.shape)

@@ -11,12 +11,14 @@ import pytest
 from scipy import stats
 
 from specgen.engine.arms import Arm
+from specgen.experiments.bound import KVBytes, StepBytes
+from specgen.experiments.plans import Yardstick
 from specgen.experiments.rounds import Ranking, Repeat, Repeats
-from specgen.experiments.throughput import wall_tables
-from specgen.experiments.tune import best_line, tune_table
+from specgen.experiments.tune_table import best_line, tune_table, wall_tables
 from specgen.experiments.turns import balanced_order, digest
 from specgen.report.timings import LatencyStats, WallTime
 
+SIZES = StepBytes(target=1, target_kv=KVBytes(per_layer=0, seen=()), logits=1, bytes_per_value=2)
 SPREAD = LatencyStats(mean=1.0, median=2.0, p99=3.0)
 
 
@@ -139,17 +141,18 @@ def test_arms_of_one_repeat_are_on_no_front(number: int, named: list[str]) -> No
     runs["plain"] = Repeats(
         each={n: replace(each, tpot=replace(SPREAD, median=4.0)) for n, each in runs["plain"].each.items()}
     )
-    table = tune_table(arms, {1: Ranking(plain="plain", arms=runs)}, {}, (), lambda arm: "a command")
+    yardstick = Yardstick(sizes=SIZES, bytes_per_second=1e10, flops_per_second=2e12, known=None)
+    table = tune_table(arms, {1: Ranking(plain="plain", arms=runs)}, {}, (), yardstick, None)
     assert [row["arm"] for row in table.more[0].rows] == named
 
 
 def test_the_wall_time_is_that_of_the_middle_repeat() -> None:
     earlier = replace(repeat(3.0), wall=None)
-    arms = [({"batch": 8}, repeats({1: 5.0, 2: 4.0, 3: 2.0})), ({"batch": 1}, Repeats(each={"1": earlier}))]
+    arms = {"fast": repeats({1: 5.0, 2: 4.0, 3: 2.0}), "slow": Repeats(each={"1": earlier})}
     (table,) = wall_tables(arms, flops_per_second=2e12)
     (row,) = table.rows
     assert row == {
-        "batch": 8,
+        "arm": "fast",
         "wall": 4.0,
         "prefill": 0.25,
         "of_gemms": 0.125,
@@ -162,7 +165,7 @@ def test_the_wall_time_is_that_of_the_middle_repeat() -> None:
         "rest": 0.0625,
     }
     assert list(row) == [column.name for column in table.columns]
-    assert list(wall_tables(arms[1:], 2e12)) == []
+    assert list(wall_tables({"slow": arms["slow"]}, 2e12)) == []
 
 
 @pytest.mark.parametrize("num", range(2, 8))

@@ -140,9 +140,9 @@ def followed(
     shown.warn("look out")
     shown.start("padded", tally := Tally(), 10, 3)
     for row in passes:
-        tally.see(row)
+        tally.update(row)
     for event in (SHORT, GRAPH):
-        shown.see(event)
+        shown.update(event)
     for _ in range(7):
         now += 1
         shown.advance()
@@ -153,7 +153,7 @@ def followed(
 def test_a_speed_so_far_counts_no_start_of_workers() -> None:
     tally = Tally()
     for ended in (20.0, 16.5, 18.0):
-        tally.see(pass_row(time=ended, seconds=0.5, num_tokens=10))
+        tally.update(pass_row(time=ended, seconds=0.5, num_tokens=10))
     assert tally.tokens_per_second == 30 / 4
     assert Tally().tokens_per_second is None
 

@@ -54,7 +54,7 @@ class AnyPlan:
         self.chosen.append(StepPlan(num_drafts=k, quarters=quarters, chances=chances))
         return self.chosen[-1]
 
-    def see(self, levels, verified, accepted):
+    def update(self, levels, verified, accepted):
         assert accepted <= verified <= len(levels) <= self.most
         assert all(0 <= level < len(CONFIDENCE_LEVELS) for level in levels[:verified])
         self.seen.append(verified)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from specgen.config import SamplingParams
-from specgen.core.passes import Waits
-from specgen.device import Moment
+from specgen.core.passes import IdleClock
+from specgen.device import DeviceEvent
 from specgen.record.record_rows import Captured, EngineRow, PassRow, from_line, to_line
 from specgen.report.tables import wall_table
 from specgen.report.timings import LatencyStats, WallClock, WallTime, latency_stats
@@ -30,7 +30,7 @@ def clock(*times, session="0/1-0", seconds=None):
     """A clock that has seen ``times`` of a session."""
     made = WallClock() if seconds is None else seconds
     for each in times:
-        made.see(session, each)
+        made.update(session, each)
     return made
 
 
@@ -182,20 +182,20 @@ def test_the_parts_of_a_run(demo_pair: Pair, device_like: Callable[..., None], a
 
 
 def test_what_came_before_a_run_or_a_failure_is_not_waited_for() -> None:
-    waits, cpu = Waits(torch.device("cpu")), torch.device("cpu")
-    assert waits.before(waits.launch(), Moment(cpu)) == 0.0
-    waits.leave()
+    idle, cpu = IdleClock(torch.device("cpu")), torch.device("cpu")
+    assert idle.before(idle.launch(), DeviceEvent(cpu)) == 0.0
+    idle.leave()
     time.sleep(0.02)
-    waits.enter()
-    launch = waits.launch()
-    assert 0.02 <= launch.outside <= waits.before(launch, Moment(cpu))
-    assert waits.launch().outside == 0.0  # each second once
-    waits.leave()
+    idle.enter()
+    launch = idle.launch()
+    assert 0.02 <= launch.caller_seconds <= idle.before(launch, DeviceEvent(cpu))
+    assert idle.launch().caller_seconds == 0.0  # each second once
+    idle.leave()
     time.sleep(0.02)
-    waits.forget()
-    waits.enter()
-    launch = waits.launch()
-    assert (launch.outside, waits.before(launch, Moment(cpu))) == (0.0, 0.0)
+    idle.forget()
+    idle.enter()
+    launch = idle.launch()
+    assert (launch.caller_seconds, idle.before(launch, DeviceEvent(cpu))) == (0.0, 0.0)
 
 
 def test_the_page_shows_the_parts_that_there_are() -> None:

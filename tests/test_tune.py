@@ -15,10 +15,11 @@ from specgen.config import DraftLength, EngineConfig, UserError
 from specgen.engine import build
 from specgen.engine.arms import Arm
 from specgen.experiments import tune as tuning
-from specgen.experiments.matrices import Workload
 from specgen.experiments.output import BenchTable
 from specgen.experiments.rounds import Ranking
-from specgen.experiments.tune import TuneJob, sentence, tune
+from specgen.experiments.tune import TuneJob, tune
+from specgen.experiments.tune_table import sentence
+from specgen.experiments.workload import Workload
 from tests.commands import refused
 from tests.timed_engines import RUN, Timed, install, job_of, rounds_of, usual, write_tiny
 
@@ -101,12 +102,6 @@ def test_sentences_are_what_the_kept_rounds_say(pair: Path, monkeypatch, tmp_pat
         ratio("batch 4, K 4, padded", "batch 4, K 2, padded")
     )
     assert "--max-batch-size 4 --num-spec-tokens 2 --drafter-batch padded" in table.answers[-1]
-
-
-def test_without_an_interval_nothing_is_slower(pair: Path, monkeypatch) -> None:
-    install(monkeypatch, usual)
-    rows = last(job_of(pair, batches=(4,), repeats=1)).rows
-    assert [row["verdict"] for row in rows] == ["unknown"] * 5
 
 
 def test_plain_decoding_may_be_the_best(pair: Path, monkeypatch) -> None:

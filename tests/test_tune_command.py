@@ -14,8 +14,8 @@ from specgen.config import DraftLength, EngineConfig, UserError
 from specgen.engine.arms import Arm
 from specgen.experiments import plans
 from specgen.experiments import workload as workloads
-from specgen.experiments.matrices import Workload
-from specgen.experiments.tune import command
+from specgen.experiments.tune_table import command
+from specgen.experiments.workload import Workload
 from specgen.prompts.formats import Reading
 from specgen.report.display import duration
 from tests.commands import specgen
@@ -42,25 +42,17 @@ def test_a_dry_run_runs_nothing(pair: Path, monkeypatch, tmp_path: Path) -> None
     monkeypatch.setattr(plans, "load_models", forbidden)
     monkeypatch.setattr("specgen.checkpoints.tensor_reader.read_tensors", forbidden)
     timed = install(monkeypatch, usual)
-    arguments = (
-        "--batch",
-        "1,4",
-        "--k",
-        "2",
-        "--repeats",
-        "5",
-        "--dry-run",
-        "--output",
-        str(tmp_path / "out"),
-    )
-    done = invoke(pair, *DATA, *arguments)
-    assert done.exit_code == 0, done.output
+    monkeypatch.setattr(plans, "copy_bandwidth", lambda device: 11.7e9)
+    monkeypatch.setattr(plans, "machine_state", lambda: {"load": 5.0, "cpus": 2})
+    left = to_go(pair, "--repeats", "5", "--output", str(tmp_path / "out"))
+    said = left.pop("")
     assert timed.built == []
     assert not (tmp_path / "out").exists()
-    assert "batch 4, K 2, non-padded" in done.stdout
-    assert re.search(r"6 arms, with a warm-up each: about \d+ s to \d+ s", done.stdout)
-    assert len(re.findall(r"  3 to 5$", done.stdout, re.MULTILINE)) == 6
-    assert "Weights take 0.0" in done.stdout
+    assert left == dict.fromkeys(("batch 4, plain", "batch 4, K 2, padded", "batch 4, K 4, padded"), "3 to 5")
+    assert re.search(r"3 arms, with a warm-up each: about \d+ s", said)
+    assert "Weights take 0.0" in said
+    busy = "BUSY: load 5 of other programs in the last minute on 2 CPUs, so speeds are doubtful)"
+    assert f"11.7 GB/s of a copy; {busy}" in said
 
 
 def to_go(pair: Path, *arguments: str) -> dict[str, str]:
@@ -99,7 +91,8 @@ def test_a_dry_run_counts_the_rounds_that_are_kept(pair: Path, monkeypatch, tmp_
     assert isinstance(other.exception, UserError), "what is kept is of another question"
 
 
-def test_the_command_measures_real_engines_and_goes_on(pair: Path, tmp_path: Path) -> None:
+def test_the_command_measures_real_engines_and_goes_on(pair: Path, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(plans, "copy_bandwidth", lambda device: 1e10)  # the bound's, of the last command
     arguments = (*DATA, "--batch", "2", "--k", "2", "--drafter-batch", "padded", "--repeats", "2")
     done = invoke(pair, *arguments, "--output", str(tmp_path))
     assert done.exit_code == 0, done.output

@@ -12,7 +12,6 @@ from specgen import __version__
 from specgen.cli import main as cli
 from specgen.config import UserError
 from specgen.config.errors import did_you_mean, nearest
-from specgen.experiments.matrices import find_matrix
 from specgen.prompts import DataSource
 from tests.commands import specgen
 
@@ -38,7 +37,6 @@ from tests.commands import specgen
         ("generate --shard 0/2", "shard is 0/2 and no file is kept to merge: add --output DIR"),
         ("generate --device gpu", "device is 'gpu': use auto, cpu, cuda or cuda:N"),
         ("genrate", "unknown command 'genrate' (did you mean generate?): `root -h` lists them"),
-        ("bench thruput", "unknown command 'thruput' (did you mean throughput?)"),
         ("report", "directories is missing: give it, as `root report -h` says"),
         ("--verzion", "unknown option --verzion (did you mean --version?)"),
     ],
@@ -87,7 +85,6 @@ COMMANDS = [
         (name,)
         for name in ("generate", "report", "compare", "merge", "verify", "eval", "tune", "inspect", "prepare")
     ),
-    ("bench", "throughput"),
 ]
 
 
@@ -97,7 +94,7 @@ def helped(*arguments: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("command", [(), ("bench",), *COMMANDS], ids=" ".join)
+@pytest.mark.parametrize("command", [(), *COMMANDS], ids=" ".join)
 def test_help_can_be_copied(command: tuple[str, ...]) -> None:
     printed = helped(*command, "-h")
     assert printed == helped(*command, "--help")
@@ -136,7 +133,7 @@ def test_the_package_runs_as_a_module() -> None:
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        (["bench", "th"], ["throughput"]),
+        (["tu"], ["tune"]),
         (["generate", "--drafter-b"], ["--drafter-batch"]),
         (["generate", "--config", "not-yet.yaml", "--drafter-batch", ""], ["padded", "non-padded"]),
     ],
@@ -171,11 +168,6 @@ def test_a_data_set_is_suggested(name: str, meant: str | None) -> None:
     assert str(refused.value).startswith(
         f"dataset is {name!r}, neither a known name nor a file{hint}: use bundled"
     )
-
-
-def test_a_matrix_is_suggested() -> None:
-    with pytest.raises(UserError, match=r"matrix is 'batch-k' \(did you mean batch-and-k\?\): use one of"):
-        find_matrix("batch-k")
 
 
 def test_a_row_without_a_prompt_says_how_to_name_its_field(tmp_path: Path) -> None:

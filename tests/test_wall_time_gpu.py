@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specgen.config import SamplingParams
-from specgen.device import HostCopy, Moment
+from specgen.device import DeviceEvent, HostCopy
 from specgen.engine.build import build_engine
 from specgen.record.record_rows import Captured, EngineRow
 from specgen.report.timings import WallTime
@@ -21,14 +21,14 @@ EXACT = {"device": "cuda", "dtype": "float32", "attention": "sdpa-static", "page
 
 def test_moments_are_of_the_device_and_not_of_the_host() -> None:
     device = torch.device("cuda")
-    begun = Moment(device)
+    begun = DeviceEvent(device)
     torch.cuda._sleep(200_000_000)  # cycles: about 0.1 s, for which the host does not wait
     launched = time.perf_counter()
     copy = HostCopy(torch.zeros(3, device=device))
     time.sleep(0.3)
     assert copy.ready
     assert copy.read() == [0.0] * 3
-    later = Moment(device)
+    later = DeviceEvent(device)
     later.wait()
     assert 0.05 < copy.done.since(begun) < 0.25
     assert later.since(copy.done) == pytest.approx(

@@ -1,21 +1,34 @@
-"""Requests for a bench from conversations and own rows: how long answers are, and what was said before."""
+"""Requests for a bench, from conversations, own rows and a known text, and the engine that runs them."""
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from calibrated_cycle import Cycle
+from calibrated_shapes import SHAPES
 
-from specgen.config import SamplingParams, UserError
+from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
+from specgen.core.sequence import Completion, Request
+from specgen.engine import step_costs
+from specgen.engine.build import build_engine
 from specgen.engine.loading import Models
-from specgen.experiments.matrices import Workload
-from specgen.experiments.workload import make_prompts
+from specgen.engine.warm_engine import WarmEngine
+from specgen.experiments import workload as workloads
+from specgen.experiments.workload import KnownText, Workload, kv_bytes, make_prompts
 from specgen.prompts.load import RAW
 from specgen.text.tokenizer import load_tokenizer
 from tests.commands import refused
-from tests.engines import Pair
+from tests.engines import Pair, engine_config, loaded, resolved
+from tests.streams import RECORD
+from tests.timed_engines import write_tiny
 
 WORKLOAD = Workload(dataset="sharegpt", max_new_tokens=20, output_lens="data")
+SMALL = Workload(dataset="random", num_prompts=3, prompt_tokens=9, max_new_tokens=12)
+SHAPE = SHAPES["tiny"]
+CYCLE = Cycle.draw(SHAPE.num_plain_tokens, SHAPE.draft_vocab_size, 0.75, seed=0)
 
 
 def said(*texts: str) -> dict[str, object]:
@@ -81,3 +94,111 @@ def test_lengths_of_data_need_data() -> None:
         Workload(dataset="random", output_lens="data")
     with pytest.raises(UserError, match="output-lens is 'long': use one of fixed, data"):
         Workload(dataset="sharegpt", output_lens="long")
+    with pytest.raises(UserError, match="num-prompts is 0: use at least 1"):
+        replace(SMALL, num_prompts=0)
+
+
+# --- of a pair whose text is known ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("pair"))
+
+
+def engine_of(pair: Path, **changes) -> EngineConfig:
+    return engine_config(pair, **{"page_size": 4, "device": "cpu", "prefix_cache": False} | changes)
+
+
+@pytest.fixture(scope="module")
+def known(pair: Path) -> Models:
+    return loaded(engine_of(pair))
+
+
+def test_random_prompts_are_of_the_draft_vocabulary(known: Models) -> None:
+    prompts = make_prompts(SMALL, known, 40)
+    assert [len(request.prompt_token_ids) for request in prompts.requests] == [9] * 40
+    drawn = {token for request in prompts.requests for token in request.prompt_token_ids}
+    assert drawn <= set(CYCLE.tokens)
+    assert len(drawn) > 20
+    assert len({request.prompt_token_ids for request in prompts.requests}) == 40
+    assert make_prompts(SMALL, known, 40) == prompts
+    assert prompts.requests[0].sampling == SamplingParams(max_tokens=12, ignore_eos=True)
+
+
+def test_synthetic_weights_get_random_tokens_as_long_as_the_texts(known: Models, tmp_path: Path) -> None:
+    rows = [
+        {"id": str(i), "prompt": " ".join(["a"] * length)}
+        for i, length in enumerate((3, 7, SHAPE.max_positions - 100))
+    ]
+    data = tmp_path / "own.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    prompts = make_prompts(replace(SMALL, dataset=str(data), max_new_tokens=200), known, 5)
+    assert [len(request.prompt_token_ids) for request in prompts.requests] == [3, 7, 3, 7, 3]
+    assert len({request.prompt_token_ids for request in prompts.requests}) == 5
+    limit = SHAPE.max_positions
+    assert prompts.notes == (f"left out: 1 prompts that with 200 new tokens exceed a context of {limit}",)
+    assert prompts.description == f"random tokens, as long as 2 first turns of {data}, repeated to 5"
+    with pytest.raises(UserError, match=r"no prompt of .* can run: left out: 3 prompts"):
+        make_prompts(replace(SMALL, dataset=str(data), max_new_tokens=limit), known, 5)
+
+
+def test_the_cache_is_as_large_as_the_requests_need(pair: Path, known: Models, monkeypatch) -> None:
+    monkeypatch.setattr(workloads, "_WARM_UP", 1)
+    config = resolved(engine_of(pair, max_batch_size=2, num_spec_tokens=3))
+    sampling = SamplingParams(max_tokens=6)
+    lengths = (5, 30, 1)
+    requests = [
+        Request(id=str(i), prompt_token_ids=(0,) * length, sampling=sampling)
+        for i, length in enumerate(lengths)
+    ]
+    token_bytes = 2 * SHAPE.kv_size * 4 * (SHAPE.num_layers + 1)
+    pages = 10 + 4  # of four positions: 30 and 5 prompt tokens, 6 new ones, 4 rows per step
+    assert kv_bytes(config, known, requests) == pages * 4 * token_bytes
+    auto = replace(config, num_spec_tokens="auto", max_batch_size=1)
+    need = kv_bytes(auto, known, requests)
+    engine = build_engine(replace(auto, kv_memory=need, num_spec_tokens=7), known, lambda event: None)
+    costs = step_costs.measure(engine, 1, DraftLength(most=7, kind="auto"))
+    assert costs.lengths == tuple(range(8)), "short requests leave room to time the steps"
+
+
+def test_wrong_missing_and_surplus_tokens_are_counted(known: Models) -> None:
+    text_of = KnownText.of(known)
+    prompt = CYCLE.slice(7, 4)
+    request = Request(id="a", prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=5))
+    text = CYCLE.after(prompt[-1], 5)
+
+    def num_wrong(*token_ids: int) -> int:
+        done = Completion(request=request, token_ids=token_ids, finish_reason="length", record=RECORD)
+        return text_of.num_wrong([done, done])
+
+    assert text_of.accept == 0.75
+    assert num_wrong(*text) == 0
+    assert num_wrong(*text[:3]) == 4
+    assert num_wrong(*text, text[0]) == 2
+    assert num_wrong(text[1], *text[1:]) == 2
+    at_the_end = replace(text_of, max_positions=len(prompt) + 3)
+    done = Completion(request=request, token_ids=text[:3], finish_reason="length", record=RECORD)
+    assert at_the_end.num_wrong([done]) == 0, "the context ends the text"
+
+
+def test_a_text_that_is_not_known_is_not_judged(known: Models, demo_pair: Pair) -> None:
+    assert KnownText.of(demo_pair.models) is None
+    other = replace(known, head=demo_pair.models.head)  # drafts tokens outside of the cycle
+    assert KnownText.of(other) is None
+
+
+def test_an_engine_frees_its_memory_at_once(pair: Path, known: Models) -> None:
+    """Even without garbage collection before the next engine, which takes all free memory."""
+    requests = make_prompts(SMALL, known, 2).requests
+    gc.disable()
+    try:
+        engine = WarmEngine(resolved(engine_of(pair)), known, requests)
+        core, runs = weakref.ref(engine._engine), [engine.run(), engine.run()]
+        del engine
+        assert core() is None
+    finally:
+        gc.enable()
+    for run in runs:  # each has its own rows
+        assert len({row.number for row in run.passes}) == len(run.passes) > 0
+        assert len(run.requests) == 2

@@ -14,9 +14,9 @@ from specgen.config import DraftLength, EngineConfig
 from specgen.core.sequence import Completion, Request
 from specgen.engine.warm_engine import Run
 from specgen.experiments import plans, turns
-from specgen.experiments.matrices import Workload
 from specgen.experiments.rounds import Repeat, Rounds
 from specgen.experiments.tune import TuneJob
+from specgen.experiments.workload import Workload
 from tests.engines import engine_config
 from tests.streams import RECORD
 
@@ -115,6 +115,5 @@ def job_of(pair: Path, **changes) -> TuneJob:
         "workload": Workload(dataset="random", prompt_tokens=5, max_new_tokens=8),
         "repeats": 8,
         "precision": 0.02,
-        "budget": None,
     }
     return TuneJob(engine=engine, **settings | changes)

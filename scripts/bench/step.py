@@ -36,10 +36,9 @@ from specgen.experiments.bound import (
     copy_bandwidth,
     matrix_flops,
 )
-from specgen.experiments.matrices import RANDOM, Workload
 from specgen.experiments.output import BenchTable, Plot
 from specgen.experiments.timing import conditions, free_memory
-from specgen.experiments.workload import kv_bytes, make_prompts
+from specgen.experiments.workload import RANDOM, Workload, kv_bytes, make_prompts
 from specgen.record.record_rows import EngineRow, PassRow, RequestRow
 from specgen.report import display
 from specgen.report.table import Column, Row, Table
@@ -118,7 +117,7 @@ Marker = HostMarker | DeviceMarker  # records marks and the work between them, f
 class Window:
     """Runs ``marker`` for ``num_steps`` decode steps of ``batch`` sequences, after ``skipped`` of them.
 
-    ``see`` gets every row of the engine.
+    ``update`` gets every row of the engine.
     """
 
     def __init__(self, batch: int, marker: Marker, *, skipped: int, num_steps: int) -> None:
@@ -131,7 +130,7 @@ class Window:
     def complete(self) -> bool:
         return self._seen >= self._last
 
-    def see(self, row: EngineRow) -> None:
+    def update(self, row: EngineRow) -> None:
         if not isinstance(row, PassRow) or row.kind != "decode" or row.num_sequences < self._batch:
             return
         self._seen += 1
@@ -295,7 +294,7 @@ def _explained(
     engine.run().whole()
     unobserved = statistics.median(step_seconds(engine.run().whole().passes, batch))  # without the profiler
     window = Window(batch, marker, skipped=_SKIPPED, num_steps=_STEPS)
-    observed = engine.run(window.see).whole()
+    observed = engine.run(window.update).whole()
     require(window.complete, "the batch was never whole: use a smaller one, or shorter prompts")
     time = split(marker.spans(), _STEPS)
     # in the middle of the window

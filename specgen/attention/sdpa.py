@@ -30,9 +30,14 @@ class _Group:
     def attend(self, layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """q ``[rows, num_heads, head_dim]`` -> ``[g * q, num_heads * value_dim]``."""
         num_heads, kv_heads, query_len = q.shape[1], keys.shape[2], self.positions.shape[1]
+        # Heads that share keys as rows of one: as separate heads each would get a copy of latents, and few rows on a
+        # CPU GEMMs of single rows, which take up to 17 times as long in bfloat16
+        few = q.is_cpu and query_len <= _FEW_ROWS and layer.sinks is None
+        heads = kv_heads if few or layer.value_dim is not None else num_heads
+        shared = num_heads // heads
         k_scale, v_scale = layer.kv_scales(keys)
         dense_keys = self._gather(keys, q.dtype)
-        mask = self._mask(layer, dense_keys.shape[2], q.dtype)
+        mask = self._mask(layer, dense_keys.shape[2], q.dtype, shared)
         if layer.value_dim is not None:
             dense_values = dense_keys[..., : layer.value_dim]
         else:
@@ -43,16 +48,11 @@ class _Group:
             mask = torch.cat(
                 (mask.expand(-1, num_heads, -1, -1), sinks.expand(len(mask), -1, mask.shape[2], 1)), -1
             )
-        # Heads that share keys as rows of one: as separate heads each would get a copy of latents, and few rows on a
-        # CPU GEMMs of single rows, which take up to 17 times as long in bfloat16
-        few = q.is_cpu and query_len <= _FEW_ROWS and layer.sinks is None
-        heads = kv_heads if few or layer.value_dim is not None else num_heads
-        shared = num_heads // heads
         out = F.scaled_dot_product_attention(
             q[self.rows].view(self.size, query_len, heads, shared, q.shape[-1]).transpose(1, 2).flatten(2, 3),
             dense_keys,
             dense_values,
-            attn_mask=mask[:, :, :, None].expand(-1, -1, -1, shared, -1).flatten(2, 3),
+            attn_mask=mask,
             scale=layer.scale * k_scale,
             enable_gqa=heads != kv_heads,
         )
@@ -61,8 +61,7 @@ class _Group:
         return (
             out.view(self.size, heads, query_len, shared, out.shape[-1])
             .transpose(1, 2)
-            .flatten(2)
-            .flatten(0, 1)
+            .reshape(self.size * query_len, num_heads * out.shape[-1])
         )
 
     def _gather(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
@@ -76,9 +75,12 @@ class _Group:
         gathered = gathered.view(pages.dtype).to(dtype)
         return gathered.view(self.size, -1, *pages.shape[2:]).transpose(1, 2)
 
-    def _mask(self, layer: LayerAttention, num_positions: int, dtype: torch.dtype) -> Tensor:
-        """``[g, 1, q, num_positions]``: 0 where the row may look, -inf elsewhere; made by the first layer."""
-        key = (layer.window, layer.causal, dtype)
+    def _mask(self, layer: LayerAttention, num_positions: int, dtype: torch.dtype, shared: int) -> Tensor:
+        """``[g, 1, q * shared, num_positions]``: 0 where the row may look, else -inf; made by the first layer.
+
+        ``shared`` heads lie side by side as rows.
+        """
+        key = (layer.window, layer.causal, dtype, shared)
         if key not in self._masks:
             columns = torch.arange(num_positions, device=self.positions.device)
             rows = self.positions[:, None, :, None]
@@ -89,7 +91,8 @@ class _Group:
                 if not layer.causal:
                     hidden |= columns >= rows + layer.window
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-            self._masks[key] = mask.masked_fill_(hidden, float("-inf"))
+            mask = mask.masked_fill_(hidden, float("-inf"))[:, :, :, None]
+            self._masks[key] = mask.expand(-1, -1, -1, shared, -1).flatten(2, 3)
         return self._masks[key]
 
 
@@ -202,7 +205,7 @@ def _make_group(layout: Layout, members: list[int], query_len: int, num_pages: i
         offsets = torch.arange(query_len, device=device)
         rows = (layout.first_rows[members][:, None] + offsets).flatten()
     pages = layout.block_tables[members, :num_pages].flatten()
-    first, count = int(pages[0]), len(pages)
+    first, count = int(pages[0]) if len(pages) else 0, len(pages)
     following = torch.equal(pages, torch.arange(first, first + count, device=device, dtype=pages.dtype))
     return _Group(
         rows=rows,

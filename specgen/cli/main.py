@@ -10,7 +10,6 @@ from typing import Annotated, TextIO
 
 import typer
 
-from specgen.cli import measuring
 from specgen.cli.comparing import compare
 from specgen.cli.evaluating import evaluate, verify
 from specgen.cli.generating import generate, prepare
@@ -67,7 +66,6 @@ app = typer.Typer(
     context_settings=_HELP,
     pretty_exceptions_enable=False,
 )
-app.add_typer(measuring.app)
 
 
 def _print_version(asked: bool) -> None:

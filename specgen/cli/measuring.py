@@ -1,15 +1,15 @@
-"""``specgen tune`` and ``specgen bench``: their commands, what they print while they measure, and their tables."""
+"""``specgen tune``, what it prints while it measures, and the tables of benches."""
 
 import sys
 from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specgen.cli.help import Command, Commands
-from specgen.cli.options import AS_JSON, ON_A_DEVICE, Only, numbers, repeating, with_options
+from specgen.cli.options import AS_JSON, Only, numbers, repeating, with_options
 from specgen.cli.printing import kept_in, print_files, print_found, print_parts, stoppable
 from specgen.cli.progress_bar import QUIET
 from specgen.config import (
@@ -18,6 +18,7 @@ from specgen.config import (
     DraftLength,
     EngineConfig,
     acceptance_rates,
+    choices,
     option,
     require,
 )
@@ -48,6 +49,7 @@ _SYNTHETIC_ACCEPTANCE = option(
     "at each K (auto: at its largest), such as 3.2, or chances by position behind accepted drafts, such as "
     "0.8,0.7,0.6. The texts are not the model's then.",
     shown="by the target",
+    parse=acceptance_rates,
 )
 _OUTPUT_LENS = option(
     "fixed",
@@ -95,16 +97,6 @@ def _kept(name: str, output: Path | None) -> str:
     if not number:
         return "no round was finished, so nothing is kept"
     return f"{display.several(number, 'whole round')} kept in {output}: the same command goes on"
-
-
-def _publish_rounds(
-    name: str, tables: Iterable["BenchTable"], output: Path | None, as_json: bool, config: str, quiet: bool
-) -> None:
-    """Write the files of a growing table after every round, and print the last one; a stopped bench goes on."""
-    with stoppable(breakable, lambda: _kept(name, output)):
-        for table in tables:
-            _write_table(table, output, config)
-    _print_table(table, output, as_json, quiet)
 
 
 def publish(
@@ -155,7 +147,6 @@ def _print_table(table: "BenchTable", output: Path | None, as_json: bool, quiet:
 _PREFILL = {"max_prefill_tokens": 8192}  # as in a server
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 _NEW_TOKENS = {"fixed": 256, "data": 4096}  # by --output-lens
-_PER_SLOT = 4  # prompts; with fewer the batch is seldom full
 _TUNE_PROMPTS = option(
     None, "Prompts", "Prompts per run; repeated where the data set has fewer.", shown="four per batch slot"
 )
@@ -201,12 +192,13 @@ def seconds(text: str) -> float:
     return float(number) * _UNITS[unit]
 
 
-def _drafter_batches(text: str) -> tuple[DrafterBatchName, ...]:
-    known = get_args(DrafterBatchName)
+def _some_of(field: str, text: str) -> tuple[Any, ...]:
+    """The values of the option of a ``field`` of ``EngineConfig``, comma-separated; each once, in order."""
+    known = choices(EngineConfig)[field]
     asked = [part.strip() for part in text.split(",")]
     for name in asked:
-        require(name in known, f"drafter-batch has {name!r}: use some of {', '.join(known)}")
-    return tuple(name for name in known if name in asked)
+        require(name in known, f"{field.replace('_', '-')} has {name!r}: use some of {', '.join(known)}")
+    return tuple(dict.fromkeys(asked))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,11 +222,22 @@ class Arms:
         "Table",
         "Drafter batches, comma-separated.",
         name="drafter_batch",
-        parse=_drafter_batches,
+        parse=partial(_some_of, "drafter_batch"),
+    )
+    attention: tuple[str, ...] = option(
+        "auto",
+        "Table",
+        "Attention backends as for generate, comma-separated; the first is what others are compared with.",
+        parse=partial(_some_of, "attention"),
+    )
+    cuda_graphs: tuple[str, ...] = option(
+        "auto", "Table", "CUDA graphs as for generate, likewise.", parse=partial(_some_of, "cuda_graphs")
     )
     repeats: int = option(10, "Table", "Measurements of an arm, at most.")
     precision: float = option(
-        0.02, "Table", "Measure until the 95 % interval of a speed-up is plus or minus this fraction."
+        0.02,
+        "Table",
+        "Measure until the 95 % interval of a speed-up is plus or minus this fraction. 0: every arm has all repeats.",
     )
     budget: float | None = option(
         None,
@@ -254,13 +257,15 @@ def tune(
     data: Annotated[DataSource, Only("dataset data_path")],
     num_prompts: int | None = _TUNE_PROMPTS,
     how: Reading,
+    prompt_tokens: int = option(100, "Prompts", "Tokens per prompt of --dataset random."),
+    synthetic_acceptance: tuple[float, ...] | float | None = _SYNTHETIC_ACCEPTANCE,
     output_lens: str = _OUTPUT_LENS,
     max_new_tokens: int | None = _MAX_NEW_TOKENS,
     engine: Annotated[
         EngineConfig,
         Only(
             "generation_config model drafter chat_template_kwargs max_prefill_tokens "
-            f"{ON_A_DEVICE} gpu_memory_utilization",
+            "device tensor_parallel dtype kv_dtype gpu_memory_utilization",
             _PREFILL,
         ),
     ],
@@ -271,9 +276,13 @@ def tune(
     """Find the K, drafter batch and batch size that are fastest on your prompts, and say by how much.
 
     Arms run in interleaved rounds until their speed-ups over plain decoding are known well enough; those that cannot
-    win are dropped early. Ends with a recommendation and the command to run.
+    win are dropped early. Ends with a recommendation and the command to run. With --config NAME it makes a bundled
+    table, in which every arm has all repeats: vllm-25196, vllm-19825, vllm-21477, batch-and-decoding or batch-and-k.
     """
-    from specgen.experiments.matrices import Workload
+    from specgen.experiments.tune import TuneJob, forecast_of  # imports torch
+    from specgen.experiments.tune import tune as measure
+    from specgen.experiments.tune_table import NAME, SETTINGS
+    from specgen.experiments.workload import Workload
 
     lens: Any = output_lens  # ``Workload`` checks it
     largest = max(arms.batches)
@@ -281,18 +290,23 @@ def tune(
         dataset=data.dataset,
         data_path=data.data_path,
         num_prompts=num_prompts,
-        per_slot=_PER_SLOT,
+        prompt_tokens=prompt_tokens,
         max_new_tokens=_NEW_TOKENS.get(output_lens, 1) if max_new_tokens is None else max_new_tokens,
-        max_batch_size=largest,
         output_lens=lens,
         how=how,
     )
-    most = max(1, *(length.most for length in arms.draft_lengths))
-    engine = replace(engine, num_spec_tokens=most, max_batch_size=largest, prefix_cache=False)
-    from specgen.experiments.tune import NAME, TuneJob, forecast_of  # imports torch
-    from specgen.experiments.tune import tune as measure
-
-    job = TuneJob(**vars(arms), workload=workload, engine=engine)
+    asked = vars(arms).copy()
+    settings: dict[str, tuple[Any, ...]] = {name: asked.pop(name) for name in SETTINGS}
+    engine = replace(
+        engine,
+        num_spec_tokens=max(1, *(length.most for length in arms.draft_lengths)),
+        max_batch_size=largest,
+        prefix_cache=False,
+        synthetic_acceptance=synthetic_acceptance or (),
+        **{name: values[0] for name, values in settings.items() if len(values) == 1},
+    )
+    several = {name: values for name, values in settings.items() if len(values) > 1}
+    job = TuneJob(**asked, settings=several, workload=workload, engine=engine)
     if dry_run:
         print_parts(forecast_of(job, output), sys.stdout)
         return
@@ -301,98 +315,7 @@ def tune(
         if not quiet:
             print(sentence, file=sys.stderr)
 
-    tables = measure(job, output, turns(quiet), say)
-    _publish_rounds(NAME, tables, output, as_json, repeating(ctx), quiet)
-
-
-# --- bench ----------------------------------------------------------------------------------------
-
-
-app = typer.Typer(
-    cls=Commands,
-    name="bench",
-    help="Measure the engine: tables on the terminal, or one JSON document.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
-
-_KEPT = option(
-    None,
-    "Results",
-    "Directory for the table: NAME.csv, NAME.json, NAME.html with plots, NAME.yaml, which repeats it (--config), and "
-    "NAME.rounds.jsonl, in which every round is kept: the same command goes on, of the settings in NAME.settings.json.",
-)
-_MATRIX = option(
-    MISSING,
-    "Table",
-    "Arms and prompts: vllm-25196, vllm-19825, vllm-21477, batch-and-decoding or batch-and-k.",
-)
-_AXIS = option(
-    None,
-    "Table",
-    "Other values on an axis of the matrix, such as batch=8,32, K=0,4,auto, attention=sdpa, "
-    "cuda_graphs=off, decoding=plain,padded; may be repeated.",
-)
-
-
-@app.command(cls=Command)
-@with_options
-def throughput(
-    *,
-    ctx: typer.Context,
-    matrix: str = _MATRIX,
-    axis: list[str] | None = _AXIS,
-    dataset: str | None = option(
-        None, "Prompts", "As for generate, or random for random tokens.", shown="the matrix's"
-    ),
-    data: Annotated[DataSource, Only("data_path")],
-    num_prompts: int | None = option(
-        None, "Prompts", "Prompts per run; repeated where the data set has fewer.", shown="the matrix's"
-    ),
-    how: Reading,
-    prompt_tokens: int | None = option(None, "Prompts", "Tokens per random prompt.", shown="the matrix's"),
-    max_new_tokens: int | None = option(None, "Sampling", "Longest answer in tokens.", shown="the matrix's"),
-    output_lens: str = _OUTPUT_LENS,
-    synthetic_acceptance: str | None = _SYNTHETIC_ACCEPTANCE,
-    max_batch_size: int | None = option(None, "Running", "Sequences per batch.", shown="the matrix's"),
-    engine: Annotated[
-        EngineConfig,
-        Only(
-            "model drafter chat_template_kwargs num_spec_tokens max_prefill_tokens "
-            f"{ON_A_DEVICE} gpu_memory_utilization",
-            _PREFILL,
-            drafts=True,
-        ),
-    ],
-    repeats: int = option(3, "Table", "Measurements per number."),
-    dry_run: bool = _DRY_RUN,
-    output: Path | None = _KEPT,
-    as_json: bool = AS_JSON,
-    quiet: bool = QUIET,
-) -> None:
-    """Output tokens per second, ratios and latencies: the tables of vLLM's pull requests, and batch against K."""
-    from specgen.experiments.matrices import find_matrix
-
-    chosen = find_matrix(matrix).with_values(axis or ())
-    given = {
-        "dataset": dataset,
-        "num_prompts": num_prompts,
-        "prompt_tokens": prompt_tokens,
-        "max_new_tokens": max_new_tokens,
-        "max_batch_size": max_batch_size,
-        "output_lens": output_lens,
-    }
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    workload = replace(chosen.workload, data_path=data.data_path, how=how, **changes)
-    engine = replace(engine, max_batch_size=workload.max_batch_size, prefix_cache=False)
-    if synthetic_acceptance is not None:
-        engine = replace(engine, synthetic_acceptance=acceptance_rates(synthetic_acceptance))
-    from specgen.experiments.throughput import ThroughputJob, forecast_of  # imports torch
-    from specgen.experiments.throughput import throughput as measure
-
-    job = ThroughputJob(matrix=chosen, workload=workload, engine=engine, repeats=repeats)
-    if dry_run:
-        print_parts(forecast_of(job, output), sys.stdout)
-    else:
-        tables = measure(job, output, turns(quiet))
-        _publish_rounds(job.name, tables, output, as_json, repeating(ctx), quiet)
+    with stoppable(breakable, lambda: _kept(NAME, output)):
+        for table in measure(job, output, turns(quiet), say):
+            _write_table(table, output, repeating(ctx))
+    _print_table(table, output, as_json, quiet)

@@ -12,7 +12,7 @@ import typer
 import yaml
 
 from specgen.config import VLLM_NAMES, EngineConfig, Group, SamplingParams, option, require
-from specgen.config.bundled import pair
+from specgen.config.bundled import matrices, pair
 from specgen.config.errors import UserError, did_you_mean, first_line
 from specgen.config.urls import refuse_url
 
@@ -25,9 +25,12 @@ AS_JSON = option(False, "Results", "Print the report as one JSON document.", nam
 
 
 def _read_config(ctx: typer.Context, path: Path | None) -> None:
-    """Make the settings of the file at ``path`` the defaults of the command, which its command line overrides."""
+    """Make the settings of the file at ``path``, or of the bundled one of that name, the command's defaults.
+
+    Its command line overrides them.
+    """
     if path is not None:
-        known = named(ctx)
+        known, path = named(ctx), matrices().get(str(path), path)
         ctx.default_map = {known[name].name: value for name, value in settings_of(path, known).items()}
 
 
@@ -233,7 +236,8 @@ def _root(path: Path) -> yaml.Node | None:
         return yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
     except OSError as error:
         raise UserError(
-            f"config {str(path)!r} cannot be read ({error.strerror}): name a YAML file"
+            f"config {str(path)!r}{did_you_mean(str(path), matrices())} cannot be read ({error.strerror}): name a "
+            "YAML file"
         ) from error
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"config {str(path)!r} is not valid YAML ({first_line(error)}): fix it") from error

@@ -36,7 +36,7 @@ class Warnings(Progress):
     def warn(self, sentence: str) -> None:
         self._say(f"specgen: warning: {sentence}")
 
-    def see(self, row: EngineRow) -> None:
+    def update(self, row: EngineRow) -> None:
         if isinstance(row, OutOfMemory):
             batch, tokens = row.max_batch_size, row.max_prefill_tokens
             self._say(f"out of GPU memory: continuing with a batch of {batch} and {tokens} prefill tokens")
@@ -81,8 +81,8 @@ class ProgressLines(Warnings):
         self._done = self._first = num_done
         self._began = time.monotonic()
 
-    def see(self, row: EngineRow) -> None:
-        super().see(row)
+    def update(self, row: EngineRow) -> None:
+        super().update(row)
         if isinstance(row, Captured):
             done = f"captured in {row.seconds:.1f} s" if row.fits else "not enough memory for it yet"
             self._say(f"CUDA graph of a {row.what} of {row.num_sequences} sequences: {done}")

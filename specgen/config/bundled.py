@@ -13,8 +13,13 @@ def data_directory() -> Path:
 
 
 def evaluation_directory() -> Path:
-    """The directory with tasks and studies of ``specgen eval``, and published figures (``references.json``)."""
+    """The directory with tasks and studies of ``eval``, matrices of ``tune`` and published figures."""
     return _directory("eval")
+
+
+def matrices() -> dict[str, Path]:
+    """The bundled settings of ``specgen tune``, by name."""
+    return {path.stem: path for path in sorted((evaluation_directory() / "matrices").glob("*.yaml"))}
 
 
 def pair(

@@ -10,14 +10,14 @@ import torch
 
 from specgen.config import SamplingParams, first_line, require
 from specgen.config.errors import DeviceLost
-from specgen.core.garbage import rarely_collecting
-from specgen.core.passes import Pass, Passes, PassKind, Waits
+from specgen.core.garbage import with_fewer_gc_passes
+from specgen.core.passes import IdleClock, Pass, Passes, PassKind
 from specgen.core.peers import Peers
 from specgen.core.running_batch import RunningBatch
 from specgen.core.scheduler import Scheduler
 from specgen.core.sequence import Completion, Request, Scored, ScoreRequest, Sequence
 from specgen.core.spec_length import SpecLength
-from specgen.core.step import Found, Steps, unpack
+from specgen.core.step import StepOutput, Steps, unpack
 from specgen.decoding.outcome import NO_DRAFT
 from specgen.decoding.sampling import request_seed
 from specgen.device import use
@@ -87,7 +87,7 @@ class EngineCore:
         self._record = record
         self._began = time.perf_counter()
         self._num_passes = self._num_preempted = 0  # so far, and of those since the last pass
-        self._waits = Waits(device)
+        self._idle = IdleClock(device)
         self._passes = Passes(
             steps=steps, batch=batch, scheduler=scheduler, vocab_size=config.vocab_size, device=device
         )
@@ -124,7 +124,7 @@ class EngineCore:
         ``requests`` raises, or the device is lost, so are they; what had finished is yielded first, without asking
         ``follow_up``, as no next request could be answered.
         """
-        return rarely_collecting(self._generate(iter(requests), follow_up, until))
+        return with_fewer_gc_passes(self._generate(iter(requests), follow_up, until))
 
     def _generate(
         self,
@@ -315,9 +315,9 @@ class EngineCore:
         With lookahead, passes that nothing was in flight before are left for the next step to read.
         What fails ends the requests that it concerns and nothing else. ``DeviceLost`` where no pass can run any more.
         """
-        self._waits.enter()
+        self._idle.enter()
         self._guard(self._advance)
-        self._waits.leave()
+        self._idle.leave()
         return self._take()
 
     def drain(self) -> list[Completion]:
@@ -341,7 +341,7 @@ class EngineCore:
     def _take(self) -> list[Completion]:
         taken, self._completions = self._completions, []
         if taken:
-            every: list[Completion | Sequence] = [*taken, *self._scheduler.in_hand]
+            every: list[Completion | Sequence] = [*taken, *self._scheduler.active]
             self._peers.agree(each.request.id for each in every)
         return taken
 
@@ -361,7 +361,7 @@ class EngineCore:
             num_left = self._lookahead if prefilled or decoded else 0
             if ahead or num_left == 0:
                 self._read_all_but(num_left)
-            self._peers.see(self._scheduler.counts)
+            self._peers.record(self._scheduler.counts)
 
     def _prefill(self) -> bool:
         """Whether a prefill was launched."""
@@ -371,7 +371,7 @@ class EngineCore:
         if chunks[0].sequence.alone:
             self._read_all_but(0)  # so that no other request can have caused a failure
         launch = self._passes.prefill if chunks[0].sequence.request.text is None else self._passes.score
-        launched = _attempt(lambda: launch(chunks, self._waits.launch()))
+        launched = _attempt(lambda: launch(chunks, self._idle.launch()))
         if launched is None:
             self._recover("prefill")
             return False
@@ -390,7 +390,7 @@ class EngineCore:
             return False
         running = self._scheduler.running
         plan = self._spec_length.choose(len(running), sum([len(sequence.tokens) for sequence in running]))
-        launched = _attempt(lambda: self._passes.decode(plan, self._waits.launch()))
+        launched = _attempt(lambda: self._passes.decode(plan, self._idle.launch()))
         if launched is None:
             self._recover("decode")
             return False
@@ -408,13 +408,13 @@ class EngineCore:
 
     def _add(self, launched: Pass) -> None:
         """``launched`` will be read later; nothing in here can fail, so host and device agree."""
-        self._peers.see((launched.num_sequences, launched.num_drafts, launched.result.target_rows))
+        self._peers.record((launched.num_sequences, launched.num_drafts, launched.result.target_rows))
         for sequence, row in launched.sequences:
             if row is not None:
                 sequence.in_flight_min += 1
                 sequence.in_flight_max += launched.num_drafts + 1
         self._in_flight.append(launched)
-        if self._scheduler.limits.see_pass():
+        if self._scheduler.limits.record_pass():
             self._runner.try_again()
         for capture in launched.captures:
             self._record(capture.row(self._now()))
@@ -424,7 +424,7 @@ class EngineCore:
     def _forget_passes(self) -> None:
         """Nobody reads the passes in flight."""
         self._in_flight.clear()
-        self._waits.forget()
+        self._idle.forget()
 
     def _read_all_but(self, num_newest: int) -> None:
         """Read passes, the oldest first, until so many are left."""
@@ -445,7 +445,7 @@ class EngineCore:
             num_tokens = sum([step.emitted for step in steps])
         else:
             self._read_score(done, numbers)
-        idle = self._waits.before(done.launch, done.numbers.done)
+        idle = self._idle.before(done.launch, done.numbers.done)
         if done.kind != "score":
             self._record(done.row(self._num_passes, now, idle, num_tokens, steps, self._num_preempted))
             self._num_passes, self._num_preempted = self._num_passes + 1, 0
@@ -465,18 +465,18 @@ class EngineCore:
                 if sequence.append(tokens[row], logprobs[row]):
                     sequence.begin(now)
                     num_tokens += 1
-                self._peers.see(tokens[row])
+                self._peers.record(tokens[row])
             self._end(sequence)
         return num_tokens
 
     def _read_decode(
-        self, done: Pass, found: Items[Found], logprobs: Items[Items[Items[float]]]
+        self, done: Pass, found: Items[StepOutput], logprobs: Items[Items[Items[float]]]
     ) -> list[Step]:
         """Returns the steps of the sequences, which keep them.
 
         ``spec_length`` sees them too, with the levels of all drafts.
         """
-        number, k, steps, taken = self._num_passes, done.num_drafts, list[Step](), list[Found]()
+        number, k, steps, taken = self._num_passes, done.num_drafts, list[Step](), list[StepOutput]()
         for sequence, row in done.sequences:
             if sequence.finish_reason is not None or row is None:
                 continue
@@ -486,14 +486,14 @@ class EngineCore:
             sequence.in_flight_max -= k + 1
             emitted = sequence.append(tokens, logprobs[row])
             proposed = drafts[: drafts.index(NO_DRAFT)] if NO_DRAFT in drafts else drafts
-            self._spec_length.see(levels, len(proposed), accepted)
+            self._spec_length.update(levels, len(proposed), accepted)
             made = levels[: levels.index(NO_DRAFT)] if NO_DRAFT in levels else levels
             step = Step(number, proposed, accepted, emitted, made)
             sequence.steps.append(step)
             steps.append(step)
             if sequence.finish_reason is not None:
                 self._end(sequence)
-        self._peers.see(
+        self._peers.record(
             number for drafts, _, accepted, tokens in taken for number in (*drafts, accepted, *tokens)
         )
         return steps
@@ -538,14 +538,14 @@ class EngineCore:
         try:
             work()
         except RuntimeError as error:
-            self._peers.require(error, _ids(self._scheduler.in_hand))
+            self._peers.require(error, _ids(self._scheduler.active))
             failure = first_line(error)  # alone: the exception holds on to the tensors of the pass
         if failure is not None:
             self._fail_all(failure)
 
     def _fail_all(self, reason: str) -> None:
         """A pass has failed: so have those who were in it or in one that is not read yet."""
-        hit, in_flight = self._scheduler.in_hand, bool(self._in_flight)
+        hit, in_flight = self._scheduler.active, bool(self._in_flight)
         self._forget_passes()
         self._batch.reset()
         require_device(self.device, _ids(hit))
@@ -562,7 +562,7 @@ class EngineCore:
         """
         self._peers.require_recoverable(RuntimeError(_NO_MEMORY))
         self._read_all_but(0)
-        sent = self._scheduler.send_all_back()
+        sent = self._scheduler.preempt_all()
         self._num_preempted += len(sent)
         self._batch.reset()
         if kind == "decode" or not self._scheduler.limits.lower_prefill():

@@ -11,7 +11,7 @@ _RARELY = 1000  # times as many collections of younger objects before one of all
 
 
 @contextmanager
-def rarely_collected() -> Iterator[None]:
+def fewer_gc_passes() -> Iterator[None]:
     """Within it Python looks for garbage among new objects, and among all of them seldom.
 
     A search through everything that torch, Triton and FlashInfer keep takes some tenths of a second, in which no pass
@@ -28,11 +28,11 @@ def rarely_collected() -> Iterator[None]:
             gc.set_threshold(*found)
 
 
-def rarely_collecting(items: Generator[T, None, None]) -> Generator[T, None, None]:
-    """``items``, each of which is made within ``rarely_collected``: who reads them, or stops, finds nothing changed."""
+def with_fewer_gc_passes(items: Generator[T, None, None]) -> Generator[T, None, None]:
+    """``items``, each of which is made within ``fewer_gc_passes``: who reads them, or stops, finds nothing changed."""
     with closing(items):
         while True:
-            with rarely_collected():
+            with fewer_gc_passes():
                 try:
                     item = next(items)
                 except StopIteration:

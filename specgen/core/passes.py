@@ -15,7 +15,7 @@ from specgen.core.sequence import Sequence
 from specgen.core.spec_length import StepPlan
 from specgen.core.step import StepResult, Steps
 from specgen.decoding.sampling import SamplingBatch, token_counts
-from specgen.device import HostCopy, Moment, on_device
+from specgen.device import DeviceEvent, HostCopy, on_device
 from specgen.record.record_rows import PassRow, Step
 
 PassKind = Literal["prefill", "decode", "score"]
@@ -23,25 +23,25 @@ PassKind = Literal["prefill", "decode", "score"]
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """The beginning of a pass; ``outside`` are the seconds that the engine's caller had since the launch before."""
+    """The beginning of a pass, and the seconds that the engine's caller had since the launch before."""
 
-    begun: Moment
-    outside: float
+    begun: DeviceEvent
+    caller_seconds: float
 
 
-class Waits:
+class IdleClock:
     """Times passes by the clock of ``device``. Nothing in here waits for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._left: float | None = None  # when the engine handed back to its caller
-        self._outside = 0.0
-        self._end: Moment | None = None  # of the pass that was read last
+        self._caller_seconds = 0.0
+        self._end: DeviceEvent | None = None  # of the pass that was read last
 
     def enter(self) -> None:
         """The caller asks for a step."""
         if self._left is not None:
-            self._outside += time.perf_counter() - self._left
+            self._caller_seconds += time.perf_counter() - self._left
             self._left = None
 
     def leave(self) -> None:
@@ -50,10 +50,10 @@ class Waits:
 
     def launch(self) -> Launch:
         """A pass begins here."""
-        outside, self._outside = self._outside, 0.0
-        return Launch(begun=Moment(self._device), outside=outside)
+        caller_seconds, self._caller_seconds = self._caller_seconds, 0.0
+        return Launch(begun=DeviceEvent(self._device), caller_seconds=caller_seconds)
 
-    def before(self, launch: Launch, end: Moment) -> float:
+    def before(self, launch: Launch, end: DeviceEvent) -> float:
         """Seconds that the device waited for a pass, which has ended; passes come in the order of launch."""
         idle = 0.0 if self._end is None else max(launch.begun.since(self._end), 0.0)
         self._end = end
@@ -62,7 +62,7 @@ class Waits:
     def forget(self) -> None:
         """What comes next continues nothing: time before it is nobody's."""
         self._left = self._end = None
-        self._outside = 0.0
+        self._caller_seconds = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ class Pass:
             num_preempted=num_preempted,
             num_waiting=self.num_waiting,
             idle=round(idle, 9),
-            idle_outside=round(min(idle, self.launch.outside), 9),
+            idle_outside=round(min(idle, self.launch.caller_seconds), 9),
         )
 
 

@@ -56,7 +56,7 @@ class Peers:
     def wait(self, numbers: HostCopy) -> None:
         """Until ``numbers`` are there, where a peer may never give its share: then ``RuntimeError``."""
 
-    def see(self, numbers: Iterable[int]) -> None:
+    def record(self, numbers: Iterable[int]) -> None:
         """``numbers`` were found or decided here, which must be the same on all ranks; alone, nobody looks at them."""
 
     def require_recoverable(self, error: RuntimeError) -> None:

@@ -59,7 +59,7 @@ class Limits:
         self._note_shortage()
         self.max_batch_size = max(num_sequences // 2, 1)
 
-    def see_pass(self) -> bool:
+    def record_pass(self) -> bool:
         """A pass found memory; whether the limits have risen with it."""
         self._quiet += 1
         return self._quiet >= self._patience and self._raise()
@@ -86,7 +86,7 @@ class Scheduler:
     always can go on, because a request that would not fit alone is refused (``refusal``). The limits may change while
     it runs. One that is to run alone (``retry``) waits until all others have left, and they wait for it.
 
-    A prefill pass is begun by ``next_chunks`` and ends in ``launched`` or ``send_all_back``; until then its pages are
+    A prefill pass is begun by ``next_chunks`` and ends in ``launched`` or ``preempt_all``; until then its pages are
     shared with no other sequence.
     """
 
@@ -100,8 +100,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []
-        self.leaving: list[Sequence] = []  # out of the batch; passes in flight will end them
-        self._slots_wasted = 0  # free batch slots, summed over steps in which prompts waited for more prompts
+        self.draining: list[Sequence] = []  # out of the batch; passes in flight will end them
+        self._idle_slots = 0  # free batch slots, summed over steps in which prompts waited for more prompts
 
     @property
     def page_size(self) -> int:
@@ -124,9 +124,9 @@ class Scheduler:
         return not (self.waiting or self.prefilling or self.running)
 
     @property
-    def in_hand(self) -> list[Sequence]:
+    def active(self) -> list[Sequence]:
         """All that hold pages."""
-        return [*self.prefilling, *self.running, *self.leaving]
+        return [*self.prefilling, *self.running, *self.draining]
 
     @property
     def wants_request(self) -> bool:
@@ -169,7 +169,7 @@ class Scheduler:
             sequence = self.waiting.popleft()
             self.prefilling.append(sequence)
             budget -= self._add_chunk(chunks, sequence, budget)
-            self._slots_wasted = 0
+            self._idle_slots = 0
         return chunks
 
     def _worth_a_pass(self) -> bool:
@@ -181,9 +181,9 @@ class Scheduler:
         free = self.limits.max_batch_size - self.num_admitted
         if free <= 0:
             return False
-        self._slots_wasted += min(free, len(self.waiting))
+        self._idle_slots += min(free, len(self.waiting))
         last = self.wants_request
-        waited = 2 * self._slots_wasted >= self.limits.max_batch_size
+        waited = 2 * self._idle_slots >= self.limits.max_batch_size
         return not self.running or last or waited or self._fills_a_pass()
 
     def _fills_a_pass(self) -> bool:
@@ -235,7 +235,7 @@ class Scheduler:
             if chunk.last:
                 self.prefilling.remove(chunk.sequence)
                 scored = chunk.sequence.request.text is not None
-                (self.leaving if scored else self.running).append(chunk.sequence)
+                (self.draining if scored else self.running).append(chunk.sequence)
 
     def reserve(self) -> bool:
         """Give every running sequence pages for the next step; False if there are too few, and some may have theirs.
@@ -261,7 +261,7 @@ class Scheduler:
         self.waiting.appendleft(victim)
         return victim
 
-    def send_all_back(self) -> list[Sequence]:
+    def preempt_all(self) -> list[Sequence]:
         """A pass has failed or is not wanted: those who prefill or run are computed again, from the oldest on.
 
         What it was to compute is shared with none. Returns them, the youngest first.
@@ -271,16 +271,16 @@ class Scheduler:
 
     def clear(self) -> None:
         """Drop all requests; what passes in flight will find is dropped."""
-        self.send_all_back()
-        for sequence in self.leaving:
+        self.preempt_all()
+        for sequence in self.draining:
             self._release(sequence)
-        self.leaving.clear()
+        self.draining.clear()
         self.waiting.clear()
 
     def leave(self, sequence: Sequence) -> None:
         """Take a sequence out of the batch that passes in flight will end; its pages stay until it retires."""
         self.running.remove(sequence)
-        self.leaving.append(sequence)
+        self.draining.append(sequence)
 
     def retire(self, sequence: Sequence) -> None:
         """Take a finished sequence out, wherever it is, and free its pages."""
@@ -297,7 +297,7 @@ class Scheduler:
         return self._give_back(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
-        for queue in (self.prefilling, self.running, self.leaving):
+        for queue in (self.prefilling, self.running, self.draining):
             if sequence in queue:
                 queue.remove(sequence)
 

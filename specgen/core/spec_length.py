@@ -169,7 +169,7 @@ class SpecLength(Protocol):
         """
         ...
 
-    def see(self, levels: Sequence[int], verified: int, accepted: int) -> None:
+    def update(self, levels: Sequence[int], verified: int, accepted: int) -> None:
         """One sequence had drafts of so many ``levels``, of which the first were ``verified`` and ``accepted``.
 
         -1 is the level of a draft that is missing.
@@ -190,7 +190,7 @@ class FixedPlan:
     def choose(self, num_sequences: int, num_positions: int) -> StepPlan:
         return self.plan
 
-    def see(self, levels: Sequence[int], verified: int, accepted: int) -> None:
+    def update(self, levels: Sequence[int], verified: int, accepted: int) -> None:
         pass
 
 
@@ -214,7 +214,7 @@ class RunningAcceptance:
         self._levels = np.full((1, most), _NOT_MADE)  # of the sequences seen last
         self._fresh_levels: deque[Sequence[int]] = deque(maxlen=_SEQUENCES)  # not among these yet
 
-    def see(self, levels: Sequence[int], verified: int, accepted: int) -> None:
+    def update(self, levels: Sequence[int], verified: int, accepted: int) -> None:
         """Count one verify step of one sequence; without drafts it tells nothing."""
         if levels:
             self._fresh_levels.append(levels)
@@ -310,8 +310,8 @@ class BestPlan:
             self._price_probe(num_sequences, num_positions, self._present)
         return self._probe(self._present)
 
-    def see(self, levels: Sequence[int], verified: int, accepted: int) -> None:
-        self._acceptance.see(levels, verified, accepted)
+    def update(self, levels: Sequence[int], verified: int, accepted: int) -> None:
+        self._acceptance.update(levels, verified, accepted)
 
     def _plan(self, num_sequences: int, num_positions: int, present: StepPlan | None) -> StepPlan:
         """The best plan where it is far better than ``present``, or was better for long."""

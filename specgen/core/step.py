@@ -39,7 +39,7 @@ _SCORED_TOGETHER = 256  # rows: a float32 row of 128k logits takes half a MiB
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Verdict:
+class VerifyResult:
     """What the target says to drafts."""
 
     accepted: Tensor  # [B]
@@ -62,7 +62,7 @@ class StepResult:
 
 
 # What a decode step found of one sequence, on the host:
-Found = tuple[
+StepOutput = tuple[
     Sequence[int],  # [K] drafts that were verified, see NO_DRAFT
     Sequence[
         int
@@ -77,7 +77,7 @@ def pack(drafts: Tensor, levels: Tensor, accepted: Tensor, tokens: Tensor) -> Te
     return torch.cat([drafts, levels, accepted[:, None], tokens], 1)
 
 
-def unpack(numbers: list[list[int]], num_drafts: int) -> list[Found]:
+def unpack(numbers: list[list[int]], num_drafts: int) -> list[StepOutput]:
     """The rows of what ``pack`` made of a step with ``num_drafts`` (K) drafts."""
     k, at = num_drafts, 2 * num_drafts
     if not k:  # tens of thousands of empty lists a second, which the search for garbage goes through
@@ -291,7 +291,7 @@ class Steps:
         positions: Tensor,
         sampling: SamplingBatch,
         rows: Tensor | None = None,
-    ) -> _Verdict:
+    ) -> VerifyResult:
         """Drafts against logits of the rows from ``positions`` ``[B]`` on.
 
         ``logits`` ``[B * (K+1), V]`` are as of ``_logits``; or those of a ragged pass, of which ``rows`` ``[B, K+1]``
@@ -322,7 +322,7 @@ class Steps:
                     uniform(sampling.seeds, decided, EMIT),
                 )
         num_top = sampling.form.num_logprobs
-        return _Verdict(
+        return VerifyResult(
             accepted=accepted,
             tokens=tokens,
             shown=torch.where(largest.abs() < float("inf"), tokens, NOT_FINITE),

@@ -59,7 +59,7 @@ class Engine:
             raise UserError(f"config is {shown(config)}: use EngineConfig(model=..., drafter=...)")
         require(
             not config.synthetic_acceptance,
-            "synthetic_acceptance is set: its texts are not the model's, use specgen bench throughput",
+            "synthetic_acceptance is set: its texts are not the model's, use specgen tune",
         )
         require(
             models is None or isinstance(models, Models),

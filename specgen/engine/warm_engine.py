@@ -48,11 +48,11 @@ class _Tape:
 
     def __init__(self) -> None:
         self.rows: list[EngineRow] = []
-        self.see: Callable[[EngineRow], None] = discard
+        self.on_row: Callable[[EngineRow], None] = discard
 
     def record(self, row: EngineRow) -> None:
         self.rows.append(row)
-        self.see(row)
+        self.on_row(row)
 
 
 class WarmEngine:
@@ -74,15 +74,15 @@ class WarmEngine:
 
     def run(
         self,
-        see: Callable[[EngineRow], None] = discard,
+        on_row: Callable[[EngineRow], None] = discard,
         answered: Callable[[Completion], None] = discard,
         until: Callable[[], bool] = never_stop,
     ) -> Run:
-        """Generate for all requests; ``see`` takes rows, ``answered`` completions as they come.
+        """Generate for all requests; ``on_row`` takes rows, ``answered`` completions as they come.
 
         Once ``until``, which is asked between steps, is true, the other requests are dropped.
         """
-        self._tape.rows, self._tape.see = [], see
+        self._tape.rows, self._tape.on_row = [], on_row
         completions: dict[str, Completion] = {}
         synchronize()
         began = time.perf_counter()

@@ -19,7 +19,7 @@ from torch import distributed as dist
 
 from specgen.config import EngineConfig, SamplingParams, UserError, first_line
 from specgen.core.engine_core import EngineCore
-from specgen.core.garbage import rarely_collected
+from specgen.core.garbage import fewer_gc_passes
 from specgen.core.peers import Peers
 from specgen.device import Ranks, RankUnreachable
 from specgen.engine.build import assemble, num_pages
@@ -38,7 +38,7 @@ class _WorkerPeers(Peers):
         self.ranks = ranks
         self._checksum = Checksum()
 
-    def see(self, numbers: Iterable[int]) -> None:
+    def record(self, numbers: Iterable[int]) -> None:
         self._checksum.add(numbers)
 
     def compare(self, checksum: int) -> None:
@@ -67,7 +67,7 @@ class Worker:
 
     def run(self) -> None:
         """Do one call after another; a ``UserError`` is an answer, and any other exception the last."""
-        with rarely_collected():  # else every rank waits for this one's search, as for a pass
+        with fewer_gc_passes():  # else every rank waits for this one's search, as for a pass
             while True:
                 self._number, call, arguments = self._connection.recv()
                 try:

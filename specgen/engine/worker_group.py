@@ -500,7 +500,7 @@ class ModelPeers(Peers):
     def of_engine(self, config: EngineConfig, expected: SamplingParams) -> Peers:
         return EnginePeers(self._workers, self._model, config, expected)
 
-    def see(self, numbers: Iterable[int]) -> None:
+    def record(self, numbers: Iterable[int]) -> None:
         self._workers.alive()
 
     def require_recoverable(self, error: RuntimeError) -> None:
@@ -556,8 +556,8 @@ class EnginePeers(ModelPeers):
     def working(self, call: "Callable[[EngineCore], object]") -> AbstractContextManager[object]:
         return self._workers.working(_worker().engine, self._engine, self._checksum.value, call)
 
-    def see(self, numbers: Iterable[int]) -> None:
-        super().see(numbers)
+    def record(self, numbers: Iterable[int]) -> None:
+        super().record(numbers)
         self._checksum.add(numbers)
 
     def agree(self, requests: Iterable[str]) -> None:

@@ -262,8 +262,8 @@ def _decode(
     engine, tally = WarmEngine(arm.configure(config), models, requests), Tally()
 
     def see(row: EngineRow) -> None:
-        tally.see(row)
-        progress.see(row)
+        tally.update(row)
+        progress.update(row)
 
     progress.start(arm.name, tally, len(requests))
     run = engine.run(see, lambda _: progress.advance())

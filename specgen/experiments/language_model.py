@@ -134,9 +134,9 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         return engine
 
     def _record(self, row: EngineRow) -> None:
-        self._files.see(row)
-        self._tally.see(row)
-        self._progress.see(row)
+        self._files.record(row)
+        self._tally.update(row)
+        self._progress.update(row)
 
     # --- what lm-eval asks about the model --------------------------------------------------------
 

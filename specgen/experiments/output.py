@@ -23,8 +23,8 @@ _WHAT = ("device", "model", "drafter", "prompts")  # conditions that a page begi
 class Plot:
     """Column ``y`` over column ``x``, with a line per value of column ``series``.
 
-    ``where`` has the values by column that its rows may have. ``ends`` are the columns of a range, drawn as whiskers;
-    a column ``y`` with intervals has those. ``reference`` and ``order`` are the chart's, see ``Lines``.
+    ``where`` has the values by column that its rows may have. Intervals of column ``y`` are drawn as whiskers.
+    ``reference`` and ``order`` are the chart's, see ``Lines``.
     """
 
     title: str
@@ -32,7 +32,6 @@ class Plot:
     y: str
     series: str
     where: Mapping[str, Container[Value]] = field(default_factory=dict)
-    ends: tuple[str, str] | None = None
     reference: float | None = None
     order: Sequence[str] = ()
 
@@ -45,8 +44,7 @@ class Plot:
         for row in rows:
             matches = all(row[name] in allowed for name, allowed in self.where.items())
             if isinstance(row[self.y], int | float) and matches:
-                span = row.get(interval) if self.ends is None else (row[self.ends[0]], row[self.ends[1]])
-                point = Point(name=str(row[self.x]), number=row[self.y], interval=span)
+                point = Point(name=str(row[self.x]), number=row[self.y], interval=row.get(interval))
                 lines[str(row[self.series])].append(point)
         return lines
 
@@ -62,6 +60,9 @@ class BenchTable(Table):
     notes: tuple[str, ...] = ()  # such as what was not measured and why
     details: tuple[Table, ...] = ()  # below the rows, not in the CSV
     more: tuple[Table, ...] = ()  # of the page alone
+    shown: int | None = (
+        None  # of the columns, those on a terminal, where that is not the whole table with ``details``
+    )
 
     def __post_init__(self) -> None:
         names = keys(self.columns)
@@ -72,8 +73,11 @@ class BenchTable(Table):
     def parts(self) -> Iterator[Part]:
         """Title, conditions, table, answers and notes, for the terminal."""
         yield "\n".join([self.title, *(f"{name}: {value}" for name, value in self.conditions.items())])
-        yield self
-        yield from self.details
+        if self.shown is None:
+            yield from (self, *self.details)
+        else:
+            shown = self.columns[: self.shown]
+            yield Table(title=self.title, columns=shown, rows=self.rows, num_keys=self.num_keys)
         yield "\n".join([*self.answers, *self.notes])
 
     def to_csv(self) -> str:
@@ -97,6 +101,7 @@ class BenchTable(Table):
             "head": dict(self.conditions),
             "columns": [_described(column) for column in self.columns],
             "num_keys": self.num_keys,
+            "num_shown": self.shown,
             "rows": [dict(row) for row in self.rows],
             "details": {each.title: [dict(row) for row in each.rows] for each in self.details},
             "notes": [*self.answers, *self.notes],

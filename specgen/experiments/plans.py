@@ -3,7 +3,7 @@
 ``--dry-run`` prints it as a forecast.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -22,9 +22,8 @@ from specgen.engine.choices import Checkpoints, needed_modules, resolve, target_
 from specgen.engine.generation_config import FILE, GenerationConfig, generation_config
 from specgen.engine.loading import Models, load_models, open_checkpoints, outline
 from specgen.experiments.bound import StepBytes, copy_bandwidth, matrix_flops
-from specgen.experiments.matrices import Workload
 from specgen.experiments.timing import free_memory
-from specgen.experiments.workload import KnownText, Prompts, kv_bytes, make_prompts
+from specgen.experiments.workload import KnownText, Prompts, Workload, kv_bytes, make_prompts
 from specgen.ops.jit_modules import compile_missing
 from specgen.record.provenance import busy, machine_state, manifest, with_recorded_date
 from specgen.report import display
@@ -106,10 +105,9 @@ def prepare(
     engine: EngineConfig,
     workload: Workload,
     *,
-    axes: Sequence[str] = (),
     record: Path | None = None,
 ) -> Prepared:
-    """Resolve everything; ``engine`` is the configuration that arms change, along ``axes``.
+    """Resolve everything; ``engine`` is the configuration that arms change.
 
     ``record`` is the manifest of a bench that may go on, whose date chat templates see. ``UserError`` if no arm
     can run, or no prompt.
@@ -126,15 +124,12 @@ def prepare(
         prompts = prompts.ignoring_eos()
     plans: list[Plan] = []
     notes: list[str] = []
-    how = (
-        f"; {' and '.join(axes)} are set here as in --axis {axes[0]}=VALUE" if axes else ""
-    )  # not by their options
     for arm in arms:
         try:
             config = resolve(arm.configure(engine), checkpoints)
             config.synthetic_chances()  # refuses a length that this K cannot have
         except UserError as error:
-            notes.append(f"not run: {arm.name}: {error}{'' if notes else how}")
+            notes.append(f"not run: {arm.name}: {error}")
             continue
         requests = prompts.requests[: workload.count(config.max_batch_size)]
         plans.append(Plan.of(arm, config, models, requests))
@@ -150,22 +145,6 @@ def prepare(
         notes=[*(f"{FILE}: {each}" for each in [said.sentence()] if each), *prompts.notes, *notes],
         said=said,
     )
-
-
-def side_by_side(plans: Iterable[Plan], room: int) -> list[list[Plan]]:
-    """Groups of neighbours whose engines fit into ``room`` bytes; one that needs more is alone.
-
-    An engine that fits gets the KV cache that its requests need, any other the one of its configuration.
-    """
-    groups: list[list[Plan]] = []
-    left = 0
-    for plan in plans:
-        if not groups or plan.num_bytes > left:
-            groups.append([])
-            left = room
-        groups[-1].append(fitted(plan) if plan.num_bytes <= room else plan)
-        left -= plan.num_bytes
-    return groups
 
 
 def all_together(plans: Sequence[Plan], room: int) -> list[Plan]:

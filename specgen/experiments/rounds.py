@@ -222,7 +222,13 @@ _FINGERPRINTS = {"fingerprints.model", "fingerprints.drafter"}
 _TIMED = {"engine.device", "engine.tensor_parallel", "engine.cuda_graphs", "device.cpu", "device.threads"}
 PLAIN = "plain decoding"  # the arm of a comparison without a head
 LEAST_ROUNDS = 2  # for a ratio of a comparison: one round has no spread
-_FREE = {*FREE_IN_A_RUN, *_EXTENDED, "bench.workload.dataset"} - _TIMED  # the data by the requests' digest
+# the data by the requests' digest; the last field is of earlier versions
+_FREE = {
+    *FREE_IN_A_RUN,
+    *_EXTENDED,
+    "bench.workload.dataset",
+    "bench.workload.max_batch_size",
+} - _TIMED
 
 
 class Rounds:
@@ -362,8 +368,9 @@ class Ranking:
     own figure is lucky: its 95 % interval covers 94 % with two equal arms, 82 to 85 % with fifteen (simulated).
     """
 
-    plain: str  # its name
+    plain: str  # its name; of several, the first one's
     arms: Mapping[str, Repeats]
+    drops: bool = True  # whether arms that cannot win are dropped
 
     @property
     def reference(self) -> str:
@@ -400,7 +407,7 @@ class Ranking:
 
     def cannot_win(self, arm: str) -> bool:
         """Whether it is not worth another repeat; plain decoding takes part for the others' sake."""
-        if len(self.arms[arm].each) < LEAST or arm in (self.best, self.plain):
+        if not self.drops or len(self.arms[arm].each) < LEAST or arm in (self.best, self.plain):
             return False
         return self.at_most(arm) < 1
 
@@ -417,7 +424,10 @@ class Ranking:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """The arms of one batch size and when they have been measured enough."""
+    """The arms of one batch size and when they have been measured enough.
+
+    With a ``precision`` of 0 that is after ``most`` repeats of each; arms that others are compared with may have more.
+    """
 
     plain: str
     arms: tuple[str, ...]  # that can run, plain decoding too
@@ -426,30 +436,30 @@ class Search:
 
     def ranking(self, rounds: Rounds) -> Ranking:
         """What is known so far; of at least one arm."""
-        return Ranking(plain=self.plain, arms=rounds.measured(self.arms))
+        return Ranking(plain=self.plain, arms=rounds.measured(self.arms), drops=self.precision > 0)
 
     def due(self, group: Sequence[str], rounds: Rounds) -> list[str]:
         """Of the arms in ``group``, those that need repeats, and what they are compared with; see ``turns.Due``."""
-        measured = rounds.measured(self.arms)
-        needed = [arm for arm in group if arm not in measured]
-        if measured:
-            ranking = Ranking(plain=self.plain, arms=measured)
-            needed += [arm for arm in group if arm in measured and self._is_open(ranking, arm)]
+        ranking = self.ranking(rounds)
+        needed = [arm for arm in group if arm not in ranking.arms]
+        if ranking.arms:
+            needed += [arm for arm in group if arm in ranking.arms and self._is_open(ranking, arm)]
             if needed:
                 needed += [arm for arm in (ranking.reference, ranking.best) if arm in group]
         return list(dict.fromkeys(needed))
 
     def left(self, rounds: Rounds) -> dict[str, tuple[int, int]]:
         """How many more repeats each arm needs, at least and at most; without those that need none."""
-        least = {
-            arm: max(1, min(LEAST, self.most) - rounds.count(arm)) for arm in self.due(self.arms, rounds)
-        }
+        due, first = self.due(self.arms, rounds), min(LEAST, self.most) if self.precision else self.most
+        least = {arm: max(1, first - rounds.count(arm)) for arm in due}
         return {arm: (number, max(number, self.most - rounds.count(arm))) for arm, number in least.items()}
 
     def _is_open(self, ranking: Ranking, arm: str) -> bool:
         done = len(ranking.arms[arm].each)
         if done >= self.most or ranking.cannot_win(arm):
             return False
+        if not self.precision:
+            return True
         if arm == ranking.reference:  # it takes part for the others' sake
             return done < min(LEAST, self.most)
         return done < LEAST or ranking.over_reference(arm).half_width > self.precision

@@ -90,7 +90,7 @@ def kept_index(path: Path, key: str | None) -> PromptIndex | None:
 def keep_index(path: Path, key: str, index: PromptIndex) -> None:
     """Write ``index`` for a resume, atomically; ``key`` is equal where the same input is read in the same way."""
     with replacement(path) as file:
-        file.write(_encode((key, index)))
+        file.write(_encode((key, index)) + b"\n")
 
 
 def index_prompts(

@@ -15,7 +15,7 @@ from specgen.config.errors import DeviceLost
 from specgen.config.json_fields import load_json
 from specgen.config.urls import Url
 from specgen.core.engine_core import never_stop
-from specgen.core.garbage import rarely_collected
+from specgen.core.garbage import fewer_gc_passes
 from specgen.core.graphs import bucket
 from specgen.engine.build import most_demanding, require_memory
 from specgen.engine.choices import attention_note, choose_attention, kv_note, resolve
@@ -55,10 +55,10 @@ from specgen.record.results import (
     PROMPTS,
     RunDirectory,
     directory,
-    leaving_nothing_undone,
+    rename_aside,
+    replace_unstarted,
     require_same,
-    set_aside,
-    take_over,
+    rollback_if_unstarted,
 )
 from specgen.record.startup import Startup, phase, watched
 from specgen.report.display import devices, from_here, several
@@ -98,7 +98,7 @@ def run(
                 job, mirror.path, progress, lambda: mirror.has_failed or until(), shared, mirror.claim
             )
     if output is not None and job.restart:
-        set_aside(output, "manifest.json")
+        rename_aside(output, "manifest.json")
     return _run(job, output, progress, until, shared)
 
 
@@ -112,16 +112,16 @@ def _run(
 ) -> RunResult:
     """``run`` in a directory; ``begin`` is called where the run in it is found to be this one and unfinished."""
     with directory(output, "manifest.json") as path, watched(progress.compiling) as startup:
-        with leaving_nothing_undone(path), kept_status(path / "status.json") as status:
+        with rollback_if_unstarted(path), kept_status(path / "status.json") as status:
             work = _Work(job, path, progress, status, until, shared, startup)
             with phase("fingerprints"):
                 asked = work.manifest(with_fingerprints=output is not None)
-            take_over(path, asked, free=FREE_IN_A_RUN)
+            replace_unstarted(path, asked, free=FREE_IN_A_RUN)
             is_corrected = job.retry_errors and work.take_corrections(path, asked)
             require_same(path / "manifest.json", asked, free=FREE_IN_A_RUN, remedy=_REMEDY)
-            run = complete_run(path, job, status.admit(), work.index)
+            run = complete_run(path, job, status.claim(), work.index)
             if run is not None:
-                status.put_back()
+                status.restore()
                 require(
                     not job.retry_errors or is_corrected,
                     f"retry-errors is given, but no row of the run in {str(path)!r} failed: leave it out",
@@ -158,7 +158,7 @@ def _index(
         return index, None
     file, dataset = job.data.data_path, job.data.dataset
     read_as = f"{file}, read as {dataset}," if file else dataset
-    with rarely_collected():  # what a row leaves is no garbage
+    with fewer_gc_passes():  # what a row leaves is no garbage
         index = index_prompts(read_as, prompts, job.shard, seen)
     return replace(index, notes=tuple(prompts.notes.sentences())), key
 
@@ -344,10 +344,10 @@ class _Work:
         tally = Tally()
 
         def record(row: EngineRow) -> None:
-            files.see(row)
-            tally.see(row)
-            self.progress.see(row)
-            self.status.see(row)
+            files.record(row)
+            tally.update(row)
+            self.progress.update(row)
+            self.status.update(row)
 
         def begin() -> None:
             seconds, total, done = self.startup.take(), self.index.num_requests, len(files.completions)
@@ -380,7 +380,7 @@ class _Work:
             until=lambda: self.until() or self._too_many(files) or _all_failed(files, first),
         )
         try:
-            with rarely_collected():  # also while its texts are written
+            with fewer_gc_passes():  # also while its texts are written
                 for output in outputs:
                     self._keep(output, files)
         except DeviceLost as lost:

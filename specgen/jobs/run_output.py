@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from specgen.config import FormatName, UserError
 from specgen.config.json_fields import load_json
-from specgen.core.garbage import rarely_collected
+from specgen.core.garbage import fewer_gc_passes
 from specgen.jobs.job import Job
 from specgen.jobs.prompt_index import PromptIndex
 from specgen.prompts import Prompt, failure
@@ -94,7 +94,7 @@ class FinishedRun:
     def _manifest(self) -> dict[str, Any]:
         return load_json(self._path / "manifest.json", "generate into another directory")
 
-    @rarely_collected()  # rows are read, and what is made of them is kept
+    @fewer_gc_passes()  # rows are read, and what is made of them is kept
     def write_report(
         self, baseline: "FinishedRun | None", *states: Mapping[str, Any], busy_shard: str = ""
     ) -> Report:

@@ -26,7 +26,7 @@ class _Make(Protocol):
 class _Call:
     """What one caller waits for."""
 
-    see: Callable[["RequestOutput | EngineRow"], None]
+    receive: Callable[["RequestOutput | EngineRow"], None]
     waiting: deque[Prompt | Rejected]  # those that the engine has not taken
     unanswered: set[str]  # ids of turns
     failed: BaseException | None = None  # what ended the run that its prompts were in
@@ -69,17 +69,17 @@ class SharedEngine:
     def answer(
         self,
         prompts: Sequence[Prompt | Rejected],
-        see: Callable[["RequestOutput | EngineRow"], None],
+        receive: Callable[["RequestOutput | EngineRow"], None],
         earlier: Mapping[str, str] = _NONE,
     ) -> None:
         """Answer ``prompts``, whose ids no other call has; ``earlier`` has texts of their turns, as for ``Engine``.
 
-        ``see`` receives an output for every other turn, and every row that the engine records meanwhile. Errors are
+        ``receive`` receives an output for every other turn, and every row that the engine records meanwhile. Errors are
         those of ``Engine``.
         """
         turns = [turn for prompt in prompts for turn in prompt.turn_ids]
         unanswered = {turn for turn in turns if turn not in earlier}
-        call = _Call(see=see, waiting=deque(prompts), unanswered=unanswered)
+        call = _Call(receive=receive, waiting=deque(prompts), unanswered=unanswered)
         with self._changed:
             self._calls.append(call)
             self._owners.update(dict.fromkeys(turns, call))
@@ -137,7 +137,7 @@ class SharedEngine:
         with self._changed:
             owner = self._owners.get(output.id)  # None: its call has been broken off
             if owner is not None:
-                owner.see(output)
+                owner.receive(output)
                 owner.unanswered.discard(output.id)
                 if not owner.is_open:
                     self._changed.notify_all()
@@ -145,7 +145,7 @@ class SharedEngine:
     def _record(self, row: EngineRow) -> None:
         with self._changed:
             for call in self._calls:
-                call.see(row)
+                call.receive(row)
 
     def _prompts(self) -> Iterator[Prompt | Rejected | None]:
         """Those of all calls, the oldest first; None while there are none."""

@@ -64,7 +64,7 @@ class Notes:
         self._misspelt: Counter[str] = Counter()
         self._read_as: Counter[str] = Counter()
 
-    def see(self, row: Mapping[str, Any] | str, *, by_kind: bool) -> None:
+    def update(self, row: Mapping[str, Any] | str, *, by_kind: bool) -> None:
         """Count one row; ``by_kind`` unless the user has said how it is read."""
         if isinstance(row, str):
             self._read_as[TEXT] += by_kind
@@ -149,7 +149,7 @@ class PromptSet:
             if not isinstance(value, dict | str):
                 raise UserError("not a JSON object")
             if notes is not None and self.is_own:
-                notes.see(value, by_kind=self.how.is_open)
+                notes.update(value, by_kind=self.how.is_open)
             if isinstance(value, str):
                 value = {"prompt": value}
             row_id = _own_id(value, self.row_format.id_keys) or ids.of_content(_digest_of(value))

@@ -11,23 +11,24 @@ import tempfile
 import time
 import uuid
 from collections.abc import Container, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from itertools import count
-from pathlib import Path, PurePosixPath
-from threading import Event, Thread
-from typing import Self
+from pathlib import Path
+from threading import Event
+from typing import Annotated, Literal, Self
+
+import msgspec
 
 from specgen.config import UserError, first_line, require
 from specgen.config.urls import Url
-from specgen.record.files import as_json, replacement, write_text
+from specgen.record.files import as_json
 from specgen.record.provenance import timestamp
-from specgen.record.results import locked
+from specgen.record.results import PROMPTS, locked
 from specgen.storage import Store, cache_directory, file_digest
 
-MANIFEST = "parts.json"  # whose replacement is what commits
+MANIFEST = "parts.json"  # whose conditional replacement is what commits, and what refuses a second writer
 _PARTS = "parts"  # the directory of parts
 _INTERVAL = 30.0  # seconds of work that the loss of this machine may cost
 _MOST = 16 << 20  # bytes that wait, and of a part
@@ -36,74 +37,44 @@ _AT_ONCE = 8  # requests
 _STATUS = "status.json"  # for others to look at: it is written over, and no resume needs it
 # What a resume needs. Passes are last, so that those of every completion are there.
 _FILES = (
-    *("manifest.json", "config.yaml", "requests.jsonl", "lost.jsonl", "errors.jsonl", "completions.jsonl"),
+    *("manifest.json", "config.yaml", PROMPTS, "requests.jsonl"),
+    *("lost.jsonl", "errors.jsonl", "completions.jsonl"),
     *("baseline/lost.jsonl", "baseline/errors.jsonl", "baseline/completions.jsonl"),
     *("passes.jsonl", "baseline/passes.jsonl"),
 )
-_EXPORTS = {"batch_output.jsonl", "completions.parquet"}  # made of completions at the end of a run
-_RESTART = "restore it, or start over with --restart, which keeps what is left"
+_EXPORTS = ("batch_output.jsonl", "completions.parquet")  # made of completions at the end of a run
+_Name = Annotated[str, msgspec.Meta(pattern=r"^(?!/|(.*/)?\.\.(/|$))[^\0]+$")]  # at and below the URL
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
+class _Part(msgspec.Struct, frozen=True):
     """An object with the next bytes of a file, or with all of it."""
 
-    object: str  # its name below the URL
+    object: _Name
     size: int
     sha256: str
 
-    @classmethod
-    def of(cls, name: str, content: bytes) -> Self:
-        return cls(object=name, size=len(content), sha256=hashlib.sha256(content).hexdigest())
 
-    def holds(self, content: bytes) -> bool:
-        return self == Part.of(self.object, content)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Manifest:
+class _Manifest(msgspec.Struct, frozen=True):
     """The parts of each file, in order. Of a run that has finished every file is one object of its own name."""
 
-    session: str = ""  # of the process that wrote it
-    is_finished: bool = False
-    files: Mapping[str, Sequence[Part]] = field(default_factory=dict)
-    writer: str = ""
+    state: Literal["unfinished", "finished"]
+    files: dict[_Name, tuple[_Part, ...]]
+    pid: int = msgspec.field(default_factory=os.getpid)
+    host: str = msgspec.field(default_factory=socket.gethostname)
+    updated: str = msgspec.field(default_factory=timestamp)
 
     @classmethod
     def of(cls, content: bytes, url: Url) -> Self:
-        """``UserError`` for what is no manifest."""
+        """``UserError`` for what is no manifest, or has lost or gained something."""
         try:
             found = json.loads(content)
             require(found.pop("sha256", None) in (None, _digest(found)), "it has lost or gained something")
-            files = {
-                str(name): tuple(Part(**part) for part in parts) for name, parts in found["files"].items()
-            }
-            objects = [part.object for parts in files.values() for part in parts]
-            require(all(each and "\0" not in each for each in (*files, *objects)), "a name is none")
-            safe = all(not PurePosixPath(name).is_absolute() and ".." not in name for name in files)
-            require(safe, "a file is outside of the directory")
-            state = ("unfinished", "finished").index(found["state"])
-            require(not state or all(len(parts) == 1 for parts in files.values()), "a file is not one object")
-            return cls(
-                session=str(found["session"]),
-                is_finished=bool(state),
-                files=files,
-                writer=f"process {found['pid']} on {found['host']}",
-            )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(
-                f"{url / MANIFEST} is not as it was written ({first_line(error)}): {_RESTART}"
-            ) from error
+            return msgspec.convert(found, cls)
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise _damaged(url / MANIFEST, f" is not as it was written ({first_line(error)})") from error
 
     def to_bytes(self) -> bytes:
-        found = {
-            "state": "finished" if self.is_finished else "unfinished",
-            "session": self.session,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "updated": timestamp(),
-            "files": {name: [asdict(part) for part in parts] for name, parts in self.files.items()},
-        }
+        found = msgspec.to_builtins(self)
         return as_json(found | {"sha256": _digest(found)}).encode()
 
 
@@ -111,22 +82,21 @@ def _digest(manifest: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
+def _damaged(name: str, what: str) -> UserError:
+    return UserError(f"{name}{what}: restore it, or start over with --restart, which keeps what is left")
+
+
 class _Followed:
-    """A file that grows, as far as it is published."""
+    """A file that grows, as far as it is published: it begins with ``parts``."""
 
-    def __init__(self, path: Path, known: Sequence[Part] = ()) -> None:
-        """``known`` are in the store: as many as the file begins with count."""
+    def __init__(self, path: Path, parts: Sequence[_Part] = ()) -> None:
         self.file = path.open("rb")
-        self.parts: list[Part] = []
-        self.size = 0
-        for part in known:
-            if not part.object.startswith(f"{_PARTS}/") or not part.holds(self.file.read(part.size)):
-                break
-            self.add(part)
+        self.parts = [*parts]
 
-    def add(self, part: Part) -> None:
-        self.parts.append(part)
-        self.size += part.size
+    @property
+    def size(self) -> int:
+        """Bytes that are published."""
+        return sum(part.size for part in self.parts)
 
     def is_still(self, path: Path) -> bool:
         """Whether ``path`` is this file, only longer: what was replaced or cut is another one."""
@@ -141,96 +111,68 @@ class _Followed:
         return os.fstat(self.file.fileno()).st_size - self.size
 
     def pieces(self) -> Iterator[bytes]:
-        """The whole lines that are not published; each is to be added before the next."""
+        """The whole lines that are not published; each is to be added to the parts before the next."""
         if not self.waiting():
             return
         with mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             end = content.rfind(b"\n", self.size) + 1
-        while self.size < end:
-            self.file.seek(self.size)
-            yield self.file.read(min(_MOST, end - self.size))
+        while (begin := self.size) < end:
+            self.file.seek(begin)
+            yield self.file.read(min(_MOST, end - begin))
 
 
 class Mirror:
-    """The run directory ``path`` and what is published of it, by a thread from ``claim`` on.
+    """The run directory ``path`` in the state of a store, and from ``claim`` on a thread that publishes what comes.
 
-    An error of the thread ends the run: ``has_failed`` tells. Another process that has published since is one.
+    An error of the thread has to end the run: ``has_failed`` tells. Another process that has published since is one.
     """
 
-    def __init__(self, store: Store, directory: Path, content: bytes | None) -> None:
-        self.path = directory / "run"
-        self._kept = directory / "session"  # which wrote the store last, of those that have worked here
-        self._store, self._seen = store, content
-        self._earlier = _Manifest() if content is None else _Manifest.of(content, store.url)
-        self._session = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:8]}"
+    def __init__(self, store: Store, path: Path) -> None:
+        self.path = path
+        self._store, self._seen = store, store.find(MANIFEST)
+        self._parts = f"{_PARTS}/{uuid.uuid4().hex}"  # a directory of this process
         self._numbers = count(1)
-        self._followed: dict[str, _Followed] = {}
-        self._error: BaseException | None = None
-        self._is_ours = False
         self._stop = Event()
-        self._thread = Thread(target=self._work, name="mirror", daemon=True)
+        self._work: Future[None] | None = None  # once the store is claimed
+        shutil.rmtree(path, ignore_errors=True)
+        known: dict[str, tuple[_Part, ...]] = {}
+        self._final = known  # of a finished run, while nothing is added to it
+        if self._seen is None:
+            others = sorted({*store.top()} - {_PARTS})
+            require(
+                not others,
+                f"output {store.url} is not empty and holds no run (it has {', '.join(others[:1])}): name another "
+                "URL, or remove it first",
+            )
+        else:
+            earlier = _Manifest.of(self._seen, store.url)
+            known, self._final = earlier.files, earlier.files if earlier.state == "finished" else {}
+        _fetch(store, known, path)
+        self._followed = {name: _Followed(path / name, known[name]) for name in _FILES if name in known}
 
     @property
     def has_failed(self) -> bool:
-        return self._error is not None
-
-    def prepare(self) -> None:
-        """Bring the directory to the state of the store, unless it is that, or what came of it here."""
-        if self._is_ahead():
-            return
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self._seen is None:
-            others = sorted({*self._store.top()} - {_PARTS})
-            require(
-                not others,
-                f"output {self._store.url} is not empty and holds no run (it has {', '.join(others[:1])}): name "
-                "another URL, or remove it first",
-            )
-        else:
-            fetch(self._store, self._earlier, self.path)
-            if self.path.exists():
-                for name in {*self._store.top()} & _EXPORTS - {*self._earlier.files}:
-                    (self.path / name).touch()  # of an earlier end: this run's end makes it anew
-
-    def _is_ahead(self) -> bool:
-        """Whether all that is published came from here, and is still here."""
-        if not self._kept.exists() or self._kept.read_text() != self._earlier.session:
-            return False
-        sizes = {name: sum(part.size for part in parts) for name, parts in self._earlier.files.items()}
-        return all(
-            (self.path / name).exists() and (self.path / name).stat().st_size >= size
-            for name, size in sizes.items()
-            if PurePosixPath(name).name in ("manifest.json", "completions.jsonl", "passes.jsonl")
-        )
+        return self._work is not None and self._work.done()
 
     def claim(self) -> None:
-        """Publish what is in the directory under this session, and from now on what comes. ``UserError`` if in use."""
-        self._followed = {
-            name: _Followed(self.path / name, parts)
-            for name, parts in self._earlier.files.items()
-            if name in _FILES and (self.path / name).exists()
-        }
+        """Publish what is in the directory, and from now on what comes. ``UserError`` where others have meanwhile."""
+        self._final = {}
         self._publish()
-        write_text(self._kept, self._session)
-        self._is_ours = True
-        self._thread.start()
+        thread = ThreadPoolExecutor(1, thread_name_prefix="mirror")
+        self._work = thread.submit(self._publish_now_and_then)
+        thread.shutdown(wait=False)
 
-    def _work(self) -> None:
+    def _publish_now_and_then(self) -> None:
         due = time.monotonic() + _INTERVAL
-        try:
-            while not self._stop.wait(_POLL):
-                if (
-                    time.monotonic() >= due
-                    or sum(each.waiting() for each in self._followed.values()) >= _MOST
-                ):
-                    self._publish()
-                    due = time.monotonic() + _INTERVAL
-        except BaseException as error:
-            self._error = error
+        while not self._stop.wait(_POLL):
+            if time.monotonic() >= due or sum(each.waiting() for each in self._followed.values()) >= _MOST:
+                self._publish()
+                due = time.monotonic() + _INTERVAL
 
     def _publish(self) -> None:
         """Write what is new as parts, then the manifest that names them."""
-        files = {}
+        # another machine makes exports anew that it finds empty
+        files: dict[str, tuple[_Part, ...]] = {name: () for name in _EXPORTS if (self.path / name).exists()}
         for name in _FILES:
             path, followed = self.path / name, self._followed.get(name)
             if followed is None or not followed.is_still(path):
@@ -242,121 +184,113 @@ class Mirror:
                     continue
                 followed = self._followed[name] = _Followed(path)
             for piece in followed.pieces():
-                part = Part.of(
-                    f"{_PARTS}/{self._session}/{next(self._numbers):06}.{PurePosixPath(name).name}", piece
-                )
-                self._store.write(part.object, piece)
-                followed.add(part)
+                part = f"{self._parts}/{next(self._numbers):06}.{path.name}"
+                self._store.write(part, piece)
+                followed.parts.append(_Part(part, len(piece), hashlib.sha256(piece).hexdigest()))
             files[name] = tuple(followed.parts)
-        self._commit(_Manifest(session=self._session, files=files))
+        self._commit("unfinished", files)
         if (self.path / _STATUS).exists():
             self._store.write(_STATUS, (self.path / _STATUS).read_bytes())
 
-    def _commit(self, manifest: _Manifest) -> None:
-        """Replace the manifest, if it is the one that this process knows."""
-        content = manifest.to_bytes()
-        while not self._store.swap(MANIFEST, self._seen, content):
-            self._require_ours()
+    def _commit(
+        self, state: Literal["unfinished", "finished"], files: Mapping[str, tuple[_Part, ...]]
+    ) -> None:
+        """Replace the manifest; ``UserError`` unless it is the one that this process has read or written."""
+        content = _Manifest(state, dict(files)).to_bytes()
+        if not self._store.swap(MANIFEST, self._seen, content):
+            raise self._in_use()
         self._seen = content
 
-    def _require_ours(self) -> None:
-        """``UserError`` unless the manifest is the one that this process knows, or its own."""
-        found = self._store.find(MANIFEST)
-        if found != self._seen:
-            other = _Manifest() if found is None else _Manifest.of(found, self._store.url)
-            by = other.writer if found is not None else "whoever removed it"
-            require(
-                other.session == self._session,  # a write may do its work and still fail
-                f"output {self._store.url} is in use by {by}, which has changed it meanwhile: wait for it, or name "
-                "another URL; what this process did since is not in it",
-            )
-            self._seen = found
+    def _in_use(self) -> UserError:
+        found, by = self._store.find(MANIFEST), "whoever removed it"
+        if found is not None:
+            other = _Manifest.of(found, self._store.url)
+            by = f"process {other.pid} on {other.host}"
+        return UserError(
+            f"output {self._store.url} is in use by {by}, which has changed it meanwhile: wait for it, or name "
+            "another URL; what this process did since is not in it"
+        )
+
+    def _join(self) -> None:
+        """Raise what ended the thread, if anything did."""
+        if self._work is not None:
+            self._stop.set()
+            self._work.result()
 
     def leave(self) -> None:
         """Publish how far a run that did not finish has come; its own error is what the user has to see."""
-        if not self._is_ours:
-            return
         self._join()
-        if self.has_failed:
+        if self._work is None:
             return
         try:
             self._publish()
             if not (self.path / "manifest.json").exists():  # a mistake, before the first answer
-                self._remove_parts()
-                self._store.remove([MANIFEST, _STATUS])
+                for names in ([_STATUS], [MANIFEST], self._written()):
+                    self._store.remove(names)
         except UserError as error:
             logging.getLogger("specgen").warning("%s", error)
 
-    def raise_error(self) -> None:
-        """Raise what ended the thread, if anything did."""
-        if self._error is not None:
-            raise self._error
-
     def finish(self) -> None:
-        """Write the files of the finished run as they are, then the manifest that says so; remove the parts."""
-        if self._is_ours:
-            self._join()
-            self.raise_error()
-        self._require_ours()  # before the files of another process's end are written over
-        if self._seen is None:  # a merge: a second one is to know what a broken-off first one has left
-            self._commit(_Manifest(session=self._session))
+        """Write the files of the finished run as they are, and the manifest that says so; remove the parts.
+
+        First to the directory of this process: at any moment the manifest names a run that is whole, and an upload
+        replaces nothing of another process.
+        """
+        self._join()
+        if self._store.find(MANIFEST) != self._seen:  # before anything large is uploaded
+            raise self._in_use()
         files = {
             file.relative_to(self.path).as_posix(): file
             for file in sorted(self.path.rglob("*"))
             if file.is_file() and not file.name.startswith(".") and file.suffix != ".partial"
         }
         final = {name: (_part_of(name, file),) for name, file in files.items()}
-        known = self._earlier.files if self._earlier.is_finished and not self._is_ours else {}
-        changed = [name for name in final if known.get(name) != final[name]]
-        whole = (
-            f"{_PARTS}/{self._session}/whole"  # so that a slow upload replaces nothing of another process's
-        )
+        changed = {
+            name: f"{self._parts}/whole/{name}" for name in final if self._final.get(name) != final[name]
+        }
         with ThreadPoolExecutor(_AT_ONCE) as uploaders:
-            list(uploaders.map(lambda name: self._store.upload(f"{whole}/{name}", files[name]), changed))
-            self._require_ours()
-            list(uploaders.map(lambda name: self._store.copy(f"{whole}/{name}", self._store, name), changed))
-        if changed:
-            self._commit(_Manifest(session=self._session, is_finished=True, files=final))
-        self._remove_parts()
-        self._kept.unlink(missing_ok=True)
-        shutil.rmtree(self.path)
+            list(uploaders.map(lambda name: self._store.upload(changed[name], files[name]), changed))
+            parts = {
+                name: (msgspec.structs.replace(final[name][0], object=to),) for name, to in changed.items()
+            }
+            parts_left = self._written()
+            if changed or parts_left:
+                self._commit("unfinished", final | parts)
+                list(uploaders.map(lambda name: self._store.copy(changed[name], self._store, name), changed))
+                self._commit("finished", final)
+        self._store.remove(parts_left)
 
-    def _join(self) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _remove_parts(self) -> None:
-        names = self._store.names()
-        self._store.remove([name for name in names if name.startswith(f"{_PARTS}/")])
+    def _written(self) -> list[str]:
+        return [name for name in self._store.names() if name.startswith(f"{_PARTS}/")]
 
 
-def _part_of(name: str, file: Path) -> Part:
-    return Part(object=name, size=file.stat().st_size, sha256=file_digest(file))
+def _part_of(name: str, file: Path) -> _Part:
+    return _Part(name, file.stat().st_size, file_digest(file))
 
 
 @contextmanager
 def mirrored(url: Url, *, restart: bool = False) -> Iterator[Mirror]:
-    """A run directory of this machine for the run at ``url``, and its ``Mirror``.
+    """A run directory of this machine for the run at ``url``, locked and in the state of the run there.
 
-    It is locked, and holds what is known of the run: what is at ``url``, or where the last process to write there was
-    on this machine, what that has left here. When the block ends the run has finished and so has the copy at ``url``;
-    with an error, as much as there is gets published. ``UserError`` for a URL that holds something else, a part that is
-    missing, and where the store cannot be reached.
+    When the block ends the run has finished and so has the copy at ``url``; with an error, as much as there is gets
+    published. ``UserError`` for a URL that holds something else, a part that is missing, and where the store cannot be
+    reached.
     """
     store = Store.at(url)
     directory = cache_directory("runs") / hashlib.sha256(url.encode()).hexdigest()[:16]
     with _named(directory, url), locked(directory):
         if restart:
-            _set_aside(store)
-        mirror = Mirror(store, directory, store.find(MANIFEST))
-        mirror.prepare()
+            _rename_aside(store)
+        mirror = Mirror(store, directory / "run")
         try:
             yield mirror
         except BaseException:
             mirror.leave()
-            mirror.raise_error()  # which has ended the run
             raise
-        mirror.finish()
+        else:
+            mirror.finish()
+        finally:
+            shutil.rmtree(mirror.path, ignore_errors=True)
 
 
 @contextmanager
@@ -372,7 +306,7 @@ def _named(directory: Path, url: Url) -> Iterator[None]:
         raise UserError(text) from error
 
 
-def _set_aside(store: Store) -> None:
+def _rename_aside(store: Store) -> None:
     """Move the run in ``store``, if there is one, to the first free of URL.1, URL.2, ..."""
     if MANIFEST not in store.top():
         return
@@ -400,52 +334,38 @@ def fetched(url: Url, least: Container[str] = ()) -> Iterator[Path]:
     content = store.find(MANIFEST)
     if content is None:
         raise UserError(f"{url} holds no run (it has no {MANIFEST}): check the address")
+    manifest = _Manifest.of(content, url)
+    is_all = not least or manifest.state == "unfinished"
     with tempfile.TemporaryDirectory(prefix="specgen-") as directory:
         path = Path(directory) / url.path.name
-        manifest = _Manifest.of(content, url)
-        if manifest.is_finished and least:
-            files = {name: parts for name, parts in manifest.files.items() if name in least}
-            manifest = replace(manifest, files=files)
-        fetch(store, manifest, path)
+        _fetch(
+            store, {name: parts for name, parts in manifest.files.items() if is_all or name in least}, path
+        )
+        if manifest.state == "unfinished" and (status := store.find(_STATUS)) is not None:
+            (path / _STATUS).write_bytes(status)
         with _named(path, url):
             yield path
 
 
-def fetch(store: Store, manifest: _Manifest, into: Path) -> None:
-    """Write the files of ``manifest`` below ``into``; ``UserError`` for an object that is missing or another."""
-    for name, parts in manifest.files.items():
+def _fetch(store: Store, files: Mapping[str, Sequence[_Part]], into: Path) -> None:
+    """Write ``files`` below ``into``; ``UserError`` for an object that is missing or another."""
+    for name, parts in files.items():
         file = into / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        if manifest.is_finished:
-            _download(store, parts[0], file)
-            continue
-        with replacement(file) as whole, ThreadPoolExecutor(_AT_ONCE) as fetchers:
-            for first in range(0, len(parts), _AT_ONCE):  # no more than these in memory
-                some = parts[first : first + _AT_ONCE]
-                whole.writelines(fetchers.map(lambda part: _content(store, part), some))
-    if not manifest.is_finished:
-        with suppress(FileNotFoundError):
-            (into / _STATUS).write_bytes(store.read(_STATUS))
+        pieces = [file.with_name(f"{file.name}.{number}") for number in range(len(parts))]
+        with file.open("wb") as whole, ThreadPoolExecutor(_AT_ONCE) as fetchers:
+            for piece in fetchers.map(partial(_download, store), parts, pieces):
+                with piece.open("rb") as content:
+                    shutil.copyfileobj(content, whole)
+                piece.unlink()
 
 
-def _content(store: Store, part: Part) -> bytes:
-    try:
-        content = store.read(part.object)
-    except FileNotFoundError:
-        raise _lost(store, part, "is missing") from None
-    if not part.holds(content):
-        raise _lost(store, part, "is not as it was written")
-    return content
-
-
-def _download(store: Store, part: Part, file: Path) -> None:
+def _download(store: Store, part: _Part, file: Path) -> Path:
     try:
         store.download(part.object, file)
+        what = "" if _part_of(part.object, file) == part else "is not as it was written"
     except FileNotFoundError:
-        raise _lost(store, part, "is missing") from None
-    if _part_of(part.object, file) != part:
-        raise _lost(store, part, "is not as it was written")
-
-
-def _lost(store: Store, part: Part, what: str) -> UserError:
-    return UserError(f"{store.url / part.object}, which {MANIFEST} names, {what}: {_RESTART}")
+        what = "is missing"
+    if what:
+        raise _damaged(store.url / part.object, f", which {MANIFEST} names, {what}")
+    return file

@@ -30,7 +30,7 @@ class Tally:
         self._num_accepted = 0
         self._most_at_once = 0  # texts
 
-    def see(self, row: EngineRow) -> None:
+    def update(self, row: EngineRow) -> None:
         if isinstance(row, PassRow):
             self.num_tokens += row.num_tokens
             self._began = min(self._began, row.time - row.seconds)
@@ -80,9 +80,9 @@ class Progress:
         """``what`` is ready for its first request, after so many seconds by phase (see ``startup``)."""
 
     def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None:
-        """``what`` starts, with ``num_done`` of ``num_requests`` done; ``tally`` counts a row before ``see``."""
+        """``what`` starts, with ``num_done`` of ``num_requests`` done; ``tally`` counts a row before ``update``."""
 
-    def see(self, row: EngineRow) -> None:
+    def update(self, row: EngineRow) -> None:
         """The engine recorded a row."""
 
     def advance(self) -> None:
@@ -104,7 +104,7 @@ class Status:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._earlier = path.read_bytes() if path.exists() else None
-        self._is_admitted = False
+        self._is_claimed = False
         self._num_rows: int | None = None  # of the input, read so far
         self._startup: dict[str, float] = {}
         self._started = timestamp()
@@ -122,9 +122,9 @@ class Status:
         if not self._is_finished and time.monotonic() - self._written >= _INTERVAL:
             self.write("reading")
 
-    def admit(self) -> str | None:
+    def claim(self) -> str | None:
         """The run here is that of this process; returns the state in which an earlier one left it, if any did."""
-        self._is_admitted = True
+        self._is_claimed = True
         return self._earlier_state()
 
     def _earlier_state(self) -> str | None:
@@ -133,19 +133,19 @@ class Status:
         except (ValueError, AttributeError):  # a power failure may leave anything in the file
             return "lost"
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """The file as an earlier process left it, which is still true however this one ends."""
-        self._is_admitted = False
+        self._is_claimed = False
         if self._earlier is not None and self._earlier != self._path.read_bytes():
             with swapped(self._path) as file:
                 file.write(self._earlier)
 
     def end(self, state: State) -> None:
-        """The process ends in ``state``, that of the run only if it was admitted to it."""
-        if self._is_admitted or self._earlier is None:
+        """The process ends in ``state``, that of the run only if it was claimed by it."""
+        if self._is_claimed or self._earlier is None:
             self.write(state)
         else:
-            self.put_back()
+            self.restore()
 
     def begin(self, tally: Tally, *, total: int, done: int, startup: Mapping[str, float]) -> None:
         """An engine, whose passes ``tally`` counts, starts; ``done`` of ``total`` requests are done.
@@ -158,7 +158,7 @@ class Status:
         self._begun, self._tally = time.monotonic(), tally
         self.write("running")
 
-    def see(self, row: EngineRow) -> None:
+    def update(self, row: EngineRow) -> None:
         """After a pass, write the file if it is due."""
         if isinstance(row, PassRow) and time.monotonic() - self._written >= _INTERVAL:
             self.write("running")

@@ -84,7 +84,7 @@ def _remove(path: Path) -> None:
         path.rmdir()
 
 
-def set_aside(path: Path, marker: str) -> None:
+def rename_aside(path: Path, marker: str) -> None:
     """Rename ``path``, if a run is there, to the first free of ``path.1``, ``path.2``, ...; see ``directory``."""
     if not path.exists():
         return
@@ -109,7 +109,7 @@ def require_same(path: Path, asked: Mapping[str, Any], *, free: Container[str], 
     )
 
 
-def take_over(path: Path, asked: Mapping[str, Any], free: Container[str]) -> None:
+def replace_unstarted(path: Path, asked: Mapping[str, Any], free: Container[str]) -> None:
     """Put a run with the manifest ``asked`` in the place of one of other settings in ``path`` that answered nothing.
 
     The manifest is replaced last: a kill meanwhile leaves such a run again.
@@ -123,7 +123,7 @@ def take_over(path: Path, asked: Mapping[str, Any], free: Container[str]) -> Non
 
 
 @contextmanager
-def leaving_nothing_undone(path: Path) -> Iterator[None]:
+def rollback_if_unstarted(path: Path) -> Iterator[None]:
     """A mistake of the user's before the first answer leaves no run in ``path`` that was not there."""
     is_new = not (path / "manifest.json").exists()
     try:
@@ -273,7 +273,7 @@ class RunDirectory:
         with closing(self.errors), closing(self.completions), self._passes:  # all, whichever fails
             self._sync()
 
-    def see(self, row: EngineRow) -> None:
+    def record(self, row: EngineRow) -> None:
         """Record what an engine hands out, behind a row for this process before the first."""
         self._begin(row.time - row.seconds if isinstance(row, PassRow) else row.time)
         self._write(row)

@@ -250,8 +250,8 @@ def of_bench(document: Mapping[str, Any]) -> Iterator[Part]:
     )
     yield Table(
         title=document["title"],
-        columns=columns,
+        columns=columns[: document.get("num_shown")],  # files of earlier versions have neither
         rows=tuple(document["rows"]),
-        num_keys=document.get("num_keys", 1),  # files of earlier versions have none
+        num_keys=document.get("num_keys", 1),
     )
     yield "\n".join(document["notes"])

@@ -195,7 +195,7 @@ def report_of(run: Run, passes: Iterable[Row], *, num_errors: int = 0) -> Report
         f"the row of {run.without_record!r} has no record, as in earlier versions: generate into a new directory",
     )
     sums = PassSums()
-    sums.clock.see_requests(run)
+    sums.clock.add_requests(run)
     sums.add(passes)
     found, in_reasoning = Acceptance(run).speculation(), run.in_reasoning
     ttft, tpot = latencies(run)

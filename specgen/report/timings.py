@@ -45,17 +45,17 @@ class WallClock:
     def __init__(self) -> None:
         self._spans: dict[str, tuple[float, float]] = {}  # by session
 
-    def see(self, session: str, *times: float) -> None:
+    def update(self, session: str, *times: float) -> None:
         """Include ``times`` of a session."""
         begin, end = self._spans.get(session, (times[0], times[0]))
         self._spans[session] = min(begin, *times), max(end, *times)
 
-    def see_requests(self, run: Run) -> None:
+    def add_requests(self, run: Run) -> None:
         """Include the times of the requests."""
         times = np.stack([run.arrival, run.ended])
         for code, session in enumerate(run.sessions):
             if (of_session := run.session == code).any():
-                self.see(session, float(times[:, of_session].min()), float(times[:, of_session].max()))
+                self.update(session, float(times[:, of_session].min()), float(times[:, of_session].max()))
 
     @property
     def sharded(self) -> bool:
@@ -168,7 +168,7 @@ class PassSums:
         session = ONLY_SESSION
         for row in passes:
             session = row.name if isinstance(row, Session) else session
-            self.clock.see(session, row.time)
+            self.clock.update(session, row.time)
             if isinstance(row, Captured):
                 self._seconds["captures"] += row.seconds
             elif isinstance(row, PassRow):

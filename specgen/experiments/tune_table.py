@@ -1,0 +1,439 @@
+"""The table of ``specgen tune``: its arms, which is fastest and by how much, and the command that runs so."""
+
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from itertools import chain, product
+from typing import Any
+
+from specgen.config import DraftLength, EngineConfig, TemplateKwargs, bundled
+from specgen.engine.arms import Arm
+from specgen.experiments.output import BenchTable, Plot, Value, selected
+from specgen.experiments.plans import Yardstick
+from specgen.experiments.rounds import DROPPING, Ranking, Repeat, Repeats, Speedup, disturbed
+from specgen.experiments.workload import Workload
+from specgen.report import display
+from specgen.report.charts import DRAFT_LENGTHS
+from specgen.report.table import Column, Row, Table
+
+NAME = "tune"  # of its files
+SETTINGS = ("attention", "cuda_graphs")  # of the engine that arms may differ in, beside batch size and drafts
+_CHOSEN = ("auto", "uniform")  # by the engine at every step
+_PLAIN = "-"  # the drafter batch of plain decoding
+_OF_PLAIN: Mapping[str, Value] = {"K": 0, "drafter_batch": _PLAIN}
+_SPREADS, _PARTS = ("ttft", "tpot", "itl"), ("mean", "median", "p99")
+_KEYS = ("batch", *SETTINGS, "K", "drafter_batch")
+COLUMNS = (
+    *(Column(name=name) for name in _KEYS if name not in SETTINGS),
+    Column(name="speed", unit="tokens/s", show=display.rate),
+    Column(name="x_plain", show=display.ratio, interval="x_plain_ci95"),
+    Column(name="x_best", show=display.ratio, interval="x_best_ci95"),
+    Column(name="tpot", unit="ms"),
+    Column(name="per_user", unit="tokens/s", show=display.rate),
+    Column(name="acceptance_length"),
+    Column(name="in_batch", show=display.rate),
+    Column(name="repeats"),
+    Column(name="same_texts", show=display.percent),
+    Column(name="wrong_tokens"),
+    Column(name="verdict"),
+)
+_MORE = (  # not on the terminal of a search
+    *(Column(name=name, unit="tokens/s", show=display.rate) for name in ("lowest", "highest")),
+    Column(name="acceptance"),
+    *(Column(name=name, unit="ms") for name in ("step", "bound")),
+    *(Column(name=name, show=display.ratio) for name in ("over_bound", "x_plain_bound")),
+    *(Column(name=f"{name}_{part}", unit="ms") for name in _SPREADS for part in _PARTS),
+)
+
+
+def tune_table(
+    arms: Mapping[str, Arm],
+    rankings: Mapping[int, Ranking],
+    conditions: Mapping[str, Value],
+    notes: Sequence[str],
+    yardstick: Yardstick,
+    command: Callable[[Arm], str] | None,
+) -> BenchTable:
+    """The table of the arms that have repeats, by batch size; ``command`` is what runs as an arm did, if it can."""
+    known = {batch: ranking for batch, ranking in rankings.items() if ranking.arms}
+    repeats = {name: found for ranking in known.values() for name, found in ranking.arms.items()}
+    ran = {name: arm for name, arm in arms.items() if name in repeats}
+    firsts = _firsts(ran.values())
+    rows = {
+        name: _row(name, ranking, ran, firsts, yardstick)
+        for ranking in known.values()
+        for name in ran
+        if name in ranking.arms
+    }
+    busy, others = disturbed(repeats)
+    judged = {name: rows[name] for each in known.values() if each.is_judged for name in each.arms}
+    sentences = [sentence(batch, ranking, arms) for batch, ranking in known.items()]
+    sentences += busy  # where the speeds are
+    bests = [ranking.best for ranking in known.values() if ranking.is_judged]
+    if bests and command is not None:
+        fastest = max(bests, key=lambda name: repeats[name].speed.median)
+        sentences.append(f"Most tokens per second: {command(arms[fastest])}")
+    brief = list(_brief(ran.values(), rows.values(), firsts))
+    columns = (*brief, *_MORE)
+    return BenchTable(
+        name=NAME,
+        title="K, drafter batch and batch size",
+        conditions=conditions,
+        columns=columns,
+        rows=selected(columns, rows.values()),
+        plots=tuple(_plots(tuple(rows.values()))),
+        answers=tuple(sentences),
+        notes=(*_doubts(rows), *others, *notes),
+        details=tuple(wall_tables({name: repeats[name] for name in rows}, yardstick.flops_per_second)),
+        more=(best_line(judged),),
+        shown=len(brief) if all(ranking.drops for ranking in rankings.values()) else None,
+        num_keys=sum(column.name in _KEYS for column in brief),
+    )
+
+
+def _firsts(arms: Iterable[Arm]) -> dict[str, str]:
+    """Of drafter batch and settings that have several values in ``arms``, the first, which others are compared with."""
+    found: dict[str, list[str]] = {}
+    for arm in arms:
+        for axis in arm.changes.keys() & {"drafter_batch", *SETTINGS}:
+            found.setdefault(axis, []).append(arm.changes[axis])
+    return {axis: found[axis][0] for axis in _KEYS if len({*found.get(axis, ())}) > 1}
+
+
+def _ratio_to(first: str) -> str:
+    return f"x_{first.replace('-', '_')}"
+
+
+def _brief(arms: Iterable[Arm], rows: Iterable[Row], firsts: Mapping[str, str]) -> Iterator[Column]:
+    """``COLUMNS``, with the settings that arms differ in and the ratios to their first values."""
+    changed = {name for arm in arms for name in arm.changes}
+    judged = any(row["wrong_tokens"] is not None for row in rows)
+    for column in COLUMNS:
+        if column.name == "K":
+            yield from (Column(name=name) for name in SETTINGS if name in changed)
+        if judged or column.name != "wrong_tokens":
+            yield column
+        if column.name == "x_best":
+            for name in map(_ratio_to, firsts.values()):
+                yield Column(name=name, show=display.ratio, interval=f"{name}_ci95")
+
+
+def _row(
+    name: str, ranking: Ranking, arms: Mapping[str, Arm], firsts: Mapping[str, str], yardstick: Yardstick
+) -> Row:
+    repeats, changes = ranking.arms[name], arms[name].changes
+    plain = _beside(name, ranking, arms, K=0)
+    step, num_bytes = repeats.median(lambda r: r.step_seconds), repeats.median(lambda r: r.step_bytes)
+    bound = None if num_bytes is None else num_bytes / yardstick.bytes_per_second
+    is_judged = ranking.plain in ranking.arms and ranking.has_steps and not yardstick.synthetic_acceptance
+    row = {
+        **{axis: changes[axis] for axis in _KEYS if axis in changes},
+        "drafter_batch": changes.get("drafter_batch", _PLAIN),
+        "speed": repeats.speed.median,
+        **_ratio("x_plain", name, plain, ranking),
+        **_ratio("x_best", name, ranking.best, ranking),
+        "tpot": _milliseconds(repeats.tpot),
+        "per_user": 1 / repeats.tpot if repeats.tpot else None,
+        "acceptance_length": repeats.acceptance_length,
+        "in_batch": repeats.median(lambda repeat: repeat.mean_sequences),
+        "repeats": len(repeats.each),
+        "same_texts": repeats.same_texts(ranking.arms[ranking.plain]) if is_judged else None,
+        "wrong_tokens": repeats.num_wrong,
+        "verdict": _verdict(name, ranking),
+        "lowest": repeats.speed.lowest,
+        "highest": repeats.speed.highest,
+        "acceptance": repeats.acceptance,
+        "step": _milliseconds(step),
+        "bound": _milliseconds(bound),
+        "over_bound": step / bound if step and bound else None,
+        "x_plain_bound": None if plain in (None, name) else _by_bytes(repeats, ranking.arms[plain]),
+    }
+    for axis, first in firsts.items():
+        base = _beside(name, ranking, arms, **{axis: first}) if axis in changes else None
+        row |= _ratio(_ratio_to(first), name, base, ranking)
+    for spread, part in product(_SPREADS, _PARTS):
+        row[f"{spread}_{part}"] = _milliseconds(repeats.median(_latency(spread, part)))
+    return row
+
+
+def _beside(name: str, ranking: Ranking, arms: Mapping[str, Arm], **changed: object) -> str | None:
+    """The arm of a ``ranking`` that is like ``name`` but for what is ``changed``; None where that has not run."""
+    wanted = {**arms[name].changes, **changed}
+    if wanted["K"] == 0:
+        wanted.pop("drafter_batch", None)
+    return next((each for each in ranking.arms if arms[each].changes == wanted), None)
+
+
+def _by_bytes(repeats: Repeats, plain: Repeats) -> float | None:
+    """How many times as fast it would be where steps took as long as reading their bytes."""
+    read, read_plain = (each.median(lambda r: r.step_bytes) for each in (repeats, plain))
+    emitted = repeats.median(lambda r: r.tokens_per_step)
+    return emitted * read_plain / read if read and read_plain and emitted is not None else None
+
+
+def _latency(name: str, part: str) -> Callable[[Repeat], float | None]:
+    return lambda repeat: getattr(getattr(repeat, name), part, None)
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds
+
+
+def _doubts(rows: Mapping[str, Row]) -> Iterator[str]:
+    """What says that an arm may be fast because it is wrong."""
+    for name, row in rows.items():
+        if row["wrong_tokens"]:
+            yield f"wrong: {name}: {display.count(row['wrong_tokens'])} tokens differ from the pair's known text"
+    others = [name for name, row in rows.items() if row["same_texts"] is not None and row["same_texts"] < 1]
+    if others:
+        named = "; ".join(others)
+        yield f"texts differ from plain decoding in {named}: specgen verify says whether rounding explains it"
+
+
+def _ratio(column: str, arm: str, other: str | None, ranking: Ranking) -> dict[str, object]:
+    """The columns of the speed of ``arm`` over that of ``other``; over itself it is 1, without an interval."""
+    if other is None or not ranking.has_steps:
+        return {column: None, f"{column}_ci95": None}
+    found = ranking.arms[arm].speedup(ranking.arms[other])
+    return {column: found.ratio, f"{column}_ci95": None if other == arm else found.interval}
+
+
+def _verdict(arm: str, ranking: Ranking) -> str:
+    if not ranking.has_steps:
+        return "unknown"
+    if arm == ranking.best:
+        return "best" if ranking.is_judged else "unknown"
+    if ranking.cannot_win(arm):
+        return "dropped"
+    if ranking.over_best(arm).interval is None:
+        return "unknown"
+    return "no different" if ranking.no_different(arm) else "slower"
+
+
+def _plots(rows: Sequence[Row]) -> Iterator[Plot]:
+    """Speed-up and speed, plain decoding in all of them.
+
+    Over the batch with a line for each K, or over the first of ``SETTINGS`` that arms differ in with one for each
+    drafter batch; a plot for each value of what else differs.
+    """
+    values = {name: dict.fromkeys(row[name] for row in rows if name in row) for name in _KEYS}
+    over = [name for name in SETTINGS if len(values[name]) > 1]
+    x, series = (over[0], "drafter_batch") if over else ("batch", "K")
+    apart = [name for name in _KEYS if name not in (x, series) and values[name]]
+    drafts = {name: [each for each in values[name] if each != _OF_PLAIN.get(name)] for name in apart}
+    for y, title in (("x_plain", "Speed-up over plain decoding"), ("speed", "Output tokens per second")):
+        for each in product(*(drafts[name] or [_OF_PLAIN.get(name)] for name in apart)):
+            where = {
+                name: (_OF_PLAIN.get(name, value), value) for name, value in zip(apart, each, strict=True)
+            }
+            shown = [
+                str(value) if name == "drafter_batch" else f"{name} {value}"
+                for name, value in zip(apart, each, strict=True)
+                if (name == "drafter_batch" and value != _PLAIN) or len(drafts[name]) > 1
+            ]
+            yield Plot(
+                title=", ".join((title, *shown)),
+                x=x,
+                y=y,
+                series=series,
+                where=where,
+                reference=1.0 if y == "x_plain" else None,
+                order=DRAFT_LENGTHS if series == "K" else (),
+            )
+
+
+def best_line(rows: Mapping[str, Row]) -> Table:
+    """The arms that no other arm beats in both tokens per second for one user and for all (the Pareto front)."""
+    points = {
+        name: (row["per_user"], row["speed"]) for name, row in rows.items() if row["per_user"] is not None
+    }
+    front = {
+        name: point
+        for name, point in points.items()
+        if not any(
+            other[0] >= point[0] and other[1] >= point[1] and other != point for other in points.values()
+        )
+    }
+    return Table(
+        title="Tokens per second for one user and for all",
+        note="Pareto front: no other setting is better for one user and in total",
+        columns=(
+            Column(name="arm", title=""),
+            Column(name="per_user", unit="tokens/s", show=display.rate),
+            Column(name="speed", unit="tokens/s", show=display.rate),
+        ),
+        rows=tuple(
+            {"arm": name, "per_user": front[name][0], "speed": front[name][1]}
+            for name in sorted(front, key=lambda name: front[name])
+        ),
+    )
+
+
+_RUN_AS_MEASURED = (  # options of ``generate`` that are kept where they are not its defaults
+    "device",
+    "tensor_parallel",
+    "dtype",
+    "kv_dtype",
+    "attention",
+    "cuda_graphs",
+    "gpu_memory_utilization",
+    "max_prefill_tokens",
+    "generation_config",
+)
+
+
+def label(changes: Mapping[str, Any]) -> str:
+    """What an arm changes beside the batch size: ``plain``, ``K 2, padded``, ``attention sdpa, plain``."""
+    parts = [f"{name} {changes[name]}" for name in SETTINGS if name in changes]
+    parts.append("plain" if changes["K"] == 0 else f"K {changes['K']}")
+    return ", ".join([*parts, *([changes["drafter_batch"]] if "drafter_batch" in changes else [])])
+
+
+def sentence(batch: int, ranking: Ranking, arms: Mapping[str, Arm]) -> str:
+    """The fastest arm at a batch size, by how much, and what is no different; of at least one arm."""
+    best, found = ranking.best, ranking.arms[ranking.best]
+    named, plain = label(arms[best].changes), _beside(best, ranking, arms, K=0)
+    of_plain = "" if plain in (None, best) else interval_of(found.speedup(ranking.arms[plain]))
+    if not ranking.has_steps:
+        return f"At batch {batch}: no verdict, as every text ended at its first token: no step had drafts."
+    if not ranking.is_judged:
+        ahead = f", {of_plain.partition(' ')[0]} of plain" if of_plain else ""
+        return (
+            f"At batch {batch}: no verdict, as one repeat has no spread ({named} was ahead{ahead}): raise --budget or "
+            "--repeats."
+        )
+    parts = [f"At batch {batch}: {named}"]
+    if plain is None:
+        parts.append("the fastest; plain decoding was not measured")
+    elif of_plain:
+        parts.append(f"{of_plain} of plain")
+    parts += [f"{display.seconds(found.tpot)} per token"] if found.tpot is not None else []
+    parts.append(f"{display.count(found.speed.median)} tokens/s")
+    return "; ".join([", ".join(parts), *_others(ranking, arms)]) + "."
+
+
+def dropped(ranking: Ranking, arm: str, arms: Mapping[str, Arm]) -> str:
+    """Why ``arm`` gets no more repeats."""
+    ratio, most = display.ratio(ranking.over_best(arm).ratio), display.ratio(ranking.at_most(arm))
+    done = len(ranking.arms[arm].each)
+    return (
+        f"dropped: {arm}: {ratio} of {label(arms[ranking.best].changes)} after {done} repeats, at "
+        f"{display.percent(DROPPING)} confidence at most {most}"
+    )
+
+
+def interval_of(found: Speedup) -> str:
+    """``1.87x [1.84, 1.90]``"""
+    if found.interval is None:
+        return f"{display.ratio(found.ratio)} (one repeat, no interval)"
+    return f"{display.ratio(found.ratio)} {display.between(found.interval, display.plain)}"
+
+
+def _others(ranking: Ranking, arms: Mapping[str, Arm]) -> Iterator[str]:
+    """The same K with what else differs, ``auto``, and whatever else may be as fast."""
+    best, mine = ranking.best, arms[ranking.best].changes
+    others = {arm: arms[arm].changes for arm in ranking.arms if arm != best}
+    twins = [arm for arm, changes in others.items() if changes["K"] == mine["K"]]
+    for arm in twins:
+        differs = (value for name, value in others[arm].items() if mine.get(name) != value)
+        yield _compared(ranking, arm, ", ".join(differs))
+    autos = [arm for arm, changes in others.items() if changes["K"] in _CHOSEN and changes["K"] != mine["K"]]
+    if autos:
+        fastest = max(autos, key=lambda arm: ranking.over_best(arm).ratio)
+        yield _compared(ranking, fastest, label(others[fastest]).removeprefix("K "))
+    alike = [arm for arm in others if arm not in {*twins, *autos} and ranking.no_different(arm)]
+    if alike:
+        yield f"no different: {' and '.join(label(others[arm]) for arm in alike)}"
+    drafting = [arm for arm in others if others[arm]["K"] != 0]
+    if mine["K"] == 0 and drafting:
+        fastest = max(drafting, key=lambda arm: ranking.over_best(arm).ratio)
+        yield f"with drafts at best {label(others[fastest])}, {interval_of(ranking.over_best(fastest))} of plain"
+
+
+def _compared(ranking: Ranking, arm: str, name: str) -> str:
+    """How ``arm`` compares with the best one."""
+    found = interval_of(ranking.over_best(arm))
+    return f"{name} no different, {found}" if ranking.no_different(arm) else f"{name} {found} of that"
+
+
+def command(arm: Arm, engine: EngineConfig, workload: Workload) -> str:
+    """The ``specgen generate`` that runs as ``arm`` did; ``engine`` is what the arms changed."""
+    config, how = arm.configure(engine), workload.how
+    length, template = config.draft_length, engine.template_kwargs
+    is_bundled = (engine.model, engine.drafter) == bundled.pair(None, None, DraftLength(most=1))
+    given = {  # option: value, None where it is left out
+        "--model": None if is_bundled else engine.model,
+        "--drafter": None if is_bundled or length.most == 0 else engine.drafter,
+        "--dataset": workload.dataset,
+        "--data-path": workload.data_path,
+        "--split": how.split,
+        "--prompt-field": how.prompt_field,
+        **({} if how.chat is None else {"--chat" if how.chat else "--raw": True}),
+        # others are other prompts
+        "--chat-template-kwargs": None if template == TemplateKwargs() else template,
+        "--max-batch-size": config.max_batch_size,
+        "--num-spec-tokens": length.kind if length.auto else length.most,
+        "--drafter-batch": None if config.head is None else config.drafter_batch,
+        "--max-new-tokens": workload.max_new_tokens if workload.output_lens == "fixed" else None,
+    }
+    defaults = {each.name: each.default for each in fields(EngineConfig)}
+    changed = [name for name in _RUN_AS_MEASURED if getattr(config, name) != defaults[name]]
+    given |= {f"--{name.replace('_', '-')}": getattr(config, name) for name in changed}
+    words = [
+        [name] if value is True else [name, str(value)] for name, value in given.items() if value is not None
+    ]
+    return shlex.join(["specgen", "generate", *chain(*words)])
+
+
+# --- where the wall time went -------------------------------------------------------------------------
+
+
+TERMS = (
+    "full: what the decode steps would take if each had the largest batch; filling and tail: what smaller steps take "
+    "beyond that, while prompts wait and when none is left; idle: the device has nothing to do; rest: before the first "
+    "pass and after the last one; of_gemms: what of prefill must be, the target's GEMMs for the prompts at the "
+    "{speed:.3g} TFLOP/s of a large one"
+)
+_WALL = ("full", "filling", "tail", "idle", "captures", "rest")
+
+
+def wall_tables(arms: Mapping[str, Repeats], flops_per_second: float) -> Iterator[Table]:
+    """The parts of the wall time of each arm's middle repeat, so that they add up."""
+    each = {name: _middle(repeats) for name, repeats in arms.items()}
+    rows = [
+        {"arm": name, **_wall_row(repeat, flops_per_second)}
+        for name, repeat in each.items()
+        if repeat.wall is not None
+    ]
+    columns = (
+        Column(name="arm"),
+        Column(name="wall", unit="s", show=display.plain),
+        *(Column(name=name, show=display.percent) for name in ("prefill", "of_gemms")),
+        Column(name="passes"),
+        *(Column(name=name, show=display.percent) for name in _WALL),
+    )
+    if rows:  # rounds of earlier versions have none
+        yield Table(
+            title="Where the wall time went",
+            note="of the repeat in the middle, in shares of its wall time",
+            columns=columns,
+            rows=selected(columns, rows),
+        )
+
+
+def _middle(repeats: Repeats) -> Repeat:
+    """The repeat of the median speed; of an even number, the slower of two."""
+    ordered = sorted(repeats.each.values(), key=lambda repeat: repeat.tokens_per_second)
+    return ordered[(len(ordered) - 1) // 2]
+
+
+def _wall_row(repeat: Repeat, flops_per_second: float) -> Row:
+    assert repeat.wall is not None
+    shares = repeat.wall.shares(repeat.seconds)
+    return {
+        **shares,
+        "wall": repeat.seconds,
+        "of_gemms": repeat.prefill_flops / flops_per_second / repeat.seconds,
+        "passes": repeat.prefill_passes,
+        "idle": shares["idle_outside"] + shares["idle_engine"],
+    }
