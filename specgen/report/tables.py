@@ -24,7 +24,6 @@ from specgen.report.terminal import Part, definitions, heading
 from specgen.report.text_list import TextList
 from specgen.report.timings import WallTime
 
-_FEW, _NEARLY_ALL = 10, 0.9  # texts, share of them
 DEAD_LENGTH = 1.05  # tokens per verify step; plain decoding has 1
 _POSITIONS = 4  # shown per category, or a figure less; report.json has all
 _TILES = ("mean acceptance length", "draft acceptance rate", "output tokens/s", "against plain decoding")
@@ -97,7 +96,6 @@ def figures(report: Report, settings: Mapping[str, str]) -> Iterator[Part]:
     yield from _acceptance(report)
     yield from _times(report)
     yield speed
-    yield hint(report)
 
 
 def page(
@@ -386,16 +384,4 @@ def empty_texts(number: int, num_requests: int) -> str:
     return (
         f"{count(number)} of {count(num_requests)} texts are empty: the model ended them at once. A chat model needs "
         "its chat template: add --chat (eval: --apply-chat-template; compare: rows with messages)."
-    )
-
-
-def hint(report: Report) -> str:
-    """How many texts were cut off, if nearly all were."""
-    ended = report.finish_reasons
-    cut, number = ended.get("length", 0), sum(ended.values())
-    if number < _FEW or cut < _NEARLY_ALL * number:
-        return ""
-    return (
-        f"{count(cut)} of {count(number)} texts ended by length, so nothing is known of acceptance further on: "
-        "--max-new-tokens allows more."
     )
