@@ -84,14 +84,14 @@ def test_every_kind_of_result_has_a_row(tmp_path: Path) -> None:
     assert rows["runs/a"] == {
         "directory": "runs/a",
         "page": "runs/a/report.html",
-        "what": "gsm8k: org/head, padded, K = 4, for org/target",
+        "what": "org/target with org/head (K 4, padded) on gsm8k",
         "state": "finished",
         "length": 2.5,
         "speed": json.loads((run / "report.json").read_text())["output_tokens_per_second"],
         "alarming": False,
     }
-    assert rows["plain"]["what"] == "gsm8k: plain decoding, for org/target"
-    assert rows["auto"]["what"] == "gsm8k: ngram:3, K = auto, for org/target"
+    assert rows["plain"]["what"] == "org/target alone on gsm8k"
+    assert rows["auto"]["what"] == "org/target with ngram:3 (K auto) on gsm8k"
     assert rows["heads"]["what"] == "comparison of 2 drafters on 1 data set"
     assert rows["heads"]["page"] == "heads/compare.html"
     assert rows["heads"]["state"] == "not finished: 2 of 2 runs done", "comparison.json is not there"
@@ -121,7 +121,7 @@ def test_an_unfinished_run_says_how_far_it_is_and_has_no_numbers(tmp_path: Path,
     when = ", written 2026-11-23 23:11 UTC" if state == "running" else ""
     assert row["state"] == f"not finished: {state}, 12 of 64 done{when}"
     assert row["length"] is row["speed"] is None
-    assert row["what"].endswith("for org/target")
+    assert row["what"].startswith("org/target with")
     (run / "manifest.json").unlink()
     (run / "report.json").unlink()
     assert of(tmp_path)["a"]["state"].startswith(f"not finished: {state}")  # while rows are read

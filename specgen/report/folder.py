@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from specgen.config import UserError, ngram_length
+from specgen.config import UserError
 from specgen.config.json_fields import load_json
 from specgen.record.progress import WORKING
-from specgen.record.record_rows import WHOLE
-from specgen.report.display import SHOWS, checkpoint_name, count, plain, printable, rate, several, value
+from specgen.report.display import SHOWS, count, plain, printable, rate, several, value
+from specgen.report.origin import run_title
 from specgen.report.page import Page
 from specgen.report.report import is_finished, load, status_of
 from specgen.report.table import Column, Row, Table
@@ -134,7 +134,9 @@ def _run(path: Path) -> Row:
     status = status_of(path)
     if not is_finished(path, status):
         begun = (path / "manifest.json").exists()  # it comes once the rows are read
-        what = _what(load_json(path / "manifest.json", "generate into a new directory")) if begun else None
+        what = (
+            run_title(load_json(path / "manifest.json", "generate into a new directory")) if begun else None
+        )
         said = [str(status.get("state", "stopped"))]
         if total := status.get("total"):
             said.append(f"{count(status['done'])} of {count(total)} done")
@@ -146,25 +148,12 @@ def _run(path: Path) -> Row:
     wrong += [report.unlike_work] if report.unlike_work else []
     over_all_steps = report.num_steps_without_drafts > 0  # as n-grams and heads stand side by side
     return {
-        "what": _what(manifest),
+        "what": run_title(manifest),
         "state": ", ".join(["finished", *wrong, *(["BUSY"] if report.busy else [])]),
         "length": report.length_over_all_steps if over_all_steps else report.mean_acceptance_length,
         "speed": report.output_tokens_per_second,
         ALARMING: bool(wrong),
     }
-
-
-def _what(manifest: Mapping[str, Any]) -> str:
-    """``gsm8k: org/head, padded, K = 4, for org/target``."""
-    engine, data = manifest["engine"], manifest["data"]
-    k, kind, shard = engine["num_spec_tokens"], engine.get("spec_length", "fixed"), data.get("shard", WHOLE)
-    drafter = "plain decoding"
-    if k:
-        batch = f", {engine['drafter_batch']}" * (ngram_length(engine["drafter"]) is None)
-        drafter = f"{checkpoint_name(engine['drafter'])}{batch}, K = {k if kind == 'fixed' else kind}"
-    source = Path(data["dataset"]).name if "dataset" in data else ", ".join(data["tasks"])
-    model = checkpoint_name(manifest.get("served_model_name", engine["model"]))
-    return f"{source}{'' if shard == WHOLE else f' (shard {shard})'}: {drafter}, for {model}"
 
 
 def _comparison(path: Path) -> Row:

@@ -8,6 +8,7 @@ from typing import Any
 from specgen.config import ngram_length
 from specgen.config.json_fields import flat
 from specgen.record.provenance import NAMES_OF_DATA, OF_THE_MOMENT, busy, same_prompts
+from specgen.record.record_rows import WHOLE
 from specgen.report.display import checkpoint_name, count
 
 _PACKAGES = ("specgen", "torch", "flashinfer-python", "lm-eval")
@@ -20,7 +21,9 @@ def run_title(record: Mapping[str, Any]) -> str:
     """``org/target with org/head (K 4, padded) on gsm8k``, of a run's manifest: pages open beside each other differ."""
     engine = record["engine"]
     model = record.get("served_model_name", checkpoint_name(engine["model"]))
-    return f"{model} {_drafting(engine)} on {PurePath(record['data']['dataset']).name}"
+    data, shard = record["data"], record["data"].get("shard", WHOLE)
+    source = PurePath(data["dataset"]).name if "dataset" in data else ", ".join(data["tasks"])
+    return f"{model} {_drafting(engine)} on {source}{'' if shard == WHOLE else f' (shard {shard})'}"
 
 
 def _drafting(engine: Mapping[str, Any]) -> str:
