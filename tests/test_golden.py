@@ -56,10 +56,7 @@ def test_one_run_gives_every_k(tmp_path: Path) -> None:
 
 
 def test_a_run_at_its_own_k_is_measured_and_others_are_of_the_next_larger(tmp_path: Path) -> None:
-    runs = [
-        a_run(tmp_path / "four", 4, STEPS),
-        a_run(tmp_path / "two", 2, [[2, 2, 0], [1], [1, 2]]),
-    ]
+    runs = [a_run(tmp_path / "four", 4, STEPS), a_run(tmp_path / "two", 2, [[2, 2, 0], [1], [1, 2]])]
     curve = curve_of(runs)
     assert [point.measured_at for point in curve.points] == [2, 2, 4, 4]
     one, two, three, four = (point.length for point in curve.points)

@@ -11,17 +11,7 @@ import pytest
 from specgen.experiments.study_tables import _ACCURACY
 from specgen.report import display
 from specgen.report import page as page_module
-from specgen.report.charts import (
-    DRAFT_LENGTHS,
-    STYLES,
-    Bars,
-    Lines,
-    Point,
-    lengths,
-    quarters,
-    styles_of,
-    svg,
-)
+from specgen.report.charts import DRAFT_LENGTHS, STYLES, Bars, Lines, Point, lengths, quarters, styles_of, svg
 from specgen.report.display import percent, plain, ratio
 from specgen.report.page import Page as Content
 from specgen.report.report import Report

@@ -225,11 +225,7 @@ class StudyJob:
         if path is None:
             return {"tasks": tasks, "data_path": None}
         digests = [[file_digest(Path(file)) for file in files] for files in _splits(path)[1].values()]
-        return {
-            "tasks": tasks,
-            "data_path": str(path),
-            "sha256": sha256(str(digests).encode()).hexdigest(),
-        }
+        return {"tasks": tasks, "data_path": str(path), "sha256": sha256(str(digests).encode()).hexdigest()}
 
 
 class StudyRun:

@@ -7,11 +7,7 @@ from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 from specgen.config import DraftLength
-from specgen.experiments.study_comparison import (
-    Document,
-    Score,
-    StudyComparison,
-)
+from specgen.experiments.study_comparison import Document, Score, StudyComparison
 from specgen.report.charts import quarters
 from specgen.report.display import (
     DASH,

@@ -14,21 +14,11 @@ from specgen.record import columns
 from specgen.record.columns import NO_CATEGORY, Array, Run
 from specgen.record.files import Rows
 from specgen.record.progress import WORKING
-from specgen.record.record_rows import (
-    Row,
-    read_passes,
-    require_present_version,
-)
+from specgen.record.record_rows import Row, read_passes, require_present_version
 from specgen.record.results import is_gone
 from specgen.report.acceptance import Acceptance, Speculation, figures
 from specgen.report.display import count, several
-from specgen.report.timings import (
-    LatencyStats,
-    PassSums,
-    StepStats,
-    WallTime,
-    latencies,
-)
+from specgen.report.timings import LatencyStats, PassSums, StepStats, WallTime, latencies
 
 DEFINITIONS = (
     ("mean acceptance length", "1 + accepted / drafts over verify steps with drafts; no prefill, no padding"),

@@ -153,12 +153,7 @@ class RunTexts:
             note += f"; {count(len(entries))} of {count(len(self._rows))} requests, the others are in completions.jsonl"
         if tokenizer is None:
             note += "; the tokenizer could not be read, so tokens are not told apart"
-        return TextList(
-            title="Requests and their texts",
-            note=note,
-            entries=entries,
-            keys=keys,
-        )
+        return TextList(title="Requests and their texts", note=note, entries=entries, keys=keys)
 
     def _entry(self, request: RequestRow, tokenizer: Tokenizer | None) -> Entry:
         row = self._rows[request.name]
