@@ -194,18 +194,18 @@ def moved_texts(found: Comparison, tokenizer: Tokenizer | None) -> TextList | No
         if pair.first != found.heads[0]:
             continue
         both = pair.requests.with_steps()
-        sides = [(run.counts.num_steps, run.counts.num_accepted) for run in (both.first, both.ours)]
-        first, ours = (1 + accepted / steps for steps, accepted in sides)
-        order = np.argsort(first - ours, kind="stable").tolist()
-        for row in dict.fromkeys((*order[:_SHOWN], *order[-_SHOWN:])):
-            if gap := abs(float(ours[row] - first[row])):
-                notes = [
-                    f"{head} {plain(float(length[row]))} in {several(int(steps[row]), 'step')}"
-                    for head, length, (steps, _) in zip(
-                        (pair.first, pair.ours), (first, ours), sides, strict=True
-                    )
-                ]
-                shown.append((gap, pair, both.ours.names[row], notes))
+        sides = {pair.first: both.first.counts, pair.ours: both.ours.counts}
+        by_head = {head: 1 + each.num_accepted / each.num_steps for head, each in sides.items()}
+        gain = by_head[pair.ours] - by_head[pair.first]
+        order = np.argsort(-gain, kind="stable").tolist()
+        gains = [row for row in order[:_SHOWN] if gain[row] > 0]
+        losses = [row for row in order[-_SHOWN:] if gain[row] < 0]
+        for row in (*gains, *losses):
+            notes = [
+                f"{head} {plain(float(by_head[head][row]))} in {several(int(each.num_steps[row]), 'step')}"
+                for head, each in sides.items()
+            ]
+            shown.append((abs(float(gain[row])), pair, both.ours.names[row], notes))
     if not shown:
         return None
     shown.sort(key=lambda each: -each[0])
