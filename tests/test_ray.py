@@ -180,7 +180,7 @@ def test_the_driver_and_a_worker_may_be_killed(data: Path, whole: dict[str, Any]
     driver.process.wait()
     done = driver.num_done
     driver = Driver(data, tmp_path / "ray")
-    driver.wait_for(lambda: driver.num_done > done)
+    driver.wait_for(lambda: driver.num_done > done and len(driver.workers()) == 2)
     assert driver.num_done < NUM_PROMPTS
     workers = driver.workers()
     os.kill(workers[0], signal.SIGKILL)

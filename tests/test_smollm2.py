@@ -24,6 +24,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from specgen import Engine, EngineConfig, Prompt, RequestOutput, SamplingParams
 from specgen.prompts.load import DataSource
+from tests.commands import printed
+from tests.test_documented_figures import README, documented, require_printed
 from tests.test_evaluation import answers, evaluate, task
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("smollm2")]  # one process fetches
@@ -169,6 +171,30 @@ def test_drafts_of_the_head_are_those_of_a_dense_one(
     assert len(runs) == dense["num_drafts"]
     assert joint == pytest.approx(dense["joint"], abs=1e-4)
     assert joint[0] > 0.5
+
+
+def test_the_report_in_the_readme(smollm2: Path, tmp_path: Path) -> None:
+    """Its lines that repeat, at any batch size."""
+    questions = SHARED / "mt_bench/question.jsonl"
+    if not questions.exists():
+        pytest.skip("the README's questions are MT-Bench's, which are not here")
+    lines = documented(README, "num_requests 40")
+    given = [
+        "--dataset",
+        "mt-bench",
+        "--data-path",
+        questions,
+        "--num-prompts",
+        "20",
+        "--num-spec-tokens",
+        "3",
+    ]
+    found = printed(
+        "generate", "--model", smollm2, "--drafter", HEADS / "eagle3", *given, "--max-new-tokens", "64",
+        "--max-batch-size", "8", "--device", "cpu", "--output", tmp_path / "run",
+    )  # fmt: skip
+    assert len(lines) > 15
+    require_printed([line for line in lines if not line.startswith("model ") and "..." not in line], found)
 
 
 def test_scores_are_those_of_the_hf_model(smollm2: Path, tmp_path: Path) -> None:
