@@ -25,7 +25,7 @@ smollm2: $(INSTALLED)
 
 # MT_BENCH=question.jsonl where the hub cannot be reached
 demo-smollm2: smollm2
-	@echo "20 questions of two turns, with drafts and without: about 4 minutes on two cores"
+	@echo "20 questions of two turns, with drafts and without: about 2 minutes on two cores"
 	rm -rf runs/smollm2-eagle3
 	$(BIN)/specgen generate --model runs/smollm2 --drafter data/smollm2/eagle3 --dataset mt-bench \
 		$(if $(MT_BENCH),--data-path $(MT_BENCH)) --num-prompts 20 --num-spec-tokens 3 --max-new-tokens 64 \
