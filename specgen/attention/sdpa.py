@@ -196,6 +196,13 @@ def _group(layout: Layout) -> list[_Group]:
     ]
 
 
+def _following(pages: Tensor) -> slice | None:
+    """``pages`` as a slice where they follow one another, as those of a sequence that is alone do."""
+    first, count = int(pages[0]) if len(pages) else 0, len(pages)
+    following = torch.equal(pages, torch.arange(first, first + count, dtype=pages.dtype))
+    return slice(first, first + count) if following else None
+
+
 def _make_group(layout: Layout, members: list[int], query_len: int, num_pages: int) -> _Group:
     device = layout.starts.device
     rows: Tensor | slice = slice(None)
@@ -205,11 +212,10 @@ def _make_group(layout: Layout, members: list[int], query_len: int, num_pages: i
         offsets = torch.arange(query_len, device=device)
         rows = (layout.first_rows[members][:, None] + offsets).flatten()
     pages = layout.block_tables[members, :num_pages].flatten()
-    first, count = int(pages[0]) if len(pages) else 0, len(pages)
-    following = torch.equal(pages, torch.arange(first, first + count, device=device, dtype=pages.dtype))
+    view = _following(pages) if device.type == "cpu" else None  # a GPU would wait for the answer
     return _Group(
         rows=rows,
-        pages=slice(first, first + count) if following else pages,  # a view, as of a sequence that is alone
+        pages=pages if view is None else view,
         positions=layout.positions[rows].view(len(members), query_len),
         size=len(members),
     )

@@ -64,9 +64,7 @@ class StepResult:
 # What a decode step found of one sequence, on the host:
 StepOutput = tuple[
     Sequence[int],  # [K] drafts that were verified, see NO_DRAFT
-    Sequence[
-        int
-    ],  # [K] levels of the drafter's confidence, also of what was not verified; -1 of missing ones
+    Sequence[int],  # [K] levels of confidence, also of what was not verified; -1 of missing ones
     int,  # accepted drafts
     list[int],  # these and the token behind them, see NOT_FINITE
 ]
