@@ -19,9 +19,9 @@ OTHERWISE = re.compile(r"tokens/s|\d m?s\b|against plain decoding|^by request|^r
 
 
 def shown(text: str) -> list[str]:
-    """The lines of ``text`` with single spaces, without bars."""
+    """The lines of ``text``, single-spaced: no bars, and no dots, which are left out where a printed line ends."""
     return [
-        line for line in (" ".join(re.sub("[█-▏]", " ", each).split()) for each in text.splitlines()) if line
+        line for line in (" ".join(re.sub("[█-▏·]", " ", each).split()) for each in text.splitlines()) if line
     ]
 
 
