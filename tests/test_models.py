@@ -225,13 +225,18 @@ def test_reference_kernels_equal_transformers_bit_for_bit(dtype: torch.dtype) ->
     assert torch.equal(rotate(heads, cos[:, None], signed[:, None]), expected)
 
 
+@pytest.mark.parametrize("by_columns", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 2, 5, 33])
-def test_cpu_kernels_equal_the_reference(rows: int) -> None:
+def test_cpu_kernels_equal_the_reference(
+    rows: int, by_columns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specgen.ops.cpu._has_fast_mkl", lambda: by_columns)
+    monkeypatch.setattr("specgen.ops.cpu._LARGEST_BY_COLUMNS", 100_000)
     torch.manual_seed(0)
     fast, plain = cpu_ops(torch.float32), torch_ops()
     x = torch.randn(rows, 64)
-    for shape in ((48, 64), (1100, 64), (9000, 64)):
-        matrix = Weight(data=torch.randn(shape))
+    for shape in ((48, 64), (64, 64), (1100, 64), (9000, 64)):
+        matrix = Weight(data=torch.randn(shape), bias=torch.randn(shape[0]))
         torch.testing.assert_close(fast.linear(matrix)(x), plain.linear(matrix)(x), rtol=1e-5, atol=1e-5)
         gated, expected = fast.gated_linear(matrix)(x), plain.gated_linear(matrix)(x)
         torch.testing.assert_close(gated, expected, rtol=1e-4, atol=1e-4)
