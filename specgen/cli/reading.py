@@ -51,15 +51,6 @@ def report(
             show_default=False,
         ),
     ] = None,
-    golden: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.yaml",
-            help="Write the mean acceptance length by K, as InferenceX keeps it, to this new file: of one run with the "
-            "largest K, or of several that differ in K.",
-            show_default=False,
-        ),
-    ] = None,
     as_json: _Json = False,
 ) -> None:
     """Print the report of a run again, or compare runs with each other or one with published figures.
@@ -67,9 +58,9 @@ def report(
     Of a run that was stopped or still goes on it is the report of what it has so far. A folder of runs, comparisons,
     evaluations and benches is listed, and gets a page, index.html, that links theirs.
     """
-    alone = len(directories) == 1 and against is None and golden is None
+    alone = len(directories) == 1 and against is None
     with _on_this_machine(directories, _NUMBERS if alone else ()) as paths:
-        _report(paths, dict(zip(map(str, paths), directories, strict=True)), against, golden, as_json)
+        _report(paths, dict(zip(map(str, paths), directories, strict=True)), against, as_json)
 
 
 @contextmanager
@@ -88,7 +79,6 @@ def _report(
     directories: "Sequence[Path]",
     given: "Mapping[str, str]",
     against: str | None,
-    golden: Path | None,
     as_json: bool,
 ) -> None:
     """Print the report of ``directories``, which the user has ``given`` in other words if they are copies."""
@@ -98,14 +88,10 @@ def _report(
     from specgen.report.report import load_so_far
     from specgen.report.tables import of_run
 
-    alone = directories[0] if len(directories) == 1 and against is None and golden is None else None
+    alone = directories[0] if len(directories) == 1 and against is None else None
     if alone is not None and (documents := benches(alone)):
         found = next(iter(documents.values())) if len(documents) == 1 else documents
         print_found(found, chain.from_iterable(map(of_bench, documents.values())), as_json)
-        return
-    require(golden is None or against is None, "golden and against are both given: choose one")
-    if golden is not None:
-        _golden(directories, golden, as_json)
         return
     reference = None if against is None else load_reference(against)
     if len(directories) == 1 and is_comparison(directories[0]):
@@ -171,21 +157,6 @@ def _against(
     found = compare_run(Path(run), report, manifest, reference)
     against = {**reference.to_json(), **found.to_json()}
     return {**report.to_json(), "against": against}, of_figures(reference, [found])
-
-
-def _golden(directories: "Sequence[Path]", file: Path, as_json: bool) -> None:
-    """Write the curve of runs to ``file`` and print it."""
-    from specgen.experiments.golden import curve_of
-    from specgen.record.files import write_text
-
-    require(not file.exists(), f"golden is {str(file)!r}, which is there already: name a new file")
-    require(
-        file.absolute().parent.is_dir(), f"golden is {str(file)!r}, whose directory does not exist: make it"
-    )
-    curve = curve_of(directories)
-    write_text(file, curve.to_yaml())
-    print_found(curve.to_json(), curve.parts(), as_json)
-    print(f"The curve is in {file}.", file=sys.stderr)
 
 
 @with_options

@@ -23,8 +23,8 @@ from specgen.report.report import Report, load_so_far
 
 PLAN = COMPARISON  # its runs, and when and how it was made
 ROUNDS, _EARLIER_ROUNDS = "compare.rounds.jsonl", "speed.jsonl"
-HEADS_OWN = ("engine.drafter", "fingerprints.drafter")
-DECISIVE = (  # for acceptance; the others, such as the batch, the device or a version, are named
+_HEADS_OWN = ("engine.drafter", "fingerprints.drafter")
+_DECISIVE = (  # for acceptance; the others, such as the batch, the device or a version, are named
     "engine.model",
     "engine.num_spec_tokens",
     "engine.spec_length",
@@ -35,7 +35,7 @@ DECISIVE = (  # for acceptance; the others, such as the batch, the device or a v
     "sampling.",
     "fingerprints.model",
 )
-OF_DATA = ("data.num_prompts", "data.sha256", "data.shard")  # of which prompts a run is
+_OF_DATA = ("data.num_prompts", "data.sha256", "data.shard")  # of which prompts a run is
 _DIGEST = 6  # characters that are shown of one
 _REMEDY = "generate them alike, or set them side by side with `specgen report`"
 
@@ -88,7 +88,7 @@ def read_runs(directories: Sequence[Path]) -> HeadRuns:
     read = [(directory, *_read(directory)) for directory in directories]
     manifests = [manifest for _, _, manifest in read]
     unlike = unlike_settings(manifests)
-    refuse_unlike(directories, {name: found for name, found in unlike.items() if name.startswith(DECISIVE)})
+    _refuse_unlike(directories, {name: found for name, found in unlike.items() if name.startswith(_DECISIVE)})
     heads = _heads(manifests)
     sources = _sources(manifests)
     sets = short_names(sources)
@@ -100,7 +100,7 @@ def read_runs(directories: Sequence[Path]) -> HeadRuns:
     named = {
         name: each
         for name, each in unlike.items()
-        if name not in HEADS_OWN and not name.startswith(("data.", *DECISIVE))
+        if name not in _HEADS_OWN and not name.startswith(("data.", *_DECISIVE))
     }
     return HeadRuns(runs=runs, unlike=named)
 
@@ -189,8 +189,8 @@ def _check_data(runs: Sequence[HeadRun]) -> None:
     for data in dict.fromkeys(run.data for run in runs):
         alike = [run for run in runs if run.data == data]
         unlike = unlike_settings([run.manifest for run in alike])
-        refuse_unlike(
-            [run.directory for run in alike], {name: unlike[name] for name in OF_DATA if name in unlike}
+        _refuse_unlike(
+            [run.directory for run in alike], {name: unlike[name] for name in _OF_DATA if name in unlike}
         )
         seen: dict[str, HeadRun] = {}
         for run in alike:
@@ -201,7 +201,7 @@ def _check_data(runs: Sequence[HeadRun]) -> None:
             )
 
 
-def refuse_unlike(directories: Sequence[Path], unlike: Mapping[str, Sequence[Any]]) -> None:
+def _refuse_unlike(directories: Sequence[Path], unlike: Mapping[str, Sequence[Any]]) -> None:
     """``UserError`` with the value of ``directories``' first two that differ, for every field."""
     differing = []
     for name, values in unlike.items():

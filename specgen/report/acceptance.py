@@ -176,7 +176,7 @@ def metrics_of(counts: StepCounts, per_step: Iterable[int], num_spec_tokens: int
     )
 
 
-def length_interval(accepted: Ratio, num_spec_tokens: int) -> Interval | None:
+def _length_interval(accepted: Ratio, num_spec_tokens: int) -> Interval | None:
     """The 95 % interval of the mean acceptance length; ``accepted`` are drafts per step."""
     interval = accepted.mean_interval()
     if interval is None:
@@ -252,7 +252,7 @@ class Acceptance:
             num_draft_tokens=drafted,
             num_accepted_tokens=length.hits,
             mean_acceptance_length=self.mean_length,
-            mean_acceptance_length_ci95=length_interval(length, most),
+            mean_acceptance_length_ci95=_length_interval(length, most),
             mean_acceptance_length_per_request=_mean_over_requests(num_drafts, counts.num_accepted),
             draft_acceptance_rate=length.hits / drafted if drafted else None,
             acceptance=tuple(self._position(position) for position in range(most)),
@@ -307,7 +307,7 @@ class Acceptance:
         found = self.over_all_steps()
         if found.rate is None:
             return None
-        return Estimate(1 + found.rate, length_interval(found, self.num_spec_tokens))
+        return Estimate(1 + found.rate, _length_interval(found, self.num_spec_tokens))
 
     @cached_property
     def positions_over_all_steps(self) -> list[Estimate]:
@@ -328,7 +328,7 @@ class Acceptance:
         interval = clustered_mean_interval(list(units.values()))
         if interval is None:
             return None
-        # as in ``length_interval``
+        # as in ``_length_interval``
         return max(1.0, interval[0]), min(self.num_spec_tokens + 1.0, interval[1])
 
 

@@ -177,16 +177,13 @@ def conditions_of(manifest: Mapping[str, Any], *, has_reasoning: bool = False) -
     )
 
 
-def own_parameters(manifest: Mapping[str, Any]) -> list[str]:
-    """The parameters that decide texts and that rows of the run set themselves."""
-    return [name for name in manifest["data"].get("own_parameters", ()) if name not in ("logprobs", "seed")]
-
-
 def _besides(manifest: Mapping[str, Any]) -> str | None:
     """What is sampled beside the temperature; None of an evaluation, whose tasks say it, and where it is not known."""
     if "dataset" not in manifest["data"] or "max_tokens" not in manifest["sampling"]:
         return None
-    asked, own = msgspec.convert(manifest["sampling"], SamplingParams).besides(), own_parameters(manifest)
+    asked = msgspec.convert(manifest["sampling"], SamplingParams).besides()
+    # those that decide texts
+    own = [name for name in manifest["data"].get("own_parameters", ()) if name not in ("logprobs", "seed")]
     return asked + (f", where rows do not set their own {', '.join(own)}" if own else "")
 
 
