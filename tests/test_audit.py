@@ -19,7 +19,7 @@ from specgen.core.sequence import Request
 from specgen.decoding.verify import accept_greedy
 from specgen.engine.build import prefill_logits
 from specgen.experiments.audit import Divergence, distinct, first_difference, gap, rounding
-from specgen.experiments.study_tables import _places, of_audit, verdict
+from specgen.experiments.study_tables import of_audit, verdict
 from specgen.prompts.load import RAW
 from specgen.report.terminal import render as in_terminal
 from tests.commands import specgen, write_rows
@@ -272,31 +272,6 @@ def test_ngrams_have_no_drafter_batch_and_one_arm() -> None:
     engines = (EngineConfig(model=model, drafter="ngram"), EngineConfig(model=model, drafter=model))
     arms = [[arm.name for arm in _study("word_problems", None, None, engine).arms] for engine in engines]
     assert arms == [["padded", "baseline"], ["padded", "non-padded", "baseline"]]
-
-
-def test_a_place_is_shown_once_with_all_arms_that_diverge_there() -> None:
-    here, there = divergence(), divergence(position=9)
-    other = divergence(token=7)
-    found = {
-        ("padded", 1): [here],
-        ("padded", 8): [here, there],
-        ("non-padded", 8): [here],
-        ("plain", 8): [other],
-    }
-    arms = [
-        {
-            "name": name,
-            "batch_size": size,
-            "divergences": [asdict(each) | {"explained": True} for each in places],
-        }
-        for (name, size), places in found.items()
-    ]
-    rows = _places(arms)
-    assert [(row["arm"], row["position"], row["token"]) for row in rows] == [
-        ("padded 1, 8; non-padded 8", 3, 2),
-        ("padded 8", 9, 2),
-        ("plain 8", 3, 7),
-    ]
 
 
 def test_a_text_that_ends_early_is_shown_so() -> None:

@@ -248,18 +248,6 @@ def test_a_long_prompt_is_cut_between_words() -> None:
     assert last_words("x" * 100) == "… " + "x" * 80
 
 
-def test_every_category_is_once_on_the_page(tmp_path: Path) -> None:
-    paths = [
-        a_run(tmp_path / head, head, simulated(0.5, n, 45), groups=9, group="<b>")
-        for n, head in enumerate("ab")
-    ]
-    shown = page(compare_runs(read_runs(paths), {}), {}, tmp_path)
-    titles = re.findall(r"<h2>mine: by category \((\d of \d)\)</h2>", shown)
-    assert titles == ["1 of 3", "2 of 3", "3 of 3"]
-    assert [shown.count(f'<th scope="row">&lt;b&gt; {n}</th>') for n in range(9)] == [1] * 9
-    assert "<b>" not in shown
-
-
 def test_categories_are_paired(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     low = [list(map(int, rng.integers(0, 2, 9))) for _ in range(20)]

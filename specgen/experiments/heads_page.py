@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from specgen.record.files import Rows, write_json, write_text
 from specgen.record.record_rows import RequestRow
 from specgen.report.charts import Lines, Point, lengths
 from specgen.report.display import checkpoint_name, plain, several
-from specgen.report.intervals import Estimate
 from specgen.report.origin import origin
 from specgen.report.page import Page
 from specgen.report.run_texts import keys_of, known_tokenizer, texts_of
@@ -37,7 +36,6 @@ from specgen.report.tables import curves
 from specgen.report.text_list import Entry, ShownText, TextList, sources, within
 from specgen.text.tokenizer import Tokenizer
 
-_CATEGORIES = 4  # of one chart
 _NAMED = 2  # heads and data sets that a title names
 _SHOWN = 5  # of the requests that moved most, on either side
 _PROMPT = 80  # characters of one
@@ -79,14 +77,12 @@ def _title(found: Comparison) -> str:
 
 
 def _tables(found: Comparison) -> Iterator[Table]:
-    by_data = ((run.head, run.data, found.length(run.data, run.head)) for run in found.in_order())
-    chart = _chart(found, "Mean acceptance length by data set", "data set", by_data)
-    yield replace(lengths_table(found), lines=chart)
+    yield replace(lengths_table(found), lines=_lengths(found))
     for data in found.data:
         yield _of_data(positions_table(found), data, _curves(found, data))
         if found.pairs:
             yield _of_data(pairs_table(found), data)
-        yield from _categories(found, data)
+        yield _of_data(categories_table(found), data)
         yield _of_data(speeds_table(found), data)
 
 
@@ -102,16 +98,15 @@ def _of_data(table: Table, data: str, lines: Lines | None = None) -> Table:
     )
 
 
-def _chart(
-    found: Comparison, title: str, label: str, each: Iterable[tuple[str, str, Estimate | None]]
-) -> Lines:
-    """The lengths of heads in columns of these names, a point for ``each``."""
-    points: dict[str, list[Point]] = {head: [] for head in found.heads}
-    for head, name, length in each:
-        number, interval = (length.value, length.interval) if length else (None, None)
-        points[head].append(Point(name=name, number=number, interval=interval))
+def _lengths(found: Comparison) -> Lines:
+    """The mean acceptance length on every data set, a mark for each head."""
+    lines: dict[str, list[Point]] = {head: [] for head in found.heads}
+    for run in found.in_order():
+        if length := found.length(run.data, run.head):
+            lines[run.head].append(Point(name=run.data, number=length.value, interval=length.interval))
     ticks = lengths(max(run.report.num_spec_tokens for run in found.runs))
-    return Lines(title=title, label=label, ticks=ticks, show=plain, lines=points, joined=False)
+    title, label = "Mean acceptance length by data set", "data set"
+    return Lines(title=title, label=label, ticks=ticks, show=plain, lines=lines, joined=False)
 
 
 def _curves(found: Comparison, data: str) -> Lines:
@@ -125,28 +120,6 @@ def _curves(found: Comparison, data: str) -> Lines:
         for head in found.heads
     }
     return curves(f"Acceptance by draft position on {data}", lines)
-
-
-def _categories(found: Comparison, data: str) -> Iterator[Table]:
-    """The categories of ``data``, a few in each table, so that their names fit below the chart."""
-    whole = _of_data(categories_table(found), data)
-    num = -(-len(whole.rows) // _CATEGORIES)
-    for at in range(num):
-        rows = whole.rows[at * len(whole.rows) // num : (at + 1) * len(whole.rows) // num]
-        title = whole.title + (f" ({at + 1} of {num})" if num > 1 else "")
-        names = [row["category"] for row in rows]
-        chart = _chart(
-            found,
-            f"Mean acceptance length by category of {data}",
-            "category",
-            (
-                (run.head, name, found.length(data, run.head, name))
-                for run in found.on(data)
-                for name in names
-                if name in run.report.categories
-            ),
-        )
-        yield replace(whole, title=title, rows=rows, lines=chart)
 
 
 def _runs_table(found: Comparison, path: Path) -> Table:

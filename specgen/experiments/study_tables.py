@@ -62,7 +62,6 @@ _SPEED = (
     Column(name="ratio", show=ratio),
     Column(name="total_num_output_tokens", title="output tokens"),
 )
-_COUNTS = {"num_requests": "texts", "num_drafts": "drafts"}
 _NAMED = {each.name: each for each in FIGURES}
 _LENGTH = replace(_NAMED["mean_acceptance_length"], title="acceptance length", short=None)
 _RATE = replace(_NAMED["draft_acceptance_rate"], title="drafts accepted", short=None)
@@ -107,7 +106,7 @@ def page(
 
 def _tables(comparison: StudyComparison) -> tuple[Table, ...]:
     """Those behind the accuracies: texts, acceptance, speed; one without rows is not shown."""
-    return tuple(show(comparison) for show in (_texts, _acceptance, _parts, _speed, _tasks))
+    return tuple(show(comparison) for show in (_texts, _acceptance, _speed, _tasks))
 
 
 def _accuracies(comparison: StudyComparison) -> Iterator[Table]:
@@ -185,22 +184,6 @@ def _acceptance(comparison: StudyComparison) -> Table:
 def _other_lengths(reports: Iterable[Report]) -> list[Figure]:
     """The length over all steps and the tokens per step, where some are not the acceptance length."""
     return [each for each in chosen("arm", reports) if each.name != _LENGTH.name]
-
-
-def _parts(comparison: StudyComparison) -> Table:
-    """The acceptance of reasoning and answers, of arms with drafts; no rows where no text has reasoning."""
-    groups = [
-        ({"name": arm.name, "part": part}, each)
-        for arm in comparison.arms
-        for part, each in arm.report.parts.items()
-        if each.num_drafts
-    ]
-    numbers = [replace(_NAMED[name], title=None, short=short) for name, short in _COUNTS.items()]
-    return Grid(groups=groups, figures=[*numbers, _LENGTH, _RATE]).table(
-        (_ARM, Column(name="part", wraps=True)),
-        "Acceptance by part of the text",
-        note="with 95 % intervals; a step belongs to the part of its first token",
-    )
 
 
 def _speed(comparison: StudyComparison) -> Table:
@@ -383,7 +366,11 @@ def of_audit(audit: Mapping[str, Any]) -> Iterator[Part]:
     """What the terminal shows of the document ``audit``, the verdict at the end."""
     yield _heading(audit)
     yield Table(title="Arms", columns=_ARMS, rows=tuple(audit["arms"]))
-    rows = _places(audit["arms"])
+    rows = [
+        {**each, "arm": f"{arm['name']} {arm['batch_size']}"}
+        for arm in audit["arms"]
+        for each in arm["divergences"]
+    ]
     rows.sort(key=lambda row: row["explained"])  # unexplained ones first
     yield divergences(rows[:_SHOWN])
     if (more := len(rows) - _SHOWN) > 0:
@@ -391,20 +378,6 @@ def of_audit(audit: Mapping[str, Any]) -> Iterator[Part]:
     if number := audit["num_empty"]:
         yield empty_texts(number, next(arm["num_requests"] for arm in audit["arms"]))
     yield verdict(audit)
-
-
-def _places(arms: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A row for every place where arms diverge in the same way, which have one context and so one gap."""
-    places: dict[tuple[Any, ...], tuple[dict[str, Any], dict[str, list[str]]]] = {}
-    for arm in arms:
-        for each in arm["divergences"]:
-            place = tuple(each[name] for name in ("request", "position", "reference_token", "token"))
-            _, batches = places.setdefault(place, (each, {}))
-            batches.setdefault(arm["name"], []).append(str(arm["batch_size"]))
-    return [
-        {**each, "arm": "; ".join(f"{name} {', '.join(sizes)}" for name, sizes in batches.items())}
-        for each, batches in places.values()
-    ]
 
 
 def divergences(found: Iterable[Row]) -> Table:
