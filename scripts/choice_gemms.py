@@ -9,9 +9,9 @@ from functools import cache
 from typing import Any, Literal, TypeVar
 
 import torch
+from bench.layer_timing import num_layers, time_layers
 from torch import Tensor
 
-from specgen.experiments.timing import num_layers, time_layers
 from specgen.ops import measured_choices
 from specgen.ops.fp8 import dequantised, rounded
 from specgen.ops.measured_choices import Fp8Tile, Tile

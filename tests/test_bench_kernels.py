@@ -5,17 +5,17 @@ from dataclasses import replace
 from itertools import count, pairwise
 from typing import Any
 
+import layer_timing
 import pytest
 import torch
 from bench import kernels
 from bench.kernels import Cell, KernelJob, measure, queries
+from layer_timing import COLD_BYTES, MOST_LAYERS, num_layers, relative_error, time_layers
 
 from specgen.attention import Heads
 from specgen.attention.sdpa import SdpaBackend
 from specgen.config import UserError
 from specgen.engine.choices import choose_device
-from specgen.experiments import timing
-from specgen.experiments.timing import COLD_BYTES, MOST_LAYERS, num_layers, relative_error, time_layers
 from specgen.kv.layout import Layout
 from specgen.report.terminal import render
 from tests.commands import printed, specgen
@@ -78,7 +78,7 @@ def test_small_contexts_are_spread_over_many_layers() -> None:
 
 def test_every_repeat_calls_each_layer_once(monkeypatch) -> None:
     clock = count(0.0, 6.0)  # seconds between two readings
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(layer_timing.time, "perf_counter", lambda: next(clock))
     called: list[int] = []
 
     def call(layer: int) -> torch.Tensor:

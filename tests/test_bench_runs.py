@@ -15,11 +15,10 @@ import torch
 import typer
 from bench.step import Window, step_seconds
 from calibrated_shapes import MIXTURES, SHAPES
+from programs import DeviceSpeed, publish
 
-from specgen.cli.measuring import publish
 from specgen.config import UserError
 from specgen.experiments.bound import (
-    DeviceSpeed,
     KVBytes,
     StepBytes,
     Work,
@@ -152,8 +151,7 @@ def test_parts_do_together_what_the_step_does() -> None:
         assert list(parts) == ["verify", "accept", "KV fill", "draft loop"][: 4 if k else 2]
         assert parts.pop("accept") == Work(num_bytes=2 * (k + 1) * 7 * 2, flops=0)
         assert sum(work.num_bytes for work in parts.values()) == SIZES.step(k, batch=2, context=10.5)
-        assert parts["verify"].without_cache.num_bytes == 1000, "the weights, and the rest is the cache"
-        assert parts["verify"].cache.num_bytes == 2 * SIZES.target_kv.at(10.5)
+        assert parts["verify"].cache_bytes == 2 * SIZES.target_kv.at(10.5), "and the rest is the weights"
     assert parts["verify"].flops == 2 * (1000 / 2) * 2 * 5
     assert parts["KV fill"].flops == 2 * (100 / 2) * 2 * 5  # for all rows of verification
     assert parts["draft loop"].flops == 2 * (4 * 60 / 2) * 2
@@ -161,8 +159,8 @@ def test_parts_do_together_what_the_step_does() -> None:
 
 def test_the_longer_of_reading_and_computing_is_the_bound() -> None:
     work = Work(num_bytes=30.0, flops=100.0)
-    assert work.seconds(DeviceSpeed(bytes_per_second=10.0, flops_per_second=100.0)) == 3.0
-    assert work.seconds(DeviceSpeed(bytes_per_second=100.0, flops_per_second=10.0)) == 10.0
+    assert DeviceSpeed(bytes_per_second=10.0, flops_per_second=100.0).seconds(work) == 3.0
+    assert DeviceSpeed(bytes_per_second=100.0, flops_per_second=10.0).seconds(work) == 10.0
 
 
 def test_copies_and_gemms_are_timed() -> None:

@@ -7,25 +7,18 @@ from typing import Annotated, Literal
 
 import torch
 import typer
+from layer_timing import COLD_BYTES, Timing, num_layers, relative_error, time_layers
+from programs import OUTPUT, DeviceSpeed, program_of, publish
 from torch import Tensor
 
-from specgen.cli.main import main, program_of
-from specgen.cli.measuring import OUTPUT, publish
+from specgen.cli.main import main
 from specgen.cli.options import AS_JSON, Only, numbers, repeating, with_options
 from specgen.cli.progress_bar import QUIET
 from specgen.config import EngineConfig, option, require
 from specgen.engine.choices import DTYPES, choose_device, choose_dtype
-from specgen.experiments.bound import DeviceSpeed, copy_bandwidth, matrix_flops
+from specgen.experiments.bound import copy_bandwidth, matrix_flops
 from specgen.experiments.output import BenchTable, Plot
-from specgen.experiments.timing import (
-    COLD_BYTES,
-    Timing,
-    environment,
-    free_memory,
-    num_layers,
-    relative_error,
-    time_layers,
-)
+from specgen.experiments.plans import environment, free_memory
 from specgen.ops import bind_ops
 from specgen.ops.experts import Experts, ExpertsMap, Gating, from_mxfp4, grouped_experts
 from specgen.ops.fp8 import plain_matrix, rounded

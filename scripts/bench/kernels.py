@@ -17,6 +17,8 @@ from typing import Annotated
 
 import torch
 import typer
+from layer_timing import COLD_BYTES, MOST_LAYERS, Call, Timing, num_layers, relative_error, time_layers
+from programs import OUTPUT, program_of, publish
 from torch import Tensor
 
 from specgen.attention import Attend, Backend, Gpu, Heads, LatentDims, LayerAttention, Rows, Use
@@ -24,8 +26,7 @@ from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.hopper import HopperBackend
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
-from specgen.cli.main import main, program_of
-from specgen.cli.measuring import OUTPUT, publish
+from specgen.cli.main import main
 from specgen.cli.options import AS_JSON, Only, numbers, repeating, with_options
 from specgen.cli.progress_bar import QUIET
 from specgen.config import EngineConfig, option, require
@@ -33,17 +34,7 @@ from specgen.device import on_device
 from specgen.engine.choices import DTYPES, FP8, choose_device, choose_dtype
 from specgen.experiments.bound import copy_bandwidth
 from specgen.experiments.output import BenchTable, Plot, Value, selected
-from specgen.experiments.timing import (
-    COLD_BYTES,
-    MOST_LAYERS,
-    Call,
-    Timing,
-    environment,
-    free_memory,
-    num_layers,
-    relative_error,
-    time_layers,
-)
+from specgen.experiments.plans import environment, free_memory
 from specgen.kv.kv_cache import KVCache, KVSpec
 from specgen.kv.layout import Layout
 from specgen.ops import Rope, bind_ops

@@ -17,10 +17,10 @@ from typing import Annotated
 
 import torch
 import typer
+from programs import OUTPUT, DeviceSpeed, program_of, publish
 from torch.profiler import ProfilerActivity, profile
 
-from specgen.cli.main import main, program_of
-from specgen.cli.measuring import OUTPUT, publish
+from specgen.cli.main import main
 from specgen.cli.options import AS_JSON, ON_A_DEVICE, Only, numbers, repeating, with_options
 from specgen.cli.progress_bar import QUIET
 from specgen.config import EngineConfig, option, require
@@ -30,14 +30,13 @@ from specgen.engine.choices import attention_note, resolve, target_kv_dtype
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.warm_engine import WarmEngine
 from specgen.experiments.bound import (
-    DeviceSpeed,
     StepBytes,
     Work,
     copy_bandwidth,
     matrix_flops,
 )
 from specgen.experiments.output import BenchTable, Plot
-from specgen.experiments.timing import conditions, free_memory
+from specgen.experiments.plans import conditions, free_memory
 from specgen.experiments.workload import RANDOM, Workload, kv_bytes, make_prompts
 from specgen.record.record_rows import EngineRow, PassRow, RequestRow
 from specgen.report import display
@@ -415,7 +414,7 @@ def step_rows(batch: int, time: StepTime, works: Mapping[str, Work], device: Dev
     ``excess`` is the share of what the step takes beyond its bound: where there is most to gain.
     """
     total = time.total
-    bounds = {name: work.seconds(device) for name, work in works.items()}
+    bounds = {name: device.seconds(work) for name, work in works.items()}
     times = {**{part: time.parts[part] for part in PARTS}, "idle": time.idle, "step": total}
     bounds["step"] = sum(bounds.values())
 
@@ -428,7 +427,7 @@ def step_rows(batch: int, time: StepTime, works: Mapping[str, Work], device: Dev
             "share": seconds / total,
             "bound": None if bound is None else 1e3 * bound,
             "over_bound": None if bound is None else seconds / bound,
-            "bound_by": work.limit(device) if work else display.DASH,
+            "bound_by": device.limit(work) if work else display.DASH,
             "excess": (seconds - (bound or 0.0)) / beyond if beyond > 0 else None,
         }
 
@@ -477,12 +476,16 @@ def kind_rows(batch: int, time: StepTime, works: Mapping[str, Work], device: Dev
         times[kernel.part, kind_of(kernel.name)] += kernel.seconds  # type: ignore[assignment]
     rows: list[Row] = []
     for part, work in works.items():
-        split = {"GEMM": work.without_cache, "attention": work.cache}
+        # GEMMs read the weights, attention the KV cache and recurrent states
+        split = {
+            "GEMM": Work(num_bytes=work.num_bytes - work.cache_bytes, flops=work.flops),
+            "attention": Work(num_bytes=work.cache_bytes, flops=0.0),
+        }
         for kind in KINDS if work.flops else ():
             seconds, least = times[part, kind], split.get(kind)
             if not seconds:
                 continue
-            bound = least.seconds(device) if least else 0.0
+            bound = device.seconds(least) if least else 0.0
             rows.append(
                 {
                     "batch": batch,
@@ -491,7 +494,7 @@ def kind_rows(batch: int, time: StepTime, works: Mapping[str, Work], device: Dev
                     "time": 1e6 * seconds,
                     "bound": 1e6 * bound if bound else None,
                     "over_bound": seconds / bound if bound else None,
-                    "bound_by": least.limit(device) if least and bound else display.DASH,
+                    "bound_by": device.limit(least) if least and bound else display.DASH,
                 }
             )
     return rows

@@ -5,7 +5,6 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable
 from typing import Annotated, TextIO
 
 import typer
@@ -55,7 +54,7 @@ def _is_unread(file: TextIO) -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-_HELP: dict[str, object] = {"help_option_names": ["-h", "--help"]}
+HELP: dict[str, object] = {"help_option_names": ["-h", "--help"]}
 
 app = typer.Typer(
     cls=_Commands,
@@ -63,7 +62,7 @@ app = typer.Typer(
     help="Offline batch generation with speculative decoding, and how much it helped.",
     no_args_is_help=True,
     rich_markup_mode=None,
-    context_settings=_HELP,
+    context_settings=HELP,
     pretty_exceptions_enable=False,
 )
 
@@ -89,13 +88,6 @@ for command in (generate, report, compare, merge, verify):
 app.command(name="eval", cls=Command)(evaluate)
 for command in (tune, inspect, prepare):
     app.command(cls=Command)(command)
-
-
-def program_of(command: Callable[..., None]) -> typer.Typer:
-    """The program of a script with one ``command``, made by ``with_options``; ``main`` runs it."""
-    program = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    program.command(cls=Command, context_settings=_HELP)(command)
-    return program
 
 
 _BUG = (

@@ -1,7 +1,6 @@
 """``specgen tune``, what it prints while it measures, and the tables of benches."""
 
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,13 +30,6 @@ from specgen.report import display
 if TYPE_CHECKING:
     from specgen.experiments.output import BenchTable
     from specgen.experiments.turns import Turn, Watch
-
-# of the scripts in scripts/bench
-OUTPUT = option(
-    None,
-    "Results",
-    "Directory for the table: NAME.csv, NAME.json, NAME.html with plots, and NAME.yaml, which repeats it (--config).",
-)
 
 _DRY_RUN = option(
     False, "Table", "Print the arms with their memory and least time; read no weights and run nothing."
@@ -99,32 +91,7 @@ def _kept(name: str, output: Path | None) -> str:
     return f"{display.several(number, 'whole round')} kept in {output}: the same command goes on"
 
 
-def publish(
-    name: str, tables: Iterable["BenchTable"], output: Path | None, as_json: bool, config: str, quiet: bool
-) -> None:
-    """Write the files of a growing table after every row, and print the last one; earlier ones are not replaced."""
-    if output is not None:
-        require(not output.is_file(), f"output {str(output)!r} is a file: name a directory for tables")
-        require(
-            not (output / f"{name}.json").exists(),
-            f"output {str(output)!r} holds an earlier {name}.json: name a new directory, or remove it first",
-        )
-
-    def kept() -> str:
-        written = output is not None and (output / f"{name}.json").exists()
-        return f"the rows so far are in {output}" if written else "nothing is kept"
-
-    with stoppable(breakable, kept):
-        for table in tables:
-            if not quiet:
-                print(f"{table.name}: {len(table.rows)} rows", end="\r", file=sys.stderr, flush=True)
-            _write_table(table, output, config)
-    if not quiet:
-        print(file=sys.stderr)
-    _print_table(table, output, as_json, quiet)
-
-
-def _write_table(table: "BenchTable", output: Path | None, config: str) -> None:
+def write_table(table: "BenchTable", output: Path | None, config: str) -> None:
     """The files of ``table``, and ``config``, which repeats it."""
     if output is not None:
         with writable(output):
@@ -132,7 +99,7 @@ def _write_table(table: "BenchTable", output: Path | None, config: str) -> None:
             write_text(output / f"{table.name}.yaml", config)
 
 
-def _print_table(table: "BenchTable", output: Path | None, as_json: bool, quiet: bool) -> None:
+def print_table(table: "BenchTable", output: Path | None, as_json: bool, quiet: bool) -> None:
     """A table that is complete; exit code 1 where it has no row, as its notes say."""
     print_found(table.to_json(), table.parts(), as_json)
     if output is not None and not quiet:
@@ -317,5 +284,5 @@ def tune(
 
     with stoppable(breakable, lambda: _kept(NAME, output)):
         for table in measure(job, output, turns(quiet), say):
-            _write_table(table, output, repeating(ctx))
-    _print_table(table, output, as_json, quiet)
+            write_table(table, output, repeating(ctx))
+    print_table(table, output, as_json, quiet)

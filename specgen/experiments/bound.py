@@ -25,12 +25,6 @@ _REPEATS = 15
 _MXFP4_BYTES = 0.5 + 1 / 32  # per value: 4 bits, and a scale of 32 values
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceSpeed:
-    bytes_per_second: float
-    flops_per_second: float  # in the model's dtype
-
-
 def copy_bandwidth(device: str) -> float:
     """Bytes per second, read and written, of a large copy within the memory of ``device``."""
     use(torch.device(device))  # the one that ``synchronize`` waits for
@@ -73,25 +67,6 @@ class Work:
             flops=self.flops + other.flops,
             cache_bytes=self.cache_bytes + other.cache_bytes,
         )
-
-    @property
-    def cache(self) -> "Work":
-        """Attention's: reading the KV cache, and recurrent states."""
-        return Work(num_bytes=self.cache_bytes, flops=0.0, cache_bytes=self.cache_bytes)
-
-    @property
-    def without_cache(self) -> "Work":
-        """Of the GEMMs, which read the weights."""
-        return Work(num_bytes=self.num_bytes - self.cache_bytes, flops=self.flops)
-
-    def seconds(self, device: DeviceSpeed) -> float:
-        """Reading and computing overlap, so the longer one counts."""
-        return max(self.num_bytes / device.bytes_per_second, self.flops / device.flops_per_second)
-
-    def limit(self, device: DeviceSpeed) -> str:
-        """Which one that is: ``memory`` or ``arithmetic``."""
-        reading = self.num_bytes / device.bytes_per_second
-        return "memory" if reading >= self.flops / device.flops_per_second else "arithmetic"
 
 
 @dataclass(frozen=True, kw_only=True)

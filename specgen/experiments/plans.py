@@ -3,6 +3,8 @@
 ``--dry-run`` prints it as a forecast.
 """
 
+import gc
+import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -22,15 +24,45 @@ from specgen.engine.choices import Checkpoints, needed_modules, resolve, target_
 from specgen.engine.generation_config import FILE, GenerationConfig, generation_config
 from specgen.engine.loading import Models, load_models, open_checkpoints, outline
 from specgen.experiments.bound import StepBytes, copy_bandwidth, matrix_flops
-from specgen.experiments.timing import free_memory
 from specgen.experiments.workload import KnownText, Prompts, Workload, kv_bytes, make_prompts
 from specgen.ops.jit_modules import compile_missing
-from specgen.record.provenance import busy, machine_state, manifest, with_recorded_date
+from specgen.record.provenance import busy, cpu_name, machine_state, manifest, versions, with_recorded_date
 from specgen.report import display
-from specgen.report.table import Column, Table
+from specgen.report.table import Column, Row, Table
 from specgen.report.terminal import Part
 
 _OVERHEAD = {"cpu": 0, "cuda": 1 << 30}  # bytes of an engine beside its KV cache: workspaces and graphs
+
+
+def environment(device: str) -> dict[str, str]:
+    """The name of the GPU or CPU, and the versions of the software."""
+    on_cpu = device == "cpu"
+    found = {
+        "device": cpu_name() if on_cpu else torch.cuda.get_device_name(device),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    if on_cpu:
+        return found
+    return found | {"cuda": str(torch.version.cuda), "flashinfer": versions()["flashinfer-python"]}
+
+
+def conditions(config: EngineConfig, models: Models) -> Row:
+    """The environment, target, drafter and dtype, and whether the weights are synthetic."""
+    weights = "synthetic" if models.synthetic else "as trained"
+    return {
+        **environment(config.device),
+        **({} if config.tensor_parallel == 1 else {"tensor parallel": config.tensor_parallel}),
+        "model": f"{display.checkpoint_name(config.model)}, {config.formats}, weights {weights}",
+        "drafter": display.checkpoint_name(str(config.drafter)),
+    }
+
+
+def free_memory() -> None:
+    """Return unreferenced memory to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True, kw_only=True)

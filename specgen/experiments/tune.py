@@ -19,9 +19,17 @@ from specgen.engine.arms import Arm
 from specgen.engine.build import room_for_turns
 from specgen.engine.choices import attention_note
 from specgen.experiments.output import BenchTable
-from specgen.experiments.plans import Plan, Prepared, Yardstick, fitted, forecast, prepare, yardstick_of
+from specgen.experiments.plans import (
+    Plan,
+    Prepared,
+    Yardstick,
+    conditions,
+    fitted,
+    forecast,
+    prepare,
+    yardstick_of,
+)
 from specgen.experiments.rounds import Rounds, Search, kept_rounds, record_of, seen_rounds
-from specgen.experiments.timing import conditions
 from specgen.experiments.tune_table import NAME, TERMS, command, dropped, label, tune_table
 from specgen.experiments.turns import Turn, Turns, Watch, nobody
 from specgen.experiments.workload import Workload

@@ -22,9 +22,8 @@ from specgen.core.engine_core import never_stop
 from specgen.engine.loading import Models
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.experiments.bound import mean_step_bytes
-from specgen.experiments.plans import Plan, Yardstick
+from specgen.experiments.plans import Plan, Yardstick, free_memory
 from specgen.experiments.rounds import BUSY, JUDGED, Ranking, Repeat, Rounds
-from specgen.experiments.timing import free_memory
 from specgen.record.interrupt import StoppedError
 from specgen.record.provenance import busy, state_after
 from specgen.record.record_rows import Captured, EngineRow, OutOfMemory, PassRow, RequestRow

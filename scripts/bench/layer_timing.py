@@ -1,7 +1,5 @@
 """Times one layer of a pass on a device with cold caches."""
 
-import gc
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -9,44 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from specgen.config import EngineConfig
-from specgen.engine.loading import Models
-from specgen.record.provenance import cpu_name, versions
-from specgen.report.display import checkpoint_name
-from specgen.report.table import Row
-
-
-def environment(device: str) -> dict[str, str]:
-    """The name of the GPU or CPU, and the versions of the software."""
-    on_cpu = device == "cpu"
-    found = {
-        "device": cpu_name() if on_cpu else torch.cuda.get_device_name(device),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-    if on_cpu:
-        return found
-    return found | {"cuda": str(torch.version.cuda), "flashinfer": versions()["flashinfer-python"]}
-
-
-def conditions(config: EngineConfig, models: Models) -> Row:
-    """The environment, target, drafter and dtype, and whether the weights are synthetic."""
-    weights = "synthetic" if models.synthetic else "as trained"
-    return {
-        **environment(config.device),
-        **({} if config.tensor_parallel == 1 else {"tensor parallel": config.tensor_parallel}),
-        "model": f"{checkpoint_name(config.model)}, {config.formats}, weights {weights}",
-        "drafter": checkpoint_name(str(config.drafter)),
-    }
-
-
-def free_memory() -> None:
-    """Return unreferenced memory to the device."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
 
 COLD_BYTES = {"cuda": 256 << 20, "cpu": 16 << 20}  # bytes read by all layers: more than a cache holds
 MOST_LAYERS = 64

@@ -1,7 +1,7 @@
 """Time every candidate tile of the experts' kernels on this GPU, for ``specgen/ops/measured_choices.toml``.
 
-    python scripts/tune_experts.py [--shapes gpt-oss-20b] [--rows 1,5]
-    python scripts/tune_experts.py --shapes qwen3-30b-a3b-fp8,qwen3-30b-a3b-fp8-dynamic
+    python scripts/bench/tune_experts.py [--shapes gpt-oss-20b] [--rows 1,5]
+    python scripts/bench/tune_experts.py --shapes qwen3-30b-a3b-fp8,qwen3-30b-a3b-fp8-dynamic
 
 Prints for each shape and number of rows the fastest tiles of both GEMMs, as (block_out, block_in, stages, warps),
 for each number of rows of a block, and what the pass takes with the best of them.
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.experts import SHAPES, ExpertShape, Routes, expert_bytes, touched
+from experts import SHAPES, ExpertShape, Routes, expert_bytes, touched
+from layer_timing import num_layers, time_layers
 
 from specgen.experiments.bound import copy_bandwidth
-from specgen.experiments.timing import num_layers, time_layers
 from specgen.ops.expert_kernels import LoadedExperts, down, find_blocks, gate_up
 from specgen.ops.measured_choices import ExpertTile, ExpertTiles
 
