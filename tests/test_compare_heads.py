@@ -21,7 +21,7 @@ from specgen.config.bundled import data_directory, heads
 from specgen.engine import loading
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.experiments import heads_job
-from specgen.experiments.head_figures import Comparison, as_directory, compare_runs, read_runs, short_names
+from specgen.experiments.head_figures import Comparison, as_directory, compare_runs, short_names
 from specgen.experiments.heads_job import HeadsJob, HeadsRun
 from specgen.experiments.heads_page import last_words, moved_texts, page
 from specgen.experiments.heads_tables import exported, leads, notes, tables, verdicts
@@ -174,7 +174,7 @@ def test_the_mean_of_data_sets_has_an_interval(tmp_path: Path) -> None:
             [("one", "a", 0.4, 12), ("one", "b", 0.7, 12), ("two", "a", 0.3, 30), ("two", "b", 0.4, 30)]
         )
     ]
-    found = compare_runs(read_runs(runs), {})
+    found = compare_runs(runs)
     units = [
         [(sum(each), len(each)) for each in requests]
         for requests in (simulated(0.4, 0, 12), simulated(0.3, 2, 30))
@@ -391,7 +391,7 @@ def a_run(
 
 def comparison(root: Path, speeds: Speeds | None = None, **runs: Sequence[Sequence[int]]) -> Comparison:
     paths = [a_run(root / head, head, requests) for head, requests in runs.items()]
-    return compare_runs(read_runs(paths), speeds or {})
+    return compare_runs(paths, speeds or {})
 
 
 def simulated(share: float, seed: int, num: int = 30) -> list[list[int]]:
@@ -407,7 +407,7 @@ def test_a_sentence_says_who_leads_or_that_there_is_no_significant_difference(tm
     number = r"\d\.\d\d \[0\.\d\d, \d\.\d\d\] \(p < 0\.001\)"
     assert re.fullmatch(rf"mine: b leads a by {number} and c by {number}\.", sentence), sentence
     pair = found.pair("mine", "a", "c")
-    (sentence,) = verdicts(compare_runs(read_runs([tmp_path / "a", tmp_path / "c"]), {}))
+    (sentence,) = verdicts(compare_runs([tmp_path / "a", tmp_path / "c"]))
     leader, other = ("a", "c") if pair.length.paired.difference < 0 else ("c", "a")
     assert sentence.startswith(f"mine: no significant difference between {leader} and {other}, 0.")
 
@@ -419,7 +419,7 @@ def test_a_head_that_drafts_in_some_steps_is_judged_by_all(tmp_path: Path) -> No
     paths = [a_run(tmp_path / "a", "a", often), a_run(tmp_path / "b", "b", seldom)]
     reports = [json.loads((path / "report.json").read_text()) for path in paths]
     assert reports[0]["mean_acceptance_length"] < reports[1]["mean_acceptance_length"]
-    found = compare_runs(read_runs(paths), {})
+    found = compare_runs(paths)
     a, b = found.length("mine", "a"), found.length("mine", "b")
     assert a.value == reports[0]["mean_acceptance_length"]
     empty = replace(found.runs[0], report=replace(found.runs[0].report, num_empty=3))
@@ -443,7 +443,7 @@ def test_several_data_sets_have_a_sentence_of_their_own(tmp_path: Path) -> None:
             [("one", "a", 0.4), ("one", "b", 0.7), ("two", "a", 0.4), ("two", "b", 0.4)]
         )
     ]
-    first, *others = verdicts(compare_runs(read_runs(runs), {}))
+    first, *others = verdicts(compare_runs(runs))
     assert first == "In short: b leads on one; no significant difference on two."
     assert [each.partition(":")[0] for each in others] == ["one", "two"]
 
@@ -491,16 +491,16 @@ def test_options_without_effect_are_refused(tmp_path: Path, option: str) -> None
 )
 def test_unlike_runs_are_refused(tmp_path: Path, section: str, field: str, value: object, says: str) -> None:
     paths = [a_run(tmp_path / head, head, [[1, 2], [3]]) for head in "ab"]
-    read_runs(paths)
+    compare_runs(paths)
     change_manifest(paths[1], section, **{field: value})
     with pytest.raises(UserError, match=says):
-        read_runs(paths)
+        compare_runs(paths)
 
 
 def test_equal_prompts_are_one_data_set_by_any_name(tmp_path: Path) -> None:
     paths = [a_run(tmp_path / head, head, [[1, 2], [3]]) for head in "ab"]
     change_manifest(paths[1], "data", dataset="/elsewhere/mine.jsonl", num_prompts=2)
-    assert read_runs(paths).data == ("mine",)
+    assert compare_runs(paths).data == ("mine",)
 
 
 def test_other_settings_are_named(tmp_path: Path) -> None:
@@ -540,13 +540,13 @@ def test_runs_that_have_not_finished_or_drafted_are_refused(tmp_path: Path) -> N
     (paths[1] / "status.json").write_text(json.dumps({"state": "interrupted", "total": 9}))
     (paths[1] / "passes.jsonl").touch()
     with pytest.raises(UserError, match=r"/b: This run is not finished .* same command resumes it"):
-        read_runs(paths)
+        compare_runs(paths)
     for changes, says in (
         ({"num_spec_tokens": 0}, "is plain decoding"),
         ({"spec_length": "auto"}, "chose K at every step"),
     ):
         with pytest.raises(UserError, match=says):
-            read_runs([change_manifest(a_run(tmp_path / says, "c", [[1], [2]]), "engine", **changes)])
+            compare_runs([change_manifest(a_run(tmp_path / says, "c", [[1], [2]]), "engine", **changes)])
 
 
 def test_a_drafter_that_never_drafted_costs_the_others_nothing(tmp_path: Path) -> None:
@@ -863,7 +863,7 @@ def test_a_caption_has_no_path_and_no_machine(tmp_path: Path) -> None:
         ("latex", "% attention sdpa; batch at most 32"),
         ("md", "<!-- attention sdpa; batch"),
     ):
-        text = exported(compare_runs(read_runs([path]), {}), name)
+        text = exported(compare_runs([path]), name)
         assert "model org/target; sampling greedy." in text
         assert "/home" not in text
         assert text.count("sdpa") == text.count(comment) == 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specgen.experiments.head_figures import compare_runs, read_runs
+from specgen.experiments.head_figures import compare_runs
 from specgen.experiments.heads_page import page as compare_page
 from specgen.experiments.output import BenchTable
 from specgen.experiments.rounds import PLAIN
@@ -62,7 +62,7 @@ def of_a_comparison(root: Path) -> str:
             paths.append(path)
     rounds = [{PLAIN: 1000.0, **dict.fromkeys(HEADS, 1234.5 * turn)} for turn in (1, 2, 3)]
     speeds = {"mt-bench": rounds_of(rounds)}
-    return compare_page(compare_runs(read_runs(paths), speeds), {}, root)
+    return compare_page(compare_runs(paths, speeds), {}, root)
 
 
 def of_a_tune() -> str:

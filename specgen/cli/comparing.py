@@ -166,7 +166,7 @@ def _require_measured(
 def _run(job: "HeadsJob", output: Path | None, config: str, quiet: bool) -> "Comparison":
     """Run or resume ``job``; if it ends early, say so and exit."""
     from specgen.config.errors import DeviceLost
-    from specgen.experiments.head_figures import PLAN, compare_runs
+    from specgen.experiments.head_figures import PLAN
     from specgen.experiments.heads_job import HeadsRun
     from specgen.experiments.heads_page import write_comparison
     from specgen.record.files import write_text
@@ -179,8 +179,8 @@ def _run(job: "HeadsJob", output: Path | None, config: str, quiet: bool) -> "Com
         try:
             run = HeadsRun(job, path, partial(progress, quiet), interrupt, turns(quiet))
             write_text(path / "config.yaml", config)
-            runs = run.generate()
-            found = compare_runs(runs, run.measure(runs))
+            found = run.generate()
+            found = replace(found, speeds=run.measure(found))
         except DeviceLost as lost:
             print(f"specgen: {lost}; {kept()}", file=sys.stderr)
             raise typer.Exit(1) from None
@@ -190,11 +190,11 @@ def _run(job: "HeadsJob", output: Path | None, config: str, quiet: bool) -> "Com
 
 def read_comparison(directories: "Sequence[Path]") -> "Comparison":
     """The comparison of finished runs, and the speeds of a comparison's directory."""
-    from specgen.experiments.head_figures import compare_runs, read_runs, read_speeds, run_directories
+    from specgen.experiments.head_figures import compare_runs, read_speeds, run_directories
 
     runs = [run for directory in directories for run in run_directories(directory)]
     speeds = read_speeds(directories[0]) if len(directories) == 1 else {}
-    return compare_runs(read_runs(runs), speeds)
+    return compare_runs(runs, speeds)
 
 
 def print_comparison(

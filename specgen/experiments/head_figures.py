@@ -1,9 +1,10 @@
 """The figures of a comparison: lengths by data set and head, paired differences of every two heads, speeds."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations, count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from specgen.config import require
@@ -17,7 +18,7 @@ from specgen.report.display import from_here
 from specgen.report.folder import COMPARISON
 from specgen.report.intervals import Estimate, PairedRatio
 from specgen.report.origin import unlike_settings
-from specgen.report.paired_requests import Pair, PairedFigure, corrected, corrected_by_kind, pair_up
+from specgen.report.paired_requests import Pair, PairedFigure, SharedRequests, compared, corrected, pair_up
 from specgen.report.references import Reference, RunComparison, compare_run, without_suffix
 from specgen.report.report import Report, load_so_far
 
@@ -56,56 +57,7 @@ class HeadRun:
         return str(self.manifest["engine"]["drafter"])
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeadRuns:
-    """Runs that differ in data set and head alone, and by field the other settings in which they are unlike."""
-
-    runs: tuple[HeadRun, ...]
-    unlike: Mapping[str, tuple[Any, ...]]  # of each run
-
-    @property
-    def heads(self) -> tuple[str, ...]:
-        """In the order of the runs."""
-        return tuple(dict.fromkeys(run.head for run in self.runs))
-
-    @property
-    def data(self) -> tuple[str, ...]:
-        """The data sets in the order of the runs."""
-        return tuple(dict.fromkeys(run.data for run in self.runs))
-
-    def on(self, data: str) -> list[HeadRun]:
-        """The runs on ``data``."""
-        return [run for run in self.runs if run.data == data]
-
-    def in_order(self) -> list[HeadRun]:
-        """The runs by data set, those of one in the order of ``heads``."""
-        data, heads = self.data, self.heads
-        return sorted(self.runs, key=lambda run: (data.index(run.data), heads.index(run.head)))
-
-
-def read_runs(directories: Sequence[Path]) -> HeadRuns:
-    """The runs in ``directories``; ``UserError`` names what keeps them from being compared."""
-    read = [(directory, *_read(directory)) for directory in directories]
-    manifests = [manifest for _, _, manifest in read]
-    unlike = unlike_settings(manifests)
-    _refuse_unlike(directories, {name: found for name, found in unlike.items() if name.startswith(_DECISIVE)})
-    heads = _heads(manifests)
-    sources = _sources(manifests)
-    sets = short_names(sources)
-    runs = tuple(
-        HeadRun(directory=directory, head=head, data=sets[source], report=report, manifest=manifest)
-        for (directory, report, manifest), head, source in zip(read, heads, sources, strict=True)
-    )
-    _check_data(runs)
-    named = {
-        name: each
-        for name, each in unlike.items()
-        if name not in _HEADS_OWN and not name.startswith(("data.", *_DECISIVE))
-    }
-    return HeadRuns(runs=runs, unlike=named)
-
-
-def published(runs: HeadRuns, reference: Reference) -> list[RunComparison]:
+def published(runs: "Comparison", reference: Reference) -> list[RunComparison]:
     """Every run beside the figures of ``reference``; ``UserError`` where nothing was measured as one of them was."""
     return [
         compare_run(run.directory, run.report, run.manifest, reference, {"data": run.data, "head": run.head})
@@ -245,19 +197,17 @@ _LEVEL = 0.05  # of p after Holm's correction, below which a difference is signi
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadPair:
+class HeadPair(SharedRequests):
     """One head against another on the requests of a data set that both have answered.
 
-    The p of ``length`` are corrected by Holm's method over all data sets and pairs of a comparison; so are those of
-    ``positions`` and those of ``categories``, each kind among itself.
+    The p of the lengths are corrected by Holm's method over all data sets and pairs of a comparison; so are those of
+    positions and those of ``categories``, each kind among itself.
     """
 
     data: str
     ours: str
     first: str  # the head that is named first
     requests: Pair
-    length: PairedFigure | None  # None without a request that has steps of both
-    positions: Sequence[PairedFigure]  # [K]
     categories: Mapping[str, PairedFigure]  # by category; empty where there is one
 
     def to_json(self) -> dict[str, Any]:
@@ -265,23 +215,43 @@ class HeadPair:
             "data": self.data,
             "head": self.ours,
             "against": self.first,
-            "num_requests": len(self.requests),
-            "num_identical": self.requests.num_identical,
-            "figures": [each.to_json() for each in (self.length, *self.positions) if each is not None],
+            **super().to_json(),
             "categories": {name: each.to_json() for name, each in self.categories.items()},
         }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison(HeadRuns):
-    """Heads on data sets; ``pairs`` has every two heads of every data set.
+class Comparison:
+    """Runs that differ in data set and head alone, and what sets them apart.
 
-    ``acceptance`` is by data set and head, then by category, where there are several; that of all is under None.
+    ``unlike`` has the other settings in which they differ, by field. ``acceptance`` is by data set and head, then by
+    category, where there are several; that of all is under None. ``pairs`` has every two heads of every data set.
     """
 
+    runs: tuple[HeadRun, ...]
+    unlike: Mapping[str, tuple[Any, ...]]
     acceptance: Mapping[tuple[str, str], Mapping[str | None, Acceptance]]
     pairs: tuple[HeadPair, ...]
-    speeds: Speeds
+    speeds: Speeds = field(default_factory=dict)
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """In the order of the runs."""
+        return tuple(dict.fromkeys(run.head for run in self.runs))
+
+    @property
+    def data(self) -> tuple[str, ...]:
+        """The data sets in the order of the runs."""
+        return tuple(dict.fromkeys(run.data for run in self.runs))
+
+    def on(self, data: str) -> list[HeadRun]:
+        """The runs on ``data``."""
+        return [run for run in self.runs if run.data == data]
+
+    def in_order(self) -> list[HeadRun]:
+        """The runs by data set, those of one in the order of ``heads``."""
+        data, heads = self.data, self.heads
+        return sorted(self.runs, key=lambda run: (data.index(run.data), heads.index(run.head)))
 
     def of(self, data: str | None, head: str, category: str | None = None) -> Acceptance | None:
         """The acceptance of ``head`` on ``data``, if it has run there."""
@@ -342,40 +312,50 @@ def is_significant(figure: PairedFigure | None) -> bool:
     return figure is not None and figure.p is not None and figure.p < _LEVEL
 
 
-def compare_runs(runs: HeadRuns, speeds: Speeds) -> Comparison:
-    """Pair the requests of every two heads, data set by data set."""
-    read = {
-        (run.data, run.head): columns.read(run.directory, run.report.num_spec_tokens) for run in runs.runs
-    }
-    found = [
-        (data, ours, first, pair_up(read[data, ours], read[data, first]))
-        for data in runs.data
-        for first, ours in combinations([head for head in runs.heads if (data, head) in read], 2)
-    ]
-    paired = corrected_by_kind([requests for *_, requests in found])
-    categories = corrected(  # of those that a table shows
-        [list(_categories(requests)) if first == runs.heads[0] else [] for *_, first, requests in found]
+def compare_runs(directories: Sequence[Path], speeds: Speeds = MappingProxyType({})) -> Comparison:
+    """The comparison of the runs in ``directories``; ``UserError`` names what keeps them from being compared."""
+    read = [(directory, *_read(directory)) for directory in directories]
+    manifests = [manifest for _, _, manifest in read]
+    unlike = unlike_settings(manifests)
+    _refuse_unlike(directories, {name: found for name, found in unlike.items() if name.startswith(_DECISIVE)})
+    heads, sources = _heads(manifests), _sources(manifests)
+    sets = short_names(sources)
+    runs = tuple(
+        HeadRun(directory=directory, head=head, data=sets[source], report=report, manifest=manifest)
+        for (directory, report, manifest), head, source in zip(read, heads, sources, strict=True)
     )
+    _check_data(runs)
+    rows = {(run.data, run.head): columns.read(run.directory, run.report.num_spec_tokens) for run in runs}
     return Comparison(
-        runs=runs.runs,
-        unlike=runs.unlike,
-        acceptance={names: _by_category(run) for names, run in read.items()},
-        pairs=tuple(
-            HeadPair(
-                data=data,
-                ours=ours,
-                first=first,
-                requests=requests,
-                length=next(iter(of_pair), None),
-                positions=of_pair[1:],
-                categories={each.figure: each for each in by_category},
-            )
-            for (data, ours, first, requests), of_pair, by_category in zip(
-                found, paired, categories, strict=True
-            )
-        ),
+        runs=runs,
+        unlike={
+            name: each
+            for name, each in unlike.items()
+            if name not in _HEADS_OWN and not name.startswith(("data.", *_DECISIVE))
+        },
+        acceptance={names: _by_category(run) for names, run in rows.items()},
+        pairs=tuple(_pairs(rows)),
         speeds=speeds,
     )
+
+
+def _pairs(rows: Mapping[tuple[str, str], Run]) -> Iterator[HeadPair]:
+    """Every two heads of each data set, whose ``rows`` are by data set and head."""
+    heads = list(dict.fromkeys(head for _, head in rows))
+    found = [
+        (data, ours, first, pair_up(rows[data, ours], rows[data, first]))
+        for data in dict.fromkeys(data for data, _ in rows)
+        for first, ours in combinations([head for head in heads if (data, head) in rows], 2)
+    ]
+    categories = corrected(  # of those that a table shows
+        [list(_categories(requests)) if first == heads[0] else [] for *_, first, requests in found]
+    )
+    shared = compared([requests for *_, requests in found])
+    for (data, ours, first, requests), whole, each in zip(found, shared, categories, strict=True):
+        by_category = {figure.figure: figure for figure in each}
+        yield HeadPair(
+            data=data, ours=ours, first=first, requests=requests, categories=by_category, **vars(whole)
+        )
 
 
 def _by_category(run: Run) -> dict[str | None, Acceptance]:

@@ -17,7 +17,7 @@ from specgen.engine.build import room_for_turns
 from specgen.engine.choices import choose_device, resolve
 from specgen.engine.generation_config import generation_config
 from specgen.engine.loading import Models, OneTarget, load_chat_tokenizer, open_checkpoints
-from specgen.experiments.head_figures import PLAN, ROUNDS, HeadRuns, as_directory, read_runs, short_names
+from specgen.experiments.head_figures import PLAN, ROUNDS, Comparison, as_directory, compare_runs, short_names
 from specgen.experiments.plans import Plan, all_together
 from specgen.experiments.rounds import LEAST_ROUNDS, PLAIN, Rounds, Speeds, rounds_under
 from specgen.experiments.turns import Turn, Turns, Watch, nobody
@@ -142,7 +142,7 @@ class HeadsRun:
         earlier = load_json(path / PLAN, _REMEDY) if (path / PLAN).exists() else {}
         self._write_plan(earlier.get("under", {}))  # before the first run, as it makes the directory ours
 
-    def generate(self) -> HeadRuns:
+    def generate(self) -> Comparison:
         """Every head on every data set; one after another, as by `specgen generate`."""
         pairs = [(data, head) for data in self._job.sources for head in self._job.heads]
         for done, (data, head) in enumerate(pairs):
@@ -151,7 +151,7 @@ class HeadsRun:
             name = f"{head} on {data} ({done + 1} of {len(pairs)})"
             output = directory_of(self._path, data, head)
             run(self._one(data, head), output, self._progress(name), self._until, self._target)
-        return read_runs([directory_of(self._path, data, head) for data, head in pairs])
+        return compare_runs([directory_of(self._path, data, head) for data, head in pairs])
 
     def _one(self, data: str, head: str) -> Job:
         """The run of ``head``, with the date in its prompts that the first head's have."""
@@ -168,15 +168,15 @@ class HeadsRun:
         dated = kwargs if PINNED_DATE in kwargs else job.engine.chat_template_kwargs
         return replace(job, engine=replace(job.engine, chat_template_kwargs=dated))
 
-    def measure(self, runs: HeadRuns) -> Speeds:
+    def measure(self, found: Comparison) -> Speeds:
         """The rounds of speeds that are missing, data set by data set; the plan is written before."""
-        under = {data: self._conditions(runs, data) for data in runs.data}
+        under = {data: self._conditions(found, data) for data in found.data}
         self._write_plan(under)
         with closing(RowFile(self._path / ROUNDS)) as file:
             speeds = rounds_under(file.values(), under, file)
             for data, rounds in speeds.items():
                 if rounds.incomplete([PLAIN, *self._job.heads], self._job.repeats):
-                    self._take_turns(data, self._plans(runs, data), rounds)
+                    self._take_turns(data, self._plans(found, data), rounds)
         return speeds
 
     def _take_turns(self, data: str, plans: Sequence[Plan], rounds: Rounds) -> None:
@@ -192,9 +192,9 @@ class HeadsRun:
         for _ in turns.run(plans, most=self._job.repeats, plain=PLAIN):
             pass
 
-    def _plans(self, runs: HeadRuns, data: str) -> list[Plan]:
+    def _plans(self, found: Comparison, data: str) -> list[Plan]:
         """Every arm, each asked the same; no prefix cache, which the second round would find filled."""
-        requests = tuple(self._requests(runs, data, self._job.sources[data]))
+        requests = tuple(self._requests(found, data, self._job.sources[data]))
         plans: list[Plan] = []
         for name, config in self._arms(data).items():
             checkpoints = open_checkpoints(config)
@@ -204,13 +204,13 @@ class HeadsRun:
             plans.append(Plan.of(arm, resolved, models, requests))
         return all_together(plans, room_for_turns(plans[0].config, models))
 
-    def _requests(self, runs: HeadRuns, data: str, source: DataSource) -> Iterator[Request]:
+    def _requests(self, found: Comparison, data: str, source: DataSource) -> Iterator[Request]:
         """Every turn that all heads' runs answered, with the first one's answers as the context of the turns behind.
 
         So every arm is asked the same, all at once, and nothing is left to tokenize where it is timed.
         """
-        every = [Rows(run.directory / "completions.jsonl") for run in runs.on(data)]
-        config = self._one(data, runs.on(data)[0].head).engine
+        every = [Rows(run.directory / "completions.jsonl") for run in found.on(data)]
+        config = self._one(data, found.on(data)[0].head).engine
         tokenizer = load_chat_tokenizer(config, open_checkpoints(config))
         for prompt in source.open():
             if isinstance(prompt, Rejected):
@@ -239,13 +239,13 @@ class HeadsRun:
         heads = {head: self._one(data, head).engine for head in self._job.heads}
         return {PLAIN: next(iter(heads.values())).plain(), **heads}
 
-    def _conditions(self, runs: HeadRuns, data: str) -> str:
+    def _conditions(self, found: Comparison, data: str) -> str:
         """A digest of what speeds on ``data`` depend on; weights and prompts by content, wherever they are."""
         configs = {
             name: resolve(config, open_checkpoints(config)) for name, config in self._arms(data).items()
         }
         machine = now(next(iter(configs.values())).device)
-        found = [
+        conditions = [
             {
                 name: {key: each for key, each in config.to_json().items() if key not in ("model", "drafter")}
                 for name, config in configs.items()
@@ -256,12 +256,12 @@ class HeadsRun:
                     run.manifest["sampling"],
                     [run.manifest["data"][name] for name in ("sha256", "shard")],
                 ]
-                for run in runs.on(data)
+                for run in found.on(data)
             ],
             {name: value for name, value in machine.items() if name not in OF_THE_MOMENT},
             _METHOD,
         ]
-        return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()[:16]
 
     def _write_plan(self, under: Mapping[str, str]) -> None:
         directories = [

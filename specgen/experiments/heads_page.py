@@ -12,18 +12,7 @@ import numpy as np
 
 from specgen.config.json_fields import load_json
 from specgen.experiments.head_figures import PLAN, Comparison, HeadPair
-from specgen.experiments.heads_tables import (
-    categories_table,
-    disturbances,
-    lengths_table,
-    notes,
-    pairs_table,
-    positions_table,
-    settings,
-    speeds_table,
-    terms,
-    verdicts,
-)
+from specgen.experiments.heads_tables import notes, settings, tables, terms, verdicts
 from specgen.record.files import Rows, write_json, write_text
 from specgen.record.record_rows import RequestRow
 from specgen.report.charts import Lines, Point, lengths
@@ -59,7 +48,7 @@ def page(found: Comparison, record: dict[str, Any], path: Path, texts: TextList 
     return Page(
         title=_title(found),
         settings=settings(found),
-        sentence="\n".join([*verdicts(found), *disturbances(found)[0]]),
+        sentence="\n".join(verdicts(found)),
         tables=[*_tables(found), _runs_table(found, path)],
         notes=dict(terms(found)),
         findings=list(notes(found)),
@@ -77,24 +66,22 @@ def _title(found: Comparison) -> str:
 
 
 def _tables(found: Comparison) -> Iterator[Table]:
-    yield replace(lengths_table(found), lines=_lengths(found))
+    lengths, positions, *others = tables(found)
+    yield replace(lengths, lines=_lengths(found))
     for data in found.data:
-        yield _of_data(positions_table(found), data, _curves(found, data))
-        if found.pairs:
-            yield _of_data(pairs_table(found), data)
-        yield _of_data(categories_table(found), data)
-        yield _of_data(speeds_table(found), data)
+        yield _of_data(replace(positions, lines=_curves(found, data)), data)
+        yield from (_of_data(table, data) for table in others)
 
 
-def _of_data(table: Table, data: str, lines: Lines | None = None) -> Table:
-    """The rows of one data set, with their own chart."""
+def _of_data(table: Table, data: str) -> Table:
+    """The rows of one data set; without rows there is no chart either."""
     rows = tuple(row for row in table.rows if row["data"] == data)
     return replace(
         table,
         title=f"{data}: {table.title[0].lower()}{table.title[1:]}",
         columns=table.columns[1:],
         rows=rows,
-        lines=lines if rows else None,
+        lines=table.lines if rows else None,
     )
 
 

@@ -73,7 +73,7 @@ def of_heads(found: Comparison) -> Iterator[Part]:
     yield "\n".join(f"{head}  {from_here(paths[head])}" for head in found.heads)
     yield "\n".join(notes(found))
     yield from tables(found)
-    yield "\n".join([*verdicts(found), *disturbances(found)[0]])
+    yield "\n".join(verdicts(found))
     yield definitions(terms(found))
 
 
@@ -108,10 +108,10 @@ def notes(found: Comparison) -> Iterator[str]:
             yield f"{run.head} on {run.data}: {failed}: see its errors.jsonl."
         if number := run.report.num_empty:
             yield f"{run.head} on {run.data}: {empty_texts(number, run.report.num_requests)}"
-    yield from disturbances(found)[1]
+    yield from _disturbances(found)[1]
 
 
-def disturbances(found: Comparison) -> tuple[list[str], list[str]]:
+def _disturbances(found: Comparison) -> tuple[list[str], list[str]]:
     """Of the rounds of speeds: that the machine was busy, and what else."""
     each = [
         (data, disturbed(rounds.measured((PLAIN, *found.heads)))) for data, rounds in found.speeds.items()
@@ -131,15 +131,15 @@ def terms(found: Comparison) -> list[tuple[str, str]]:
 
 def tables(found: Comparison) -> Iterator[Table]:
     """Lengths, acceptance by position, paired differences, categories, speeds."""
-    yield lengths_table(found)
-    yield positions_table(found)
+    yield _lengths_table(found)
+    yield _positions_table(found)
     if found.pairs:
-        yield pairs_table(found)
-    yield categories_table(found)
-    yield speeds_table(found)
+        yield _pairs_table(found)
+    yield _categories_table(found)
+    yield _speeds_table(found)
 
 
-def lengths_table(found: Comparison) -> Table:
+def _lengths_table(found: Comparison) -> Table:
     """Mean acceptance length: a row for each data set, a column for each head."""
     groups: list[tuple[Row, Callable[[str], Estimate | None]]] = []
     for data in found.data:
@@ -159,7 +159,7 @@ def lengths_table(found: Comparison) -> Table:
     )
 
 
-def positions_table(found: Comparison) -> Table:
+def _positions_table(found: Comparison) -> Table:
     """Joint acceptance: a row for each data set and head, a column for each draft position."""
     groups = [
         (
@@ -182,7 +182,7 @@ def positions_table(found: Comparison) -> Table:
     )
 
 
-def pairs_table(found: Comparison) -> Table:
+def _pairs_table(found: Comparison) -> Table:
     """Paired differences: a row for each data set and two heads."""
 
     def at(position: int) -> Figure:
@@ -191,13 +191,13 @@ def pairs_table(found: Comparison) -> Table:
     return Grid(
         groups=[({"data": pair.data, "heads": f"{pair.ours} - {pair.first}"}, pair) for pair in found.pairs],
         figures=[
-            Figure(name="requests", tables="", of=lambda pair: len(pair.requests)),
+            Figure(name="requests", tables="", of=lambda pair: pair.num_requests),
             Figure(
                 name="identical",
                 title="same texts",
                 tables="",
                 # without a step nothing was verified
-                of=lambda pair: pair.requests.num_identical if pair.length else None,
+                of=lambda pair: pair.num_identical if pair.length else None,
             ),
             *_paired(lambda pair: pair.length),
             *(at(i) for i in range(max(len(pair.positions) for pair in found.pairs))),
@@ -227,7 +227,7 @@ def _paired(
     )
 
 
-def categories_table(found: Comparison) -> Table:
+def _categories_table(found: Comparison) -> Table:
     """Lengths by category, and how each head differs from the first."""
     first, *others = found.heads
     groups = [
@@ -258,7 +258,7 @@ def categories_table(found: Comparison) -> Table:
     )
 
 
-def speeds_table(found: Comparison) -> Table:
+def _speeds_table(found: Comparison) -> Table:
     """Output tokens per second, and ratios within a round: to plain decoding and to the first head."""
     first = found.heads[0]
     groups = [
@@ -326,7 +326,10 @@ def _margins(found: Comparison, data: str) -> dict[str, tuple[str, bool]]:
 
 
 def verdicts(found: Comparison) -> Iterator[str]:
-    """A sentence on all data sets where there are several, then one for each; none for a single head."""
+    """A sentence on all data sets where there are several, then one for each; none for a single head.
+
+    Last, if the machine was busy while speeds were measured, that.
+    """
     compared = [data for data in found.data if len(found.on(data)) > 1]
     if len(compared) > 1:
         clear: dict[str, list[str]] = {}
@@ -350,6 +353,7 @@ def verdicts(found: Comparison) -> Iterator[str]:
         if others:
             parts.append(f"no significant difference between {'it' if above else first} and {_and(others)}")
         yield f"{data}: {'; '.join(parts)}."
+    yield from _disturbances(found)[0]
 
 
 def _and(parts: Sequence[str]) -> str:
@@ -366,7 +370,7 @@ def exported(found: Comparison, name: ExportName) -> str:
         return _csv(found)
     papers = [
         _paper(name, table, f"{table.title}: {table.note}." if table.title else _note(found))
-        for table in (_heads_table(found), positions_table(found), categories_table(found))
+        for table in (_heads_table(found), _positions_table(found), _categories_table(found))
         if table.rows
     ]
     start, end = ("% ", "") if name == "latex" else ("<!-- ", " -->")
@@ -388,7 +392,7 @@ def _note(found: Comparison) -> str:
         "Mean acceptance length over all steps, with 95 % intervals over conversations; "
         f"{'mean: of the data sets, each with the same weight; ' if len(found.data) > 1 else ''}{speed}"
         "bold: leads every other head, paired by request, p < 0.05 after Holm. "
-        f"{' '.join((f'{_said(found, in_caption=True)}.', *notes(found), *disturbances(found)[0]))}"
+        f"{' '.join((f'{_said(found, in_caption=True)}.', *notes(found), *_disturbances(found)[0]))}"
     )
 
 

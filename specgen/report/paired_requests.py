@@ -5,7 +5,7 @@ that begin with the same prompt are one.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ Figures = Sequence[tuple[str, PairedRatio]]  # by name
 
 @dataclass(frozen=True, kw_only=True)
 class PairedFigure:
-    """One figure of the shared requests; ``p`` is corrected by Holm's method, see ``corrected_by_kind``."""
+    """One figure of the shared requests; ``p`` is corrected by Holm's method, see ``compared``."""
 
     figure: str
     ours: float
@@ -58,12 +58,26 @@ class SharedRequests:
     figures: tuple[PairedFigure, ...]
 
     @property
+    def length(self) -> PairedFigure | None:
+        """None without a request that has steps in both runs."""
+        return next(iter(self.figures), None)
+
+    @property
+    def positions(self) -> Sequence[PairedFigure]:
+        """Acceptance by position, ``[K]``."""
+        return self.figures[1:]
+
+    @property
     def same_acceptance(self) -> bool:
         """Whether no request differs in any figure."""
         return all(each.paired.difference == 0 and each.paired.interval is None for each in self.figures)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"figures": [each.to_json() for each in self.figures]}
+        return {
+            "num_requests": self.num_requests,
+            "num_identical": self.num_identical,
+            "figures": [each.to_json() for each in self.figures],
+        }
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -133,10 +147,20 @@ def pair_up(ours: Run, first: Run) -> Pair:
 
 def shared_requests(runs: Sequence[Run]) -> tuple[SharedRequests, ...]:
     """The requests of each run but the first that the first has too."""
-    pairs = [pair_up(run, runs[0]) for run in runs[1:]]
+    return compared([pair_up(run, runs[0]) for run in runs[1:]])
+
+
+def compared(pairs: Sequence[Pair]) -> tuple[SharedRequests, ...]:
+    """The figures of each pair: the length, then acceptance by position.
+
+    Lengths are one family of tests over all ``pairs`` and positions another, in `report` as in `compare`: how many
+    positions there are changes nothing in what is said of a length.
+    """
+    figures = [list(pair.figures()) for pair in pairs]
+    lengths, positions = (corrected([each[part] for each in figures]) for part in (slice(1), slice(1, None)))
     return tuple(
-        SharedRequests(num_requests=len(pair), num_identical=pair.num_identical, figures=figures)
-        for pair, figures in zip(pairs, corrected_by_kind(pairs), strict=True)
+        SharedRequests(num_requests=len(pair), num_identical=pair.num_identical, figures=first + others)
+        for pair, first, others in zip(pairs, lengths, positions, strict=True)
     )
 
 
@@ -144,17 +168,6 @@ def corrected(families: Sequence[Figures]) -> list[tuple[PairedFigure, ...]]:
     """``families`` with their p corrected by Holm's method over all figures of all of them."""
     tests = iter(holm([paired.p for figures in families for _, paired in figures]))
     return [tuple(_figure(name, paired, next(tests)) for name, paired in figures) for figures in families]
-
-
-def corrected_by_kind(pairs: Sequence[Pair]) -> list[tuple[PairedFigure, ...]]:
-    """Of each pair the mean acceptance length, then acceptance by position.
-
-    Lengths are one family of tests over all ``pairs`` and positions another, in `report` as in `compare`: how many
-    positions there are changes nothing in what is said of a length.
-    """
-    figures = [list(pair.figures()) for pair in pairs]
-    kinds = (corrected([each[part] for each in figures]) for part in (slice(1), slice(1, None)))
-    return [length + positions for length, positions in zip(*kinds, strict=True)]
 
 
 def _figure(name: str, paired: PairedRatio, p: float | None) -> PairedFigure:
