@@ -33,7 +33,7 @@ from specgen.models.model_config import Seen
 from specgen.record import provenance
 from specgen.record.record_rows import EngineRow, OutOfMemory, PassRow
 from specgen.report import display
-from specgen.report.charts import STYLES, Lines, Point, quarters, svg
+from specgen.report.charts import STYLES, Lines, Point, svg, ticks_to
 from specgen.report.table import Column
 from specgen.report.terminal import render
 from tests.engines import config_of, load_pair, loaded
@@ -295,7 +295,7 @@ def test_a_line_has_one_style_in_all_plots() -> None:
     """Even if an earlier line has no points, as K = 0 has no speedup over itself."""
     points = [Point(name="1", number=1.0)]
     chart = Lines(
-        title="", label="", ticks=quarters(1), show=display.plain, lines={"a": [], "b": points}, named=True
+        title="", label="", ticks=ticks_to(1), show=display.plain, lines={"a": [], "b": points}, named=True
     )
     assert [group.get("class") for group in _marks(str(svg(chart)), "g")] == [STYLES[1]]
 
@@ -352,7 +352,7 @@ def _chart(lines: dict[str, list[tuple[str, float]]]) -> str:
             Lines(
                 title="title",
                 label="y over x",
-                ticks=quarters(most),
+                ticks=ticks_to(most),
                 show=display.plain,
                 lines=points,
                 named=True,

@@ -14,7 +14,7 @@ from calibrated_weights import Source, target_tensors
 
 from specgen.engine.warm_engine import Run
 from specgen.experiments.bound import ExpertSize, KVBytes, StepBytes, mean_step_bytes
-from specgen.experiments.plans import Yardstick
+from specgen.experiments.plans import Roofline
 from specgen.experiments.turns import repeat_of
 from specgen.models.model_config import Seen
 from tests.engines import config_of, load_pair, loaded
@@ -84,8 +84,8 @@ def test_the_bound_of_a_run_is_the_mean_over_its_steps() -> None:
     requests = [row for name in "ab" for row in request(name, [(1, 1)], num_prompt_tokens=7)]
     by_chance = 2 * 8 * (1 - 0.75**4) * 50
     assert mean_step_bytes(requests, [stepped], sizes) == pytest.approx(1000 + 16 * 3 + by_chance)
-    yardstick = Yardstick(sizes=sizes, bytes_per_second=1e10, flops_per_second=1e12, known=None)
-    assert "of experts as many as rows touch on average" in yardstick.conditions["bound"]
+    roofline = Roofline(sizes=sizes, bytes_per_second=1e10, flops_per_second=1e12, known=None)
+    assert "of experts as many as rows touch on average" in roofline.conditions["bound"]
 
 
 def test_tokens_behind_the_end_of_a_text_are_none_of_a_step() -> None:

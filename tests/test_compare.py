@@ -13,7 +13,7 @@ from specgen.experiments import study_comparison as comparing
 from specgen.experiments.audit import Judge
 from specgen.experiments.study_comparison import Answer, ArmRun, Generated
 from specgen.experiments.study_tables import of_comparison, page
-from specgen.report.charts import Bars, Point, quarters
+from specgen.report.charts import Bars, Point, ticks_to
 from specgen.report.display import p_value, plain
 from specgen.report.intervals import mcnemar, tango
 from specgen.report.terminal import render
@@ -440,7 +440,7 @@ def test_bars_are_as_long_as_their_numbers():
         Point(name="b", number=1.0),
         Point(name="c", number=None),
     ]
-    chart = drawn(Bars(title="Speed", ticks=quarters(4.0), show=plain, points=points))
+    chart = drawn(Bars(title="Speed", ticks=ticks_to(4.0), show=plain, points=points))
     first, second = (float(bar.get("width")) for bar in chart.iter(f"{SVG}rect"))
     start = float(next(chart.iter(f"{SVG}rect")).get("x"))
     (whisker,) = (path.get("d") for path in chart.iter(f"{SVG}path") if path.get("class") == "whisker")

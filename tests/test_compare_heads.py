@@ -25,7 +25,7 @@ from specgen.experiments.head_figures import Comparison, as_directory, compare_r
 from specgen.experiments.heads_job import HeadsJob, HeadsRun
 from specgen.experiments.heads_page import last_words, moved_texts, page
 from specgen.experiments.heads_tables import exported, leads, notes, tables, verdicts
-from specgen.experiments.rounds import BUSY, PLAIN, Repeat, Rounds, Speeds, rounds_under
+from specgen.experiments.rounds import BUSY, PLAIN, Repeat, Rounds, Speeds, rounds_by_data
 from specgen.jobs import run as run_module
 from specgen.prompts.load import DataSource
 from specgen.record import columns
@@ -612,7 +612,7 @@ def test_rounds_of_other_conditions_and_torn_lines_do_not_count(tmp_path: Path) 
 
     def speeds(under: str, *added: int) -> list[dict[str, float]]:
         file = RowFile(path)
-        (found,) = rounds_under(file.values(), {"mine": under}, file).values()
+        (found,) = rounds_by_data(file.values(), {"mine": under}, file).values()
         for speed in added:
             found.add({"a": Repeat(seconds=1.0, num_tokens=speed)})
         return found.speeds()

@@ -19,7 +19,7 @@ from specgen.engine.engine import Engine
 from specgen.experiments import plans
 from specgen.experiments import tune as tuning
 from specgen.experiments.output import BenchTable
-from specgen.experiments.tune import TuneJob, prepared, tune
+from specgen.experiments.tune import TuneJob, set_up, tune
 from specgen.experiments.workload import Workload
 from specgen.report.terminal import render
 from tests.commands import printed, refused
@@ -156,7 +156,7 @@ def test_more_repeats_of_fixed_arms_go_on_and_a_dry_run_counts_them(
 def test_fixed_arms_in_groups_have_all_repeats(pair: Path, monkeypatch) -> None:
     """What others are compared with has more."""
     job = fixed(pair, 1, 2, 3, repeats=2)
-    need = max(plan.num_bytes for plan in prepared(job).plans)
+    need = max(plan.num_bytes for plan in set_up(job).plans)
     monkeypatch.setattr(build, "_CPU_REST", 2 * 2 * need)
     install(monkeypatch, lambda config, number: 1.0 + config.draft_length.most)
     assert [row["repeats"] for row in last(job).rows] == [6, 2, 2, 2]

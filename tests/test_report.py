@@ -319,11 +319,9 @@ def test_what_one_of_the_run_and_its_baseline_has_failed_is_said():
         return fold(chain.from_iterable(request(name, [(k, k)]) for name in names), num_spec_tokens=k)
 
     ours, more, plain = of("a", 3), of("abc", 3), of("abc", 0)
-    assert ours.with_baseline(plain, [True]).unlike_work.startswith(
-        "2 requests failed in the run alone, which"
-    )
+    assert ours.with_baseline(plain, [True]).unlike_work.startswith("2 requests failed in the run alone, so")
     assert more.with_baseline(plain, [True, True]).unlike_work.startswith(
-        "1 request failed in plain decoding and 1 request failed in the run alone, which"
+        "1 request failed in plain decoding and 1 request failed in the run alone, so"
     )
     alike = more.with_baseline(plain, [True] * 3)
     assert alike.unlike_work == ""

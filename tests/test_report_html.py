@@ -11,7 +11,7 @@ import pytest
 from specgen.experiments.study_tables import _ACCURACY
 from specgen.report import display
 from specgen.report import page as page_module
-from specgen.report.charts import DRAFT_LENGTHS, STYLES, Bars, Lines, Point, lengths, quarters, styles_of, svg
+from specgen.report.charts import DRAFT_LENGTHS, STYLES, Bars, Lines, Point, lengths, styles_of, svg, ticks_to
 from specgen.report.display import percent, plain, ratio
 from specgen.report.page import Page as Content
 from specgen.report.report import Report
@@ -265,7 +265,7 @@ def test_bars_of_groups_start_at_plain_decoding():
 def test_long_names_are_cut_before_they_meet_a_number_or_the_edge():
     name, letter = "a name that goes on and on " * 4, 13 * 0.58  # of 13 px, the largest; wide letters
     bar = Point(name=name, number=1.0, interval=(0.941, 1.0))
-    chart = drawn(Bars(title="", ticks=quarters(1), show=percent, points=[bar]))
+    chart = drawn(Bars(title="", ticks=ticks_to(1), show=percent, points=[bar]))
     label, number = (text for text in chart.iter(f"{SVG}text") if text.get("class") == "value")
     room = float(number.get("x")) - float(label.get("x"))
     assert letter * (len(label.text) + 1 + len(number.text)) <= room
@@ -294,9 +294,9 @@ def test_nothing_is_drawn_outside_the_charts(num_spec_tokens):
     named = {f"K {i}": [Point(name=str(x), number=0.1 * i * x) for x in range(9)] for i in range(9)}
     charts = (
         *charts_of(report).values(),
-        Bars(title="Score", ticks=quarters(1), show=percent, points=bars),
+        Bars(title="Score", ticks=ticks_to(1), show=percent, points=bars),
         Bars(title="Length", ticks=lengths(16), show=plain, points=bars[:1]),
-        Lines(title="", label="", ticks=quarters(6.4), show=plain, lines=named, named=True),
+        Lines(title="", label="", ticks=ticks_to(6.4), show=plain, lines=named, named=True),
     )
     assert len(charts) == 7
     for chart in map(drawn, charts):
@@ -309,7 +309,7 @@ def test_nothing_is_drawn_outside_the_charts(num_spec_tokens):
 def test_every_text_of_a_page_is_escaped():
     bad = "<script>alert('x')</script>&\""
     points = [Point(name=bad, number=0.5, interval=(0.4, 0.6))]
-    lines = Lines(title=bad, label=bad, ticks=quarters(1), show=percent, lines={bad: points}, named=True)
+    lines = Lines(title=bad, label=bad, ticks=ticks_to(1), show=percent, lines={bad: points}, named=True)
     columns = (
         Column(name="a", title=bad, unit=bad),
         Column(name="b", title=bad, interval="c"),
@@ -352,7 +352,7 @@ COLOURS = [*STYLES, "ink", "soft"]
 
 
 def speedups(lines, **other):
-    chart = {"title": "Speed-up", "label": "batch", "ticks": quarters(2), "show": ratio, "named": True}
+    chart = {"title": "Speed-up", "label": "batch", "ticks": ticks_to(2), "show": ratio, "named": True}
     return Lines(**chart, lines=lines, **other)
 
 

@@ -12,7 +12,7 @@ from scipy import stats
 
 from specgen.engine.arms import Arm
 from specgen.experiments.bound import KVBytes, StepBytes
-from specgen.experiments.plans import Yardstick
+from specgen.experiments.plans import Roofline
 from specgen.experiments.rounds import Ranking, Repeat, Repeats
 from specgen.experiments.tune_table import best_line, tune_table, wall_tables
 from specgen.experiments.turns import balanced_order, digest
@@ -141,8 +141,8 @@ def test_arms_of_one_repeat_are_on_no_front(number: int, named: list[str]) -> No
     runs["plain"] = Repeats(
         each={n: replace(each, tpot=replace(SPREAD, median=4.0)) for n, each in runs["plain"].each.items()}
     )
-    yardstick = Yardstick(sizes=SIZES, bytes_per_second=1e10, flops_per_second=2e12, known=None)
-    table = tune_table(arms, {1: Ranking(plain="plain", arms=runs)}, {}, (), yardstick, None)
+    roofline = Roofline(sizes=SIZES, bytes_per_second=1e10, flops_per_second=2e12, known=None)
+    table = tune_table(arms, {1: Ranking(plain="plain", arms=runs)}, {}, (), roofline, None)
     assert [row["arm"] for row in table.more[0].rows] == named
 
 

@@ -335,7 +335,7 @@ def test_a_tune_whose_arms_all_fail_says_why(pair: Path, monkeypatch) -> None:
 def test_arms_that_do_not_fit_together_meet_the_best_in_groups(pair: Path, monkeypatch) -> None:
     install(monkeypatch, usual)
     job = job_of(pair, batches=(4,))
-    need = max(plan.num_bytes for plan in tuning.prepared(job).plans)
+    need = max(plan.num_bytes for plan in tuning.set_up(job).plans)
     monkeypatch.setattr(build, "_CPU_REST", 2 * 3 * need)
     timed = install(monkeypatch, usual)
     table = last(job)

@@ -9,7 +9,7 @@ from typing import Any
 
 from specgen.config import require
 from specgen.config.json_fields import load_json
-from specgen.experiments.rounds import PLAIN, Rounds, Speeds, rounds_under
+from specgen.experiments.rounds import PLAIN, Rounds, Speeds, rounds_by_data
 from specgen.record import columns
 from specgen.record.columns import Run
 from specgen.record.files import Rows
@@ -93,8 +93,8 @@ def read_speeds(directory: Path) -> Speeds:
         f"{directory} holds speeds of an earlier version ({_EARLIER_ROUNDS}): run its command again, which "
         "measures them anew, or give its run directories",
     )
-    under = load_json(directory / PLAN, "compare again")["under"]
-    return rounds_under(Rows(directory / ROUNDS).values(), under)
+    digests = load_json(directory / PLAN, "compare again")["under"]
+    return rounds_by_data(Rows(directory / ROUNDS).values(), digests)
 
 
 def _read(directory: Path) -> tuple[Report, Mapping[str, Any]]:

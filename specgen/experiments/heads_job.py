@@ -19,8 +19,8 @@ from specgen.engine.generation_config import generation_config
 from specgen.engine.loading import Models, OneTarget, load_chat_tokenizer, open_checkpoints
 from specgen.experiments.head_figures import PLAN, ROUNDS, Comparison, as_directory, compare_runs, short_names
 from specgen.experiments.plans import Plan, all_together
-from specgen.experiments.rounds import LEAST_ROUNDS, PLAIN, Rounds, Speeds, rounds_under
-from specgen.experiments.turns import Turn, Turns, Watch, nobody
+from specgen.experiments.rounds import LEAST_ROUNDS, PLAIN, Rounds, Speeds, rounds_by_data
+from specgen.experiments.turns import Turn, Turns, Watch, ignore
 from specgen.jobs.job import Job
 from specgen.jobs.run import run
 from specgen.prompts import Rejected, prompt_ids
@@ -133,7 +133,7 @@ class HeadsRun:
         path: Path,
         progress: Callable[[str], Progress],
         until: Callable[[], bool],
-        watch: Watch = nobody,
+        watch: Watch = ignore,
     ) -> None:
         self._job, self._path, self._progress, self._until = job, path, progress, until
         self._watch = watch
@@ -170,10 +170,10 @@ class HeadsRun:
 
     def measure(self, found: Comparison) -> Speeds:
         """The rounds of speeds that are missing, data set by data set; the plan is written before."""
-        under = {data: self._conditions(found, data) for data in found.data}
-        self._write_plan(under)
+        digests = {data: self._conditions_digest(found, data) for data in found.data}
+        self._write_plan(digests)
         with closing(RowFile(self._path / ROUNDS)) as file:
-            speeds = rounds_under(file.values(), under, file)
+            speeds = rounds_by_data(file.values(), digests, file)
             for data, rounds in speeds.items():
                 if rounds.incomplete([PLAIN, *self._job.heads], self._job.repeats):
                     self._take_turns(data, self._plans(found, data), rounds)
@@ -232,14 +232,14 @@ class HeadsRun:
     @property
     def _sampling(self) -> SamplingParams:
         plain = self._job.engine.plain()
-        said = generation_config(open_checkpoints(plain)["model"], plain.generation_config)
-        return said.over(self._job.sampling, self._job.given)
+        defaults = generation_config(open_checkpoints(plain)["model"], plain.generation_config)
+        return defaults.over(self._job.sampling, self._job.given)
 
     def _arms(self, data: str) -> dict[str, EngineConfig]:
         heads = {head: self._one(data, head).engine for head in self._job.heads}
         return {PLAIN: next(iter(heads.values())).plain(), **heads}
 
-    def _conditions(self, found: Comparison, data: str) -> str:
+    def _conditions_digest(self, found: Comparison, data: str) -> str:
         """A digest of what speeds on ``data`` depend on; weights and prompts by content, wherever they are."""
         configs = {
             name: resolve(config, open_checkpoints(config)) for name, config in self._arms(data).items()
@@ -263,9 +263,9 @@ class HeadsRun:
         ]
         return hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()[:16]
 
-    def _write_plan(self, under: Mapping[str, str]) -> None:
+    def _write_plan(self, digests: Mapping[str, str]) -> None:
         directories = [
             str(directory_of(Path(), data, head)) for data in self._job.sources for head in self._job.heads
         ]
         device = str(choose_device(self._job.engine.device))
-        write_json(self._path / PLAN, {**now(device), "runs": directories, "under": dict(under)})
+        write_json(self._path / PLAN, {**now(device), "runs": directories, "under": dict(digests)})

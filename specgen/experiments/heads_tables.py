@@ -374,8 +374,8 @@ def exported(found: Comparison, name: ExportName) -> str:
         if table.rows
     ]
     start, end = ("% ", "") if name == "latex" else ("<!-- ", " -->")
-    said = [_said(found, in_caption=False), "needs the package booktabs" * (name == "latex")]
-    return "\n\n".join([*papers, *(f"{start}{text}{end}" for text in said if text)]) + "\n"
+    comments = [_settings_text(found, in_caption=False), "needs the package booktabs" * (name == "latex")]
+    return "\n\n".join([*papers, *(f"{start}{text}{end}" for text in comments if text)]) + "\n"
 
 
 def _with_speed(found: Comparison) -> bool:
@@ -392,7 +392,7 @@ def _note(found: Comparison) -> str:
         "Mean acceptance length over all steps, with 95 % intervals over conversations; "
         f"{'mean: of the data sets, each with the same weight; ' if len(found.data) > 1 else ''}{speed}"
         "bold: leads every other head, paired by request, p < 0.05 after Holm. "
-        f"{' '.join((f'{_said(found, in_caption=True)}.', *notes(found), *_disturbances(found)[0]))}"
+        f"{' '.join((f'{_settings_text(found, in_caption=True)}.', *notes(found), *_disturbances(found)[0]))}"
     )
 
 
@@ -416,10 +416,10 @@ def _heads_table(found: Comparison) -> Table:
     return Grid(groups=groups, figures=figures).table([Column(name="head")], "")
 
 
-def _said(found: Comparison, *, in_caption: bool) -> str:
+def _settings_text(found: Comparison, *, in_caption: bool) -> str:
     """The settings that a caption has, or the machine's part of them, for a comment."""
-    said = settings(found).items()
-    return "; ".join(f"{name} {text}" for name, text in said if (name in _CAPTION) == in_caption)
+    shared = settings(found).items()
+    return "; ".join(f"{name} {text}" for name, text in shared if (name in _CAPTION) == in_caption)
 
 
 def _paper(name: ExportName, table: Table, caption: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from specgen.record.files import write_text
 from specgen.record.provenance import now
-from specgen.report.charts import Lines, Point, quarters
+from specgen.report.charts import Lines, Point, ticks_to
 from specgen.report.display import SHOWS
 from specgen.report.origin import origin
 from specgen.report.page import Page
@@ -141,7 +141,7 @@ class BenchTable(Table):
                 chart = Lines(
                     title=plot.title,
                     label=x.heading,
-                    ticks=quarters(max(*numbers, plot.reference or 0.0)),
+                    ticks=ticks_to(max(*numbers, plot.reference or 0.0)),
                     show=y.show,
                     lines=lines,
                     named=True,

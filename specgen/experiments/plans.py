@@ -88,8 +88,8 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """A bench that could begin: its pair, without weights, and its plans; ``notes`` say which have none and why."""
+class Setup:
+    """What a bench has before it begins: its pair, without weights, and plans; ``notes`` say which arms have none."""
 
     base: EngineConfig  # resolved
     workload: Workload
@@ -98,7 +98,7 @@ class Prepared:
     prompts: Prompts
     plans: list[Plan]
     notes: list[str]
-    said: GenerationConfig
+    generation_defaults: GenerationConfig
 
     def load(self) -> Models:
         """The pair with its weights; what any of the arms needs compiled is, all of it at once."""
@@ -123,7 +123,7 @@ class Prepared:
         data = {"dataset": self.workload.dataset, "data_path": str(path) if path else None}
         found = manifest(
             engine=self.base,
-            sampling=self.said.over(SamplingParams(max_tokens=self.workload.max_new_tokens)),
+            sampling=self.generation_defaults.over(SamplingParams(max_tokens=self.workload.max_new_tokens)),
             data=data | {"requests": tokens.hexdigest()},
             fingerprints={
                 role: fingerprint(each) for role, each in self.checkpoints.items() if with_fingerprints
@@ -138,7 +138,7 @@ def prepare(
     workload: Workload,
     *,
     record: Path | None = None,
-) -> Prepared:
+) -> Setup:
     """Resolve everything; ``engine`` is the configuration that arms change.
 
     ``record`` is the manifest of a bench that may go on, whose date chat templates see. ``UserError`` if no arm
@@ -149,9 +149,9 @@ def prepare(
     if record is not None:
         base = with_recorded_date(base, engine, record)
     models = outline(base, checkpoints)
-    said = generation_config(checkpoints["model"], base.generation_config)
+    generation_defaults = generation_config(checkpoints["model"], base.generation_config)
     count = max(workload.count(arm.configure(base).max_batch_size) for arm in arms)
-    prompts = make_prompts(workload, models, count, said)
+    prompts = make_prompts(workload, models, count, generation_defaults)
     if engine.synthetic_acceptance:  # an end is found by chance in such a text
         prompts = prompts.ignoring_eos()
     plans: list[Plan] = []
@@ -167,15 +167,19 @@ def prepare(
         plans.append(Plan.of(arm, config, models, requests))
     any_drafts = any(plan.config.draft_length.most for plan in plans) or not engine.synthetic_acceptance
     require(bool(plans) and any_drafts, f"no arm can run here: {notes[0] if notes else 'none is asked for'}")
-    return Prepared(
+    return Setup(
         base=base,
         workload=workload,
         checkpoints=checkpoints,
         models=models,
         prompts=prompts,
         plans=plans,
-        notes=[*(f"{FILE}: {each}" for each in [said.sentence()] if each), *prompts.notes, *notes],
-        said=said,
+        notes=[
+            *(f"{FILE}: {each}" for each in [generation_defaults.sentence()] if each),
+            *prompts.notes,
+            *notes,
+        ],
+        generation_defaults=generation_defaults,
     )
 
 
@@ -187,11 +191,11 @@ def all_together(plans: Sequence[Plan], room: int) -> list[Plan]:
     if plans[0].config.kv_memory is not None:
         return list(plans)
     if sum(plan.num_bytes for plan in plans) <= room:
-        return [fitted(plan) for plan in plans]
+        return [with_kv_size(plan) for plan in plans]
     return [replace(plan, config=replace(plan.config, kv_memory=room // len(plans))) for plan in plans]
 
 
-def fitted(plan: Plan) -> Plan:
+def with_kv_size(plan: Plan) -> Plan:
     """``plan`` with the KV cache that its requests need."""
     return replace(plan, config=replace(plan.config, kv_memory=plan.kv_bytes))
 
@@ -208,8 +212,8 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Yardstick:
-    """What every repeat is compared with: the bound of its steps, and the known text of a calibrated pair."""
+class Roofline:
+    """What repeats are compared with: the least time of a step here, and the known text of a calibrated pair."""
 
     sizes: StepBytes
     bytes_per_second: float
@@ -246,29 +250,29 @@ class Yardstick:
         return found
 
 
-def yardstick_of(ready: Prepared) -> Yardstick:
+def measure_roofline(setup: Setup) -> Roofline:
     """The bound of its steps, with bandwidth and FLOP/s measured now, before there are weights."""
-    bandwidth = copy_bandwidth(ready.base.device)
-    flops = matrix_flops(ready.base.device, ready.models.target.dtype)
+    bandwidth = copy_bandwidth(setup.base.device)
+    flops = matrix_flops(setup.base.device, setup.models.target.dtype)
     free_memory()
-    return Yardstick(
-        sizes=StepBytes.of(ready.models, target_kv_dtype(ready.base).itemsize),
+    return Roofline(
+        sizes=StepBytes.of(setup.models, target_kv_dtype(setup.base).itemsize),
         bytes_per_second=bandwidth,
         flops_per_second=flops,
-        known=None if ready.base.synthetic_acceptance else KnownText.of(ready.models),
-        synthetic_acceptance=ready.base.synthetic_acceptance,
+        known=None if setup.base.synthetic_acceptance else KnownText.of(setup.models),
+        synthetic_acceptance=setup.base.synthetic_acceptance,
         busy=busy(machine_state()),
     )
 
 
 def forecast(
-    ready: Prepared, yardstick: Yardstick, left: Mapping[str, tuple[int, int]], budget: float | None = None
+    setup: Setup, roofline: Roofline, left: Mapping[str, tuple[int, int]], budget: float | None = None
 ) -> Iterator[Part]:
     """The arms, then a few sentences; ``left`` is how many repeats, at least and at most, each has to do that goes on.
 
     ``budget`` is in seconds.
     """
-    seconds = {plan.arm.name: plain_seconds(plan, yardstick) for plan in ready.plans}
+    seconds = {plan.arm.name: plain_seconds(plan, roofline) for plan in setup.plans}
     rows = tuple(
         {
             "arm": plan.arm.name,
@@ -278,11 +282,11 @@ def forecast(
             "repeat": seconds[plan.arm.name],
             "repeats": _span(*map(str, left.get(plan.arm.name, (0, 0)))),
         }
-        for plan in ready.plans
+        for plan in setup.plans
     )
     yield Table(title="The arms", columns=_COLUMNS, rows=rows)
     yield "\n".join(
-        [*_time(seconds, left, budget, yardstick), _memory(ready), *ready.notes, "Nothing was run."]
+        [*_time(seconds, left, budget, roofline), _memory(setup), *setup.notes, "Nothing was run."]
     )
 
 
@@ -290,7 +294,7 @@ def _time(
     seconds: Mapping[str, float],
     left: Mapping[str, tuple[int, int]],
     budget: float | None,
-    yardstick: Yardstick,
+    roofline: Roofline,
 ) -> Iterator[str]:
     """How long it takes at least."""
     if not left:
@@ -300,7 +304,7 @@ def _time(
     some = f"{len(left)} arms" if len(left) == len(seconds) else f"{len(left)} of {len(seconds)} arms go on"
     yield (
         f"{some}, with a warm-up each: about {_span(*map(display.duration, ends))}, if every step took the time of a "
-        f"plain one at its bound (weights and KV cache at {yardstick.bandwidth}). Arms that are "
+        f"plain one at its bound (weights and KV cache at {roofline.bandwidth}). Arms that are "
         "slower take longer, as do prompts, loading, compilation and CUDA graphs, which come on top."
     )
     if budget is not None:
@@ -314,27 +318,27 @@ def _span(low: str, high: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def plain_seconds(plan: Plan, yardstick: Yardstick) -> float:
+def plain_seconds(plan: Plan, roofline: Roofline) -> float:
     """The bound of plain decoding of a plan's requests: each step at the mean context, the batch always full."""
     batch = min(plan.config.max_batch_size, len(plan.requests))
     lengths = [request.sampling.max_tokens for request in plan.requests]
     context = fmean(
         len(request.prompt_token_ids) + request.sampling.max_tokens / 2 for request in plan.requests
     )
-    return sum(lengths) / batch * yardstick.sizes.step(0, batch, context) / yardstick.bytes_per_second
+    return sum(lengths) / batch * roofline.sizes.step(0, batch, context) / roofline.bytes_per_second
 
 
-def _memory(ready: Prepared) -> str:
+def _memory(setup: Setup) -> str:
     """Weights as stored, the largest engine, and what the device has."""
-    models = ready.models
+    models = setup.models
     configs = {
         "model": models.target.config,
         **({} if models.head is None else {"drafter": models.head.config}),
     }
-    weights = sum(Weights.of(ready.checkpoints[role], config).num_bytes for role, config in configs.items())
-    largest = max(plan.num_bytes for plan in ready.plans)
+    weights = sum(Weights.of(setup.checkpoints[role], config).num_bytes for role, config in configs.items())
+    largest = max(plan.num_bytes for plan in setup.plans)
     found = f"Weights take {weights / _GB:.2f} GB as stored, the largest engine beside them {largest / _GB:.2f} GB"
-    if ready.base.device == "cpu":
+    if setup.base.device == "cpu":
         return f"{found}."
-    free, total = torch.cuda.mem_get_info(ready.base.device)
+    free, total = torch.cuda.mem_get_info(setup.base.device)
     return f"{found}; {free / _GB:.1f} of {total / _GB:.1f} GB of the GPU are free."

@@ -236,17 +236,17 @@ class Rounds:
 
     A round is kept when all its arms have had their turn: ratios are of one round, and a stop in the middle of it
     would put hours between its repeats. Of a file that holds rounds of several workloads or conditions, these are
-    those ``under`` one of them.
+    those of one, ``conditions``, by its data set and digest.
     """
 
     def __init__(
-        self, rows: Iterable[Mapping[str, Any]] = (), file: RowFile | None = None, under: str = ""
+        self, rows: Iterable[Mapping[str, Any]] = (), file: RowFile | None = None, conditions: str = ""
     ) -> None:
-        self._file, self._under = file, under  # for what is added
+        self._file, self._conditions = file, conditions  # for what is added
         self._each = {
             str(row["id"]): {arm: msgspec.convert(found, Repeat) for arm, found in row["arms"].items()}
             for row in rows
-            if row.get("under", "") == under
+            if row.get("under", "") == conditions
         }
 
     def __len__(self) -> int:
@@ -259,11 +259,13 @@ class Rounds:
 
     def add(self, arms: Mapping[str, Repeat]) -> None:
         """Keep a round; it survives a power loss."""
-        name = f"{self._under} round {len(self._each) + 1}".lstrip()
+        name = f"{self._conditions} round {len(self._each) + 1}".lstrip()
         self._each[name] = dict(arms)
         if self._file is not None:
             found = {arm: asdict(repeat) for arm, repeat in arms.items()}
-            self._file.add({"id": name, **({"under": self._under} if self._under else {}), "arms": found})
+            self._file.add(
+                {"id": name, **({"under": self._conditions} if self._conditions else {}), "arms": found}
+            )
             self._file.sync()
 
     def count(self, arm: str) -> int:
@@ -299,11 +301,11 @@ class Rounds:
 Speeds = Mapping[str, Rounds]  # of a comparison, by data set; their arms are heads and ``PLAIN``
 
 
-def rounds_under(
-    rows: Collection[Mapping[str, Any]], under: Mapping[str, str], file: RowFile | None = None
+def rounds_by_data(
+    rows: Collection[Mapping[str, Any]], digests: Mapping[str, str], file: RowFile | None = None
 ) -> Speeds:
     """Those among the ``rows`` of one file that were measured under these conditions, whose digest is by data set."""
-    return {data: Rounds(rows, file, f"{data} {digest}") for data, digest in under.items()}
+    return {data: Rounds(rows, file, f"{data} {digest}") for data, digest in digests.items()}
 
 
 def record_of(output: Path, name: str) -> Path:
@@ -438,8 +440,8 @@ class Search:
         """What is known so far; of at least one arm."""
         return Ranking(plain=self.plain, arms=rounds.measured(self.arms), drops=self.precision > 0)
 
-    def due(self, group: Sequence[str], rounds: Rounds) -> list[str]:
-        """Of the arms in ``group``, those that need repeats, and what they are compared with; see ``turns.Due``."""
+    def next_arms(self, group: Sequence[str], rounds: Rounds) -> list[str]:
+        """The arms of ``group`` that need repeats, and what they are compared with; see ``turns.NextArms``."""
         ranking = self.ranking(rounds)
         needed = [arm for arm in group if arm not in ranking.arms]
         if ranking.arms:
@@ -450,8 +452,11 @@ class Search:
 
     def left(self, rounds: Rounds) -> dict[str, tuple[int, int]]:
         """How many more repeats each arm needs, at least and at most; without those that need none."""
-        due, first = self.due(self.arms, rounds), min(LEAST, self.most) if self.precision else self.most
-        least = {arm: max(1, first - rounds.count(arm)) for arm in due}
+        next_arms, first = (
+            self.next_arms(self.arms, rounds),
+            min(LEAST, self.most) if self.precision else self.most,
+        )
+        least = {arm: max(1, first - rounds.count(arm)) for arm in next_arms}
         return {arm: (number, max(number, self.most - rounds.count(arm))) for arm, number in least.items()}
 
     def _is_open(self, ranking: Ranking, arm: str) -> bool:

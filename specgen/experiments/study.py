@@ -379,9 +379,9 @@ class StudyRun:
             tasks=report_categories(answered),
             cut=lm.cut,
         )
-        said = {"config": _said(config, job.study.limit, arguments), "date": began}
+        own = {"config": _lm_eval_config(config, job.study.limit, arguments), "date": began}
         summary = {key: value for key, value in results.items() if key != "samples"}
-        write_text(path / "results.json", _json(summary | said))
+        write_text(path / "results.json", _json(summary | own))
         title = f"{arm.name}: {self._title()}"
         shown = RunTexts(answered, lm.texts).shown(models.tokenizer)
         write_text(
@@ -412,7 +412,7 @@ def _sampling_arguments(temperature: float | None, max_new_tokens: int | None) -
     return sampled | ({} if max_new_tokens is None else {"max_gen_toks": max_new_tokens})
 
 
-def _said(config: EngineConfig, limit: int | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _lm_eval_config(config: EngineConfig, limit: int | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What lm-eval's ``simple_evaluate`` says in ``config`` of the model and of how it was asked."""
     return {
         "model": "specgen",

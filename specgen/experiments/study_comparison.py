@@ -322,10 +322,10 @@ def compare(arms: Sequence[ArmRun], target: "Judge", *, template_unused: bool = 
     differs = bool(_significant(_tests(others)))
     drafting = [arm.report for arm in arms if arm.report.num_spec_tokens and arm.report.num_requests]
     is_tested = differs or not drafting or any(report.num_drafts for report in drafting)
-    said = [conclusion(reference.name, others) if is_tested else _UNTESTED]
-    said += _remarks(found, sorted(left_out), template_unused)
+    sentences = [conclusion(reference.name, others) if is_tested else _UNTESTED]
+    sentences += _remarks(found, sorted(left_out), template_unused)
     if wrong:
-        said.append(
+        sentences.append(
             f"{count(wrong)} text{' diverges' if wrong == 1 else 's diverge'} from the reference where rounding to "
             f"{reference.dtype} cannot explain it: decoding is wrong there."
         )
@@ -334,7 +334,7 @@ def compare(arms: Sequence[ArmRun], target: "Judge", *, template_unused: bool = 
         arms=tuple(found),
         num_unexplained=wrong,
         alarming=wrong > 0 or differs,
-        sentence=" ".join(said),
+        sentence=" ".join(sentences),
         is_tested=is_tested,
     )
 

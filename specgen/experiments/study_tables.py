@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from specgen.config import DraftLength
 from specgen.experiments.study_comparison import Document, Score, StudyComparison
-from specgen.report.charts import quarters
+from specgen.report.charts import ticks_to
 from specgen.report.display import (
     DASH,
     between,
@@ -196,7 +196,7 @@ def _speed(comparison: StudyComparison) -> Table:
             for arm in comparison.arms
         ),
         bars="output_tokens_per_second",
-        ticks=quarters(max(arm.report.output_tokens_per_second or 0.0 for arm in comparison.arms)),
+        ticks=ticks_to(max(arm.report.output_tokens_per_second or 0.0 for arm in comparison.arms)),
     )
 
 

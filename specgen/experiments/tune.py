@@ -21,17 +21,17 @@ from specgen.engine.choices import attention_note
 from specgen.experiments.output import BenchTable
 from specgen.experiments.plans import (
     Plan,
-    Prepared,
-    Yardstick,
+    Roofline,
+    Setup,
     conditions,
-    fitted,
     forecast,
+    measure_roofline,
     prepare,
-    yardstick_of,
+    with_kv_size,
 )
 from specgen.experiments.rounds import Rounds, Search, kept_rounds, record_of, seen_rounds
 from specgen.experiments.tune_table import NAME, TERMS, command, dropped, label, tune_table
-from specgen.experiments.turns import Turn, Turns, Watch, nobody
+from specgen.experiments.turns import Turn, Turns, Watch, ignore
 from specgen.experiments.workload import Workload
 from specgen.report import display
 from specgen.report.table import Row
@@ -104,7 +104,7 @@ class TuneJob:
         }
 
 
-def prepared(job: TuneJob, output: Path | None = None) -> Prepared:
+def set_up(job: TuneJob, output: Path | None = None) -> Setup:
     """Its arms, prompts and memory, before a weight is read."""
     arms = [arm for arms in job.by_batch().values() for arm in arms]
     record = None if output is None else record_of(output, NAME)
@@ -113,18 +113,18 @@ def prepared(job: TuneJob, output: Path | None = None) -> Prepared:
 
 def forecast_of(job: TuneJob, output: Path | None) -> Iterator[Part]:
     """What ``--dry-run`` prints: what is left to do beside the rounds in ``output``."""
-    ready = prepared(job, output)
-    settings = ready.manifest(job.to_json(), with_fingerprints=False)
+    setup = set_up(job, output)
+    settings = setup.manifest(job.to_json(), with_fingerprints=False)
     rounds = seen_rounds(output, NAME, settings)
-    searches = (_search(job, ready, arms)[0] for arms in job.by_batch().values())
+    searches = (_search(job, setup, arms)[0] for arms in job.by_batch().values())
     left = {arm: number for search in searches for arm, number in search.left(rounds).items()}
-    return forecast(ready, yardstick_of(ready), left, job.budget)
+    return forecast(setup, measure_roofline(setup), left, job.budget)
 
 
 def tune(
     job: TuneJob,
     output: Path | None = None,
-    watch: Watch = nobody,
+    watch: Watch = ignore,
     say: Callable[[str], None] = lambda sentence: None,
 ) -> Iterator[BenchTable]:
     """Yield the growing table after each round, and the whole one at the end; ``say`` takes arms that are dropped.
@@ -132,33 +132,33 @@ def tune(
     Rounds are kept in ``output``; those kept there by the same job are not measured again.
     """
     began = time.monotonic()
-    ready = prepared(job, output)
-    settings = ready.manifest(job.to_json()) if output is not None else {}
+    setup = set_up(job, output)
+    settings = setup.manifest(job.to_json()) if output is not None else {}
     with kept_rounds(output, NAME, settings) as rounds:
-        yield from _Tuning(job, ready, rounds, watch, say, began).run()
+        yield from _Tuning(job, setup, rounds, watch, say, began).run()
 
 
 class _Tuning:
     def __init__(
         self,
         job: TuneJob,
-        ready: Prepared,
+        setup: Setup,
         rounds: Rounds,
         watch: Watch,
         say: Callable[[str], None],
         began: float,
     ) -> None:
-        self._job, self._ready, self._rounds, self._say = job, ready, rounds, say
+        self._job, self._setup, self._rounds, self._say = job, setup, rounds, say
         self._end = math.inf if job.budget is None else began + job.budget
-        self._yardstick = yardstick_of(ready)
-        self._under = _conditions(job, ready, self._yardstick)
-        models = ready.load()
+        self._roofline = measure_roofline(setup)
+        self._conditions = _conditions(job, setup, self._roofline)
+        models = setup.load()
         self._watch = watch
-        self._turns = Turns(lambda plan: models, self._yardstick, rounds, self._see)
-        self._arms = {plan.arm.name: plan.arm for plan in ready.plans}
+        self._turns = Turns(lambda plan: models, self._roofline, rounds, self._see)
+        self._arms = {plan.arm.name: plan.arm for plan in setup.plans}
         self._dropped: set[str] = set()
-        self._room = room_for_turns(ready.base, models)
-        self._searches = [_search(job, ready, arms) for arms in job.by_batch().values()]
+        self._room = room_for_turns(setup.base, models)
+        self._searches = [_search(job, setup, arms) for arms in job.by_batch().values()]
 
     def run(self) -> Iterator[BenchTable]:
         for number, (search, plans) in enumerate(self._searches):
@@ -172,7 +172,11 @@ class _Tuning:
                 waiting = [plan for plan in waiting if plan.arm.name not in names]
                 self._turns.turns_behind = (behind + len(waiting)) * (self._job.repeats + 1)
                 for _ in self._turns.run(
-                    group, most=self._job.repeats, due=search.due, plain=search.plain, deadline=deadline
+                    group,
+                    most=self._job.repeats,
+                    next_arms=search.next_arms,
+                    plain=search.plain,
+                    deadline=deadline,
                 ):
                     self._tell_dropped(search)
                     yield self._table()
@@ -198,7 +202,7 @@ class _Tuning:
                 left -= plan.num_bytes
             elif not group:  # alone, with the cache of its configuration
                 return [plan]
-        return [fitted(plan) for plan in plans if plan.arm.name in group]
+        return [with_kv_size(plan) for plan in plans if plan.arm.name in group]
 
     def _tell_dropped(self, search: Search) -> None:
         ranking = search.ranking(self._rounds)
@@ -218,7 +222,7 @@ class _Tuning:
         missing = [
             name for name in self._arms if not (self._rounds.count(name) or name in self._turns.failed)
         ]
-        notes = [*self._ready.notes, *self._turns.notes]
+        notes = [*self._setup.notes, *self._turns.notes]
         if missing and self._job.budget is not None:
             notes.append(
                 f"budget: {display.duration(self._job.budget)} for prompts, weights, warm-ups and rounds; rounds that "
@@ -233,13 +237,13 @@ class _Tuning:
             if engine.synthetic_acceptance
             else partial(command, engine=engine, workload=self._job.workload)
         )
-        return tune_table(self._arms, rankings, self._under, notes, self._yardstick, run)
+        return tune_table(self._arms, rankings, self._conditions, notes, self._roofline, run)
 
 
-def _search(job: TuneJob, ready: Prepared, arms: Sequence[Arm]) -> tuple[Search, list[Plan]]:
+def _search(job: TuneJob, setup: Setup, arms: Sequence[Arm]) -> tuple[Search, list[Plan]]:
     """The search of the ``arms`` of one batch size, and the plans of those that can run."""
     names = {arm.name for arm in arms}
-    plans = [plan for plan in ready.plans if plan.arm.name in names]
+    plans = [plan for plan in setup.plans if plan.arm.name in names]
     plain = (plan.arm.name for plan in plans if plan.arm.changes["K"] == 0)
     search = Search(
         plain=next(plain, arms[0].name),
@@ -250,21 +254,21 @@ def _search(job: TuneJob, ready: Prepared, arms: Sequence[Arm]) -> tuple[Search,
     return search, plans
 
 
-def _conditions(job: TuneJob, ready: Prepared, yardstick: Yardstick) -> Row:
-    config, workload = ready.base, job.workload
+def _conditions(job: TuneJob, setup: Setup, roofline: Roofline) -> Row:
+    config, workload = setup.base, job.workload
     # what attends in the arms: of those of one backend, in the one with the most drafts
-    configs = sorted((plan.config for plan in ready.plans), key=lambda config: config.draft_length.most)
-    attentions = {each.attention: attention_note(each, ready.checkpoints) for each in configs}
+    configs = sorted((plan.config for plan in setup.plans), key=lambda config: config.draft_length.most)
+    attentions = {each.attention: attention_note(each, setup.checkpoints) for each in configs}
     most = f"at most {workload.max_new_tokens}"
     by_data = workload.output_lens == "data"
     lengths = f"as many new tokens as the data's answers have, {most}" if by_data else f"{most} new tokens"
     each_slot = "" if workload.num_prompts else f" ({workload.per_slot} per batch slot)"
     until = f"at most {job.repeats}, until the interval of x_plain is {display.percent(job.precision)} to either side"
     found = {
-        **conditions(config, ready.models),
+        **conditions(config, setup.models),
         "attention": "; ".join(attentions.values()),
         "CUDA graphs": None if "cuda_graphs" in job.settings else config.cuda_graphs,
-        "prompts": f"{ready.prompts.description}{each_slot}, greedy, {lengths}",
+        "prompts": f"{setup.prompts.description}{each_slot}, greedy, {lengths}",
         "concurrency": "the batch: a request that ends makes room for the next",
         "time": "of generate, prefill included; no prefix cache; after one warm-up run of the workload",
         "repeats": f"{until if job.precision else job.repeats}, in turns; speeds and latencies are medians",
@@ -276,7 +280,7 @@ def _conditions(job: TuneJob, ready: Prepared, yardstick: Yardstick) -> Row:
         "same_texts": None
         if config.synthetic_acceptance
         else "share of the texts that are identical to plain decoding at that batch size",
-        **yardstick.conditions,
-        "wall time": TERMS.format(speed=yardstick.flops_per_second / 1e12),
+        **roofline.conditions,
+        "wall time": TERMS.format(speed=roofline.flops_per_second / 1e12),
     }
     return {name: text for name, text in found.items() if text is not None}

@@ -9,7 +9,7 @@ from typing import Any
 from specgen.config import DraftLength, EngineConfig, TemplateKwargs, bundled
 from specgen.engine.arms import Arm
 from specgen.experiments.output import BenchTable, Plot, Value, selected
-from specgen.experiments.plans import Yardstick
+from specgen.experiments.plans import Roofline
 from specgen.experiments.rounds import DROPPING, Ranking, Repeat, Repeats, Speedup, disturbed
 from specgen.experiments.workload import Workload
 from specgen.report import display
@@ -51,7 +51,7 @@ def tune_table(
     rankings: Mapping[int, Ranking],
     conditions: Mapping[str, Value],
     notes: Sequence[str],
-    yardstick: Yardstick,
+    roofline: Roofline,
     command: Callable[[Arm], str] | None,
 ) -> BenchTable:
     """The table of the arms that have repeats, by batch size; ``command`` is what runs as an arm did, if it can."""
@@ -60,7 +60,7 @@ def tune_table(
     ran = {name: arm for name, arm in arms.items() if name in repeats}
     firsts = _firsts(ran.values())
     rows = {
-        name: _row(name, ranking, ran, firsts, yardstick)
+        name: _row(name, ranking, ran, firsts, roofline)
         for ranking in known.values()
         for name in ran
         if name in ranking.arms
@@ -84,7 +84,7 @@ def tune_table(
         plots=tuple(_plots(tuple(rows.values()))),
         answers=tuple(sentences),
         notes=(*_doubts(rows), *others, *notes),
-        details=tuple(wall_tables({name: repeats[name] for name in rows}, yardstick.flops_per_second)),
+        details=tuple(wall_tables({name: repeats[name] for name in rows}, roofline.flops_per_second)),
         more=(best_line(judged),),
         shown=len(brief) if all(ranking.drops for ranking in rankings.values()) else None,
         num_keys=sum(column.name in _KEYS for column in brief),
@@ -119,13 +119,13 @@ def _brief(arms: Iterable[Arm], rows: Iterable[Row], firsts: Mapping[str, str]) 
 
 
 def _row(
-    name: str, ranking: Ranking, arms: Mapping[str, Arm], firsts: Mapping[str, str], yardstick: Yardstick
+    name: str, ranking: Ranking, arms: Mapping[str, Arm], firsts: Mapping[str, str], roofline: Roofline
 ) -> Row:
     repeats, changes = ranking.arms[name], arms[name].changes
     plain = _beside(name, ranking, arms, K=0)
     step, num_bytes = repeats.median(lambda r: r.step_seconds), repeats.median(lambda r: r.step_bytes)
-    bound = None if num_bytes is None else num_bytes / yardstick.bytes_per_second
-    is_judged = ranking.plain in ranking.arms and ranking.has_steps and not yardstick.synthetic_acceptance
+    bound = None if num_bytes is None else num_bytes / roofline.bytes_per_second
+    is_judged = ranking.plain in ranking.arms and ranking.has_steps and not roofline.synthetic_acceptance
     row = {
         **{axis: changes[axis] for axis in _KEYS if axis in changes},
         "drafter_batch": changes.get("drafter_batch", _PLAIN),

@@ -22,7 +22,7 @@ from specgen.core.engine_core import never_stop
 from specgen.engine.loading import Models
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.experiments.bound import mean_step_bytes
-from specgen.experiments.plans import Plan, Yardstick, free_memory
+from specgen.experiments.plans import Plan, Roofline, free_memory
 from specgen.experiments.rounds import BUSY, JUDGED, Ranking, Repeat, Rounds
 from specgen.record.interrupt import StoppedError
 from specgen.record.provenance import busy, state_after
@@ -32,7 +32,7 @@ from specgen.report.timings import PassSums, latencies, latency_stats
 
 _Done = TypeVar("_Done")
 # Of the arms that can take part, those that are to in the next round; none: it is over
-Due = Callable[[Sequence[str], Rounds], Sequence[str]]
+NextArms = Callable[[Sequence[str], Rounds], Sequence[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Turn:
 Watch = Callable[[Turn], None]
 
 
-def nobody(turn: Turn) -> None:
+def ignore(turn: Turn) -> None:
     """A ``Watch`` that ignores turns."""
 
 
@@ -64,12 +64,12 @@ class Turns:
     def __init__(
         self,
         load: Callable[[Plan], Models],
-        yardstick: Yardstick | None,
+        roofline: Roofline | None,
         rounds: Rounds,
-        watch: Watch = nobody,
+        watch: Watch = ignore,
         until: Callable[[], bool] = never_stop,
     ) -> None:
-        self.load, self.yardstick, self.rounds, self.watch, self.until = load, yardstick, rounds, watch, until
+        self.load, self.roofline, self.rounds, self.watch, self.until = load, roofline, rounds, watch, until
         self.failed: dict[str, Exception] = {}  # by arm
         self.turns_behind = 0  # at most, of the arms that come after those at hand
         self._num_turns, self._seconds = 0, 0.0
@@ -86,11 +86,11 @@ class Turns:
         plans: Sequence[Plan],
         *,
         most: int,
-        due: Due | None = None,
+        next_arms: NextArms | None = None,
         plain: str | None = None,
         deadline: float = math.inf,
     ) -> Iterator[None]:
-        """Yield after each round of ``plans``, of which each comes to at most ``most`` repeats; fewer if not ``due``.
+        """Yield after each round of ``plans``, each with at most ``most`` repeats; ``next_arms`` may say fewer.
 
         An engine is built when its arm takes part for the first time: what was measured earlier costs nothing. No
         engine is built and no round begins that would not end before the ``deadline``, a time of ``time.monotonic``, by
@@ -99,7 +99,7 @@ class Turns:
         engines: dict[str, WarmEngine] = {}
         waiting = {plan.arm.name: plan for plan in plans}  # without an engine
         while able := [plan.arm.name for plan in plans if plan.arm.name in {*engines, *waiting}]:
-            asked = due(able, self.rounds) if due else self.rounds.incomplete(able, most)
+            asked = next_arms(able, self.rounds) if next_arms else self.rounds.incomplete(able, most)
             if not asked:
                 break
             judged = any(self.rounds.count(name) >= JUDGED for name in able if name != plain)
@@ -163,7 +163,7 @@ class Turns:
         return engine
 
     def _repeat(self, name: str, engine: WarmEngine) -> Repeat:
-        repeat = repeat_of(self._run(name, engine), self.yardstick)
+        repeat = repeat_of(self._run(name, engine), self.roofline)
         is_busy = busy(state_after(engine.config))
         return replace(repeat, disturbances=(*repeat.disturbances, BUSY)) if is_busy else repeat
 
@@ -225,8 +225,8 @@ def balanced_order(names: Sequence[str], number: int) -> list[str]:
 # --- what was measured of a run --------------------------------------------------------------------
 
 
-def repeat_of(run: Run, yardstick: Yardstick | None = None) -> Repeat:
-    """The figures of ``run``; without ``yardstick`` nothing is compared with a bound or a known text."""
+def repeat_of(run: Run, roofline: Roofline | None = None) -> Repeat:
+    """The figures of ``run``; without ``roofline`` nothing is compared with a bound or a known text."""
     completions, requests, columns = run.completions.values(), run.requests, run.columns
     acceptance, passes = Acceptance(columns), PassSums()
     passes.add(run.passes)
@@ -234,7 +234,7 @@ def repeat_of(run: Run, yardstick: Yardstick | None = None) -> Repeat:
     steps, prefill = kinds.get("decode"), kinds.get("prefill")
     ttft, tpot = latencies(columns)
     wall = passes.wall(run.seconds)
-    known = yardstick.known if yardstick else None
+    known = roofline.known if roofline else None
     emitted = [step.emitted for request in requests for step in request.steps or ()]
     return Repeat(
         seconds=run.seconds,
@@ -246,13 +246,13 @@ def repeat_of(run: Run, yardstick: Yardstick | None = None) -> Repeat:
         itl=latency_stats(np.fromiter(inter_token_seconds(requests, run.passes), float)),
         step_seconds=steps.mean_seconds if steps else None,
         mean_sequences=steps.mean_sequences if steps else None,
-        step_bytes=None if yardstick is None else mean_step_bytes(requests, run.passes, yardstick.sizes),
+        step_bytes=None if roofline is None else mean_step_bytes(requests, run.passes, roofline.sizes),
         texts={completion.request.id: digest(completion.token_ids) for completion in completions},
         num_wrong=known.num_wrong(completions) if known else None,
         disturbances=tuple(_disturbances(run.passes)),
         wall=wall,
         prefill_passes=prefill.num_steps if prefill else 0,
-        prefill_flops=yardstick.sizes.prefill_flops(prefill.target_rows) if prefill and yardstick else 0.0,
+        prefill_flops=roofline.sizes.prefill_flops(prefill.target_rows) if prefill and roofline else 0.0,
         tokens_per_step=fmean(emitted) if emitted else None,
     )
 

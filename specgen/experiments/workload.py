@@ -102,13 +102,13 @@ def make_prompts(
     workload: Workload,
     models: Models,
     count: int,
-    said: GenerationConfig = _NOTHING,
+    generation_defaults: GenerationConfig = _NOTHING,
 ) -> Prompts:
     """``count`` greedy requests, repeated if the data set has fewer; ``UserError`` if none can run.
 
     For synthetic weights prompts have the lengths of the data set's and random tokens of the known text, or else of the
     vocabulary (a head's, if there is one); random prompts ignore EOS, so their texts have ``max_new_tokens``. Others
-    have what the checkpoint has ``said`` of generating.
+    have the checkpoint's ``generation_defaults``.
     """
     if workload.dataset == RANDOM:
         lengths = [(workload.prompt_tokens, workload.max_new_tokens)] * count
@@ -124,11 +124,11 @@ def make_prompts(
     prompts = list(opened)
     if workload.output_lens == "data":
         asked, failures = recorded_turns(
-            prompts, models.tokenizer, workload.max_new_tokens, said.over(SamplingParams())
+            prompts, models.tokenizer, workload.max_new_tokens, generation_defaults.over(SamplingParams())
         )
         turns = "turns"
     else:
-        sampling = said.over(SamplingParams(max_tokens=workload.max_new_tokens))
+        sampling = generation_defaults.over(SamplingParams(max_tokens=workload.max_new_tokens))
         asked, failures = first_turns(prompts, models.tokenizer, sampling)
         turns = "first turns"
     asked, sampled = greedy(asked)

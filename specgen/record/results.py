@@ -115,7 +115,7 @@ def replace_unstarted(path: Path, asked: Mapping[str, Any], free: Container[str]
     The manifest is replaced last: a kill meanwhile leaves such a run again.
     """
     manifest = path / "manifest.json"
-    if manifest.exists() and not _is_begun(path):
+    if manifest.exists() and not _has_answers(path):
         earlier = load_json(manifest, "remove the directory, or name another")
         if differences(earlier, json.loads(json.dumps(asked)), free):
             clear(path)
@@ -129,7 +129,7 @@ def rollback_if_unstarted(path: Path) -> Iterator[None]:
     try:
         yield
     except UserError:
-        if is_new and not _is_begun(path):
+        if is_new and not _has_answers(path):
             clear(path)
             (path / "manifest.json").unlink(missing_ok=True)
         raise
@@ -147,7 +147,7 @@ def discarded_unless_done(path: Path) -> Iterator[None]:
         raise
 
 
-def _is_begun(path: Path) -> bool:
+def _has_answers(path: Path) -> bool:
     """Whether the run in ``path`` has answered a request."""
     completions = path / "completions.jsonl"
     if not completions.exists():
@@ -262,7 +262,7 @@ class RunDirectory:
             number = max(number, 1 + int(RequestRow.of_row(last).session.rpartition("-")[2]))
         self._passes = open_output(passes, "a")
         self._session = f"{shard}-{number}"
-        self._is_begun = False
+        self._in_session = False
         self._with_steps = with_steps
         self._synced = time.monotonic()
 
@@ -279,8 +279,8 @@ class RunDirectory:
         self._write(row)
 
     def _begin(self, time: float) -> None:
-        if not self._is_begun:
-            self._is_begun = True
+        if not self._in_session:
+            self._in_session = True
             self._write(Session(name=self._session, time=time, machine=socket.gethostname()))
 
     def _write(self, row: Row) -> None:

@@ -26,7 +26,7 @@ _BAR_ROW, _BAR_TEXT = 38, 47  # height, and characters of a name and its numbers
 Ticks = Sequence[float]  # the values at the grid lines, the ends of the axis included
 
 
-def quarters(most: float) -> Ticks:
+def ticks_to(most: float) -> Ticks:
     """Five ticks from 0 to a round number not below ``most``."""
     power = 10.0 ** math.floor(math.log10(most)) if most > 0 else 1.0
     steps = (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10)

@@ -137,12 +137,12 @@ def _run(path: Path) -> Row:
         what = (
             run_title(load_json(path / "manifest.json", "generate into a new directory")) if begun else None
         )
-        said = [str(status.get("state", "stopped"))]
+        state = [str(status.get("state", "stopped"))]
         if total := status.get("total"):
-            said.append(f"{count(status['done'])} of {count(total)} done")
-        if said[0] in WORKING:  # or it was, when it last wrote
-            said.append(f"written {datetime.fromisoformat(status['updated']):%Y-%m-%d %H:%M %Z}")
-        return {"what": what, "state": f"not finished: {', '.join(said)}"}
+            state.append(f"{count(status['done'])} of {count(total)} done")
+        if state[0] in WORKING:  # or it was, when it last wrote
+            state.append(f"written {datetime.fromisoformat(status['updated']):%Y-%m-%d %H:%M %Z}")
+        return {"what": what, "state": f"not finished: {', '.join(state)}"}
     report, manifest = load(path)
     wrong = [f"{count(report.num_errors)} failed"] if report.num_errors else []
     wrong += [report.unlike_work] if report.unlike_work else []

@@ -94,7 +94,7 @@ class Report(Speculation):
 
     @property
     def unlike_work(self) -> str:
-        """What one of the run and its baseline alone has failed, so that their ratio is one of unlike work."""
+        """What one of the run and its baseline alone has failed, so that they did different work."""
         plain = self.baseline
         ours_alone = (
             0 if plain is None or plain.num_requests is None else plain.num_requests - plain.num_compared
@@ -104,7 +104,7 @@ class Report(Speculation):
             for number, where in ((self.num_plain_errors, "plain decoding"), (ours_alone, "the run alone"))
             if number > 0
         ]
-        return f"{' and '.join(failed)}, which makes the ratio one of unlike work" if failed else ""
+        return f"{' and '.join(failed)}, so the two runs did different work" if failed else ""
 
     @property
     def draft_lengths(self) -> Mapping[str, int]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from specgen.report.acceptance import Position, Speculation
-from specgen.report.charts import Diagonal, Lines, Point, lengths, quarters
+from specgen.report.charts import Diagonal, Lines, Point, lengths, ticks_to
 from specgen.report.display import (
     DASH,
     between,
@@ -107,12 +107,12 @@ def page(
     texts: TextList | None = None,
 ) -> str:
     """The same as an HTML page, with its ``origin`` (from ``origin.origin``) and what ``RunTexts`` shows."""
-    said = list(remarks(report))
+    sentences = list(remarks(report))
     return Page(
         title=title,
         settings=settings,
-        sentence="\n".join(said),
-        alarming=said != [_PLAIN],
+        sentence="\n".join(sentences),
+        alarming=sentences != [_PLAIN],
         tiles=[item for item in (*_counts(report), *_speed(report)) if item[0] in _TILES],
         tables=[
             *_acceptance(report),
@@ -180,7 +180,7 @@ def curve(positions: Sequence[Position]) -> list[Point]:
 def curves(title: str, lines: Mapping[str, Sequence[Point]]) -> Lines:
     """A chart of acceptance over draft position."""
     label = "position of the draft (token i)"
-    return Lines(title=title, label=label, ticks=quarters(1), show=percent, lines=lines)
+    return Lines(title=title, label=label, ticks=ticks_to(1), show=percent, lines=lines)
 
 
 def _acceptance(report: Report) -> Iterator[Table]:
@@ -207,7 +207,7 @@ def _acceptance(report: Report) -> Iterator[Table]:
         columns=_HISTOGRAM,
         rows=tuple({"j": j, "steps": number, "share": shares[j]} for j, number in enumerate(steps)),
         bars="share",
-        ticks=quarters(max(shares)),
+        ticks=ticks_to(max(shares)),
     )
     yield from confidence_table(report)
     for kind, groups in (("part", report.parts), ("category", report.categories), ("turn", report.turns)):
@@ -233,12 +233,12 @@ def confidence_table(report: Report) -> Iterator[Table]:
             lines=Diagonal(
                 title="Accepted share over confidence",
                 label="the drafter's confidence",
-                ticks=quarters(1),
+                ticks=ticks_to(1),
                 show=percent,
                 points=points,
             ),
             bars="share",
-            ticks=quarters(1),
+            ticks=ticks_to(1),
         )
 
 
@@ -327,7 +327,7 @@ def wall_table(wall: WallTime | None) -> Iterator[Table]:
         ),
         rows=tuple(row for row in rows if row["seconds"]),
         bars="share",
-        ticks=quarters(max((row["share"] or 0.0) for row in rows)),
+        ticks=ticks_to(max((row["share"] or 0.0) for row in rows)),
     )
 
 
