@@ -8,6 +8,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from inspect import signature
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -159,23 +160,23 @@ def local_gsm8k(path: Path) -> dict[str, Any]:
 
 
 def _splits(path: Path) -> tuple[str, dict[str, list[str]]]:
-    """The format and files of both splits; ``path`` comes before ``path/main``, JSON before Parquet."""
-    for directory in (path, path / "main"):
-        for suffix, format_name in _FORMATS.items():
-            files = {split: _files(directory, split, suffix) for split in ("train", "test")}
-            if all(files.values()):
-                return format_name, files
+    """The format and files of both splits; ``path`` comes before ``path/main``, JSON before Parquet.
+
+    ``datasets`` would also take files beside them as parts of a split, such as openai's ``train_socratic.jsonl``.
+    """
+    for directory, (suffix, format_name) in product((path, path / "main"), _FORMATS.items()):
+        files = {
+            split: [*directory.glob(f"{split}{suffix}")] or sorted(directory.glob(f"{split}-*-of-*{suffix}"))
+            for split in ("train", "test")
+        }
+        if all(files.values()):
+            return format_name, {
+                split: [str(each.resolve()) for each in found] for split, found in files.items()
+            }
     raise UserError(
         f"data-path is {str(path)!r}, which has no train and test files of GSM8K: "
         "name the directory with train.jsonl and test.jsonl, or with the hub's Parquet files"
     )
-
-
-def _files(directory: Path, split: str, suffix: str) -> list[str]:
-    """The files of a split: ``train.jsonl``, or shards such as ``train-00000-of-00002.parquet``."""
-    whole = directory / f"{split}{suffix}"
-    shards = sorted(directory.glob(f"{split}-*-of-*{suffix}"))
-    return [str(file.resolve()) for file in ([whole] if whole.is_file() else shards)]
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -117,44 +117,27 @@ class Score:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
+class Compared(ArmRun):
     """One arm beside the reference; ``firsts`` are the first divergences of texts that should be equal, if any.
 
     They may differ if they are sampled, of another dtype, or of a text that only lm-eval's own cache had; and equal
-    tokens may have been cut differently by a stop string.
+    tokens may have been cut differently by a stop string. ``tasks`` has the reports of several tasks, as they run one
+    after the other; it is empty for a single one.
     """
 
-    run: ArmRun
     reference: ArmRun
-    scores: tuple[Score, ...]
+    metrics: tuple[Score, ...]
     firsts: "Mapping[Document, Divergence]"
-
-    @property
-    def name(self) -> str:
-        return self.run.name
-
-    @property
-    def report(self) -> Report:
-        return self.run.report
-
-    @property
-    def tasks(self) -> Mapping[str, Report]:
-        """Their reports, as they run one after the other; empty for a single task."""
-        return self.run.tasks if len(self.run.tasks) > 1 else {}
 
     @property
     def differing(self) -> list[Document]:
         """The documents whose text is not the reference's."""
         theirs = self.reference.answers
-        return [document for document, ours in self.run.answers.items() if ours.text != theirs[document].text]
-
-    @property
-    def num_compared(self) -> int:
-        return len(self.run.answers)
+        return [document for document, ours in self.answers.items() if ours.text != theirs[document].text]
 
     @property
     def num_identical(self) -> int:
-        return self.num_compared - len(self.differing)
+        return len(self.answers) - len(self.differing)
 
     @property
     def num_cut(self) -> int:
@@ -165,7 +148,7 @@ class Compared:
     def times(self, task: str | None = None) -> float | None:
         """The speed over the reference's; None where no step had drafts though there was a drafter."""
         ours, theirs = (
-            each.report if task is None else each.tasks.get(task) for each in (self.run, self.reference)
+            each.report if task is None else each.tasks.get(task) for each in (self, self.reference)
         )
         if ours is None or theirs is None or (ours.num_spec_tokens and not ours.num_drafts):
             return None
@@ -177,9 +160,9 @@ class Compared:
         return {
             **_numbers(report, self.times()),
             "name": self.name,
-            "seconds": self.run.seconds,
+            "seconds": self.seconds,
             "acceptance": [asdict(each) for each in report.acceptance],
-            "accuracies": [each.to_json() for each in self.scores],
+            "accuracies": [each.to_json() for each in self.metrics],
             "parts": {part: asdict(each) for part, each in report.parts.items()},
             "ended_in_reasoning": sum(report.ended_in_reasoning.values()),
             "num_empty": report.num_empty,
@@ -189,8 +172,8 @@ class Compared:
 
     def against(self) -> dict[str, Any]:
         """What ``comparison.json`` says of it against the reference."""
-        ours, theirs = self.run.answers, self.reference.answers
-        tests = [(each, each.paired) for each in self.scores if each.paired]
+        ours, theirs = self.answers, self.reference.answers
+        tests = [(each, each.paired) for each in self.metrics if each.paired]
         differences = [
             {
                 "task": document[0],
@@ -207,7 +190,7 @@ class Compared:
             "changes": [
                 {"task": each.task, "metric": each.metric, "paired": asdict(paired)} for each, paired in tests
             ],
-            "num_compared": self.num_compared,
+            "num_compared": len(ours),
             "num_identical": self.num_identical,
             "differences": differences,
         }
@@ -307,9 +290,9 @@ def compare(arms: Sequence[ArmRun], target: "Judge", *, template_unused: bool = 
     level = LEVEL / max(1, (len(arms) - 1) * len(base))
     found = [
         Compared(
-            run=arm,
+            **vars(arm) | {"tasks": arm.tasks if len(arm.tasks) > 1 else {}},
             reference=reference,
-            scores=tuple(
+            metrics=tuple(
                 _score(key, kept[arm.name][key], None if arm is reference else theirs, level)
                 for key, theirs in base.items()
             ),
@@ -317,7 +300,7 @@ def compare(arms: Sequence[ArmRun], target: "Judge", *, template_unused: bool = 
         )
         for arm in arms
     ]
-    others = [arm for arm in found if arm.run is not reference]
+    others = [arm for arm in found if arm.name != reference.name]
     wrong = sum(not each.explained for arm in others for each in arm.firsts.values())
     differs = bool(_significant(_tests(others)))
     drafting = [arm.report for arm in arms if arm.report.num_spec_tokens and arm.report.num_requests]
@@ -408,7 +391,7 @@ def conclusion(reference: str, against: Sequence[Compared]) -> str:
         "too few samples for a test, or all differ alike" if least is None else f"smallest p {p_value(least)}"
     )
     many = f" of {count(len(tests))} tests" if len(tests) > 1 and least is not None else ""
-    compared = sum(arm.num_compared for arm in against)
+    compared = sum(len(arm.answers) for arm in against)
     texts = same_texts(sum(arm.num_identical for arm in against) / compared, compared)
     return (
         f"The data show no difference in accuracy from {reference} ({smallest}{many}, {texts}); "
@@ -417,7 +400,7 @@ def conclusion(reference: str, against: Sequence[Compared]) -> str:
 
 
 def _tests(others: Sequence[Compared]) -> list[_Test]:
-    return [(arm.name, each, each.paired) for arm in others for each in arm.scores if each.paired]
+    return [(arm.name, each, each.paired) for arm in others for each in arm.metrics if each.paired]
 
 
 def _remarks(
@@ -427,7 +410,7 @@ def _remarks(
     if left_out:
         named = ", ".join(f"{metric} of {task}" for task, metric in left_out)
         yield f"Not compared, as they are not between 0 and 1: {named}."
-    cut = sorted(next((arm.run.cut for arm in arms if arm.run.cut), {}).items())  # the same of all arms
+    cut = sorted(next((arm.cut for arm in arms if arm.cut), {}).items())  # the same of all arms
     prompts = {f"{task} to {count(left)} tokens": number for task, (number, left) in cut}
     reasoning = {arm.name: sum(arm.report.ended_in_reasoning.values()) for arm in arms}
     names = [f"{count(arm.report.num_requests)} of {arm.name}" for arm in arms]

@@ -111,7 +111,7 @@ def _tables(comparison: StudyComparison) -> tuple[Table, ...]:
 
 def _accuracies(comparison: StudyComparison) -> Iterator[Table]:
     """A table for each metric of each task, with a row for each arm."""
-    for of_metric in zip(*(arm.scores for arm in comparison.arms), strict=True):
+    for of_metric in zip(*(arm.metrics for arm in comparison.arms), strict=True):
         first = of_metric[0]
         yield Table(
             title=f"{first.task} {first.metric}",
@@ -137,7 +137,7 @@ def _cells(score: Score) -> Row:
 def _texts(comparison: StudyComparison) -> Table:
     rows = []
     for arm in comparison.others:
-        found, same, compared = list(arm.firsts.values()), arm.num_identical, arm.num_compared
+        found, same, compared = list(arm.firsts.values()), arm.num_identical, len(arm.answers)
         where = [each.position for each in found]
         rows.append(
             {
@@ -192,7 +192,7 @@ def _speed(comparison: StudyComparison) -> Table:
         note=f"output tokens per second, and their ratio to {comparison.reference}; the time is that of scores too",
         columns=(_ARM, *_SPEED, Column(name="seconds", title="time", show=seconds)),
         rows=tuple(
-            {"name": arm.name, "seconds": arm.run.seconds, **_speeds(arm.report, arm.times())}
+            {"name": arm.name, "seconds": arm.seconds, **_speeds(arm.report, arm.times())}
             for arm in comparison.arms
         ),
         bars="output_tokens_per_second",
@@ -242,9 +242,9 @@ class _Answer:
 def _answers(comparison: StudyComparison, document: Document) -> list[_Answer]:
     """The answers to a document, the reference's first, each with the arms that gave it."""
     found: dict[object, _Answer] = {}
-    metrics = {score.metric for score in comparison.arms[0].scores if score.task == document[0]}
+    metrics = {score.metric for score in comparison.arms[0].metrics if score.task == document[0]}
     for arm in sorted(comparison.arms, key=lambda arm: arm.name != comparison.reference):
-        answer, first = arm.run.answers[document], arm.firsts.get(document)
+        answer, first = arm.answers[document], arm.firsts.get(document)
         scores = {metric: score for metric, score in answer.scores.items() if metric in metrics}
         same = (answer.text, tuple(scores.items()), first)
         found.setdefault(same, _Answer(arms=[], text=answer.text, scores=scores, first=first)).arms.append(
