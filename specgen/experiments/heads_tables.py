@@ -7,7 +7,7 @@ from typing import Any
 
 from specgen.config import ExportName
 from specgen.experiments.head_figures import Comparison, HeadPair, is_significant
-from specgen.experiments.rounds import PLAIN, MedianRange, disturbed
+from specgen.experiments.rounds import PLAIN, disturbed
 from specgen.report.acceptance import Acceptance
 from specgen.report.display import (
     DASH,
@@ -268,7 +268,7 @@ def _speeds_table(found: Comparison) -> Table:
         if found.rounds(data).speed(arm) is not None
     ]
 
-    def times(group: tuple[str, str], other: str) -> MedianRange | None:
+    def times(group: tuple[str, str], other: str) -> Estimate | None:
         data, arm = group
         drafted = {run.head for run in found.on(data) if run.report.num_drafts}
         return found.rounds(data).times(arm, other) if arm in drafted and arm != other else None
@@ -285,11 +285,11 @@ def _speeds_table(found: Comparison) -> Table:
     )
 
 
-def _spread(title: str, of: Callable[[Any], MedianRange | None], show: Show) -> list[Figure]:
+def _spread(title: str, of: Callable[[Any], Estimate | None], show: Show) -> list[Figure]:
     """A median and its range, in columns of their own; both empty where there is none."""
     cells = {
-        "": lambda group: show(spread.median) if (spread := of(group)) else "",
-        " range": lambda group: between(spread.ends, show) if (spread := of(group)) else "",
+        "": lambda group: show(spread.value) if (spread := of(group)) else "",
+        " range": lambda group: between(spread.interval, show) if (spread := of(group)) else "",
     }
     return [Figure(name=f"{title}{end}", tables="", of=cell) for end, cell in cells.items()]
 
@@ -405,7 +405,7 @@ def _heads_table(found: Comparison) -> Table:
         if leads(found, data):
             best[length.name] = leader(found, data)
         if _with_speed(found):
-            times = field_of(partial(found.rounds(data).times, other=PLAIN), "estimate")
+            times = partial(found.rounds(data).times, other=PLAIN)
             figures.append(Figure.estimated(f"speed {at}", times, title=f"{data} speed", show=ratio))
     if len(found.data) > 1:
         figures.append(Figure.estimated("mean", partial(found.length, None), title="mean length of all"))
@@ -480,7 +480,7 @@ def _csv(found: Comparison) -> str:
                 ("tokens_per_second", speeds.speed(head)),
                 ("times_plain", speeds.times(head, PLAIN)),
             ):
-                row |= _cells(name, speed.estimate if speed and category is None else None)
+                row |= _cells(name, speed if category is None else None)
             rows.append(row)
     for head in found.heads if len(found.data) > 1 else ():
         cells = _length_cells(found.length(None, head), *(found.of(data, head) for data in found.data))

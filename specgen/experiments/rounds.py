@@ -16,7 +16,7 @@ from specgen.config import require
 from specgen.record.files import RowFile, Rows, writable
 from specgen.record.provenance import FREE_IN_A_RUN
 from specgen.record.results import locked, require_same
-from specgen.report.intervals import Estimate, Interval, student_t
+from specgen.report.intervals import Estimate, student_t
 from specgen.report.timings import LatencyStats, WallTime
 
 
@@ -47,48 +47,18 @@ class Repeat:
         return self.num_tokens / self.seconds
 
 
-@dataclass(frozen=True, kw_only=True)
-class MedianRange:
-    """The median of a figure over repeats and its range.
+def median_range(values: Sequence[float]) -> Estimate:
+    """The median of at least one value, with their range as its interval.
 
     The range of n repeats contains the true median with a probability of 1 - 2^(1-n): 75 % for three, 94 % for five.
     """
-
-    median: float
-    lowest: float
-    highest: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "MedianRange":
-        """Of at least one value."""
-        return cls(median=statistics.median(values), lowest=min(values), highest=max(values))
-
-    @property
-    def ends(self) -> tuple[float, float]:
-        return self.lowest, self.highest
-
-    @property
-    def estimate(self) -> Estimate:
-        """The median with its range."""
-        return Estimate(self.median, self.ends)
+    return Estimate(statistics.median(values), (min(values), max(values)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Speedup:
-    """One arm's tokens per second over another's: the geometric mean, and an interval for what many rounds would give.
-
-    The interval is Student's t for the mean of the logarithms of the ratios within a round, so that what slows a whole
-    round down, such as a lower clock, cancels. It takes rounds as independent, and differences of logarithms as normal.
-    Arms that never met in a round are compared by Welch's t for two samples of logarithms, in which nothing cancels.
-    """
-
-    ratio: float
-    interval: Interval | None  # None for a single round
-
-    @property
-    def half_width(self) -> float:
-        """Half the interval's width on the scale of logarithms: 0.02 is about 2 % to either side."""
-        return math.inf if self.interval is None else math.log(self.interval[1] / self.interval[0]) / 2
+def half_width(speedup: Estimate) -> float:
+    """Half the interval's width on the scale of logarithms: 0.02 is about 2 % to either side; infinite without one."""
+    interval = speedup.interval
+    return math.inf if interval is None else math.log(interval[1] / interval[0]) / 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,18 +68,30 @@ class Repeats:
     each: Mapping[str, Repeat]
 
     @property
-    def speed(self) -> MedianRange:
-        return MedianRange.of([repeat.tokens_per_second for repeat in self.each.values()])
+    def speeds(self) -> list[float]:
+        """Tokens per second of each."""
+        return [repeat.tokens_per_second for repeat in self.each.values()]
 
-    def times(self, other: "Repeats") -> MedianRange:
+    @property
+    def speed(self) -> Estimate:
+        """Tokens per second: the median and the range."""
+        return median_range(self.speeds)
+
+    def times(self, other: "Repeats") -> Estimate:
         """The ratio of speeds to ``other`` in the rounds of both; of all pairs of repeats if they never met."""
         mine, theirs = self.each, other.each
         met = [(mine[number], theirs[number]) for number in mine if number in theirs]
         pairs = met or product(mine.values(), theirs.values())
-        return MedianRange.of([one.tokens_per_second / two.tokens_per_second for one, two in pairs])
+        return median_range([one.tokens_per_second / two.tokens_per_second for one, two in pairs])
 
-    def speedup(self, other: "Repeats", confidence: float = 0.95) -> Speedup:
-        """The ratio of speeds to ``other`` with an interval of this ``confidence``."""
+    def speedup(self, other: "Repeats", confidence: float = 0.95) -> Estimate:
+        """Tokens per second over those of ``other``: the geometric mean, and an interval for what many rounds give.
+
+        The interval is Student's t for the mean of the logarithms of the ratios within a round, so that what slows a
+        whole round down, such as a lower clock, cancels. It takes rounds as independent, and differences of logarithms
+        as normal. Arms that never met in a round are compared by Welch's t for two samples of logarithms, in which
+        nothing cancels. There is none for a single round.
+        """
         mine, theirs = self._logs, other._logs
         met = [mine[number] - theirs[number] for number in mine if number in theirs]
         if met:
@@ -119,10 +101,8 @@ class Repeats:
             centre = statistics.fmean(mine.values()) - statistics.fmean(theirs.values())
             variance, freedom = _welch(list(mine.values()), list(theirs.values()))
         half = student_t(freedom, confidence) * math.sqrt(variance) if freedom else None
-        return Speedup(
-            ratio=math.exp(centre),
-            interval=None if half is None else (math.exp(centre - half), math.exp(centre + half)),
-        )
+        ends = None if half is None else (math.exp(centre - half), math.exp(centre + half))
+        return Estimate(math.exp(centre), ends)
 
     @property
     def _logs(self) -> dict[str, float]:
@@ -276,11 +256,11 @@ class Rounds:
         """The repeats of an arm that has some."""
         return Repeats(each={name: each[arm] for name, each in self._each.items() if arm in each})
 
-    def speed(self, arm: str) -> MedianRange | None:
+    def speed(self, arm: str) -> Estimate | None:
         """Output tokens per second, for a comparison; None where fewer than ``LEAST_ROUNDS`` were measured."""
         return self.of(arm).speed if self.count(arm) >= LEAST_ROUNDS else None
 
-    def times(self, arm: str, other: str) -> MedianRange | None:
+    def times(self, arm: str, other: str) -> Estimate | None:
         """The speed of ``arm`` over that of ``other`` in the same round; None as for ``speed``."""
         enough = min(self.count(arm), self.count(other)) >= LEAST_ROUNDS
         return self.of(arm).times(self.of(other)) if enough else None
@@ -386,8 +366,8 @@ class Ranking:
     def strength(self, arm: str) -> float:
         """Its speed over plain decoding; tokens per second where that has not run."""
         if self.plain in self.arms:
-            return self.arms[arm].speedup(self.arms[self.plain]).ratio
-        return self.arms[arm].speed.median
+            return self.arms[arm].speedup(self.arms[self.plain]).value
+        return self.arms[arm].speed.value
 
     @property
     def has_steps(self) -> bool:
@@ -399,11 +379,11 @@ class Ranking:
         """Whether the best has been measured more than once: one repeat has no spread, and may be luck."""
         return len(self.arms[self.best].each) >= JUDGED and self.has_steps
 
-    def over_reference(self, arm: str) -> Speedup:
+    def over_reference(self, arm: str) -> Estimate:
         """Its speed over that of ``reference``."""
         return self.arms[arm].speedup(self.arms[self.reference])
 
-    def over_best(self, arm: str, confidence: float = 0.95) -> Speedup:
+    def over_best(self, arm: str, confidence: float = 0.95) -> Estimate:
         """Its speed over that of ``best``."""
         return self.arms[arm].speedup(self.arms[self.best], confidence)
 
@@ -467,4 +447,4 @@ class Search:
             return True
         if arm == ranking.reference:  # it takes part for the others' sake
             return done < min(LEAST, self.most)
-        return done < LEAST or ranking.over_reference(arm).half_width > self.precision
+        return done < LEAST or half_width(ranking.over_reference(arm)) > self.precision

@@ -10,10 +10,11 @@ from specgen.config import DraftLength, EngineConfig, TemplateKwargs, bundled
 from specgen.engine.arms import Arm
 from specgen.experiments.output import BenchTable, Plot, Value, selected
 from specgen.experiments.plans import Roofline
-from specgen.experiments.rounds import DROPPING, Ranking, Repeat, Repeats, Speedup, disturbed
+from specgen.experiments.rounds import DROPPING, Ranking, Repeat, Repeats, disturbed
 from specgen.experiments.workload import Workload
 from specgen.report import display
 from specgen.report.charts import DRAFT_LENGTHS
+from specgen.report.intervals import Estimate
 from specgen.report.table import Column, Row, Table
 
 NAME = "tune"  # of its files
@@ -71,7 +72,7 @@ def tune_table(
     sentences += busy  # where the speeds are
     bests = [ranking.best for ranking in known.values() if ranking.is_judged]
     if bests and command is not None:
-        fastest = max(bests, key=lambda name: repeats[name].speed.median)
+        fastest = max(bests, key=lambda name: repeats[name].speed.value)
         sentences.append(f"Most tokens per second: {command(arms[fastest])}")
     brief = list(_brief(ran.values(), rows.values(), firsts))
     columns = (*brief, *_MORE)
@@ -129,7 +130,7 @@ def _row(
     row = {
         **{axis: changes[axis] for axis in _KEYS if axis in changes},
         "drafter_batch": changes.get("drafter_batch", _PLAIN),
-        "speed": repeats.speed.median,
+        "speed": repeats.speed.value,
         **_ratio("x_plain", name, plain, ranking),
         **_ratio("x_best", name, ranking.best, ranking),
         "tpot": _milliseconds(repeats.tpot),
@@ -140,8 +141,8 @@ def _row(
         "same_texts": repeats.same_texts(ranking.arms[ranking.plain]) if is_judged else None,
         "wrong_tokens": repeats.num_wrong,
         "verdict": _verdict(name, ranking),
-        "lowest": repeats.speed.lowest,
-        "highest": repeats.speed.highest,
+        "lowest": min(repeats.speeds),
+        "highest": max(repeats.speeds),
         "acceptance": repeats.acceptance,
         "step": _milliseconds(step),
         "bound": _milliseconds(bound),
@@ -195,7 +196,7 @@ def _ratio(column: str, arm: str, other: str | None, ranking: Ranking) -> dict[s
     if other is None or not ranking.has_steps:
         return {column: None, f"{column}_ci95": None}
     found = ranking.arms[arm].speedup(ranking.arms[other])
-    return {column: found.ratio, f"{column}_ci95": None if other == arm else found.interval}
+    return {column: found.value, f"{column}_ci95": None if other == arm else found.interval}
 
 
 def _verdict(arm: str, ranking: Ranking) -> str:
@@ -308,13 +309,13 @@ def sentence(batch: int, ranking: Ranking, arms: Mapping[str, Arm]) -> str:
     elif of_plain:
         parts.append(f"{of_plain} of plain")
     parts += [f"{display.seconds(found.tpot)} per token"] if found.tpot is not None else []
-    parts.append(f"{display.count(found.speed.median)} tokens/s")
+    parts.append(f"{display.count(found.speed.value)} tokens/s")
     return "; ".join([", ".join(parts), *_others(ranking, arms)]) + "."
 
 
 def dropped(ranking: Ranking, arm: str, arms: Mapping[str, Arm]) -> str:
     """Why ``arm`` gets no more repeats."""
-    ratio, most = display.ratio(ranking.over_best(arm).ratio), display.ratio(ranking.at_most(arm))
+    ratio, most = display.ratio(ranking.over_best(arm).value), display.ratio(ranking.at_most(arm))
     done = len(ranking.arms[arm].each)
     return (
         f"dropped: {arm}: {ratio} of {label(arms[ranking.best].changes)} after {done} repeats, at "
@@ -322,11 +323,11 @@ def dropped(ranking: Ranking, arm: str, arms: Mapping[str, Arm]) -> str:
     )
 
 
-def interval_of(found: Speedup) -> str:
+def interval_of(found: Estimate) -> str:
     """``1.87x [1.84, 1.90]``"""
     if found.interval is None:
-        return f"{display.ratio(found.ratio)} (one repeat, no interval)"
-    return f"{display.ratio(found.ratio)} {display.between(found.interval, display.plain)}"
+        return f"{display.ratio(found.value)} (one repeat, no interval)"
+    return f"{display.ratio(found.value)} {display.between(found.interval, display.plain)}"
 
 
 def _others(ranking: Ranking, arms: Mapping[str, Arm]) -> Iterator[str]:
@@ -339,14 +340,14 @@ def _others(ranking: Ranking, arms: Mapping[str, Arm]) -> Iterator[str]:
         yield _compared(ranking, arm, ", ".join(differs))
     autos = [arm for arm, changes in others.items() if changes["K"] in _CHOSEN and changes["K"] != mine["K"]]
     if autos:
-        fastest = max(autos, key=lambda arm: ranking.over_best(arm).ratio)
+        fastest = max(autos, key=lambda arm: ranking.over_best(arm).value)
         yield _compared(ranking, fastest, label(others[fastest]).removeprefix("K "))
     alike = [arm for arm in others if arm not in {*twins, *autos} and ranking.no_different(arm)]
     if alike:
         yield f"no different: {' and '.join(label(others[arm]) for arm in alike)}"
     drafting = [arm for arm in others if others[arm]["K"] != 0]
     if mine["K"] == 0 and drafting:
-        fastest = max(drafting, key=lambda arm: ranking.over_best(arm).ratio)
+        fastest = max(drafting, key=lambda arm: ranking.over_best(arm).value)
         yield f"with drafts at best {label(others[fastest])}, {interval_of(ranking.over_best(fastest))} of plain"
 
 

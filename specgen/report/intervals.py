@@ -132,7 +132,7 @@ def clustered_mean_interval(groups: Sequence[Sequence[float]]) -> Interval | Non
 
 
 class Estimate(NamedTuple):
-    """A number with its 95 % interval, None without a spread."""
+    """A number with its interval, None without a spread: of 95 %, unless it is said to be another."""
 
     value: float
     interval: Interval | None
