@@ -289,7 +289,7 @@ def repeating(ctx: typer.Context) -> str:
 
 
 def _plain(value: object) -> object:
-    """As YAML has it; a text of digits without quotes, as every scalar of the file is read as a text."""
+    """``value`` as YAML has it; a text of digits without quotes, as every scalar of the file is read as a text."""
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     if isinstance(value, str) and value.isascii() and value.isdecimal() and value == str(int(value)):

@@ -116,7 +116,7 @@ class ProgressLines(Warnings):
 
 
 class ProgressBar(ProgressLines):
-    """The same for a terminal, as a bar."""
+    """Shows progress in a terminal, as a bar."""
 
     _bar: "tqdm[NoReturn] | None" = None
     _reading: "tqdm[NoReturn] | None" = None

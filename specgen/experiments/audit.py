@@ -141,7 +141,7 @@ def gap(logits: Tensor, reference_token: int, token: int) -> float:
 
 
 def rounding(logits: Tensor, dtype: torch.dtype, *, fp8: bool = False, fp8_kv: bool = False) -> float:
-    """By how much a pass of another shape may change the difference of two ``logits`` ``[V]`` in ``dtype``."""
+    """The most that a pass of another shape may change the difference of two ``logits`` ``[V]`` in ``dtype``."""
     inputs = _FP8_STEPS * _step(logits, torch.float8_e4m3fn) if fp8 else 0.0
     stored = _FP8_KV_STEPS * _step(logits, torch.bfloat16) if fp8_kv else 0.0
     return inputs + stored + _STEPS * _step(logits, dtype) + _FLOAT32_STEPS * _step(logits, torch.float32)
@@ -231,7 +231,7 @@ def audit(job: AuditJob, progress: Progress) -> dict[str, Any]:
 
 
 def distinct(batch_sizes: Sequence[int], num_requests: int) -> list[int]:
-    """Those of ``batch_sizes`` that run differently: of several that hold all requests the smallest."""
+    """The ``batch_sizes`` that run differently: of several that hold all requests only the smallest."""
     sizes = sorted(set(batch_sizes))
     return [size for at, size in enumerate(sizes) if at == 0 or sizes[at - 1] < num_requests]
 

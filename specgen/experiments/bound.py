@@ -78,7 +78,7 @@ class KVBytes:
 
     @classmethod
     def of(cls, config: LayerConfig, bytes_per_value: int) -> "KVBytes":
-        """Of the layers of a target or a head."""
+        """The KV bytes of a target or a head."""
         spec = config.kv_spec
         seen = (config.seen(index) for index in range(config.num_layers) if config.attends(index))
         return cls(per_layer=spec.bytes_per_token(bytes_per_value) // spec.num_layers, seen=tuple(seen))
@@ -100,7 +100,7 @@ class ExpertSize:
 
     @classmethod
     def of(cls, config: LayerConfig, bytes_per_value: int) -> "ExpertSize | None":
-        """By the config of a target or a head, whose plain weights take ``bytes_per_value``; None for a dense one."""
+        """The experts of a target or a head whose plain weights take ``bytes_per_value``; None for a dense one."""
         mixture = config.mixture
         if mixture is None:
             return None
@@ -122,7 +122,7 @@ class ExpertSize:
 
     @property
     def total_bytes(self) -> int:
-        """Of all experts of all layers."""
+        """Bytes of all experts of all layers."""
         return self.num_layers * self.num_experts * self.num_bytes
 
     def touched(self, num_rows: int) -> float:
@@ -133,7 +133,7 @@ class ExpertSize:
         return self.num_experts * (1 - (1 - self.num_chosen / self.num_experts) ** num_rows)
 
     def work(self, passes: int, num_rows: int) -> "Work":
-        """That of ``passes`` of so many rows each."""
+        """The work of ``passes`` of ``num_rows`` each."""
         return Work(
             num_bytes=passes * self.num_layers * self.touched(num_rows) * self.num_bytes,
             flops=2.0 * passes * self.num_values * self.num_chosen * self.num_layers * num_rows,
@@ -165,7 +165,7 @@ class StepBytes:
 
     @classmethod
     def of(cls, models: Models, kv_width: int | None = None) -> "StepBytes":
-        """Of a loaded target and head (if it has one); of a rank's share, what its GPU reads.
+        """The bytes of a loaded target and its head, if it has one; of a rank's share, what its GPU reads.
 
         ``kv_width`` is the bytes of a number in the target's KV cache, None for those of the model's dtype, which the
         head's has in any case.
@@ -216,7 +216,7 @@ class StepBytes:
         )
 
     def prefill_flops(self, num_rows: int) -> float:
-        """Of the target's GEMMs for so many rows of prompts; only the last ones have logits, left out."""
+        """FLOPs of the target's GEMMs for ``num_rows`` of prompts; only the last rows have logits, left out."""
         weights = self.target - self.lm_head
         return 2 * weights / self.bytes_per_value * num_rows + _experts(self.experts, 1, num_rows).flops
 

@@ -78,7 +78,7 @@ def of_heads(found: Comparison) -> Iterator[Part]:
 
 
 def settings(found: Comparison) -> dict[str, str]:
-    """What all runs share, by label."""
+    """The settings that all runs share, by label."""
     own = {"drafter", "drafter batch", "data", "rows set their own"}
     first, *others = (run.manifest.get("settings", {}) for run in found.runs)
     return {
@@ -89,7 +89,7 @@ def settings(found: Comparison) -> dict[str, str]:
 
 
 def notes(found: Comparison) -> Iterator[str]:
-    """What a reader has to know of the runs beyond their numbers."""
+    """Sentences on what a reader has to know of the runs beyond their numbers."""
     for name, values in found.unlike.items():
         each = dict.fromkeys(map(str, values))
         yield f"The runs also differ in {name}: {', '.join(each)}."
@@ -112,7 +112,7 @@ def notes(found: Comparison) -> Iterator[str]:
 
 
 def _disturbances(found: Comparison) -> tuple[list[str], list[str]]:
-    """Of the rounds of speeds: that the machine was busy, and what else."""
+    """What disturbed the rounds of speeds: that the machine was busy, and everything else."""
     each = [
         (data, disturbed(rounds.measured((PLAIN, *found.heads)))) for data, rounds in found.speeds.items()
     ]

@@ -153,7 +153,7 @@ class BenchTable(Table):
 
 
 def selected(columns: Sequence[Column], rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Of ``rows`` what a table of these ``columns`` has."""
+    """The cells of ``rows`` that a table of these ``columns`` has."""
     return tuple({key: row[key] for key in keys(columns)} for row in rows)
 
 

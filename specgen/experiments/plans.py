@@ -77,13 +77,13 @@ class Plan:
 
     @classmethod
     def of(cls, arm: Arm, config: EngineConfig, models: Models, requests: tuple[Request, ...]) -> Self:
-        """Of a resolved ``config``; ``models`` may be without weights."""
+        """The plan of an arm with its resolved ``config``; ``models`` may be without weights."""
         need, overhead = kv_bytes(config, models, requests), _OVERHEAD[torch.device(config.device).type]
         return cls(arm=arm, config=config, requests=requests, kv_bytes=need, overhead=overhead)
 
     @property
     def num_bytes(self) -> int:
-        """What the engine takes beside the weights."""
+        """Bytes that the engine takes beside the weights."""
         return self.kv_bytes + self.overhead
 
 
@@ -296,7 +296,7 @@ def _time(
     budget: float | None,
     roofline: Roofline,
 ) -> Iterator[str]:
-    """How long it takes at least."""
+    """Sentences on how long the bench takes at least."""
     if not left:
         yield "No repeat is left: the rounds that are kept are enough, and the command prints its table."
         return

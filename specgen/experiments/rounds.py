@@ -160,7 +160,7 @@ class Repeats:
 
     @cached_property
     def _digests(self) -> dict[str, set[str]]:
-        """Those of each request's texts in all repeats."""
+        """The digests of each request's texts in all repeats."""
         return {name: {repeat.texts[name] for repeat in self.each.values()} for name in self.ids}
 
     @property
@@ -270,11 +270,11 @@ class Rounds:
         return [{arm: each.tokens_per_second for arm, each in arms.items()} for arms in self._each.values()]
 
     def incomplete(self, arms: Iterable[str], repeats: int) -> list[str]:
-        """Those of ``arms`` that have fewer than all ``repeats``."""
+        """The ``arms`` that have fewer than ``repeats``."""
         return [arm for arm in arms if self.count(arm) < repeats]
 
     def measured(self, arms: Iterable[str]) -> dict[str, Repeats]:
-        """Those of ``arms`` that have repeats, and these."""
+        """The repeats of each of ``arms`` that has some."""
         return {arm: self.of(arm) for arm in arms if self.count(arm)}
 
 
@@ -284,7 +284,7 @@ Speeds = Mapping[str, Rounds]  # of a comparison, by data set; their arms are he
 def rounds_by_data(
     rows: Collection[Mapping[str, Any]], digests: Mapping[str, str], file: RowFile | None = None
 ) -> Speeds:
-    """Those among the ``rows`` of one file that were measured under these conditions, whose digest is by data set."""
+    """The rounds of each data set among the ``rows`` of one file that were measured under conditions of this digest."""
     return {data: Rounds(rows, file, f"{data} {digest}") for data, digest in digests.items()}
 
 
@@ -364,7 +364,7 @@ class Ranking:
         return max(self.arms, key=self.strength)
 
     def strength(self, arm: str) -> float:
-        """Its speed over plain decoding; tokens per second where that has not run."""
+        """The speed of ``arm`` over plain decoding; tokens per second where that has not run."""
         if self.plain in self.arms:
             return self.arms[arm].speedup(self.arms[self.plain]).value
         return self.arms[arm].speed.value
@@ -380,15 +380,15 @@ class Ranking:
         return len(self.arms[self.best].each) >= JUDGED and self.has_steps
 
     def over_reference(self, arm: str) -> Estimate:
-        """Its speed over that of ``reference``."""
+        """The speed of ``arm`` over that of ``reference``."""
         return self.arms[arm].speedup(self.arms[self.reference])
 
     def over_best(self, arm: str, confidence: float = 0.95) -> Estimate:
-        """Its speed over that of ``best``."""
+        """The speed of ``arm`` over that of ``best``."""
         return self.arms[arm].speedup(self.arms[self.best], confidence)
 
     def cannot_win(self, arm: str) -> bool:
-        """Whether it is not worth another repeat; plain decoding takes part for the others' sake."""
+        """Whether ``arm`` is not worth another repeat; plain decoding takes part for the others' sake."""
         if not self.drops or len(self.arms[arm].each) < LEAST or arm in (self.best, self.plain):
             return False
         return self.at_most(arm) < 1
@@ -399,7 +399,7 @@ class Ranking:
         return math.inf if interval is None else interval[1]
 
     def no_different(self, arm: str) -> bool:
-        """Whether its speed does not differ significantly from the best arm's."""
+        """Whether the speed of ``arm`` does not differ significantly from the best one's."""
         interval = self.over_best(arm).interval
         return arm != self.best and interval is not None and interval[0] <= 1 <= interval[1]
 
@@ -417,7 +417,7 @@ class Search:
     precision: float  # half of the interval's width, on the scale of logarithms
 
     def ranking(self, rounds: Rounds) -> Ranking:
-        """What is known so far; of at least one arm."""
+        """The ranking of the arms that have repeats."""
         return Ranking(plain=self.plain, arms=rounds.measured(self.arms), drops=self.precision > 0)
 
     def next_arms(self, group: Sequence[str], rounds: Rounds) -> list[str]:

@@ -171,7 +171,7 @@ class Compared(ArmRun):
         }
 
     def against(self) -> dict[str, Any]:
-        """What ``comparison.json`` says of it against the reference."""
+        """The differences from the reference, for ``comparison.json``."""
         ours, theirs = self.answers, self.reference.answers
         tests = [(each, each.paired) for each in self.metrics if each.paired]
         differences = [
@@ -238,7 +238,7 @@ class StudyComparison:
         return next((arm.report.busy for arm in self.arms if arm.report.busy), "")
 
     def to_json(self) -> dict[str, Any]:
-        """All but the texts that do not differ, which are in the files of the arms."""
+        """The content of ``comparison.json``: all but equal texts, which are in the files of the arms."""
         return {
             "reference": self.reference,
             "arms": [arm.to_json() for arm in self.arms],
@@ -406,7 +406,7 @@ def _tests(others: Sequence[Compared]) -> list[_Test]:
 def _remarks(
     arms: Sequence[Compared], left_out: Sequence[tuple[str, str]], template_unused: bool
 ) -> Iterator[str]:
-    """What is to be said of scores and answers beside the conclusion."""
+    """Sentences on scores and answers beside the conclusion."""
     if left_out:
         named = ", ".join(f"{metric} of {task}" for task, metric in left_out)
         yield f"Not compared, as they are not between 0 and 1: {named}."

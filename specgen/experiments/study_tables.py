@@ -90,7 +90,7 @@ def page(
     title: str,
     origin: Mapping[str, str] | None = None,
 ) -> str:
-    """The same as an HTML page, with the texts side by side."""
+    """The HTML page of ``comparison``, with the texts side by side."""
     return Page(
         title=title,
         settings=settings,
@@ -105,7 +105,7 @@ def page(
 
 
 def _tables(comparison: StudyComparison) -> tuple[Table, ...]:
-    """Those behind the accuracies: texts, acceptance, speed; one without rows is not shown."""
+    """The tables behind the accuracies: texts, acceptance, speed; one without rows is not shown."""
     return tuple(show(comparison) for show in (_texts, _acceptance, _speed, _tasks))
 
 

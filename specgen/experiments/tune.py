@@ -93,7 +93,7 @@ class TuneJob:
             yield from ({"K": k, **mode} for mode in modes or [{}])
 
     def to_json(self) -> dict[str, Any]:
-        """What the manifest of its engine and data does not say."""
+        """What the manifest of the engine and the data does not say of the job."""
         axes = {"batch": self.batches, "k": self.draft_lengths, "drafter_batch": self.drafter_batches}
         axes |= self.settings
         return {
@@ -105,7 +105,7 @@ class TuneJob:
 
 
 def set_up(job: TuneJob, output: Path | None = None) -> Setup:
-    """Its arms, prompts and memory, before a weight is read."""
+    """The arms, prompts and memory of ``job``, before a weight is read."""
     arms = [arm for arms in job.by_batch().values() for arm in arms]
     record = None if output is None else record_of(output, NAME)
     return prepare(arms, job.engine, job.workload, record=record)

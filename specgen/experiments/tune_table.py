@@ -93,7 +93,7 @@ def tune_table(
 
 
 def _firsts(arms: Iterable[Arm]) -> dict[str, str]:
-    """Of drafter batch and settings that have several values in ``arms``, the first, which others are compared with."""
+    """The first value of drafter batch and of each setting with several in ``arms``: others are compared with it."""
     found: dict[str, list[str]] = {}
     for arm in arms:
         for axis in arm.changes.keys() & {"drafter_batch", *SETTINGS}:
@@ -166,7 +166,7 @@ def _beside(name: str, ranking: Ranking, arms: Mapping[str, Arm], **changed: obj
 
 
 def _by_bytes(repeats: Repeats, plain: Repeats) -> float | None:
-    """How many times as fast it would be where steps took as long as reading their bytes."""
+    """How many times as fast as plain decoding an arm would be if steps took as long as reading their bytes."""
     read, read_plain = (each.median(lambda r: r.step_bytes) for each in (repeats, plain))
     emitted = repeats.median(lambda r: r.tokens_per_step)
     return emitted * read_plain / read if read and read_plain and emitted is not None else None
@@ -181,7 +181,7 @@ def _milliseconds(seconds: float | None) -> float | None:
 
 
 def _doubts(rows: Mapping[str, Row]) -> Iterator[str]:
-    """What says that an arm may be fast because it is wrong."""
+    """Notes on arms that may be fast because they are wrong."""
     for name, row in rows.items():
         if row["wrong_tokens"]:
             yield f"wrong: {name}: {display.count(row['wrong_tokens'])} tokens differ from the pair's known text"

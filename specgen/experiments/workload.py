@@ -72,7 +72,7 @@ class Workload:
             require(value is None or value >= 1, f"{field.replace('_', '-')} is {value}: use at least 1")
 
     def to_json(self) -> dict[str, Any]:
-        """All but the path of the data, which a manifest names itself."""
+        """All fields but the path of the data, which a manifest names itself."""
         found = asdict(self)
         del found["data_path"]
         return found
@@ -91,7 +91,7 @@ class Prompts:
     notes: tuple[str, ...]
 
     def ignoring_eos(self) -> Self:
-        """The same, with as many new tokens as are asked for."""
+        """These prompts, with as many new tokens as are asked for."""
         requests = (
             replace(request, sampling=replace(request.sampling, ignore_eos=True)) for request in self.requests
         )
@@ -217,7 +217,7 @@ class KnownText:
 
     @classmethod
     def of(cls, models: Models) -> "KnownText | None":
-        """That of ``models``; None without one, or if the drafter's own vocabulary has other tokens."""
+        """The known text of ``models``; None without one, or if the drafter's own vocabulary has other tokens."""
         file = models.checkpoints["model"].path.resolve().parent / "cycle.json"
         if not (models.synthetic and file.is_file()):
             return None

@@ -38,7 +38,7 @@ class RequestMetrics:
         return dict(vars(self))
 
     def to_row(self) -> dict[str, Any]:
-        """What a row has of it: not the lists, as ``record`` has them."""
+        """The numbers alone, for a row, whose ``record`` has the lists."""
         return {name: number for name, number in vars(self).items() if not isinstance(number, tuple)}
 
     @classmethod
@@ -87,7 +87,7 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True)
 class Confidence:
-    """What the drafter's confidence is worth.
+    """How well the drafter's confidence predicts acceptance.
 
     ``auc`` is the chance that of an accepted and a rejected draft, any two, the drafter was surer of the accepted one
     (half a chance where both are of one level): 0.5 says nothing, 1 tells all. None without both kinds.
@@ -206,7 +206,7 @@ class Acceptance:
         return np.bincount(self._units, column).astype(np.int64)
 
     def ratio(self, hits: Array, trials: Array) -> Ratio:
-        """Of two columns ``[n]``, unit by unit."""
+        """The ratio of two columns ``[n]``, unit by unit."""
         return Ratio.of(self.per_unit(hits), self.per_unit(trials))
 
     @property
@@ -230,7 +230,7 @@ class Acceptance:
         return self.ratio(self.counts.accepted[:, position], self.counts.drafted[:, position])
 
     def conditional(self, position: int) -> Ratio:
-        """The same of drafts behind accepted ones."""
+        """Accepted drafts at ``position`` per draft behind accepted ones."""
         return self.ratio(self.counts.accepted[:, position], self.counts.reached[:, position])
 
     def of_level(self, level: int) -> Ratio:

@@ -127,7 +127,7 @@ def clip(text: str, width: int) -> str:
 
 
 def bandwidth(bytes_per_second: float) -> str:
-    """In TB/s, or GB/s where it is less than one."""
+    """A bandwidth in TB/s, or in GB/s below 1 TB/s."""
     if bytes_per_second < 1e12:
         return f"{bytes_per_second / 1e9:.3g} GB/s"
     return f"{bytes_per_second / 1e12:.3g} TB/s"

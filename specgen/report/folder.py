@@ -36,7 +36,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """What was found below ``folder``, by path; ``links`` are symbolic links to directories, which are not followed."""
+    """The results below ``folder``, by path; ``links`` are symbolic links to directories, which are not followed."""
 
     folder: Path
     rows: Sequence[Row]

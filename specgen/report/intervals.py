@@ -69,7 +69,7 @@ class Ratio:
 
     @classmethod
     def of(cls, hits: "NDArray[np.int64]", trials: "NDArray[np.int64]") -> Self:
-        """Of all groups at once, ``[groups]``."""
+        """The ratio of all groups at once, ``[groups]``."""
         found = cls()
         found.groups, found.hits, found.trials = int((trials > 0).sum()), int(hits.sum()), int(trials.sum())
         found._squares = int(hits @ hits), int(hits @ trials), int(trials @ trials)

@@ -61,7 +61,7 @@ def _machine(device: Mapping[str, Any]) -> str:
 
 
 def _state(state: Mapping[str, Any]) -> str:
-    """As it was when the run began: a shared machine makes every speed doubtful, and so do low clocks."""
+    """The machine's state when the run began: sharing it makes every speed doubtful, and so do low clocks."""
     shown = {
         "driver": "driver {driver}",
         "clock_mhz": "clock {clock_mhz:g} MHz",

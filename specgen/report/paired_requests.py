@@ -100,13 +100,13 @@ class Pair:
         return Pair(ours=self.ours.at(rows), first=self.first.at(rows))
 
     def with_steps(self) -> "Pair":
-        """Those with steps in both runs, of which none is plain decoding."""
+        """The requests with steps in both runs, of which none is plain decoding."""
         ours, first = self.ours.counts, self.first.counts
         drafting = min(ours.num_spec_tokens, first.num_spec_tokens) > 0
         return self.at(np.flatnonzero((ours.num_steps > 0) & (first.num_steps > 0) & drafting))
 
     def by_category(self) -> "dict[str, Pair]":
-        """Those of each category alone, in the order of their first rows."""
+        """The pair of each category, in the order of their first rows."""
         return {label: pair_up(group, self.first) for label, group in self.ours.by("category").items()}
 
     def difference(self, positions: slice = slice(None)) -> PairedRatio | None:

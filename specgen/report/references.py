@@ -43,7 +43,7 @@ class PublishedAccuracy:
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What has to be alike for figures to be comparable; None where it is not known, or makes no difference.
+    """Conditions under which figures are comparable; None where one is not known, or makes no difference.
 
     ``dataset`` is a name as of ``--dataset``, of a file its name without the ending, of an evaluation ``eval TASK``.
     ``besides`` has every other parameter of sampling in words, those that rows set themselves too.
@@ -99,7 +99,7 @@ class Reference:
     measurements: tuple[Measurement, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Where the figures come from, without them."""
+        """The origin of the figures, without them."""
         return {name: text for name, text in asdict(self).items() if name != "measurements"}
 
     def of(self, ours: Conditions) -> Measurement:
@@ -148,7 +148,7 @@ def load_references() -> tuple[Reference, ...]:
 
 
 def conditions_of(manifest: Mapping[str, Any], *, has_reasoning: bool = False) -> Conditions:
-    """Those of the run with this manifest; without a word from its command, it thinks if texts have reasoning.
+    """The conditions of the run with this manifest; unless its command says so, it thinks if texts have reasoning.
 
     ``UserError`` where K was chosen at every step.
     """
@@ -178,7 +178,7 @@ def conditions_of(manifest: Mapping[str, Any], *, has_reasoning: bool = False) -
 
 
 def _besides(manifest: Mapping[str, Any]) -> str | None:
-    """What is sampled beside the temperature; None of an evaluation, whose tasks say it, and where it is not known."""
+    """The other sampling parameters in words; None for an evaluation, whose tasks set them, and where not known."""
     if "dataset" not in manifest["data"] or "max_tokens" not in manifest["sampling"]:
         return None
     asked = msgspec.convert(manifest["sampling"], SamplingParams).besides()

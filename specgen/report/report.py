@@ -94,7 +94,7 @@ class Report(Speculation):
 
     @property
     def unlike_work(self) -> str:
-        """What one of the run and its baseline alone has failed, so that they did different work."""
+        """A sentence on requests that failed in one of the run and its baseline alone; empty without one."""
         plain = self.baseline
         ours_alone = (
             0 if plain is None or plain.num_requests is None else plain.num_requests - plain.num_compared

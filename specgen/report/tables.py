@@ -87,7 +87,7 @@ def of_run(report: Report, settings: Mapping[str, str]) -> Iterator[Part]:
 
 
 def figures(report: Report, settings: Mapping[str, str]) -> Iterator[Part]:
-    """The same without the meaning of names."""
+    """What the terminal shows of a run, without what the names mean."""
     yield heading(settings)
     yield report.unfinished
     counts, speed = _numbers(report)
@@ -106,7 +106,7 @@ def page(
     rejections: Sequence[Table] = (),
     texts: TextList | None = None,
 ) -> str:
-    """The same as an HTML page, with its ``origin`` (from ``origin.origin``) and what ``RunTexts`` shows."""
+    """The report of a run as an HTML page, with its ``origin`` (from ``origin.origin``) and what ``RunTexts`` shows."""
     sentences = list(remarks(report))
     return Page(
         title=title,
@@ -335,14 +335,14 @@ def wall_table(wall: WallTime | None) -> Iterator[Table]:
 
 
 def failures(report: Report) -> str:
-    """How many requests failed; empty: none."""
+    """A sentence on how many requests failed; empty without one."""
     failed = report.num_errors
     of = count(failed + report.num_requests)
     return f"{count(failed)} of {of} requests failed, which are in no number" if failed else ""
 
 
 def remarks(report: Report) -> Iterator[str]:
-    """What is to be said of a run; nothing of an ordinary one."""
+    """Sentences on what is unusual in a run."""
     ended, reasoning = report.finish_reasons, report.ended_in_reasoning
     if report.busy:
         yield f"BUSY: {report.busy}, so speeds are doubtful: run it again when the machine is idle."
@@ -380,7 +380,7 @@ def remarks(report: Report) -> Iterator[str]:
 
 
 def empty_texts(number: int, num_requests: int) -> str:
-    """So many texts are empty, and the likely remedy."""
+    """A sentence on ``number`` of empty texts, with the likely remedy."""
     return (
         f"{count(number)} of {count(num_requests)} texts are empty: the model ended them at once. A chat model needs "
         "its chat template: add --chat (eval: --apply-chat-template; compare: rows with messages)."

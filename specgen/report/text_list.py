@@ -110,7 +110,7 @@ class TextList:
 
     @property
     def filters(self) -> dict[str, dict[str, str]]:
-        """By label with more than one value: the class of the entries with each value, the most frequent first."""
+        """The labels with more than one value: the class of the entries with each value, the most frequent first."""
         names = dict.fromkeys(name for entry in self.entries for name in entry.labels)
         found = {name: _by_frequency(entry.labels.get(name) for entry in self.entries) for name in names}
         several = [(name, values) for name, values in found.items() if len(values) > 1]

@@ -24,7 +24,7 @@ class LatencyStats:
 
 
 def latency_stats(times: NDArray[np.float64]) -> LatencyStats | None:
-    """Of ``times`` ``[n]``, without those that are not a number."""
+    """Statistics of ``times`` ``[n]``; those that are not a number do not count."""
     known = times[~np.isnan(times)]
     if not len(known):
         return None
@@ -125,14 +125,14 @@ class WallTime:
         return {name: part / whole for name, part in asdict(self).items()}
 
     def of_whole(self, whole: float) -> Self:
-        """The same where the wall time is ``whole``: the difference is ``rest``."""
+        """These parts where the wall time is ``whole``: the difference is ``rest``."""
         return replace(self, rest=self.rest + whole - self.whole)
 
 
 def _priced(
     decode: Mapping[tuple[int, bool], tuple[int, float]],
 ) -> tuple[list[float], list[tuple[int, int]]]:
-    """By batch size, the largest first: seconds of a sequence, and sequences while prompts waited and while none did.
+    """For each batch size, the largest first: seconds of a sequence, and sequences while prompts waited or none did.
 
     A step costs a sequence more the fewer share it. Where measured times say otherwise, of noise or of kernels that
     suit one size better, neighbours get one price (isotonic regression), so that smaller batches never seem to give
@@ -197,7 +197,7 @@ class PassSums:
             self._decode[key] = number + 1, seconds + row.seconds
 
     def steps(self) -> dict[str, StepStats]:
-        """By kind."""
+        """The steps by kind."""
         found = {}
         for kind, counts in sorted(self._counts.items()):
             numbers, seconds = dict(counts), self._seconds[kind]
