@@ -359,7 +359,7 @@ def _pairs(rows: Mapping[tuple[str, str], Run]) -> Iterator[HeadPair]:
 
 
 def _by_category(run: Run) -> dict[str | None, Acceptance]:
-    """The acceptance of all requests under None, and of each category in the order of the rows, if there are several."""
+    """The acceptance of all requests under None, and of each category in the order of the rows, if several."""
     groups = figures(run, "category")
     found: dict[str | None, Acceptance] = {None: Acceptance(run)}
     return found | dict(groups if len(groups) > 1 else {})
