@@ -186,16 +186,15 @@ def _pairs_table(found: Comparison) -> Table:
     """Paired differences: a row for each data set and two heads."""
 
     def at(position: int) -> Figure:
-        return Figure(name=f"token {position}", tables="", of=lambda pair: _points(pair, position))
+        return Figure(name=f"token {position}", of=lambda pair: _points(pair, position))
 
     return Grid(
         groups=[({"data": pair.data, "heads": f"{pair.ours} - {pair.first}"}, pair) for pair in found.pairs],
         figures=[
-            Figure(name="requests", tables="", of=lambda pair: pair.num_requests),
+            Figure(name="requests", of=lambda pair: pair.num_requests),
             Figure(
                 name="identical",
                 title="same texts",
-                tables="",
                 # without a step nothing was verified
                 of=lambda pair: pair.num_identical if pair.length else None,
             ),
@@ -223,7 +222,7 @@ def _paired(
     """A difference and its p; ``whose`` they are where a row has several."""
     return (
         Figure.estimated(f"difference{whose}", field_of(of, "difference"), title=title),
-        Figure(name=f"p{whose}", title="p", show=p_value, tables="", of=field_of(of, "p")),
+        Figure(name=f"p{whose}", title="p", show=p_value, of=field_of(of, "p")),
     )
 
 
@@ -246,7 +245,7 @@ def _categories_table(found: Comparison) -> Table:
 
     def length(head: str) -> Figure:  # without an interval, which would leave no room for the differences
         of = field_of(lambda group: found.length(group[0], head, group[1]), "value")
-        return Figure(name=f"length of {head}", title=head, show=plain, tables="", of=of)
+        return Figure(name=f"length of {head}", title=head, show=plain, of=of)
 
     differences = [figure for head in others for figure in difference(head)]
     return Grid(groups=groups, figures=[*map(length, found.heads), *differences]).table(
@@ -291,7 +290,7 @@ def _spread(title: str, of: Callable[[Any], Estimate | None], show: Show) -> lis
         "": lambda group: show(spread.value) if (spread := of(group)) else "",
         " range": lambda group: between(spread.interval, show) if (spread := of(group)) else "",
     }
-    return [Figure(name=f"{title}{end}", tables="", of=cell) for end, cell in cells.items()]
+    return [Figure(name=f"{title}{end}", of=cell) for end, cell in cells.items()]
 
 
 def leader(found: Comparison, data: str) -> str:

@@ -140,6 +140,11 @@ class Compared(ArmRun):
         return len(self.answers) - len(self.differing)
 
     @property
+    def positions(self) -> list[int]:
+        """Where the texts in ``firsts`` diverge, in tokens."""
+        return [first.position for first in self.firsts.values()]
+
+    @property
     def num_cut(self) -> int:
         """Answers that the token limit has cut, but for those that ended while reasoning."""
         report = self.report

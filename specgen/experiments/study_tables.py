@@ -1,13 +1,13 @@
 """What `specgen eval` and `specgen verify` show: arms against their reference, divergences, texts side by side."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from os.path import commonprefix
 from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 from specgen.config import DraftLength
-from specgen.experiments.study_comparison import Document, Score, StudyComparison
+from specgen.experiments.study_comparison import Document, StudyComparison
 from specgen.report.charts import ticks_to
 from specgen.report.display import (
     DASH,
@@ -23,9 +23,9 @@ from specgen.report.display import (
     ratio,
     seconds,
     several,
-    value,
 )
 from specgen.report.grid import FIGURES, Figure, Grid, by_position, chosen
+from specgen.report.intervals import PairedScores
 from specgen.report.page import Page
 from specgen.report.report import Report
 from specgen.report.table import Column, Row, Table
@@ -50,12 +50,32 @@ NOTES = {
 _ARM = Column(name="name", title="arm")
 
 
-_ACCURACY = (
-    Column(name="mean", title="score", show=percent, interval="interval"),
-    Column(name="difference", show=lambda share: f"{100 * share:+z.1f}"),
-    Column(name="ends", title="95 %"),
-    Column(name="p"),
-    Column(name="detectable", show=hundredths),
+def _difference(name: str, of: Callable[[PairedScores], object], **fields: Any) -> Figure:  # noqa: ANN401, of a column
+    """One of the differences from the reference, which has none itself."""
+    return Figure(name=name, of=lambda score: "" if score.paired is None else of(score.paired), **fields)
+
+
+_ACCURACY = (  # of a ``Score``
+    Figure(name="mean", title="score", show=percent, interval="interval"),
+    _difference("difference", lambda change: change.difference, show=lambda share: f"{100 * share:+z.1f}"),
+    _difference("ends", lambda change: between(change.interval, hundredths), title="95 %"),
+    _difference("p", lambda change: p_value(change.p)),
+    _difference("detectable", lambda change: change.detectable, show=hundredths),
+)
+_TEXTS = (  # of an arm
+    Figure(name="same texts", of=lambda arm: f"{count(arm.num_identical)} of {count(len(arm.answers))}"),
+    Figure(
+        name="share",
+        show=percent,
+        of=lambda arm: arm.num_identical / len(arm.answers) if arm.answers else None,
+    ),
+    Figure(name="first divergence", of=lambda arm: min(arm.positions, default=None)),
+    Figure(name="median", of=lambda arm: median_low(arm.positions) if arm.positions else None),
+    Figure(
+        name="widest gap",
+        of=lambda arm: max((each.gap for each in arm.firsts.values() if each.gap is not None), default=None),
+    ),
+    Figure(name="unexplained", of=lambda arm: sum(not each.explained for each in arm.firsts.values())),
 )
 _SPEED = (
     Column(name="output_tokens_per_second", title="output tokens/s", show=rate),
@@ -113,49 +133,25 @@ def _accuracies(comparison: StudyComparison) -> Iterator[Table]:
     """A table for each metric of each task, with a row for each arm."""
     for of_metric in zip(*(arm.metrics for arm in comparison.arms), strict=True):
         first = of_metric[0]
-        yield Table(
-            title=f"{first.task} {first.metric}",
+        yield Grid(
+            groups=[
+                ({"name": arm.name}, score) for arm, score in zip(comparison.arms, of_metric, strict=True)
+            ],
+            figures=_ACCURACY,
+        ).table(
+            [_ARM],
+            f"{first.task} {first.metric}",
             note=f"{count(first.num_samples)} samples, with 95 % intervals; differences from {comparison.reference}, "
             "in points",
-            columns=(_ARM, *_ACCURACY),
-            rows=tuple(
-                {"name": arm.name, **_cells(score)}
-                for arm, score in zip(comparison.arms, of_metric, strict=True)
-            ),
             bars="mean",
         )
 
 
-def _cells(score: Score) -> Row:
-    row: dict[str, Any] = {"mean": score.mean, "interval": score.interval}
-    if (change := score.paired) is None:
-        return row | dict.fromkeys(("difference", "ends", "p", "detectable"), "")
-    row |= {"difference": change.difference, "ends": between(change.interval, hundredths)}
-    return row | {"p": p_value(change.p), "detectable": change.detectable}
-
-
 def _texts(comparison: StudyComparison) -> Table:
-    rows = []
-    for arm in comparison.others:
-        found, same, compared = list(arm.firsts.values()), arm.num_identical, len(arm.answers)
-        where = [each.position for each in found]
-        rows.append(
-            {
-                "name": arm.name,
-                "same texts": f"{count(same)} of {count(compared)}",
-                "share": same / compared if compared else None,
-                "first divergence": min(where, default=None),
-                "median": median_low(where) if where else None,
-                "widest gap": max((each.gap for each in found if each.gap is not None), default=None),
-                "unexplained": sum(not each.explained for each in found),
-            }
-        )
-    names = ("same texts", "share", "first divergence", "median", "widest gap", "unexplained")
-    return Table(
-        title="Texts",
+    return Grid(groups=[({"name": arm.name}, arm) for arm in comparison.others], figures=_TEXTS).table(
+        [_ARM],
+        "Texts",
         note=f"against {comparison.reference}; positions are counted in tokens, gaps are in logits",
-        columns=(_ARM, *(Column(name=name, show=percent if name == "share" else value) for name in names)),
-        rows=tuple(rows),
     )
 
 

@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain, product
+from operator import itemgetter
 from typing import Any
 
 from specgen.config import DraftLength, EngineConfig, TemplateKwargs, bundled
@@ -14,6 +15,7 @@ from specgen.experiments.rounds import DROPPING, Ranking, Repeat, Repeats, distu
 from specgen.experiments.workload import Workload
 from specgen.report import display
 from specgen.report.charts import DRAFT_LENGTHS
+from specgen.report.grid import Figure, Grid
 from specgen.report.intervals import Estimate
 from specgen.report.table import Column, Row, Table
 
@@ -23,6 +25,7 @@ _CHOSEN = ("auto", "uniform")  # by the engine at every step
 _PLAIN = "-"  # the drafter batch of plain decoding
 _OF_PLAIN: Mapping[str, Value] = {"K": 0, "drafter_batch": _PLAIN}
 _SPREADS, _PARTS = ("ttft", "tpot", "itl"), ("mean", "median", "p99")
+_USERS = ("per_user", "speed")  # of one and of all
 _KEYS = ("batch", *SETTINGS, "K", "drafter_batch")
 COLUMNS = (
     *(Column(name=name) for name in _KEYS if name not in SETTINGS),
@@ -246,7 +249,7 @@ def _plots(rows: Sequence[Row]) -> Iterator[Plot]:
 def best_line(rows: Mapping[str, Row]) -> Table:
     """The arms that no other arm beats in both tokens per second for one user and for all (the Pareto front)."""
     points = {
-        name: (row["per_user"], row["speed"]) for name, row in rows.items() if row["per_user"] is not None
+        name: [row[each] for each in _USERS] for name, row in rows.items() if row["per_user"] is not None
     }
     front = {
         name: point
@@ -255,18 +258,12 @@ def best_line(rows: Mapping[str, Row]) -> Table:
             other[0] >= point[0] and other[1] >= point[1] and other != point for other in points.values()
         )
     }
-    return Table(
-        title="Tokens per second for one user and for all",
+    speeds = [Figure(name=name, unit="tokens/s", show=display.rate, of=itemgetter(name)) for name in _USERS]
+    groups = [({"arm": name}, rows[name]) for name in sorted(front, key=lambda name: front[name])]
+    return Grid(groups=groups, figures=speeds).table(
+        [Column(name="arm", title="")],
+        "Tokens per second for one user and for all",
         note="Pareto front: no other setting is better for one user and in total",
-        columns=(
-            Column(name="arm", title=""),
-            Column(name="per_user", unit="tokens/s", show=display.rate),
-            Column(name="speed", unit="tokens/s", show=display.rate),
-        ),
-        rows=tuple(
-            {"arm": name, "per_user": front[name][0], "speed": front[name][1]}
-            for name in sorted(front, key=lambda name: front[name])
-        ),
     )
 
 

@@ -21,7 +21,7 @@ class Figure(Column):
     none. A table leaves it out where it is ``needed`` by no group.
     """
 
-    tables: str
+    tables: str = ""
     short: str | None = None
     of: Callable[[Any], Any] | None = None
     needed: Callable[[Any], bool] | None = None
@@ -31,7 +31,7 @@ class Figure(Column):
         cls, name: str, of: Callable[[Any], Estimate | None], *, title: str | None = None, show: Show = plain
     ) -> Self:
         """One whose interval is computed with it."""
-        return cls(name=name, title=title, show=show, tables="", of=of, interval=f"ends of {name}")
+        return cls(name=name, title=title, show=show, of=of, interval=f"ends of {name}")
 
     def value(self, group: object) -> Any:  # noqa: ANN401, what its ``show`` takes
         return getattr(group, self.name, None) if self.of is None else self.of(group)
@@ -160,7 +160,6 @@ def by_position(groups: Iterable[Any], most: int | None = None, title: str = "to
         return Figure(
             name=f"{title} {position}",
             show=percent,
-            tables="",
             of=field_of(lambda group: dict(enumerate(group.acceptance)).get(position), "rate"),
         )
 
