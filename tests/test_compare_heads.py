@@ -15,13 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specgen.cli.comparing import read_comparison
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.config.bundled import data_directory, heads
 from specgen.engine import loading
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.experiments import heads_job
-from specgen.experiments.head_figures import Comparison, as_directory, compare_runs, short_names
+from specgen.experiments.head_figures import (
+    Comparison,
+    as_directory,
+    compare_runs,
+    read_comparison,
+    short_names,
+)
 from specgen.experiments.heads_job import HeadsJob, HeadsRun
 from specgen.experiments.heads_page import last_words, moved_texts, page
 from specgen.experiments.heads_tables import exported, leads, notes, tables, verdicts

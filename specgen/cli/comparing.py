@@ -94,6 +94,8 @@ def compare(
     reference = None if against is None else load_reference(against)
     if directories:
         _require_only_read(ctx)
+        from specgen.experiments.head_figures import read_comparison
+
         found = read_comparison(directories)
     else:
         from specgen.experiments.heads_job import HeadsJob  # imports torch
@@ -186,15 +188,6 @@ def _run(job: "HeadsJob", output: Path | None, config: str, quiet: bool) -> "Com
             raise typer.Exit(1) from None
         write_comparison(found, path)
     return found
-
-
-def read_comparison(directories: "Sequence[Path]") -> "Comparison":
-    """The comparison of finished runs, and the speeds of a comparison's directory."""
-    from specgen.experiments.head_figures import compare_runs, read_speeds, run_directories
-
-    runs = [run for directory in directories for run in run_directories(directory)]
-    speeds = read_speeds(directories[0]) if len(directories) == 1 else {}
-    return compare_runs(runs, speeds)
 
 
 def print_comparison(

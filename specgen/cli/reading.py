@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specgen.cli.comparing import print_comparison, read_comparison
+from specgen.cli.comparing import print_comparison
 from specgen.cli.options import AS_JSON, with_options
 from specgen.cli.printing import print_found, print_notes_and_exit, print_parts
 from specgen.config import FormatName, KVDtypeName, parse_bytes, require
@@ -82,7 +82,7 @@ def _report(
     as_json: bool,
 ) -> None:
     """Print the report of ``directories``, which the user has ``given`` in other words if they are copies."""
-    from specgen.experiments.head_figures import is_comparison
+    from specgen.experiments.head_figures import is_comparison, read_comparison
     from specgen.report.folder import arms, benches, evaluation_note, is_folder, listed, of_bench
     from specgen.report.references import load_reference
     from specgen.report.report import load_so_far

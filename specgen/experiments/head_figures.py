@@ -57,44 +57,9 @@ class HeadRun:
         return str(self.manifest["engine"]["drafter"])
 
 
-def published(runs: "Comparison", reference: Reference) -> list[RunComparison]:
-    """Every run beside the figures of ``reference``; ``UserError`` where nothing was measured as one of them was."""
-    return [
-        compare_run(run.directory, run.report, run.manifest, reference, {"data": run.data, "head": run.head})
-        for run in runs.in_order()
-    ]
-
-
 def is_comparison(directory: Path) -> bool:
     """Whether ``directory`` is that of a comparison."""
     return (directory / PLAN).exists()
-
-
-def run_directories(directory: Path) -> list[Path]:
-    """The runs of the comparison in ``directory``; of anything else, ``directory`` itself."""
-    if not is_comparison(directory):
-        return [directory]
-    runs = [directory / each for each in load_json(directory / PLAN, "compare again")["runs"]]
-    begun = [run for run in runs if (run / "manifest.json").exists()]
-    require(
-        len(begun) == len(runs),
-        f"{directory} holds a comparison that is not finished ({len(begun)} of {len(runs)} runs begun): "
-        "the same command resumes it",
-    )
-    return runs
-
-
-def read_speeds(directory: Path) -> Speeds:
-    """The speeds of the comparison in ``directory``; none of anything else."""
-    if not is_comparison(directory):
-        return {}
-    require(
-        (directory / ROUNDS).exists() or not (directory / _EARLIER_ROUNDS).exists(),
-        f"{directory} holds speeds of an earlier version ({_EARLIER_ROUNDS}): run its command again, which "
-        "measures them anew, or give its run directories",
-    )
-    digests = load_json(directory / PLAN, "compare again")["under"]
-    return rounds_by_data(Rows(directory / ROUNDS).values(), digests)
 
 
 def _read(directory: Path) -> tuple[Report, Mapping[str, Any]]:
@@ -337,6 +302,40 @@ def compare_runs(directories: Sequence[Path], speeds: Speeds = MappingProxyType(
         pairs=tuple(_pairs(rows)),
         speeds=speeds,
     )
+
+
+def read_comparison(directories: Sequence[Path]) -> Comparison:
+    """The comparison of finished runs, and the speeds of a comparison's directory if it is alone."""
+    runs, speeds = list[Path](), dict[str, Rounds]()
+    for directory in directories:
+        if not is_comparison(directory):
+            runs.append(directory)
+            continue
+        plan = load_json(directory / PLAN, "compare again")
+        own = [directory / each for each in plan["runs"]]
+        begun = [run for run in own if (run / "manifest.json").exists()]
+        require(
+            len(begun) == len(own),
+            f"{directory} holds a comparison that is not finished ({len(begun)} of {len(own)} runs begun): "
+            "the same command resumes it",
+        )
+        runs += own
+        if len(directories) == 1:
+            require(
+                (directory / ROUNDS).exists() or not (directory / _EARLIER_ROUNDS).exists(),
+                f"{directory} holds speeds of an earlier version ({_EARLIER_ROUNDS}): run its command again, which "
+                "measures them anew, or give its run directories",
+            )
+            speeds |= rounds_by_data(Rows(directory / ROUNDS).values(), plan["under"])
+    return compare_runs(runs, speeds)
+
+
+def published(runs: Comparison, reference: Reference) -> list[RunComparison]:
+    """Every run beside the figures of ``reference``; ``UserError`` where nothing was measured as one of them was."""
+    return [
+        compare_run(run.directory, run.report, run.manifest, reference, {"data": run.data, "head": run.head})
+        for run in runs.in_order()
+    ]
 
 
 def _pairs(rows: Mapping[tuple[str, str], Run]) -> Iterator[HeadPair]:
