@@ -1,6 +1,8 @@
 """Options: what a configuration's fields become on the command line, and what the command line becomes."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import pytest
@@ -10,6 +12,7 @@ from typer.testing import CliRunner
 
 from specgen.cli.evaluating import evaluate, verify
 from specgen.cli.help import Command
+from specgen.cli.main import app
 from specgen.cli.measuring import tune
 from specgen.cli.options import Only, numbers, with_options
 from specgen.config import (
@@ -226,3 +229,12 @@ def test_a_command_that_refuses_plain_decoding_does_not_offer_it_for_a_missing_d
         refused = str(specgen(*command, "--model", target).exception)
         assert "name one with --drafter (ngram needs no checkpoint)" in refused
         assert ("--num-spec-tokens 0" in refused) == offers, command
+
+
+def test_messages_name_commands_that_exist() -> None:
+    found = {
+        name
+        for path in (Path(__file__).parents[1] / "specgen").rglob("*.py")
+        for name in re.findall(r"`specgen ([a-z]+)", path.read_text())
+    }
+    assert found - {*typer.main.get_command(app).commands} == set()
