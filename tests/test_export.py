@@ -167,7 +167,7 @@ def test_a_table_is_read_by_datasets_as_it_was_written(tmp_path):
     assert table["id"][:3] == ["a", "b", "0"]
     assert len(table) == 602
     names = ("endpoint", "logprobs", "reasoning", "num_reasoning_tokens")
-    expected = dict.fromkeys(names) | rows[0]
+    expected = {**dict.fromkeys(names), "sample": 0, **rows[0]}
     assert table[0] == expected
     assert table[1]["logprobs"][0] == {
         "chosen": -0.5,

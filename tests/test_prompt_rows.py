@@ -64,7 +64,14 @@ def prompt(**fields: Any) -> Prompt:
 
 FULL = own(category="math", temperature=0.5, stop=["x", "%"], source={"page": 1, "of": "a"})
 PARTS = [{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}]
-OF_NO_EFFECT = {"user": "me", "metadata": {"a": "b"}, "store": True, "n": 1, "stream": False, "tools": []}
+OF_NO_EFFECT = {
+    "user": "me",
+    "metadata": {"a": "b"},
+    "store": True,
+    "best_of": 1,
+    "stream": False,
+    "tools": [],
+}
 AT_THE_BOUNDS = {"max_tokens": 2**31 - 1, "top_k": 2**31 - 1, "seed": -(2**63), "temperature": 10**6}
 ASKED = prompt(messages=(user(),), endpoint=CHAT)
 # Rows, with the prompt that they are or the sampling of one. Objects get an id, texts are lines as they are.
@@ -100,6 +107,8 @@ TAKEN: list[tuple[object, Prompt | dict[str, Any]]] = [
     (text(prompt=[3, 1]), prompt(token_ids=(3, 1), endpoint=TEXT)),
     (chat(model=3, **OF_NO_EFFECT, presence_penalty=None), ASKED),
     (chat(n=None), ASKED),
+    (chat(n=2, temperature=0.5), {"n": 2, "temperature": 0.5}),
+    (own(n=1), {"n": 1}),
     (own(**AT_THE_BOUNDS), AT_THE_BOUNDS),
     (own(temperature=0, max_tokens=3), {"temperature": 0, "max_tokens": 3}),
     (chat(max_tokens=5, max_completion_tokens=7), {"max_tokens": 7}),
@@ -184,7 +193,10 @@ REFUSED: list[tuple[object, str]] = [
     (batch({"prompt": "x"}), "no messages"),
     (batch(said(*HI), TEXT), "no prompt"),
     (text(prompt=["a", "b"]), "the items of prompt must be integers of 0 or more"),
-    (chat(n=2), "n is 2, which is not supported: use 1, or remove it"),
+    (chat(best_of=2), "best_of is 2, which is not supported: use 1, or remove it"),
+    (own(n=2, temperature=0), "n is 2: samples at temperature 0 are all the same"),
+    (chat(n=0), "n is 0: ask for 1 to 10000 samples"),
+    (chat(n=1.5), "n is 1.5: use a whole number"),
     (chat(stream=True), "stream is True"),
     (chat(response_format={"type": "json_object"}), "response_format is {'type': 'json_object'}"),
     (chat(tools=[{"type": "function"}]), "tools is [{'type': 'function'}]"),
@@ -352,7 +364,9 @@ def test_columns_of_a_batch_are_read_as_rows_are() -> None:
     cases = [
         (row, expected)
         for row, expected in ((_as_own(row), expected) for row, expected in CASES)
-        if row is not None and row.get("temperature") == row.get("temperature")  # NaN is None there
+        if row is not None
+        and row.get("temperature") == row.get("temperature")  # NaN is None there
+        and row.get("n") != 2  # which would be two rows
     ]
     assert len(cases) > 60
     rows = [row for row, _ in cases]

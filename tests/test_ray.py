@@ -330,7 +330,7 @@ def test_an_error_in_a_worker_is_raised_by_the_driver(
 )
 def test_blocks_are_full_and_the_last_ones_equal(num_prompts: int, sizes: list[int]) -> None:
     prompts = iter([Prompt(id=str(n), text="x") for n in range(num_prompts)])
-    blocks = list(ray_engine._blocks(prompts, {"3": "three", "9": "nine"}, 4, 2))
+    blocks = list(ray_engine._blocks(prompts, {"3": "three", "9": "nine"}, 4, 2, SamplingParams()))
     assert [len(block.prompts) for block in blocks] == sizes
     assert [prompt.id for block in blocks for prompt in block.prompts] == [str(n) for n in range(num_prompts)]
     for block in blocks:

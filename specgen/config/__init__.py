@@ -46,6 +46,7 @@ _SEEDS = (
 _HOTTEST = 1_000_000  # all tokens are equally likely long before
 MAX_LOGIT_BIASES = 1024  # per request
 MAX_LOGPROBS = 20  # per token
+MAX_SAMPLES = 10_000  # per prompt
 MAX_PENALTY = 2.0  # presence and frequency, as OpenAI and vLLM have it
 REPETITION_PENALTIES = (0.01, 100.0)  # beyond, logits would leave what float32 holds
 MOST_DRAFTS = 16  # per sequence and step
@@ -232,9 +233,10 @@ class SamplingParams:
     ``max_tokens`` counts output tokens; ``stop`` is one string or several, before which the text ends; with
     ``ignore_eos`` only they and ``max_tokens`` end it.
     ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch the filter off. ``seed`` and the
-    request's id determine all its random numbers. ``logit_bias`` has pairs of token id and bias. ``logprobs`` asks
-    for the log-probability of every output token and of that many top tokens, computed from the raw logits before
-    bias, penalties, temperature and filters (vLLM's default, ``raw_logprobs``).
+    request's id determine all its random numbers. ``n`` samples of a prompt are requests of their own: sample 0 is what
+    ``n`` 1 gives, and each other one is drawn by its number too. ``logit_bias`` has pairs of token id and bias.
+    ``logprobs`` asks for the log-probability of every output token and of that many top tokens, computed from the raw
+    logits before bias, penalties, temperature and filters (vLLM's default, ``raw_logprobs``).
 
     ``repetition_penalty`` divides the logits above 0 of tokens that the prompt or the output so far has, and multiplies
     others; 1 is off. ``presence_penalty`` and ``frequency_penalty`` are taken off the logits of tokens that the output
@@ -257,6 +259,12 @@ class SamplingParams:
         0.0, "Sampling", "The same once for each time that the output so far has the token; 0 is off."
     )
     seed: int = option(0, "Sampling", "With the request's id it determines all random numbers.")
+    n: int = option(
+        1,
+        "Sampling",
+        "Samples of every prompt, each a row of its own; with --temperature. Run again with more, a finished run only "
+        "adds those that are missing.",
+    )
     stop: str | Sequence[str] = option(
         (), "Sampling", "Stop at this string, which is left out; may be repeated."
     )
@@ -284,6 +292,12 @@ class SamplingParams:
             _refuse("min-p", self.min_p, "use a share in [0, 1]; 0 switches it off")
         if self.seed == -1 or not -(2**63) <= self.seed < 2**63:
             _refuse("seed", self.seed, _SEEDS)
+        if not 1 <= self.n <= MAX_SAMPLES:
+            _refuse("n", self.n, f"ask for 1 to {MAX_SAMPLES} samples of a prompt")
+        if self.n > 1 and self.temperature == 0:
+            _refuse(
+                "n", self.n, "samples at temperature 0 are all the same: set a temperature, or leave n out"
+            )
         require(all(self.stop_strings), "an empty stop string would end every text at once: remove it")
         for stop in self.stop_strings:
             if not is_text(stop):
@@ -305,7 +319,7 @@ class SamplingParams:
     def to_json(self) -> dict[str, Any]:
         """For a manifest; what is off is not named where earlier versions did not know it, so that a run goes on."""
         fields, off = asdict(self), SamplingParams()
-        newer = ("repetition_penalty", "presence_penalty", "frequency_penalty", "suppress_tokens")
+        newer = ("repetition_penalty", "presence_penalty", "frequency_penalty", "suppress_tokens", "n")
         return {
             name: value for name, value in fields.items() if name not in newer or value != getattr(off, name)
         }
@@ -313,6 +327,7 @@ class SamplingParams:
     def in_words(self) -> str:
         """How tokens are chosen, and how many, as a report says it."""
         how = "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"
+        how += f", {self.n} samples a prompt" if self.n > 1 else ""
         return f"{how}, {self.besides()}, seed {self.seed}"
 
     def besides(self) -> str:

@@ -150,6 +150,7 @@ class Passes:
         sampling = self._sampling(chunks)
         complete = [i for i, chunk in enumerate(chunks) if chunk.last]
         fresh = [chunk.last and not chunk.sequence.num_output_tokens for chunk in chunks]
+        self._steps.copy_states([(each.state_source, each.sequence.state_slot) for each in chunks])
         state, result = self._steps.prefill(
             chunk_layout(chunks, self._scheduler.page_size, self._device),
             chunk_tokens(chunks, self._device, shift=0),
@@ -157,6 +158,7 @@ class Passes:
             on_device(fresh, self._device, torch.bool),
             sampling,
         )
+        self._steps.copy_states([(each.sequence.state_slot, each.state_copy) for each in chunks])
         rows = on_device(complete, self._device)
         self._batch.arrange(self._scheduler.running)
         self._batch.join([chunks[i].sequence for i in complete], state.take(rows), sampling.take(rows))

@@ -19,6 +19,8 @@ class Chunk:
     sequence: Sequence
     start: int
     num_rows: int
+    state_source: int = 0  # slot whose state is copied to the sequence's before the pass ...
+    state_copy: int = 0  # ... and to which the sequence's is copied behind it; 0: none
 
     @property
     def last(self) -> bool:
@@ -82,6 +84,8 @@ class Scheduler:
     """Continuous batching: sequences join and leave at every step.
 
     A sequence is admitted when a slot for its recurrent state and pages for all it holds and one step ahead are free.
+    One that begins like another takes the pages of that, and where there are states a copy of that behind them. Without
+    a prefix cache only those that ``share`` do, and in the same run.
     When a running one cannot grow, the one admitted last gives its pages back and is computed again later; the oldest
     always can go on, because a request that would not fit alone is refused (``refusal``). The limits may change while
     it runs. One that is to run alone (``retry``) waits until all others have left, and they wait for it.
@@ -198,11 +202,16 @@ class Scheduler:
         alone = any(each.alone for each in (sequence, *self.prefilling, *self.running))
         if self.num_admitted >= (1 if alone else self.limits.max_batch_size) or not self._slots.available:
             return False
-        cached = self._allocator.reuse(sequence.pages, self._digests(sequence, sequence.num_reusable))
+        digests = self._digests(sequence, sequence.num_reusable)
+        if self._slots.expects(digests):  # with the next pass it need not compute what this one does
+            return False
+        known = self._slots.num_known(digests[: self._allocator.num_known(digests)])
+        cached = self._allocator.reuse(sequence.pages, digests[:known])
         if not self._allocator.grow(sequence.pages, len(sequence.tokens) + self._step_rows):
             self._allocator.release(sequence.pages)
             return False
         sequence.num_computed = sequence.num_cached = cached * self.page_size
+        sequence.state_source = self._slots.copy_of(digests[cached - 1]) if cached else 0
         sequence.state_slot = self._slots.take()
         return True
 
@@ -210,7 +219,15 @@ class Scheduler:
         """A piece of ``sequence``; those that come after it, in this pass even, take its pages."""
         start = sequence.num_computed
         num_rows = min(budget, sequence.num_prefill_tokens - start)
-        chunks.append(Chunk(sequence=sequence, start=start, num_rows=num_rows))
+        source, sequence.state_source, copy = sequence.state_source, 0, 0
+        # the last page border of its prompt, where others may begin
+        border = (len(sequence.request.prompt_token_ids) - 1) // self.page_size * self.page_size
+        if start < border <= start + num_rows and (digests := self._digests(sequence, border)):
+            copy = self._slots.expect(digests[-1])
+            num_rows = border - start if copy else num_rows
+        chunks.append(
+            Chunk(sequence=sequence, start=start, num_rows=num_rows, state_source=source, state_copy=copy)
+        )
         self._allocator.expect(sequence.pages, self._digests(sequence, start + num_rows))
         return num_rows
 
@@ -220,8 +237,13 @@ class Scheduler:
         return sequence.num_prefill_tokens - sequence.num_known * self.page_size
 
     def _digests(self, sequence: Sequence, num_positions: int) -> list[bytes]:
-        """What names the pages that the first ``num_positions`` fill."""
-        extend_digests(sequence.digests, sequence.tokens, self.page_size, sequence.prefix_root)
+        """What names the pages that the first ``num_positions`` fill; none where nothing is shared."""
+        root = sequence.prefix_root
+        if not self._allocator.prefix_cache:
+            if not sequence.request.share:
+                return []
+            root = sequence.request.share.encode()
+        extend_digests(sequence.digests, sequence.tokens, self.page_size, root)
         return sequence.digests[: num_positions // self.page_size]
 
     def launched(self, chunks: list[Chunk]) -> None:
@@ -230,6 +252,7 @@ class Scheduler:
         Texts to score are complete then, once the pass is read.
         """
         self._allocator.confirm()
+        self._slots.confirm()
         for chunk in chunks:
             chunk.sequence.num_computed += chunk.num_rows
             if chunk.last:
@@ -267,6 +290,7 @@ class Scheduler:
         What it was to compute is shared with none. Returns them, the youngest first.
         """
         self._allocator.drop_expected()
+        self._slots.forget()
         return [self.preempt() for _ in range(self.num_admitted)]
 
     def clear(self) -> None:
@@ -276,6 +300,8 @@ class Scheduler:
             self._release(sequence)
         self.draining.clear()
         self.waiting.clear()
+        if not self._allocator.prefix_cache:  # what shares the same in a later run is another
+            self._allocator.forget()
 
     def leave(self, sequence: Sequence) -> None:
         """Take a sequence out of the batch that passes in flight will end; its pages stay until it retires."""
@@ -294,6 +320,7 @@ class Scheduler:
         """
         self._remove(sequence)
         self._allocator.forget()
+        self._slots.forget()
         return self._give_back(sequence)
 
     def _remove(self, sequence: Sequence) -> None:

@@ -43,7 +43,8 @@ class Scored:
 class Request:
     """What the engine is asked for. ``category``, ``turn`` and ``num_turns`` only label it in reports.
 
-    ``alone`` is for one that may have failed before: it runs alone, and is not tried again. With ``text`` nothing is
+    ``alone`` is for one that may have failed before: it runs alone, and is not tried again. Requests that ``share``
+    the same, and begin alike, share the KV of that with or without a prefix cache. With ``text`` nothing is
     generated: the text is scored, and the prompt is all of it but its last token.
     """
 
@@ -54,6 +55,7 @@ class Request:
     turn: int = 1
     num_turns: int = 1  # of its conversation
     alone: bool = False
+    share: str = ""  # of samples, what their prompt is called; empty: nothing
     text: ScoreRequest | None = None
 
 
@@ -99,6 +101,7 @@ class Sequence:
     parts: PartFinder | None = None  # None where a text has one part
     pages: list[int] = field(default_factory=list)
     state_slot: int = 0  # of its recurrent state, while it has pages
+    state_source: int = 0  # slot with the state that its first pass begins with; 0: with none
     digests: list[bytes] = field(default_factory=list)  # of its pages, see ``prefix_cache``
     num_known: int = 0  # of these pages somebody has computed so many, when it was last asked
     prefix_root: bytes = b""  # sequences share pages only with those of the same

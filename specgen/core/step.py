@@ -145,6 +145,13 @@ class Steps:
             last = synthetic_acceptance[-1:] * MOST_DRAFTS
             self._dice = on_device((*synthetic_acceptance, *last)[:MOST_DRAFTS], target.device, torch.float32)
 
+    def copy_states(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy recurrent states from one slot to another, all at once; slot 0 is nobody's."""
+        copied = [pair for pair in pairs if all(pair)]
+        if copied and self._cache.states is not None:
+            source, to = on_device([*zip(*copied, strict=True)], self._target.device)
+            self._cache.states.copy(source, to)
+
     def prefill(
         self, layout: Layout, token_ids: Tensor, next_tokens: Tensor, fresh: Tensor, sampling: SamplingBatch
     ) -> tuple[DraftState, StepResult]:

@@ -7,8 +7,9 @@ from typing import Any
 from specgen.config import SamplingParams, UserError, require
 from specgen.core.sequence import Completion, FinishReason, Request, TokenLogprobs
 from specgen.prompts import Prompt, Rejected, failure, prompt_ids
-from specgen.prompts.prompt import asked_digest
+from specgen.prompts.prompt import asked_digest, sample_ids, several_turns
 from specgen.record import columns
+from specgen.record.files import sample_id
 from specgen.record.record_rows import RequestRow
 from specgen.report.acceptance import RequestMetrics
 from specgen.report.display import clip, plain, several
@@ -23,7 +24,8 @@ _NONE: Mapping[str, str] = {}
 class RequestOutput:
     """The answer to one turn of a prompt, or in ``error`` why there is none (``finish_reason`` is then ``error``).
 
-    ``id`` is the prompt's, for later turns ``ID/turn-2`` and so on; ``turn`` counts from 1. ``prompt`` is the text that
+    ``id`` is the prompt's, for later turns ``ID/turn-2`` and so on; ``turn`` counts from 1. Of ``num_samples`` of the
+    prompt this is ``sample``, from 0 on; all have its ``id``, and each a ``name``. ``prompt`` is the text that
     the model saw, the chat template around it, and ``num_prompt_tokens`` its tokens. ``text`` is the answer without
     ``reasoning``, the part before it of ``num_reasoning_tokens``, which is None where there is none; ``token_ids`` are
     of both, with one entry of ``logprobs`` each where they were asked for. ``finish_reason`` is ``stop`` (end of text
@@ -41,6 +43,8 @@ class RequestOutput:
     finish_reason: FinishReason
     context_is_full: bool = False  # where ``finish_reason`` is ``length``: not max_tokens, but the context
     turn: int = 1
+    sample: int = 0
+    num_samples: int = 1
     num_prompt_tokens: int = 0
     category: str | None = None
     endpoint: str | None = None
@@ -49,26 +53,36 @@ class RequestOutput:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     record: RequestRow | None = field(default=None, compare=False, repr=False)
 
+    @property
+    def name(self) -> str:
+        """Of its request, as no other has it: the id, behind sample 0 ``ID/sample-1`` and so on."""
+        return sample_id(self.id, self.sample)
+
     def __repr__(self) -> str:
         """One short line: of a failed request its error, else the beginning of the text and the figures."""
+        named = f"id={self.id!r}" + (f", sample={self.sample}" if self.num_samples > 1 else "")
         if self.error is not None:
-            return f"RequestOutput(id={self.id!r}, error={self.error!r})"
+            return f"RequestOutput({named}, error={self.error!r})"
         length = None if self.metrics is None else self.metrics.mean_acceptance_length
         return (
-            f"RequestOutput(id={self.id!r}, text={clip(self.text, 60)!r}, finish_reason={self.finish_reason!r}, "
+            f"RequestOutput({named}, text={clip(self.text, 60)!r}, finish_reason={self.finish_reason!r}, "
             f"{several(len(self.token_ids), 'token')}, acceptance length {plain(length)})"
         )
 
     def to_row(self) -> dict[str, Any]:
-        """The row of ``completions.jsonl``; of a failed request that of ``errors.jsonl``. The id comes first."""
+        """The row of ``completions.jsonl``; of a failed request that of ``errors.jsonl``.
+
+        The id comes first, and behind it the sample of several.
+        """
+        name = {"id": self.id, **({"sample": self.sample} if self.num_samples > 1 else {})}
         labels = {"category": self.category, "endpoint": self.endpoint}
         given = {name: label for name, label in labels.items() if label is not None}
         if self.error is not None:
-            return {"id": self.id, "error": self.error, "turn": self.turn, **given}
+            return {**name, "error": self.error, "turn": self.turn, **given}
         assert self.metrics is not None
         reasoned = {"reasoning": self.reasoning, "num_reasoning_tokens": self.num_reasoning_tokens}
         return {
-            "id": self.id,
+            **name,
             "prompt": self.prompt,
             **({} if self.reasoning is None else reasoned),
             "text": self.text,
@@ -86,6 +100,9 @@ class RequestOutput:
 @dataclass(kw_only=True, eq=False)
 class _Conversation:
     prompt: Prompt
+    names: tuple[str, ...]  # of its turns
+    sample: int = 0
+    num_samples: int = 1
     answers: list[str] = field(default_factory=list)
     asked: str = ""  # the text of the turn that is running
 
@@ -114,17 +131,29 @@ class Conversations:
         self._earlier = earlier
         self._lost = lost
         self._open: dict[str, _Conversation] = {}
+        self._encoded: tuple[Prompt, tuple[str, list[int]]] | None = None  # the newest, for all its samples
 
     def first_turns(self) -> Iterator[Request | None]:
-        """A request for every prompt that has one left and can be asked; None where there is no prompt now."""
+        """A request for every prompt, and sample of one, that has one left and can be asked; None: none is there now.
+
+        The samples of a prompt follow each other, so that those behind the first find its KV.
+        """
         for prompt in self._prompts:
             if prompt is None:
                 yield None
             elif isinstance(prompt, Rejected):
                 for turn, name in enumerate(prompt.turn_ids, start=1):
                     self._fail(RequestOutput(id=name, finish_reason="error", turn=turn, error=prompt.reason))
-            elif (request := self._ask(_Conversation(prompt=prompt))) is not None:
-                yield request
+            else:
+                for conversation in self._samples(prompt):
+                    if (request := self._ask(conversation)) is not None:
+                        yield request
+
+    def _samples(self, prompt: Prompt) -> Iterator[_Conversation]:
+        names = sample_ids(prompt, self._sampling)
+        each = [names] if prompt.follow_ups else [(name,) for name in names]
+        for sample, turns in enumerate(each):
+            yield _Conversation(prompt=prompt, names=turns, sample=sample, num_samples=len(each))
 
     def follow_up(self, completion: Completion) -> Request | None:
         """The next turn of the conversation that ``answer`` has just taken a completion for, if it has one."""
@@ -142,7 +171,9 @@ class Conversations:
         if completion.error is None:
             conversation.answers.append(text)  # without its reasoning, as chat templates expect
         return RequestOutput(
-            id=request.id,
+            id=_shown_id(conversation, request.id),
+            sample=conversation.sample,
+            num_samples=conversation.num_samples,
             prompt=conversation.asked,
             text=text,
             reasoning=parts.reasoning,
@@ -162,8 +193,8 @@ class Conversations:
 
     def _ask(self, conversation: _Conversation) -> Request | None:
         """The request of the first turn without an answer."""
-        prompt, answers = conversation.prompt, conversation.answers
-        while (unanswered := prompt.turn_ids[len(answers) :]) and unanswered[0] in self._earlier:
+        answers = conversation.answers
+        while (unanswered := conversation.names[len(answers) :]) and unanswered[0] in self._earlier:
             # no later turn asks for the text of the last
             answers.append(self._earlier[unanswered[0]] if len(unanswered) > 1 else "")
         if not unanswered:
@@ -171,7 +202,7 @@ class Conversations:
         try:
             request = self._request(conversation, unanswered[0])
         except UserError as error:
-            self._fail(self._failed(prompt, len(answers) + 1, str(error)))
+            self._fail(self._failed(conversation, len(answers) + 1, str(error)))
             self._fail_behind(conversation)
             return None
         self._open[request.id] = conversation
@@ -185,26 +216,38 @@ class Conversations:
         lost = self._lost.get(request_id, ())
         if len(lost) > 1:
             raise UserError(f"the device was lost while it ran alone: {lost[-1]}")
-        conversation.asked, token_ids = prompt_ids(prompt, self._tokenizer, conversation.answers)
+        sampling = replace(self._sampling, **prompt.sampling) if prompt.sampling else self._sampling
+        require(sampling.n == 1 or not prompt.follow_ups, several_turns(sampling.n))
+        conversation.asked, token_ids = self._prompt_ids(conversation)
         return Request(
             id=request_id,
             prompt_token_ids=tuple(token_ids),
-            sampling=replace(self._sampling, **prompt.sampling) if prompt.sampling else self._sampling,
+            sampling=sampling,
             category=prompt.category,
             turn=len(conversation.answers) + 1,
             num_turns=len(prompt.turn_ids),
             alone=bool(lost),
+            share=prompt.id if conversation.num_samples > 1 else "",
         )
+
+    def _prompt_ids(self, conversation: _Conversation) -> tuple[str, list[int]]:
+        prompt = conversation.prompt
+        if self._encoded is None or self._encoded[0] is not prompt or conversation.answers:
+            self._encoded = prompt, prompt_ids(prompt, self._tokenizer, conversation.answers)
+        return self._encoded[1]
 
     def _fail_behind(self, conversation: _Conversation) -> None:
         """The turns behind one that failed cannot be asked."""
-        prompt, failed = conversation.prompt, len(conversation.answers) + 1
-        for turn in range(failed + 1, len(prompt.turn_ids) + 1):
-            self._fail(self._failed(prompt, turn, f"turn {failed} before it has no answer"))
+        failed = len(conversation.answers) + 1
+        for turn in range(failed + 1, len(conversation.names) + 1):
+            self._fail(self._failed(conversation, turn, f"turn {failed} before it has no answer"))
 
-    def _failed(self, prompt: Prompt, turn: int, reason: str) -> RequestOutput:
+    def _failed(self, conversation: _Conversation, turn: int, reason: str) -> RequestOutput:
+        prompt = conversation.prompt
         return RequestOutput(
-            id=prompt.turn_ids[turn - 1],
+            id=_shown_id(conversation, conversation.names[turn - 1]),
+            sample=conversation.sample,
+            num_samples=conversation.num_samples,
             finish_reason="error",
             turn=turn,
             category=prompt.category,
@@ -213,14 +256,23 @@ class Conversations:
         )
 
 
+def _shown_id(conversation: _Conversation, name: str) -> str:
+    """Of a turn its ``name``, of a sample the prompt's id."""
+    return name if conversation.num_samples == 1 else conversation.prompt.id
+
+
 def first_turns(
     prompts: Iterable[Prompt | Rejected], tokenizer: Tokenizer, sampling: SamplingParams
 ) -> tuple[list[Request], list[str]]:
     """A request for the first turn of every prompt that can be asked, and why the others cannot: ``id: reason``.
 
-    ``UserError`` where there are chats and the tokenizer has no template for them.
+    It is one also where a row asks for several samples. ``UserError`` where there are chats and the tokenizer has no
+    template for them.
     """
-    prompts = list(prompts)
+    prompts = [
+        replace(prompt, sampling={**prompt.sampling, "n": 1}) if isinstance(prompt, Prompt) else prompt
+        for prompt in prompts
+    ]
     if any(isinstance(prompt, Prompt) and prompt.messages for prompt in prompts):
         tokenizer.require_chat_template()
     refused: list[RequestOutput] = []

@@ -145,17 +145,18 @@ class Engine:
         lost: Mapping[str, Sequence[str]] = _NONE,
         until: Callable[[], bool] = never_stop,
     ) -> Iterator[RequestOutput]:
-        """Yield an output for every turn of every prompt as they finish, in no fixed order.
+        """Yield an output for every turn and every sample of every prompt as they finish, in no fixed order.
 
         ``prompts`` is one prompt or an iterable of prompts, and a prompt is a string or a ``Prompt``; anything else is
         a ``UserError`` (token ids: ``Prompt(id=..., token_ids=...)``). A string is raw text without a chat template;
         its id is its index among ``prompts`` ("0", "1", ...). Prompts are pulled as the batch has room, so they may be
         a stream; None in it says that there is none now, and that more may come while others run. One that cannot be
         run comes as an output with ``error``. ``sampling`` holds what a prompt does not say itself; without it
-        ``default_sampling`` does. ``earlier`` has the texts of turns, by id, that were answered before: they are not
-        asked again. ``lost`` has why the device was lost while a turn ran (see ``DeviceLost``), by id and once for each
-        time: a turn that it was lost with once runs alone, one that it was lost with twice has failed. ``until`` is
-        asked between steps; once it is true, what the steps in flight have finished is yielded and the rest is dropped.
+        ``default_sampling`` does. ``earlier`` has the texts of turns and samples, by name, that were answered before:
+        they are not asked again. ``lost`` has why the device was lost while a turn ran (see ``DeviceLost``), by name
+        and once for each time: a turn that it was lost with once runs alone, one that it was lost with twice has
+        failed. ``until`` is asked between steps; once it is true, what the steps in flight have finished is yielded and
+        the rest is dropped.
         ``UserError`` while the engine is at work for another caller, and once it is closed; ``DeviceLost`` where only a
         new process can go on.
         """

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from itertools import count
+from itertools import chain, count
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from specgen.jobs.shared_engine import SharedEngine
 from specgen.prompts import Prompt, Rejected
 from specgen.prompts.fields import SAMPLING_FIELDS
 from specgen.prompts.own import CONTENT_FIELDS, parse_own
+from specgen.prompts.prompt import sample_ids
 from specgen.record.record_rows import EngineRow, copy_id, drawn_as
 
 if TYPE_CHECKING:
@@ -26,7 +27,14 @@ _SAMPLING = "sampling_params"
 _READ = (*CONTENT_FIELDS, _SAMPLING)
 _METRICS = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length")
 COLUMNS = (
-    *("generated_text", "reasoning", "generated_tokens", "num_input_tokens", "num_generated_tokens"),
+    *(
+        "sample",
+        "generated_text",
+        "reasoning",
+        "generated_tokens",
+        "num_input_tokens",
+        "num_generated_tokens",
+    ),
     *("finish_reason", *_METRICS, "error"),
 )
 
@@ -43,7 +51,8 @@ class BatchGenerator:
     The engine is made by the first call, so that this can be pickled before, and is there until the process ends.
     Threads may call it at once: rows of all calls share the engine's batch, in the order of the calls. What is drawn
     for a row depends on its prompt and its seed (its own, or that of ``sampling``) and on nothing else: rows that say
-    the same get the same draws. For several samples of a prompt give each row its own ``seed``.
+    the same get the same draws. Where ``n`` asks for several samples of a row, it comes back so many times, one behind
+    the other, and ``sample`` counts them from 0.
     """
 
     def __init__(self, config: EngineConfig, sampling: SamplingParams | None = None) -> None:
@@ -88,8 +97,12 @@ class BatchGenerator:
         self._warn_of_copies(prompts)
         seen: list[RequestOutput | EngineRow] = []
         self._engine.answer(prompts, seen.append)
-        outputs = {each.id: each for each in seen if not isinstance(each, EngineRow)}
-        found = [_columns(outputs[prompt.id]) for prompt in prompts]
+        outputs = {each.name: each for each in seen if not isinstance(each, EngineRow)}
+        names = [sample_ids(prompt, self._sampling or SamplingParams()) for prompt in prompts]
+        found = [_columns(outputs[name]) for name in chain.from_iterable(names)]
+        if len(found) > len(prompts):
+            rows = [row for row, samples in enumerate(names) for _ in samples]
+            batch = {name: [column[row] for row in rows] for name, column in _lists(batch).items()}
         return {**batch, **{name: [row[name] for row in found] for name in COLUMNS}}
 
     def _warn_of_copies(self, prompts: Sequence[Prompt | Rejected]) -> None:
@@ -104,7 +117,7 @@ class BatchGenerator:
         if copies and not self._has_warned:
             self._has_warned = True
             text = "%d sampled rows repeat the prompt and the seed of another, and get the same draws: for several "
-            text += "samples of a prompt, give each row its own seed in sampling_params"
+            text += "samples of a prompt, set n in sampling_params, or give each row its own seed"
             logging.getLogger("specgen").warning(text, copies)
 
 
@@ -127,9 +140,13 @@ def _num_rows(batch: object) -> int:
 
 def _rows(batch: Mapping[str, Sequence[Any]], num_rows: int) -> list[dict[str, Any]]:
     """What each row says of its prompt."""
-    # by order: a column of pandas would look up labels
-    columns = {name: list(batch[name]) for name in _READ if name in batch}
+    columns = _lists({name: batch[name] for name in _READ if name in batch})
     return [{name: _plain(column[index]) for name, column in columns.items()} for index in range(num_rows)]
+
+
+def _lists(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    """The columns by order: one of pandas would look up labels."""
+    return {name: list(column) for name, column in batch.items()}
 
 
 def _prompt(number: int, content: Mapping[str, Any]) -> Prompt | Rejected:
@@ -174,6 +191,7 @@ def _plain(value: Any) -> Any:  # noqa: ANN401
 def _columns(output: "RequestOutput") -> dict[str, Any]:
     failed, metrics = output.error is not None, output.metrics
     return {
+        "sample": output.sample,
         "generated_text": None if failed else output.text,
         "reasoning": output.reasoning,
         "generated_tokens": list(output.token_ids),

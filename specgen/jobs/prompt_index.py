@@ -10,10 +10,11 @@ from typing import Any
 
 import msgspec
 
-from specgen.config import UserError, first_line, require
+from specgen.config import SamplingParams, UserError, first_line, require, shown
 from specgen.jobs.shards import Shard
 from specgen.prompts import Prompt, Rejected, content_of
-from specgen.record.files import replacement
+from specgen.prompts.prompt import sample_ids, several_turns
+from specgen.record.files import replacement, sample_id
 
 REQUESTS = "requests.jsonl"  # of a shard: one line per input row, with the ids of its turns
 
@@ -31,6 +32,7 @@ def read_requests(path: Path) -> Iterator[list[str]]:
 
 
 _encode = msgspec.json.Encoder().encode
+_ONE_EACH = SamplingParams()
 _STRIDE = 1000  # rows between two calls of ``seen``
 _KINDS: Mapping[str, Callable[[Any], Hashable]] = {
     "temperature": bool,
@@ -43,6 +45,7 @@ _KINDS: Mapping[str, Callable[[Any], Hashable]] = {
     "logit_bias": len,
     "suppress_tokens": len,
     "logprobs": int,
+    "n": lambda n: n > 1,
 }
 
 
@@ -50,7 +53,8 @@ _KINDS: Mapping[str, Callable[[Any], Hashable]] = {
 class PromptIndex:
     """The requests of an input."""
 
-    rows: tuple[tuple[str, ...], ...]  # per row of the input the ids of its turns; none outside the shard
+    # per row of the input the names of its turns or samples; none outside the shard
+    rows: tuple[tuple[str, ...], ...]
     num_requests: int  # of the shard, rejected rows included
     num_prompts: int  # valid ones of the input
     digest: str  # SHA-256 over prompts and rejected rows of the input, in order
@@ -66,7 +70,10 @@ class PromptIndex:
     @property
     def num_conversations(self) -> int:
         """How many requests of the shard can run at once, at least 1: the turns of a prompt follow each other."""
-        return max(sum(map(bool, self.rows)), 1)
+        of_samples = (
+            len(each) if each[-1] == sample_id(each[0], len(each) - 1) else 1 for each in self.rows if each
+        )
+        return max(sum(of_samples), 1)
 
     @property
     def own_parameters(self) -> tuple[str, ...]:
@@ -98,28 +105,44 @@ def index_prompts(
     prompts: Iterable[Prompt | Rejected],
     shard: Shard,
     seen: Callable[[int], None] = lambda num_rows: None,
+    asked: SamplingParams = _ONE_EACH,
 ) -> PromptIndex:
     """Read every prompt of the data set ``name`` once; ``UserError`` if none is valid.
 
-    Digest, chats and sampling are those of the whole input, so that all shards agree on them. ``seen`` receives the
-    number of rows so far, now and then.
+    Digest, chats and sampling are those of the whole input, so that all shards agree on them. ``asked`` says how many
+    samples a prompt has that does not say so itself; ``UserError`` if that is several and one has follow-up turns, and
+    where a sample has the name of a row. ``seen`` receives the number of rows so far, now and then.
     """
     digest, rows, reason = hashlib.sha256(), list[tuple[str, ...]](), ""
     sampling: dict[Hashable, Mapping[str, Any]] = {}
-    num_prompts, has_chats, like = 0, False, None
+    num_prompts, has_chats, like, num_samples, odd = 0, False, None, dict[str, int](), list[str]()
     for row, result in enumerate(prompts):
-        rows.append(result.turn_ids if shard.holds(row) else ())
+        names = sample_ids(result, asked)
+        rows.append(names if shard.holds(row) else ())
+        if len(names) > 1:
+            num_samples[result.id] = len(names)
+        if "/sample-" in result.id:
+            odd.append(result.id)
         digest.update(content_of(result))
         if isinstance(result, Rejected):
             reason = reason or result.reason
         else:
             num_prompts += 1
+            if result.follow_ups and result.sampling.get("n", asked.n) > 1:
+                raise UserError(f"{result.where or shown(result.id)}: {several_turns(asked.n)}")
             has_chats = has_chats or bool(result.messages)
             if result.sampling and result.sampling is not like:  # rows that say the same share one object
                 sampling.setdefault(_kind(result.sampling), result.sampling)
                 like = result.sampling
         if len(rows) % _STRIDE == 0:
             seen(len(rows))
+    for each in odd:
+        prompt, _, number = each.rpartition("/sample-")
+        taken = number.isascii() and number.isdecimal() and each == sample_id(prompt, int(number))
+        require(
+            not taken or int(number) >= num_samples.get(prompt, 1),
+            f"{shown(each)} is a row of {name} and sample {number} of {shown(prompt)}: give the row another id",
+        )
     require(num_prompts > 0, f"none of the {len(rows)} rows of {name} can be run: {reason}")
     return PromptIndex(
         rows=tuple(rows),

@@ -26,6 +26,7 @@ from specgen.engine.conversations import RequestOutput
 from specgen.engine.engine import Engine
 from specgen.jobs.shared_engine import SharedEngine
 from specgen.prompts import Prompt, Rejected
+from specgen.prompts.prompt import sample_ids
 from specgen.record.provenance import num_cpus
 from specgen.record.record_rows import EngineRow, PassRow, RequestRow, moved
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
@@ -96,7 +97,8 @@ class RayEngine:
 
         The blocks of a lost worker are answered again, by whichever has room for them.
         """
-        blocks = _blocks(iter(prompts), earlier, self.config.max_batch_size, self.cluster.num_workers)
+        largest, num_workers = self.config.max_batch_size, self.cluster.num_workers
+        blocks = _blocks(iter(prompts), earlier, largest, num_workers, sampling)
         # of passes, by worker and its own number; -1 for one that is not seen yet
         numbers: dict[str, array[int]] = defaultdict(lambda: array("q"))
         others, num_passes = set[tuple[str, EngineRow]](), count()
@@ -270,14 +272,22 @@ def _moved(record: _Record, seconds: float) -> _Record:
 
 
 def _blocks(
-    prompts: Iterator[Prompt | Rejected], earlier: Mapping[str, str], largest: int, num_workers: int
+    prompts: Iterator[Prompt | Rejected],
+    earlier: Mapping[str, str],
+    largest: int,
+    num_workers: int,
+    sampling: SamplingParams,
 ) -> Iterator[_Block]:
-    """Blocks of ``largest`` prompts, a whole batch; the last ones are smaller, so that every worker has one."""
+    """Blocks of ``largest`` requests, a whole batch; the last ones are smaller, so that every worker has one.
+
+    All samples of a prompt are in one block.
+    """
+    largest = -(-largest // sampling.n)
     while round_robin := list(islice(prompts, num_workers * largest)):
         size = -(-len(round_robin) // num_workers)
         for first in range(0, len(round_robin), size):
             block = round_robin[first : first + size]
-            turns = (turn for prompt in block for turn in prompt.turn_ids)
+            turns = (turn for prompt in block for turn in sample_ids(prompt, sampling))
             texts = {turn: earlier[turn] for turn in turns if turn in earlier}
             yield _Block(prompts=block, earlier=texts)
 

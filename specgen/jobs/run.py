@@ -37,7 +37,7 @@ from specgen.jobs.run_output import MAIN_FILES, FinishedRun, RunResult, complete
 from specgen.jobs.shards import WHOLE
 from specgen.prompts import Prompt, PromptSet, failure
 from specgen.prompts.load import RAW
-from specgen.prompts.prompt import asked_digest
+from specgen.prompts.prompt import asked_digest, sample_ids
 from specgen.record.files import Rows, whole_lines, write_json, write_json_lines, write_text
 from specgen.record.interrupt import StoppedError
 from specgen.record.mirror import mirrored
@@ -45,6 +45,7 @@ from specgen.record.progress import Progress, Status, Tally, kept_status
 from specgen.record.provenance import (
     FREE_IN_A_RUN,
     NAMES_OF_DATA,
+    differences,
     manifest,
     state_after,
     timestamp,
@@ -117,6 +118,8 @@ def _run(
             with phase("fingerprints"):
                 asked = work.manifest(with_fingerprints=output is not None)
             replace_unstarted(path, asked, free=FREE_IN_A_RUN)
+            if not job.retry_errors:
+                work.take_samples(path / "manifest.json", asked)
             is_corrected = job.retry_errors and work.take_corrections(path, asked)
             require_same(path / "manifest.json", asked, free=FREE_IN_A_RUN, remedy=_REMEDY)
             run = complete_run(path, job, status.claim(), work.index)
@@ -152,14 +155,15 @@ def _index(
     job: Job, path: Path, prompts: PromptSet, content: str | None, seen: Callable[[int], None]
 ) -> tuple[PromptIndex, str | None]:
     """The index of ``prompts``, and if it is new the key under which ``path`` is to keep it, if it can."""
-    key = None if content is None else f"{VERSION}, {content}, {job.data.dataset}, {job.shard}"
+    samples = f"{job.sampling.n} {'sampled' if job.sampling.temperature > 0 else 'greedy'}"
+    key = None if content is None else f"{VERSION}, {content}, {job.data.dataset}, {job.shard}, {samples}"
     index = kept_index(path / PROMPTS, key)
     if index is not None:
         return index, None
     file, dataset = job.data.data_path, job.data.dataset
     read_as = f"{file}, read as {dataset}," if file else dataset
     with fewer_gc_passes():  # what a row leaves is no garbage
-        index = index_prompts(read_as, prompts, job.shard, seen)
+        index = index_prompts(read_as, prompts, job.shard, seen, job.sampling)
     return replace(index, notes=tuple(prompts.notes.sentences())), key
 
 
@@ -245,6 +249,23 @@ class _Work:
             "settings": self._settings(),
         }
 
+    def take_samples(self, file: Path, asked: Mapping[str, Any]) -> None:
+        """Make the run of the manifest ``file`` one of more samples, if that is all that sets what is ``asked`` apart.
+
+        What it has answered are the first ones.
+        """
+        if not file.exists():
+            return
+        earlier = load_json(file, _REMEDY)
+        had_fewer = earlier.get("sampling", {}).get("n", 1) in range(1, self.job.sampling.n)
+        if had_fewer and not differences(
+            earlier, json.loads(json.dumps(asked)), {"sampling.n", *FREE_IN_A_RUN}
+        ):
+            said = {"sampling": asked["settings"]["sampling"]}
+            write_json(
+                file, {**earlier, "sampling": asked["sampling"], "settings": earlier["settings"] | said}
+            )
+
     def take_corrections(self, path: Path, asked: Mapping[str, Any]) -> bool:
         """Make the run in ``path`` one of the prompts as they are now; whether they were others.
 
@@ -274,7 +295,7 @@ class _Work:
         )
         gone = {*answered}
         for prompt in self.prompts.select(self.index.rows):
-            for turn, name in enumerate(prompt.turn_ids, start=1):
+            for turn, name in enumerate(sample_ids(prompt, self.job.sampling), start=1):
                 if name in gone:
                     gone.remove(name)
                     was, num_turns = RequestRow.of_row(answered[name]), len(prompt.turn_ids)
@@ -326,6 +347,12 @@ class _Work:
 
     def _answer(self, config: EngineConfig, path: Path) -> FinishedRun:
         with RunDirectory(path, shard=str(self.job.shard), with_steps=not self.job.no_steps) as files:
+            asked = {*self.index.ids}
+            if (more := next((name for name in files.completions if name not in asked), None)) is not None:
+                raise UserError(
+                    f"output {str(path)!r} has an answer to {shown(more)}, which no row asks for any more: put its n "
+                    "back, or start over with --restart"
+                )
             if any(self.index.pending(files.completions)):
                 self._generate(config, files)
             else:

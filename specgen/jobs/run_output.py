@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import accumulate, groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -192,22 +193,30 @@ def export_openai(
 
     The lines are those of "The request output object" in OpenAI's API reference and of vLLM's ``run-batch``:
     ``custom_id`` is the id of the row, a chat or text completion is in ``response.body``, and a request that failed
-    has no response but an ``error``. Each body has the request's speculation as vLLM's
+    has no response but an ``error``. The samples of a prompt are the ``choices`` of one line, and where one of them
+    failed the request has. Each body has the request's speculation as vLLM's
     ``--per-request-spec-decode-metrics detailed`` gives it, in ``metrics.speculative_decoding``. Ids that a server
     makes at random are hashes of ``custom_id``, so the files are reproducible. Each is replaced atomically.
     """
-    write_json_lines(output, (_answered(row, served) for row in completions))
-    write_json_lines(error_output, (_failed(row) for row in errors))
+    failed: dict[str, Mapping[str, Any]] = {}
+    for row in errors:
+        failed.setdefault(row["id"], row)
+    answered = (
+        (name, list(rows)) for name, rows in groupby(completions, itemgetter("id")) if name not in failed
+    )
+    write_json_lines(output, (_answered(name, rows, served) for name, rows in answered))
+    write_json_lines(error_output, map(_failed, failed.values()))
 
 
-def _answered(row: Mapping[str, Any], served: Served) -> dict[str, Any]:
-    name = _digest(row["id"])
-    response = {"status_code": 200, "request_id": f"req_{name}", "body": _body(row, name, served)}
-    return {"id": f"batch_req_{name}", "custom_id": row["id"], "response": response, "error": None}
+def _answered(row_id: str, samples: Sequence[Mapping[str, Any]], served: Served) -> dict[str, Any]:
+    name = _digest(row_id)
+    response = {"status_code": 200, "request_id": f"req_{name}", "body": _body(samples, name, served)}
+    return {"id": f"batch_req_{name}", "custom_id": row_id, "response": response, "error": None}
 
 
 def _failed(row: Mapping[str, Any]) -> dict[str, Any]:
-    error = {"code": "request_failed", "message": row["error"]}
+    of_sample = f"sample {row['sample']}: " if "sample" in row else ""
+    error = {"code": "request_failed", "message": of_sample + row["error"]}
     return {"id": f"batch_req_{_digest(row['id'])}", "custom_id": row["id"], "response": None, "error": error}
 
 
@@ -215,32 +224,33 @@ def _digest(row_id: str) -> str:
     return hashlib.sha256(row_id.encode()).hexdigest()[:32]
 
 
-def _body(row: Mapping[str, Any], name: str, served: Served) -> dict[str, Any]:
+def _body(samples: Sequence[Mapping[str, Any]], name: str, served: Served) -> dict[str, Any]:
+    row = samples[0]
     is_chat = row.get("endpoint", _CHAT) == _CHAT
-    num_prompt, num_output = row["num_prompt_tokens"], len(row["token_ids"])
+    choice = _chat_choice if is_chat else _text_choice
+    num_prompt, num_output = row["num_prompt_tokens"], sum(len(each["token_ids"]) for each in samples)
     body = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}",
         "object": "chat.completion" if is_chat else "text_completion",
         "created": served.created,
         "model": served.model,
-        "choices": [(_chat_choice if is_chat else _text_choice)(row, served.token_text)],
+        "choices": [{"index": each.get("sample", 0)} | choice(each, served.token_text) for each in samples],
         "usage": {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
-            **_details(row),
+            **_details(samples),
         },
     }
     if row["metrics"]["num_spec_tokens"]:
-        body["metrics"] = {"speculative_decoding": RequestMetrics.of_row(row)}
+        body["metrics"] = {"speculative_decoding": RequestMetrics.of_samples(samples)}
     return body
 
 
-def _details(row: Mapping[str, Any]) -> dict[str, Any]:
+def _details(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The part of the usage that is reasoning, where there is any."""
-    if "reasoning" not in row:
-        return {}
-    return {"completion_tokens_details": {"reasoning_tokens": row["num_reasoning_tokens"]}}
+    found = [each["num_reasoning_tokens"] for each in samples if "reasoning" in each]
+    return {"completion_tokens_details": {"reasoning_tokens": sum(found)}} if found else {}
 
 
 def _chat_choice(row: Mapping[str, Any], token_text: Callable[[int], str]) -> dict[str, Any]:
@@ -255,7 +265,7 @@ def _chat_choice(row: Mapping[str, Any], token_text: Callable[[int], str]) -> di
             for token, each in zip(row["token_ids"], row["logprobs"], strict=True)
         ]
         logprobs = {"content": content, "refusal": None}
-    return {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": row["finish_reason"]}
+    return {"message": message, "logprobs": logprobs, "finish_reason": row["finish_reason"]}
 
 
 def _token(text: str, logprob: float) -> dict[str, Any]:
@@ -277,7 +287,7 @@ def _text_choice(row: Mapping[str, Any], token_text: Callable[[int], str]) -> di
         logprobs = {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
     reasoning = {"reasoning_content": row["reasoning"]} if "reasoning" in row else {}
     end = {"logprobs": logprobs, "finish_reason": row["finish_reason"]}
-    return {"index": 0, "text": row["text"], **reasoning, **end}
+    return {"text": row["text"], **reasoning, **end}
 
 
 def export_parquet(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
@@ -297,7 +307,7 @@ def export_parquet(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
 
 def _table_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """``row`` with all metrics, and log-probabilities as objects: a list of a column cannot mix ids and floats."""
-    row = {**row, "metrics": RequestMetrics.of_row(row)}
+    row = {"sample": 0, **row, "metrics": RequestMetrics.of_row(row)}
     if "logprobs" not in row:
         return row
     logprobs = [
@@ -319,6 +329,7 @@ def _schema() -> "pyarrow.Schema":
     metrics = {name: types[found] for name, found in get_type_hints(RequestMetrics).items()}
     columns = {
         "id": text,
+        "sample": whole_number,
         "prompt": text,
         "reasoning": text,
         "num_reasoning_tokens": whole_number,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from specgen.config import SamplingParams
 from specgen.prompts import Prompt, Rejected
+from specgen.prompts.prompt import sample_ids
 from specgen.record.record_rows import EngineRow
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class _Call:
 
     receive: Callable[["RequestOutput | EngineRow"], None]
     waiting: deque[Prompt | Rejected]  # those that the engine has not taken
-    unanswered: set[str]  # ids of turns
+    unanswered: set[str]  # names of turns and samples
     failed: BaseException | None = None  # what ended the run that its prompts were in
 
     @property
@@ -54,7 +55,7 @@ class SharedEngine:
         self._make, self._sampling, self._lost = make, sampling, lost
         self._engine: Engine | None = None
         self._calls: list[_Call] = []  # the oldest first
-        self._owners: dict[str, _Call] = {}  # of turns, by their ids
+        self._owners: dict[str, _Call] = {}  # of turns and samples, by their names
         self._earlier: dict[str, str] = {}  # of all calls
         self._outputs: Iterator[RequestOutput] = iter(())
         self._changed = Condition()  # guards what is here; whoever runs the engine holds ``_at_work`` instead
@@ -77,7 +78,8 @@ class SharedEngine:
         ``receive`` receives an output for every other turn, and every row that the engine records meanwhile. Errors are
         those of ``Engine``.
         """
-        turns = [turn for prompt in prompts for turn in prompt.turn_ids]
+        sampling = self._sampling or self.start().default_sampling if prompts else SamplingParams()
+        turns = [turn for prompt in prompts for turn in sample_ids(prompt, sampling)]
         unanswered = {turn for turn in turns if turn not in earlier}
         call = _Call(receive=receive, waiting=deque(prompts), unanswered=unanswered)
         with self._changed:
@@ -135,10 +137,10 @@ class SharedEngine:
 
     def _deliver(self, output: "RequestOutput") -> None:
         with self._changed:
-            owner = self._owners.get(output.id)  # None: its call has been broken off
+            owner = self._owners.get(output.name)  # None: its call has been broken off
             if owner is not None:
                 owner.receive(output)
-                owner.unanswered.discard(output.id)
+                owner.unanswered.discard(output.name)
                 if not owner.is_open:
                     self._changed.notify_all()
 

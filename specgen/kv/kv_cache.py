@@ -75,6 +75,11 @@ class StateCache:
         self.errors = torch.zeros(*slots, step_rows, spec.num_heads, spec.value_dim, device=device)
         self.positions = torch.zeros(slots, dtype=torch.int64, device=device)  # that the state has taken in
 
+    def copy(self, source: Tensor, to: Tensor) -> None:
+        """Copy the states in slots ``source`` [n] int64, all read first, ``to`` [n]; those behind a prefill."""
+        for each in (self.states, self.rows, self.positions):
+            each[:, to] = each[:, source]
+
 
 class KVCache:
     """What ``spec`` describes, in ``num_pages`` pages shared by all layers.

@@ -24,15 +24,15 @@ def extend_digests(digests: list[bytes], tokens: Sequence[int], page_size: int, 
 class PageAllocator:
     """Hands out page numbers ``1 .. num_pages``; page 0 is where padding rows write.
 
-    With ``prefix_cache`` all who begin alike are given the same pages. A page that is no longer in use stays known
-    until it is needed for something else; the longest unused go first, and of one text the last. (Automatic prefix
-    caching of vLLM, whose pages are keyed by their own tokens alone.) Without it nothing is ever known.
+    All whose digests begin alike are given the same pages; with ``prefix_cache`` every text has digests. A page that is
+    no longer in use stays known until it is needed for something else; the longest unused go first, and of one text the
+    last. (Automatic prefix caching of vLLM, whose pages are keyed by their own tokens alone.)
     """
 
     def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = False) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        self._prefix_cache = prefix_cache
+        self.prefix_cache = prefix_cache
         self._free = list(range(num_pages, 0, -1))
         self._num_users = [0] * (num_pages + 1)
         self._page_of: dict[bytes, int] = {}
@@ -81,8 +81,6 @@ class PageAllocator:
 
     def keep(self, pages: Sequence[int], digests: Sequence[bytes]) -> None:
         """Remember that ``pages`` hold what ``digests`` name, as far as both go; what is known stays where it is."""
-        if not self._prefix_cache:
-            return
         for page, digest in zip(pages, digests, strict=False):
             if digest not in self._page_of and page not in self._digest_of:
                 self._page_of[digest] = page
@@ -90,8 +88,6 @@ class PageAllocator:
 
     def expect(self, pages: Sequence[int], digests: Sequence[bytes]) -> None:
         """The same of what the next pass computes, for those who are in it; it ends in one of the next two."""
-        if not self._prefix_cache:
-            return
         for page, digest in zip(pages, digests, strict=False):
             self._expected.setdefault(digest, page)
 
@@ -142,18 +138,57 @@ class PageAllocator:
 
 
 class StateSlots:
-    """Hands out the slots ``1 .. num_slots`` of recurrent states; where there are none all sequences have slot 0."""
+    """Hands out the slots ``1 .. num_slots`` of recurrent states; where there are none all sequences have slot 0.
+
+    A slot that is free may hold a copy of the state behind a page, by the page's digest, until it is needed.
+    """
 
     def __init__(self, num_slots: int | None) -> None:
         self._free = None if num_slots is None else list(range(num_slots, 0, -1))
+        self._copies: dict[bytes, int] = {}  # the oldest first
+        self._expected: dict[bytes, int] = {}  # copies that the pass in the making leaves
 
     @property
     def available(self) -> bool:
         """Whether one can be handed out now."""
-        return self._free is None or bool(self._free)
+        return self._free is None or bool(self._free or self._copies)
 
     def take(self) -> int:
-        return self._free.pop() if self._free is not None else 0
+        if self._free is None:
+            return 0
+        return self._free.pop() if self._free else self._copies.pop(next(iter(self._copies)))
+
+    def num_known(self, digests: Sequence[bytes]) -> int:
+        """Behind how many of these pages, at most, a sequence can begin: without states behind any."""
+        if self._free is None:
+            return len(digests)
+        return next((n for n in range(len(digests), 0, -1) if digests[n - 1] in self._copies), 0)
+
+    def copy_of(self, digest: bytes) -> int:
+        """The slot with the state behind that page, until the pass in the making has begun; 0 without states."""
+        return self._copies.get(digest, 0)
+
+    def expects(self, digests: Sequence[bytes]) -> bool:
+        """Whether the pass in the making leaves a copy behind one of these pages."""
+        return not self._expected.keys().isdisjoint(digests)
+
+    def expect(self, digest: bytes) -> int:
+        """A slot for what that pass leaves behind the page; 0 where that is known, or none is free."""
+        if self._free is None or not self.available or digest in self._copies or digest in self._expected:
+            return 0
+        return self._expected.setdefault(digest, self.take())
+
+    def confirm(self) -> None:
+        """That pass is on its way."""
+        self._copies |= self._expected
+        self._expected.clear()
+
+    def forget(self) -> None:
+        """No copy is of use, those of the pass in the making neither."""
+        for known in (self._copies, self._expected):
+            if self._free is not None:
+                self._free.extend(known.values())
+            known.clear()
 
     def give_back(self, slot: int) -> None:
         """Slot 0 is nobody's."""

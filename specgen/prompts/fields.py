@@ -15,6 +15,7 @@ from specgen.text.tokenizer import Message
 
 SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
 _NAMES = frozenset(SAMPLING_FIELDS)
+_SAMPLED = {"temperature": 1.0}  # as the run may, where a row only says how many samples
 _name_of = itemgetter(0)
 LONGEST_ID = 512  # characters
 _LIMIT = 2**63  # of the magnitude of an integer
@@ -160,7 +161,7 @@ def read_sampling(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _checked(given: tuple[tuple[str, object, type], ...]) -> dict[str, Any]:
     sampling = {name: _READERS[name](value, name) for name, value, _ in given}
-    SamplingParams(**sampling)  # checks itself
+    SamplingParams(**_SAMPLED | sampling)  # checks itself
     return sampling
 
 
@@ -213,6 +214,7 @@ _READERS: dict[str, Callable[[object, str], Any]] = {
     "presence_penalty": number,
     "frequency_penalty": number,
     "seed": whole,
+    "n": whole,
     "stop": _stop,
     "ignore_eos": flag,
     "logit_bias": _logit_bias,

@@ -40,7 +40,7 @@ _KNOWN = frozenset((*_MEANT, "id", "custom_id", "category"))
 # what other engines or data sets use
 _UNSUPPORTED = frozenset(
     (
-        *("system", "system_prompt", "tools", "functions", "response_format", "n", "best_of"),
+        *("system", "system_prompt", "tools", "functions", "response_format", "best_of"),
         *("min_tokens", "stop_token_ids", "bad_words", "allowed_token_ids"),
     )
 )
@@ -326,7 +326,7 @@ class _KnownIds:
     ids: Sequence[str]
 
     def claim(self, ids: Sequence[str]) -> bool:
-        return tuple(ids) == tuple(self.ids)
+        return tuple(ids) == tuple(self.ids[: len(ids)])  # behind them are those of further samples
 
     def of_content(self, digest: str) -> str:
         if not self.ids[0].startswith(digest):

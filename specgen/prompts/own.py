@@ -25,7 +25,6 @@ IGNORED = {
 }
 _KNOWN = {content: {content, *SAMPLING_FIELDS} for content in ("messages", "prompt")}
 _NEUTRAL: dict[str, Any] = {  # unsupported fields, with the value that has no effect
-    "n": 1,
     "best_of": 1,
     "echo": False,
     "stream": False,
@@ -80,10 +79,10 @@ def parse_batch(row_id: str, row: Mapping[str, Any]) -> Prompt:
 
     The body has the parameters of that endpoint (OpenAI's API reference, "The request input object"): ``messages``
     or ``prompt`` (a string or a list of token ids), ``max_completion_tokens`` or ``max_tokens``, ``temperature``,
-    ``top_p``, ``presence_penalty``, ``frequency_penalty``, ``seed``, ``stop``, ``logit_bias``, ``logprobs`` and
+    ``top_p``, ``presence_penalty``, ``frequency_penalty``, ``n``, ``seed``, ``stop``, ``logit_bias``, ``logprobs`` and
     ``top_logprobs``, and of vLLM's ``top_k``, ``min_p``, ``repetition_penalty`` and ``ignore_eos``. What a body
     does not set is the run's, ``temperature`` and ``max_tokens`` too. Unsupported fields that would change the answer
-    (``n`` 2, tools, ...) are a ``UserError``; those that would not (``user``, ``metadata``, ...) are ignored.
+    (``best_of`` 2, tools, ...) are a ``UserError``; those that would not (``user``, ``metadata``, ...) are ignored.
     """
     if row.get("custom_id") is None:
         raise UserError("no custom_id: give each request its own")

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, Self
 
@@ -11,6 +11,7 @@ import msgspec
 from specgen.config import SamplingParams, UserError, require, shown
 from specgen.config.field_types import check_types
 from specgen.config.json_fields import check_keys
+from specgen.record.files import sample_id
 from specgen.record.record_rows import turn_id
 from specgen.text.tokenizer import Message, Tokenizer
 
@@ -24,7 +25,7 @@ def _check_sampling(fields: tuple[tuple[str, object, Any], ...]) -> None:
 
     A million rows often ask for the same.
     """
-    given = {name: value for name, _, value in fields}
+    given = {"temperature": 1.0} | {name: value for name, _, value in fields}  # which may be the run's
     check_keys(given, needed=set(), known=_SAMPLING)
     SamplingParams(**given)  # checks itself
 
@@ -66,6 +67,8 @@ class Prompt:
             raise UserError(f"prompt {shown(self.id)} has the token id {min(self.token_ids)}: use 0 or more")
         if self.sampling:
             self._check_sampling()
+            if self.follow_ups and self.sampling.get("n", 1) > 1:
+                raise UserError(f"prompt {shown(self.id)}: {several_turns(self.sampling['n'])}")
 
     def _check_messages(self) -> None:
         if not isinstance(self.messages, tuple | list):
@@ -107,12 +110,36 @@ class Prompt:
         return self.text if self.text is not None else f"{len(self.token_ids)} token ids"
 
 
+def several_turns(n: int) -> str:
+    """Why so many samples of a prompt with follow-up turns are refused."""
+    return (
+        f"n is {n} and there are follow-up turns, which follow one answer: leave n out, or give single turns"
+    )
+
+
+def sample_ids(prompt: "Prompt | Rejected", sampling: SamplingParams) -> tuple[str, ...]:
+    """The names of its requests: of its turns, or where it or ``sampling`` asks for several, of its samples.
+
+    What is refused, samples of several turns or without a temperature, is one request a turn.
+    """
+    if isinstance(prompt, Rejected) or prompt.follow_ups:
+        return prompt.turn_ids
+    own = prompt.sampling
+    n = own.get("n", sampling.n) if own else sampling.n
+    if n == 1 or own.get("temperature", sampling.temperature) == 0:
+        return prompt.turn_ids
+    return tuple(sample_id(prompt.id, sample) for sample in range(n))
+
+
 def asked_digest(prompt: Prompt, turn: int) -> str:
-    """16 digits for what ``turn``, counted from 1, asks and how: all of its row but its place and later turns."""
+    """16 digits for what ``turn``, counted from 1, asks and how: all of its row but its place and later turns.
+
+    How many samples there are changes none of them.
+    """
     content = (
         *(prompt.id, prompt.text, prompt.token_ids, prompt.category, prompt.endpoint),
         *([(each.role, each.content) for each in prompt.messages], prompt.follow_ups[: turn - 1]),
-        sorted(prompt.sampling.items()),
+        sorted(item for item in prompt.sampling.items() if item[0] != "n"),
     )
     return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
@@ -135,7 +162,10 @@ class Rejected:
 
 
 def content_of(prompt: Prompt | Rejected) -> bytes:
-    """All of it, for a digest; three times as fast as ``repr``, which what followed in the data may need."""
+    """All of it but ``n``, for a digest; three times as fast as ``repr``, which what followed in the data may need."""
+    if isinstance(prompt, Prompt) and "n" in prompt.sampling:  # with more samples a run goes on
+        own = {name: value for name, value in prompt.sampling.items() if name != "n"}
+        prompt = replace(prompt, sampling=own)
     try:
         return _encode(prompt)
     except ValueError:  # a lone surrogate

@@ -175,10 +175,10 @@ def read(directory: Path, num_spec_tokens: int | None = None, rows: Rows | None 
         if line.record is None:
             found.without_record = found.without_record or name
             line.record = _of_earlier(_line(name, content, _decode_earlier).metrics)
-        line.id = name  # the same string, of which there are as many as rows
+        several = line.record.num_turns > 1 or found.without_record is not None or line.sample is not None
+        unit = conversation_of(line.id, line.turn) if several else ""
+        line.id, line.sample = name, None  # the same string, of which there are as many as rows
         row = line.request()
-        several = line.record.num_turns > 1 or found.without_record is not None
-        unit = conversation_of(row.name, row.turn) if several else ""
         found.add(row, unit, hash(line.prompt), hash(tuple(line.token_ids)))
     return found.run(num_spec_tokens)
 

@@ -19,7 +19,14 @@ if TYPE_CHECKING:
 
 _decode = msgspec.json.Decoder().decode  # three times as fast as ``json``
 _BOM = b"\xef\xbb\xbf"  # before the first row, as other programs write it
-_ID = re.compile(rb'\{"id": ("(?:[^"\\]|\\.)*")')  # the start of a row as ``add`` writes it
+_ID = re.compile(
+    rb'\{"id": ("(?:[^"\\]|\\.)*")(?:, "sample": (\d+))?'
+)  # the start of a row as ``add`` writes it
+
+
+def sample_id(request: str, sample: int | None) -> str:
+    """The name of the request for a sample, from 0 on, of the prompt with this id; the first has the id itself."""
+    return f"{request}/sample-{sample}" if sample else request
 
 
 @contextmanager
@@ -121,6 +128,8 @@ def _partial(path: Path) -> Path:
 class Rows(Mapping[str, dict[str, Any]]):
     """The rows of ``path`` by id, each read from the file on access; of rows with the same id the last counts.
 
+    That of a row with a ``sample`` is the ``sample_id``.
+
     Opening takes one pass that parses only ids, and keeps only ids in memory. A torn last line is no row, and a file
     that is not there has none.
     """
@@ -174,11 +183,14 @@ class RowFile(Rows):
         super().__init__(path)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Append ``row``, whose first key is ``id``, flushed to the OS: survives a kill, not a power loss."""
+        """Append ``row``, flushed to the OS: survives a kill, not a power loss.
+
+        Its first key is ``id``, and the next ``sample`` if it has one.
+        """
         offset = self._file.tell()
         self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
-        self._offsets[row["id"]] = offset
+        self._offsets[sample_id(row["id"], row.get("sample"))] = offset
 
     def last(self) -> dict[str, Any] | None:
         """The newest row, if there is one."""
@@ -243,13 +255,15 @@ def id_of(line: bytes) -> str | None:
     if b"\0" in line:
         return None
     if line.endswith((b"}\n", b"}\r\n")) and (found := _ID.match(line)) is not None:
-        text = found[1]  # without escapes this is ten times as fast as ``json``
-        return str(json.loads(text)) if b"\\" in text else text[1:-1].decode()
+        text, sample = found.groups()  # without escapes this is ten times as fast as ``json``
+        row_id = str(json.loads(text)) if b"\\" in text else text[1:-1].decode()
+        return sample_id(row_id, int(sample or 0))
     try:  # as another program has written it
-        row_id = json.loads(line)["id"]
-    except (ValueError, LookupError, TypeError):
+        row = json.loads(line)
+        row_id, number = row["id"], row.get("sample")
+    except (ValueError, LookupError, TypeError, AttributeError):
         return None
-    return row_id if isinstance(row_id, str) else None
+    return sample_id(row_id, number if type(number) is int else None) if isinstance(row_id, str) else None
 
 
 def _offsets(lines: IO[bytes]) -> Iterator[tuple[str, int]]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple, Self
 import msgspec
 
 from specgen.config import CONFIDENCE_LEVELS, UserError, first_line, require
-from specgen.record.files import whole_lines
+from specgen.record.files import sample_id, whole_lines
 
 PARTS = ("reasoning", "answer")
 
@@ -169,8 +169,9 @@ def copy_id(request: str, number: int) -> str:
 
 
 def drawn_as(request: str) -> str:
-    """The inverse of ``copy_id``; the id itself of a request that is no copy."""
-    return request.partition(_COPY)[0]
+    """The inverse of ``copy_id``; the id itself of a request that is no copy. Samples of copies are samples still."""
+    original, _, copy = request.partition(_COPY)
+    return original + "".join(copy.partition("/")[1:])
 
 
 def conversation_of(request: str, turn: int) -> str:
@@ -309,6 +310,7 @@ class Line(msgspec.Struct, kw_only=True):
     """What figures are made of in a row of ``completions.jsonl``; one without ``record`` is of an earlier version."""
 
     id: str
+    sample: Count | None = None  # of several
     prompt: str | None = None
     text: str | None = None
     token_ids: list[int] | None = None  # none of a text that was only scored
@@ -324,7 +326,7 @@ class Line(msgspec.Struct, kw_only=True):
         record = self.record
         assert record is not None
         return RequestRow(
-            name=self.id,
+            name=sample_id(self.id, self.sample),
             reason=self.ended_by or self.finish_reason,
             category=self.category,
             turn=self.turn,

@@ -54,6 +54,31 @@ class RequestMetrics:
         per_step = (step.accepted for step in request.steps or () if step.drafts)
         return metrics_of(request.counts, per_step, found["num_spec_tokens"]).to_json()
 
+    @classmethod
+    def of_samples(cls, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """``of_row`` of the samples of a prompt together."""
+        found = [cls.of_row(row) for row in rows]
+        total = {
+            name: sum((each[name] for each in found), 0)
+            for name, value in found[0].items()
+            if isinstance(value, int) and name != "num_spec_tokens"
+        }
+        steps, accepted, drafted = (
+            total[name] for name in ("num_spec_steps", "num_accepted_draft_tokens", "num_draft_tokens")
+        )
+        return (
+            found[0]
+            | total
+            | {
+                "mean_acceptance_length": 1 + accepted / steps if steps else None,
+                "draft_acceptance_rate": accepted / drafted if drafted else None,
+                "acceptance_histogram": [
+                    *map(sum, zip(*(each["acceptance_histogram"] for each in found), strict=True))
+                ],
+                "per_step_accepted": [step for each in found for step in each["per_step_accepted"]],
+            }
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
