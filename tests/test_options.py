@@ -195,9 +195,10 @@ NAMES = {
     verify: "model drafter dataset data_path num_prompts split prompt_field chat chat_template_kwargs "
     "num_spec_tokens max_new_tokens generation_config batch_sizes device tensor_parallel dtype kv_dtype "
     "attention cuda_graphs output as_json quiet",
-    evaluate: "tasks study arms limit num_fewshot apply_chat_template data_path model drafter chat_template_kwargs "
-    "num_spec_tokens draft_sampling seed max_new_tokens generation_config max_batch_size max_prefill_tokens "
-    "kv_memory device tensor_parallel dtype "
+    evaluate: "tasks study arms limit num_fewshot apply_chat_template data_path "
+    "confirm_run_unsafe_code model drafter chat_template_kwargs num_spec_tokens draft_sampling "
+    "seed n max_new_tokens generation_config max_batch_size "
+    "max_prefill_tokens kv_memory device tensor_parallel dtype "
     "kv_dtype attention cuda_graphs gpu_memory_utilization prefix_cache log_samples output quiet",
     experts.experts: "shapes rows repeats dtype device output as_json quiet",
     kernels.kernels: "num_seqs max_seq_lens num_heads num_kv_heads head_dim latents num_spec_tokens page_size repeats "

@@ -56,7 +56,20 @@ def evaluate(
     data_path: Path | None = option(
         None, "Study", "Directory with the train and test files of gsm8k, instead of the hub."
     ),
+    confirm_run_unsafe_code: bool = option(
+        False,
+        "Study",
+        "Let tasks such as humaneval run code that the model has written, on this machine; HF_ALLOW_CODE_EVAL=1 says "
+        "it to the evaluator too.",
+    ),
     sampling: Annotated[SamplingParams, Only("seed")],
+    n: int | None = option(
+        None,
+        "Sampling",
+        "Texts of each question, which differ where the task or an arm samples: for pass@k, and votes.",
+        shown="the task's repeats",
+        least=1,
+    ),
     max_new_tokens: int | None = option(
         None,
         "Sampling",
@@ -92,6 +105,8 @@ def evaluate(
         data_path=data_path,
         seed=sampling.seed,
         max_new_tokens=max_new_tokens,
+        n=n,
+        confirm_run_unsafe_code=confirm_run_unsafe_code,
     )
     with stoppable(breakable, partial(kept_in, output)):
         _run(job, output, output if log_samples else None, repeating(ctx), quiet)

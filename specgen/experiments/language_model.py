@@ -21,6 +21,7 @@ from specgen.core.sequence import Completion, Request, Scored, ScoreRequest
 from specgen.engine.build import build_engine, most_demanding
 from specgen.engine.loading import Models
 from specgen.experiments.study_comparison import Generated
+from specgen.record.files import sample_id
 from specgen.record.progress import Progress, Tally
 from specgen.record.record_rows import EngineRow
 from specgen.record.results import RunDirectory
@@ -80,6 +81,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         self._answers = dict(files.completions)
         self.generated: dict[tuple[str, int], Generated] = {}
         self._prompts: dict[str, tuple[str, str]] = {}  # title and text of what was asked, by id
+        self._names: dict[str, _Row] = {}  # what a row says of its request: of one of several samples, which
         self._asked: dict[str, None] = {}  # ids, in the order of the input
 
     @property
@@ -232,15 +234,17 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
 
     def _requests(self, instances: list[Instance]) -> list[Request]:
         """Requests whose ids name what is asked and how often it was asked before, so that samples differ."""
-        times: Counter[str] = Counter()
-        asked = []
-        for instance in instances:
-            name = _name("generate_until", *instance.args)
+        names = [f"{_name('generate_until', *instance.args)}-1" for instance in instances]
+        total, times, asked = Counter(names), Counter[str](), list[Request]()
+        for name, instance in zip(names, instances, strict=True):
+            sample, several = times[name], total[name] > 1
             times[name] += 1
-            asked.append(self._request(f"{name}-{times[name]}", instance))
+            request = self._request(sample_id(name, sample), instance, share=name if several else "")
+            self._names[request.id] = {"id": name, "sample": sample} if several else {}
+            asked.append(request)
         return asked
 
-    def _request(self, name: str, instance: Instance) -> Request:
+    def _request(self, name: str, instance: Instance, share: str) -> Request:
         context, arguments = instance.args
         sampling = self._sampling_of(arguments)
         room = self.max_length - sampling.max_tokens
@@ -263,6 +267,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
             prompt_token_ids=tuple(prompt[-room:]),
             sampling=sampling,
             category=instance.task_name,
+            share=share,
         )
 
     def _sampling_of(self, arguments: Mapping[str, Any]) -> SamplingParams:
@@ -296,6 +301,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         text = StopStrings(self._text, stops).text(parts.answer[:end])
         reasoning = {} if parts.reasoning is None else {"reasoning": parts.reasoning}
         return request.id, {
+            **self._names[request.id],
             **reasoning,
             "text": text,
             "token_ids": completion.token_ids,

@@ -57,12 +57,12 @@ class Tasks:
     manager: TaskManager
     configs: list[str | dict[str, Any]]
 
-    def load(self, num_fewshot: int | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def load(self, num_fewshot: int | None, n: int | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The tasks for lm-eval's ``evaluate``, the same documents and examples at every call.
 
         As its ``simple_evaluate`` makes them, which besides collects what a run's manifest has anyway, for seconds an
-        arm. ``num_fewshot`` replaces the number of examples of tasks that have any, unless None, and ``arguments``
-        are over those of tasks that generate texts.
+        arm. ``num_fewshot`` replaces the number of examples of tasks that have any, unless None; ``n`` that
+        of samples (``repeats``), and ``arguments`` are over those, of tasks that generate texts.
         """
         random.seed(_PYTHON_SEED)
         numpy.random.seed(_SEED)
@@ -73,11 +73,23 @@ class Tasks:
             task.set_config("num_fewshot", own or 0 if num_fewshot is None or own == 0 else num_fewshot)
             if task.get_config("output_type") == "generate_until":
                 task.set_config("generation_kwargs", arguments, update=True)
+                if n is not None:
+                    _require_sampled(task, n)
+                    task.set_config("repeats", n)
             task.set_fewshot_seed(_SEED)
         return loaded
 
 
-def find_tasks(names: Sequence[str], data_path: Path | None) -> Tasks:
+def _require_sampled(task: Any, n: int) -> None:  # noqa: ANN401
+    asked = task.get_config("generation_kwargs") or {}
+    require(
+        n == 1 or (asked.get("do_sample", True) and asked.get("temperature", 0) > 0),
+        f"n is {n} and {task.get_config('task')!r} is answered greedily, each time alike: give the arms "
+        "a temperature in --study, or leave n out",
+    )
+
+
+def find_tasks(names: Sequence[str], data_path: Path | None, *, runs_code: bool = False) -> Tasks:
     """The tasks of these names, with GSM8K from ``data_path`` unless None.
 
     Every task is loaded once, so that an unknown name or missing data is a ``UserError`` before any model is loaded.
@@ -94,7 +106,7 @@ def find_tasks(names: Sequence[str], data_path: Path | None) -> Tasks:
     manager = _manager([name for name in names if name not in local])
     tasks = Tasks(manager=manager, configs=[local.get(name, name) for name in names])
     for task in tasks.configs:
-        _require_loads(tasks.manager, task)
+        _require_loads(tasks.manager, task, runs_code)
     return tasks
 
 
@@ -114,7 +126,7 @@ def _manager(names: Sequence[str]) -> TaskManager:
     return manager if set(names) <= set(manager.all_subtasks) else TaskManager()
 
 
-def _require_loads(manager: TaskManager, task: str | dict[str, Any]) -> None:
+def _require_loads(manager: TaskManager, task: str | dict[str, Any], runs_code: bool = False) -> None:
     name = task if isinstance(task, str) else task["task"]
     if (
         isinstance(task, str) and task not in manager.all_tasks
@@ -128,12 +140,15 @@ def _require_loads(manager: TaskManager, task: str | dict[str, Any]) -> None:
         raise UserError(
             f"task {name!r} has no data here ({reason}): connect to the hub, or for gsm8k use --data-path"
         ) from error
-    for flag, what in (
-        ("UNSAFE_CODE", "runs code that a model has written"),
-        ("MULTIMODAL", "shows pictures"),
-    ):
-        unfit = any(getattr(each, flag, False) for each in loaded.values())
-        require(not unfit, f"task {name!r} {what}, which is not done here: use one of text alone")
+    is_unsafe, has_pictures = (
+        any(getattr(each, flag, False) for each in loaded.values()) for flag in ("UNSAFE_CODE", "MULTIMODAL")
+    )
+    require(not has_pictures, f"task {name!r} shows pictures, which is not done here: use one of text alone")
+    require(
+        not is_unsafe or runs_code,
+        f"task {name!r} runs code that a model has written, on this machine: in a container without a network, say so "
+        "with --confirm-run-unsafe-code",
+    )
 
 
 def word_problems_task() -> dict[str, Any]:
@@ -202,6 +217,8 @@ class StudyJob:
     data_path: Path | None = None  # a local copy of GSM8K
     seed: int = 0
     max_new_tokens: int | None = None  # instead of the tasks'
+    n: int | None = None  # samples of each document, instead of the tasks'
+    confirm_run_unsafe_code: bool = False
 
     def __post_init__(self) -> None:
         kwargs = self.engine.template_kwargs
@@ -213,7 +230,11 @@ class StudyJob:
     def to_json(self) -> dict[str, Any]:
         """The content of ``study.json``; an evaluation resumes only if it is unchanged."""
         own = {} if self.data_path is None else {"data": self.data()}
-        return asdict(self) | {
+        fields = asdict(self)
+        del fields["confirm_run_unsafe_code"]
+        if self.n is None:  # as of a version that did not know it
+            del fields["n"]
+        return fields | {
             "study": self.study.to_json(),
             "engine": self.engine.to_json(),
             "data_path": str(self.data_path) if self.data_path else None,
@@ -251,7 +272,8 @@ class StudyRun:
         for names in _alike(self._configs, job.study.arms):
             progress.warn(f"arms {' and '.join(names)} are the same here: what sets them apart has no effect")
         self._began = now(next(iter(self._configs.values())).device)  # before this run makes the machine busy
-        self._tasks = find_tasks(job.study.tasks, job.data_path)
+        runs_code = job.confirm_run_unsafe_code
+        self._tasks = find_tasks(job.study.tasks, job.data_path, runs_code=runs_code)
         tokenizer = load_chat_tokenizer(next(iter(self._configs.values())), self._checkpoints)
         if job.apply_chat_template:  # refused before there is a directory with it
             tokenizer.require_chat_template()
@@ -260,6 +282,9 @@ class StudyRun:
                 "all prompts are raw text, but the model has a chat template: a chat model may end raw text at once. "
                 "Add --apply-chat-template to ask them as a chat"
             )
+        if job.n is not None:  # refused before there is a directory with it
+            for arm in job.study.arms:
+                self._tasks.load(job.study.num_fewshot, job.n, self._arguments(arm))
         self._generation = generation_config(self._checkpoints["model"], job.engine.generation_config)
         if said := self._generation.sentence():
             progress.note(f"{FILE}: {said}")
@@ -307,6 +332,7 @@ class StudyRun:
             **({"template": str(chats)} if job.apply_chat_template and chats != TemplateKwargs() else {}),
             "shots": "as the task says" if few is None else str(few),
             "samples": "all of a task" if limit is None else f"the first {limit} of a task",
+            **({} if job.n is None else {"texts of each": str(job.n)}),
             "runs on": _every(_where(config) for config in configs),
             "attention": _every(config.attention for config in configs),
             "batch": f"at most {job.engine.max_batch_size}",
@@ -329,6 +355,9 @@ class StudyRun:
             **({} if config.head is None else {"drafter batch": config.drafter_batch}),
         }
 
+    def _arguments(self, arm: Arm) -> dict[str, Any]:
+        return _sampling_arguments(arm.changes.get("temperature"), self._job.max_new_tokens)
+
     def _models(self, config: EngineConfig) -> Models:
         """The weights in the dtype of ``config``; only one dtype is in memory at a time."""
         if config.dtype not in self._loaded:
@@ -347,7 +376,7 @@ class StudyRun:
             engine=config, sampling=sampling, data=job.data(), fingerprints=self._fingerprints
         ) | {"settings": self._settings_of(arm)}
         require_same(path / "manifest.json", asked, free=MACHINE, remedy=_REMEDY)
-        arguments = _sampling_arguments(arm.changes.get("temperature"), job.max_new_tokens)
+        arguments = self._arguments(arm)
         began = time.time()
         with RunDirectory(path) as files:
             lm = SpecgenLM(
@@ -361,10 +390,11 @@ class StudyRun:
             )
             results = evaluate(
                 lm,
-                self._tasks.load(job.study.num_fewshot, arguments),
+                self._tasks.load(job.study.num_fewshot, job.n, arguments),
                 limit=job.study.limit,
                 apply_chat_template=job.apply_chat_template,
                 fewshot_as_multiturn=True,
+                confirm_run_unsafe_code=job.confirm_run_unsafe_code,
             )
         assert results is not None, "only other ranks than the first get None"
         files.arrange(lm.order())
