@@ -224,7 +224,7 @@ def test_the_command_refuses_what_has_no_samples(tmp_path: Path) -> None:
 
 def test_samples_in_python(job: Job, four: Path) -> None:
     prompts = [Prompt(id="q0", text=TOLD[0]), Prompt(id="q1", text=TOLD[1], sampling={"n": 3})]
-    with Engine(job.engine) as engine:
+    with Engine(replace(job.engine, prefix_cache=False)) as engine:
         found = list(engine.generate(prompts, replace(job.sampling, n=4)))
         mistaken = [
             Prompt(id="greedy", text="x", sampling={"temperature": 0}),
@@ -235,6 +235,7 @@ def test_samples_in_python(job: Job, four: Path) -> None:
         name: text for name, text in texts(four).items() if name[0] != "q2"
     }
     assert {each.num_samples for each in found if each.id == "q1"} == {3}
+    assert sum(each.record is not None and each.record.num_cached_tokens > 0 for each in found) == 3 + 2
     assert "sample=1" in repr(next(each for each in found if each.name == "q0/sample-1"))
     length = summarize(found).mean_acceptance_length_ci95
     alone = [replace(each, prompt=f"{number}") for number, each in enumerate(found)]
