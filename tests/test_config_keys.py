@@ -28,10 +28,9 @@ from specgen.models.config_keys import (
 from specgen.models.families import FAMILIES
 from specgen.models.model_config import TargetConfig, layer_settings
 from tests.commands import refused
+from tests.families import ids_of, loaded, paged_logits, right_logits
 from tests.forked import write_pair
 from tests.marks import mostly_slow
-from tests.test_latents import of_transformers
-from tests.test_mixtures import ids_of, loaded, paged_logits
 from tests.test_published import DEEPSEEK, GLM, gpt_oss, qwen3_moe
 from tests.test_rope_config import DEFAULT
 from tests.test_rope_config import FAMILIES as WRITERS
@@ -233,7 +232,7 @@ def _logits_of_transformers(path: Path, tmp_path: Path, changes: dict[str, Any])
     tmp_path.mkdir()
     (tmp_path / "config.json").write_text(json.dumps(_raw(path) | changes))
     (tmp_path / "model.safetensors").hardlink_to(path / "model.safetensors")
-    return of_transformers(tmp_path, torch.arange(24))
+    return right_logits(tmp_path, torch.arange(24))
 
 
 @pytest.mark.parametrize("architecture", mostly_slow(OF_TEXT, "LlamaForCausalLM"))
@@ -333,7 +332,7 @@ def _as_in_transformers(path: Path) -> TargetConfig:
     model = loaded(path)
     ids = ids_of(model.config)
     torch.testing.assert_close(
-        paged_logits(model, ids, SdpaBackend, [len(ids)]), of_transformers(path, ids), atol=2e-4, rtol=0
+        paged_logits(model, ids, SdpaBackend, [len(ids)]), right_logits(path, ids), atol=2e-4, rtol=0
     )
     return model.config
 

@@ -2,9 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from specgen.attention import expansion
 from specgen.attention.hopper import HopperBackend
-from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
+from specgen.attention.sdpa import SdpaBackend
 from specgen.checkpoints.checkpoint import load_target, open_checkpoint
 from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.config import EngineConfig, SamplingParams, UserError
@@ -25,7 +23,7 @@ from specgen.engine.memory_plan import memory_plans
 from specgen.kv.layout import HostLens, Layout
 from specgen.models import layers, mlp
 from specgen.models.families import family_of
-from specgen.models.model_config import LatentConfig, SigmoidWeights, TargetConfig
+from specgen.models.model_config import LatentConfig, SigmoidWeights
 from specgen.ops.experts import SigmoidRouting
 from specgen.ops.fp8 import block_scales
 from specgen.ops.reference import torch_ops
@@ -33,53 +31,13 @@ from specgen.ops.weight import Weight
 from tests import fake_flashinfer
 from tests.commands import printed, rows, write_rows
 from tests.engines import generate, load_pair, random_requests
-from tests.test_mixtures import ids_of, loaded, paged_logits
+from tests.families import ids_of, loaded, paged_logits
+from tests.test_families import RAGGED, deepseek
 from tests.tiny_checkpoints import change_tensors, write_head
 from tests.tiny_fp8 import matrix, quantize
-from tests.tiny_latents import YARN, write_latent
+from tests.tiny_latents import write_latent
 from tests.tiny_mixtures import change, read
 from tests.tiny_tokenizers import write_byte_level
-
-deepseek = partial(write_latent, family="deepseek")
-
-TARGETS: dict[str, Callable[[Path], TargetConfig]] = {
-    "glm": write_latent,
-    "deepseek": deepseek,
-    "no-query-latent": partial(deepseek, q_lora_rank=None, rope_interleave=False, norm_topk_prob=False),
-    "two-shared": partial(write_latent, n_shared_experts=2, tie_word_embeddings=True, rope_parameters=YARN),
-}
-
-# the last is cut; the fourth is a decode pass too, in one of known lengths it is none
-PIECES = [40, 1, 5, 24, 1, 30]
-
-
-def of_transformers(path: Path, ids: Tensor) -> Tensor:
-    """Logits in float32, with the epsilon of the config in all norms: two of them have the default there."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    )
-    for layer in model.model.layers:
-        for name in ("q_a_layernorm", "kv_a_layernorm"):
-            norm = getattr(getattr(layer, "self_attn", None), name, None)
-            if norm is not None:
-                norm.variance_epsilon = model.config.rms_norm_eps
-    with torch.inference_mode():
-        return model(ids[None]).logits[0]
-
-
-@pytest.mark.parametrize("write", TARGETS.values(), ids=TARGETS)
-def test_logits_equal_transformers_whole_and_in_pieces(
-    tmp_path: Path, write: Callable[[Path], TargetConfig]
-) -> None:
-    ids = ids_of(write(tmp_path))
-    expected, model = of_transformers(tmp_path, ids), loaded(tmp_path)
-    assert expected.std() > 0.5  # a flat model would hide mistakes
-    for backend in (SdpaBackend, StaticSdpaBackend):
-        for pieces in ([len(ids)], PIECES):
-            got = paged_logits(model, ids, backend, pieces)
-            torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
 
 
 @torch.inference_mode()
@@ -96,7 +54,7 @@ def test_both_forms_agree_on_every_pass(tmp_path: Path, monkeypatch: pytest.Monk
             return expansion(replace(known, num_rows=10_000)) if expand else None
 
         monkeypatch.setattr("specgen.attention.expansion", of)
-        found[expand] = paged_logits(model, ids, SdpaBackend, PIECES)
+        found[expand] = paged_logits(model, ids, SdpaBackend, RAGGED)
     torch.testing.assert_close(found[True], found[False], atol=1e-4, rtol=0)
 
 
@@ -168,31 +126,6 @@ def test_routers_keep_their_precision_in_half_precision(
 def test_a_position_takes_its_latent_and_rotated_key(tmp_path: Path) -> None:
     config = write_latent(tmp_path)
     assert config.kv_spec.bytes_per_token(2) == 3 * (24 + 8) * 2
-
-
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "scoring": ({"scoring_func": "softmax"}, "scoring_func is 'softmax': only 'sigmoid' is supported"),
-    "biases": ({"attention_bias": True}, "attention_bias is true"),
-    "groups": ({"n_group": 3}, "n_group is 3 and topk_group 1 for 2 of 8 experts"),
-    "odd-rope": ({"qk_rope_head_dim": 7}, "qk_rope_head_dim is 7"),
-    "no-rank": ({"kv_lora_rank": None}, "config.json has no kv_lora_rank"),
-    "layers": (
-        {"mlp_layer_types": ["dense", "sparse"]},
-        "mlp_layer_types names 2 layers, num_hidden_layers 3",
-    ),
-    "kinds": ({"mlp_layer_types": ["dense", "moe", "moe"]}, "mlp_layer_types has 'moe'"),
-    "first": ({"mlp_layer_types": None, "first_k_dense_replace": "1"}, "first_k_dense_replace is '1'"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    write_latent(tmp_path)
-    changes, reason = WRONG[name]
-    raw = json.loads((tmp_path / "config.json").read_text()) | changes
-    with pytest.raises(UserError) as refused:
-        family_of(raw).config(raw)
-    assert reason in str(refused.value)
 
 
 def test_architectures_that_are_not_built_say_what_is_missing() -> None:

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from specgen.attention import Temperature
 from specgen.attention.chunks import chunked
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
-from specgen.checkpoints.checkpoint import load_target, open_checkpoint
 from specgen.checkpoints.inspect_checkpoint import describe
-from specgen.config import UserError
 from specgen.experiments.bound import KVBytes
 from specgen.kv.layout import Layout
 from specgen.models import layers, llama4, mlp
@@ -24,81 +22,15 @@ from specgen.models.families import FAMILIES
 from specgen.models.llama import Llama
 from specgen.models.mlp import Mixture
 from specgen.ops.experts import Routing, choice
-from tests.dense import DenseAttend
+from tests.families import Case, Error, ids_of, is_seen, loaded, paged_logits, plant, right_logits
 from tests.marks import mostly_slow
+from tests.test_families import CHUNKED, SCOUT, TEXT, WRAPPED
 from tests.test_fp8 import PROMPTS, agrees, logits
-from tests.test_mixtures import check_dense, check_in_pieces, ids_of, loaded, paged_logits
-from tests.tiny_checkpoints import LLAMA3_SCALING, change_json, read
+from tests.tiny_checkpoints import read
 from tests.tiny_fp8 import CONFIGS, Fp8Linear, quantize
 from tests.tiny_llama4 import CHUNK, one_by_one, write_llama4
 
 CPU = torch.device("cpu")
-TEXT, WRAPPED = "Llama4ForCausalLM", "Llama4ForConditionalGeneration"
-# the last is cut; all behind the first, which is a prefill, are decode passes, some of which cross a border of chunks
-PIECES = [10, 5, 9, 1, 7, 2, 38, 30]
-SCOUT = {"rope_parameters": LLAMA3_SCALING | {"factor": 16.0, "high_freq_factor": 1.0}}  # one step, no blend
-TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
-    "scout": (TEXT, SCOUT),
-    "maverick": (TEXT, {"interleave_moe_layer_step": 2, "use_qk_norm": False, "num_local_experts": 16}),
-    "with-vision": (WRAPPED, {"num_hidden_layers": 4}),
-    "named-layers": (
-        TEXT,
-        {"no_rope_layers": [0, 1, 1, 0, 0, 1], "moe_layers": [0, 4], "attention_chunk_size": 8},
-    ),
-    "no-temperature": (TEXT, {"attn_temperature_tuning": False, "attention_bias": True}),
-    "no-experts": (TEXT, {"moe_layers": [], "tie_word_embeddings": True, "no_rope_layer_interval": 2}),
-}
-
-
-def of_transformers(path: Path, architecture: str = TEXT) -> Any:
-    import transformers
-
-    return getattr(transformers, architecture).from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    )
-
-
-@torch.inference_mode()
-def right_logits(path: Path, ids: Tensor, architecture: str = TEXT) -> Tensor:
-    model = of_transformers(path, architecture)
-    # As the wrapper with images of transformers 5.24 raises without any
-    return getattr(model, "language_model", model)(ids[None]).logits[0]  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("name", mostly_slow(TARGETS, "scout", "maverick", "with-vision", "named-layers"))
-def test_logits_equal_transformers_whole_in_pieces_and_row_by_row(tmp_path: Path, name: str) -> None:
-    architecture, changes = TARGETS[name]
-    ids = ids_of(write_llama4(tmp_path, architecture, **changes))
-    expected, model = right_logits(tmp_path, ids, architecture), loaded(tmp_path)
-    check_in_pieces(model, ids, expected, PIECES, [30, *[1] * 20, len(ids)])
-
-
-@torch.inference_mode()
-def test_the_dense_reference_gives_the_same(tmp_path: Path) -> None:
-    ids = ids_of(write_llama4(tmp_path))
-    check_dense(loaded(tmp_path), ids)
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("name", mostly_slow(["scout", "maverick"], "scout"))
-def test_in_bfloat16_rounding_costs_as_much_as_in_transformers(tmp_path: Path, name: str) -> None:
-    ids = ids_of(write_llama4(tmp_path, **TARGETS[name][1]))
-    right, theirs = right_logits(tmp_path, ids), of_transformers(tmp_path)
-    lost = (theirs.bfloat16()(ids[None]).logits[0].float() - right).abs().median()
-    model = load_target(open_checkpoint(str(tmp_path)), torch.bfloat16, CPU)
-    got = paged_logits(model, ids, SdpaBackend, [len(ids)])
-    assert got.dtype == torch.bfloat16
-    # the median: in a few rows another expert is chosen
-    assert 0 < (got.float() - right).abs().median() < 1.5 * lost
-
-
-@torch.inference_mode()
-def test_features_are_streams_between_layers(tmp_path: Path) -> None:
-    ids = ids_of(write_llama4(tmp_path))
-    states = of_transformers(tmp_path)(ids[None], output_hidden_states=True).hidden_states
-    model = loaded(tmp_path)
-    _, features = model.forward(ids, DenseAttend(model), (1, 4))
-    torch.testing.assert_close(features, torch.cat([states[1][0], states[4][0]], -1), atol=2e-4, rtol=0)
 
 
 @torch.inference_mode()
@@ -177,20 +109,8 @@ def test_fp8_experts_round_weighed_inputs(
     right, got = formulas(tmp_path, form)(PROMPTS).logits, logits(loaded(tmp_path))
     assert agrees(got, right)
     assert (right - plain).abs().max() > 0.1
-    _weighed_behind(monkeypatch)
+    plant(monkeypatch, WEIGHED_BEHIND)
     assert not agrees(logits(loaded(tmp_path)), right)
-
-
-def _weighed_behind(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(mlp, "weighing_inputs", lambda experts: experts)
-
-
-@torch.inference_mode()
-def test_experts_may_be_stored_one_by_one(tmp_path: Path) -> None:
-    ids = ids_of(write_llama4(tmp_path, WRAPPED))
-    right = paged_logits(loaded(tmp_path), ids, SdpaBackend, [len(ids)])
-    one_by_one(tmp_path)
-    assert torch.equal(paged_logits(loaded(tmp_path), ids, SdpaBackend, [len(ids)]), right)
 
 
 # ---- chunks
@@ -315,27 +235,6 @@ def test_the_bound_reads_of_a_chunk_what_is_seen(tmp_path: Path) -> None:
         assert read_.at(context) == of_layer * (5 * seen + context)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_experts_per_tok": 2}, "num_experts_per_tok is 2: experts whose inputs are weighed"),
-        ({"no_rope_layers": [1, 0]}, r"no_rope_layers is \[1, 0\]: it must have a 1 or a 0 for each of 6"),
-        ({"no_rope_layers": [2] * 6}, "no_rope_layers is"),
-        ({"layer_types": ["full_attention"] * 6}, "layer_types is .* rotated layers with chunked_attention"),
-        ({"moe_layers": [6]}, r"moe_layers is \[6\]: it must be a list of the numbers of 6 layers"),
-        ({"attention_chunk_size": 0}, "attention_chunk_size is 0: it must be a whole number above 0"),
-        ({"floor_scale": 0}, "floor_scale is 0"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_what_is_not_supported_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    write_llama4(tmp_path)
-    change_json(tmp_path / "config.json", **changes)
-    with pytest.raises(UserError, match=message):
-        read(tmp_path)
-
-
 def test_inspect_says_what_was_understood(tmp_path: Path) -> None:
     write_llama4(tmp_path, WRAPPED, interleave_moe_layer_step=2)
     text = " ".join(describe(str(tmp_path)).to_text().split())
@@ -353,66 +252,43 @@ def test_inspect_says_what_was_understood(tmp_path: Path) -> None:
     assert "not read" not in text
 
 
-# ---- planted errors
+# ---- planted errors: what of which module, and what is made of it
 
 
-def _attention(plant: pytest.MonkeyPatch, call: Callable[[Any, Any, Tensor, Tensor], Tensor]) -> None:
+def heads_through(call: Callable[..., Tensor]) -> Error:
     """What an attention of rotated layers makes of heads."""
-    plant.setattr(
-        llama4.ChunkedAttention,
-        "__call__",
-        lambda self, x, attend: self.out(call(self, attend, x, self.qkv(x))),
+    return (
+        *(llama4.ChunkedAttention, "__call__"),
+        lambda real: lambda self, x, attend: self.out(call(self, attend, self.qkv(x))),
     )
 
 
-def _no_chunks(plant: pytest.MonkeyPatch) -> None:
-    _attention(plant, lambda self, attend, x, heads: attend(self.layer, heads))
+def rotated(swap: Callable[[tuple[bool, ...]], tuple[bool, ...]]) -> Error:
+    return (
+        *(llama4, "_rotated"),
+        lambda real: lambda config, number: swap(real({**config, "layer_types": None}, number)),
+    )
 
 
-def _a_window(plant: pytest.MonkeyPatch) -> None:
-    _attention(plant, lambda self, attend, x, heads: attend(replace(self.layer, window=self.chunk), heads))
+def temperature(change: Callable[[Temperature], Temperature]) -> Error:
+    return llama4, "_temperature", lambda real: lambda config: change(real(config))
 
 
-def _chunks_everywhere(plant: pytest.MonkeyPatch) -> None:
-    real = llama4.UnrotatedAttention
+def weighing(call: Callable[[Any], Any]) -> Error:
+    return mlp, "weighing_inputs", lambda real: lambda experts: call(experts)
 
+
+def _windowed(real: Any) -> Any:
     def build(**each: Any) -> Any:
         found = real(**each)
         return replace(found, layer=replace(found.layer, window=CHUNK))
 
-    plant.setattr(llama4, "UnrotatedAttention", build)
+    return build
 
 
-def _rotated(swap: Callable[[tuple[bool, ...]], tuple[bool, ...]]) -> Callable[[pytest.MonkeyPatch], None]:
-    def plant_it(plant: pytest.MonkeyPatch) -> None:
-        real = llama4._rotated
-        plant.setattr(
-            llama4, "_rotated", lambda config, number: swap(real({**config, "layer_types": None}, number))
-        )
-
-    return plant_it
-
-
-def _pairs_as_they_are(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(llama4._PairsAsHalves, "_turns", lambda self, name: False)
-
-
-def _values_turned(plant: pytest.MonkeyPatch) -> None:
-    real = llama4._PairsAsHalves._turns
-    plant.setattr(
-        llama4._PairsAsHalves, "_turns", lambda self, name: real(self, name.replace("v_proj", "k_proj"))
-    )
-
-
-def _no_norm(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(llama4, "_unit_norm", lambda config, projection, *rest: projection)
-
-
-def _norm_without_positions_too(plant: pytest.MonkeyPatch) -> None:
-    real = llama4.build
-
+def _all_normed(family: Any) -> Any:
     def build(config: Any, load: Any, ops: Any) -> Llama:
-        model = real(config, load, ops)
+        model = family.build(config, load, ops)
 
         def normed(block: Any) -> Any:
             qkv = llama4._unit_norm(config, block.attention.qkv, model.embedding, ops)
@@ -420,139 +296,102 @@ def _norm_without_positions_too(plant: pytest.MonkeyPatch) -> None:
 
         return replace(model, blocks=tuple(map(normed, model.blocks)))
 
-    family = FAMILIES[TEXT]
-    plant.setitem(FAMILIES, TEXT, replace(family, build=build))
+    return replace(family, build=build)
 
 
-def _temperature(change: Callable[[Temperature], Temperature]) -> Callable[[pytest.MonkeyPatch], None]:
-    def plant_it(plant: pytest.MonkeyPatch) -> None:
-        real = llama4._temperature
-        plant.setattr(llama4, "_temperature", lambda config: change(real(config)))
-
-    return plant_it
-
-
-def _off_by_one(plant: pytest.MonkeyPatch) -> None:
-    real = Temperature.of
-    plant.setattr(Temperature, "of", lambda self, positions: real(self, positions - 1))
-
-
-def _hot_keys(plant: pytest.MonkeyPatch) -> None:
+def _hot_keys(real: Any) -> Any:
     def unrotated(self: Any, x: Tensor, attend: Any) -> Tensor:
         heads = self.qkv(x)
         heads[:, 4:6] *= attend._factors(self.temperature)
         return self.out(attend.unrotated(self.layer, self.rope, None, heads))
 
-    plant.setattr(llama4.UnrotatedAttention, "__call__", unrotated)
+    return unrotated
 
 
-def _not_weighed(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(
-        mlp,
-        "weighing_inputs",
-        lambda experts: lambda x, ids, weights: experts(x, ids, torch.ones_like(weights)),
-    )
-
-
-def _weighed_twice(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(
-        mlp, "weighing_inputs", lambda experts: lambda x, ids, weights: experts(x * weights, ids, weights)
-    )
-
-
-def _shared_weighed(plant: pytest.MonkeyPatch) -> None:
+def _shared_weighed(real: Any) -> Any:
     def call(self: Any, x: Tensor) -> tuple[Tensor, ...]:
         ids, weights = self.choice(self.router(x))
         return self.experts(x, ids, weights), *self.beside(x * weights, weights)
 
-    plant.setattr(Mixture, "__call__", call)
+    return call
 
 
-def _no_shared(plant: pytest.MonkeyPatch) -> None:
-    real = Mixture.__call__
-    plant.setattr(Mixture, "__call__", lambda self, *args: real(self, *args)[:1])
-
-
-def _gate_and_up_alternate(plant: pytest.MonkeyPatch) -> None:
-    real = llama4._mixture
-    plant.setattr(llama4, "_mixture", lambda *args: replace(real(*args), fused="in, out alternating"))
-
-
-PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "no chunks": _no_chunks,
-    "a window for a chunk": _a_window,
-    "a window where all is seen": _chunks_everywhere,
-    "1 is no rotation": _rotated(lambda found: tuple(not each for each in found)),
-    "all rotated": _rotated(lambda found: (True,) * len(found)),
-    "another layer without positions": _rotated(lambda found: (*found[1:], found[0])),
-    "pairs as they are": _pairs_as_they_are,
-    "values turned": _values_turned,
-    "no norm": _no_norm,
-    "all normed": _norm_without_positions_too,
-    "no temperature": _temperature(lambda found: Temperature(floor=found.floor, scale=1e-9)),
-    "temperature of another length": _temperature(lambda found: replace(found, floor=found.floor + 3)),
-    "temperature a position late": _off_by_one,
-    "temperature of keys": _hot_keys,
-    "outputs weighed": _weighed_behind,
-    "not weighed": _not_weighed,
-    "weighed twice": _weighed_twice,
-    "shared expert weighed": _shared_weighed,
-    "no shared expert": _no_shared,
-    "gate and up alternate": _gate_and_up_alternate,
+WEIGHED_BEHIND = weighing(lambda experts: experts)
+PLANTED: dict[str, Error] = {
+    "no chunks": heads_through(lambda self, attend, heads: attend(self.layer, heads)),
+    "a window for a chunk": heads_through(
+        lambda self, attend, heads: attend(replace(self.layer, window=self.chunk), heads)
+    ),
+    "a window where all is seen": (llama4, "UnrotatedAttention", _windowed),
+    "1 is no rotation": rotated(lambda found: tuple(not each for each in found)),
+    "all rotated": rotated(lambda found: (True,) * len(found)),
+    "another layer without positions": rotated(lambda found: (*found[1:], found[0])),
+    "pairs as they are": (llama4._PairsAsHalves, "_turns", lambda real: lambda self, name: False),
+    "values turned": (
+        *(llama4._PairsAsHalves, "_turns"),
+        lambda real: lambda self, name: real(self, name.replace("v_proj", "k_proj")),
+    ),
+    "no norm": (llama4, "_unit_norm", lambda real: lambda config, projection, *rest: projection),
+    "all normed": (FAMILIES, TEXT, _all_normed),
+    "no temperature": temperature(lambda found: Temperature(floor=found.floor, scale=1e-9)),
+    "temperature of another length": temperature(lambda found: replace(found, floor=found.floor + 3)),
+    "temperature a position late": (
+        *(Temperature, "of"),
+        lambda real: lambda self, positions: real(self, positions - 1),
+    ),
+    "temperature of keys": (llama4.UnrotatedAttention, "__call__", _hot_keys),
+    "outputs weighed": WEIGHED_BEHIND,
+    "not weighed": weighing(lambda experts: lambda x, ids, by: experts(x, ids, torch.ones_like(by))),
+    "weighed twice": weighing(lambda experts: lambda x, ids, by: experts(x * by, ids, by)),
+    "shared expert weighed": (Mixture, "__call__", _shared_weighed),
+    "no shared expert": (Mixture, "__call__", lambda real: lambda self, *args: real(self, *args)[:1]),
+    "gate and up alternate": (
+        *(llama4, "_mixture"),
+        lambda real: lambda *args: replace(real(*args), fused="in, out alternating"),
+    ),
 }
 
 
 @pytest.fixture(scope="module")
-def scout(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor, Tensor]:
+def scout(tmp_path_factory: pytest.TempPathFactory) -> Case:
     path = tmp_path_factory.mktemp("scout")
     ids = ids_of(write_llama4(path, **SCOUT))
     return path, ids, right_logits(path, ids)
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_planted_errors_are_seen(
-    scout: tuple[Path, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    path, ids, expected = scout
-    PLANTED[name](monkeypatch)
-    got = paged_logits(loaded(path), ids, SdpaBackend, [len(ids)])
-    assert (got - expected).abs().max() > 1e-2
+def test_planted_errors_are_seen(scout: Case, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    plant(monkeypatch, PLANTED[name])
+    assert is_seen(*scout)
 
 
-def _never_alone(plant: pytest.MonkeyPatch) -> None:
-    """All rows of a pass see the chunk of the first."""
-    plant.setattr(Layout, "row_by_row", lambda layout, size: layout.from_first_chunk(size))
-
-
-def _of_the_last_row(plant: pytest.MonkeyPatch) -> None:
-    real = Layout.from_first_chunk
-
+def _of_the_last_row(real: Any) -> Any:
     def from_last(layout: Layout, size: int) -> Layout:
         found, last = real(layout, size), (layout.kv_lens - 1) // size * size
         every = torch.arange(layout.num_sequences)
         tables = layout._tables_from(every, last, size)
         return replace(found, block_tables=tables, starts=(layout.starts - last).clamp(min=0))
 
-    plant.setattr(Layout, "from_first_chunk", from_last)
+    return from_last
 
 
-def _pages_not_moved(plant: pytest.MonkeyPatch) -> None:
-    real = Layout._tables_from
-    plant.setattr(
-        Layout,
-        "_tables_from",
-        lambda layout, sequences, first, length: real(layout, sequences, first * 0, length),
-    )
+AT_A_BORDER: dict[str, Error] = {
+    "all rows see the chunk of the first": (
+        *(Layout, "row_by_row"),
+        lambda real: lambda layout, size: layout.from_first_chunk(size),
+    ),
+    "all see that of the last": (Layout, "from_first_chunk", _of_the_last_row),
+    "pages not moved": (
+        *(Layout, "_tables_from"),
+        lambda real: lambda layout, sequences, first, length: real(layout, sequences, first * 0, length),
+    ),
+}
 
 
-@pytest.mark.parametrize("plant_it", [_never_alone, _of_the_last_row, _pages_not_moved])
-def test_planted_errors_at_a_border_are_seen(
-    scout: tuple[Path, Tensor, Tensor],
-    monkeypatch: pytest.MonkeyPatch,
-    plant_it: Callable[[pytest.MonkeyPatch], None],
-) -> None:
+@pytest.mark.parametrize("name", AT_A_BORDER)
+def test_planted_errors_at_a_border_are_seen(scout: Case, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     path, ids, expected = scout
     model = loaded(path)
-    plant_it(monkeypatch)
-    got = paged_logits(model, ids, StaticSdpaBackend, PIECES)
+    plant(monkeypatch, AT_A_BORDER[name])
+    got = paged_logits(model, ids, StaticSdpaBackend, CHUNKED)
     assert (got - expected).abs().max() > 1e-2

@@ -10,15 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgen.attention import Attend, Backend
-from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
-from specgen.checkpoints.checkpoint import load_target, open_checkpoint
 from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.config import SamplingParams
 from specgen.core.sequence import Request
-from specgen.kv.kv_cache import KVCache, StateCache
-from specgen.kv.layout import Layout
-from specgen.models.llama import Llama
 from specgen.models.model_config import TargetConfig
 from specgen.models.rotary import RopeConfig, inverse_frequencies
 from specgen.ops import experts as experts_ops
@@ -27,110 +21,15 @@ from specgen.ops.reference import torch_ops
 from specgen.ops.weight import Weight
 from tests.dense import DenseAttend
 from tests.engines import Pair, generate, load_pair, page_bytes, random_requests
+from tests.families import ids_of, loaded, right_logits
 from tests.marks import mostly_slow
 from tests.reference_heads import DenseTarget, reference_head
+from tests.test_families import MIXTURES, mxfp4
 from tests.test_heads import wrong_drafts
 from tests.tiny_checkpoints import write_eagle1_head, write_head
-from tests.tiny_mixtures import WINDOW, YARN, packed_in_mxfp4, write_gpt_oss, write_qwen3_moe
+from tests.tiny_mixtures import WINDOW, YARN, write_gpt_oss, write_qwen3_moe
 
 CPU = torch.device("cpu")
-ROWS = 12 * WINDOW
-PIECES = [40, 1, 5, 3 * WINDOW, 1, 1, ROWS]  # the last is cut
-
-
-def write_mxfp4(path: Path, **changes: Any) -> TargetConfig:
-    write_gpt_oss(path, **changes)
-    return packed_in_mxfp4(path)
-
-
-TARGETS: dict[str, Callable[[Path], TargetConfig]] = {
-    "qwen3-moe": write_qwen3_moe,
-    "weights-not-normalized": partial(write_qwen3_moe, norm_topk_prob=False, num_experts_per_tok=3),
-    "some-layers-dense": partial(write_qwen3_moe, mlp_only_layers=[3], decoder_sparse_step=2),
-    "qwen3-moe-tied": partial(write_qwen3_moe, tie_word_embeddings=True, num_experts_per_tok=6),
-    "gpt-oss": write_gpt_oss,
-    "truncated": partial(write_gpt_oss, rope_parameters=YARN | {"truncate": True}),
-    "other-windows": partial(
-        write_gpt_oss,
-        layer_types=["full_attention", *["sliding_attention"] * 5],
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        num_experts_per_tok=1,
-        swiglu_limit=1.5,
-    ),
-    "mxfp4": write_mxfp4,
-}
-
-
-def logits_of_transformers(path: Path, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
-    with torch.inference_mode():
-        return model(ids[None]).logits[0]
-
-
-@torch.inference_mode()
-def paged_logits(model: Llama, ids: Tensor, backend: type[Backend], pieces: list[int]) -> Tensor:
-    """Of one sequence, in passes of so many rows over pages of 4 positions; the first pass's lengths are known."""
-    config, made, states, start = model.config, backend(CPU), [], 0
-    num_pages, slots, states_of = -(-len(ids) // 4), torch.tensor([1]), None
-    if config.state_spec is not None:
-        states_of = StateCache(
-            spec=config.state_spec,
-            num_slots=2,
-            step_rows=max(pieces[1:], default=1),
-            dtype=model.dtype,
-            device=CPU,
-        )
-    cache = KVCache(
-        spec=config.kv_spec, num_pages=num_pages, page_size=4, dtype=model.dtype, device=CPU, states=states_of
-    )
-    tables = torch.arange(num_pages, dtype=torch.int32).flip(0)[None]
-    for piece in pieces:
-        rows = ids[start : start + piece]
-        layout = Layout.uniform(tables, torch.tensor([start]), len(rows), 4, slots)
-        if start == 0:
-            layout = Layout.ragged(tables, [0], [len(rows)], 4, [1])
-        states.append(model.forward(rows, Attend(made, cache, layout, model.rope))[0])
-        start += len(rows)
-    return model.logits(torch.cat(states))
-
-
-@torch.inference_mode()
-def check_in_pieces(model: Llama, ids: Tensor, expected: Tensor, *pieces: list[int]) -> None:
-    """Whole, and in ``pieces``, by both backends of a CPU."""
-    assert expected.std() > 0.5  # a flat model would hide mistakes
-    for backend in (SdpaBackend, StaticSdpaBackend):
-        for each in ([len(ids)], *pieces):
-            got = paged_logits(model, ids, backend, each)
-            torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
-
-
-@torch.inference_mode()
-def check_dense(model: Llama, ids: Tensor) -> None:
-    """The reference without pages gives the same."""
-    attend, states = DenseAttend(model), list[Tensor]()
-    for start, end in ((0, 40), (40, 41), (41, len(ids))):
-        states.append(model.forward(ids[start:end], attend)[0])
-    whole = paged_logits(model, ids, SdpaBackend, [len(ids)])
-    torch.testing.assert_close(model.logits(torch.cat(states)), whole, atol=1e-4, rtol=0)
-
-
-def loaded(path: Path) -> Llama:
-    model = load_target(open_checkpoint(str(path)), torch.float32, CPU)
-    assert isinstance(model, Llama)
-    return model
-
-
-def ids_of(config: TargetConfig) -> Tensor:
-    return torch.randint(0, config.vocab_size, (ROWS,), generator=torch.Generator().manual_seed(3))
-
-
-@pytest.mark.parametrize("name", mostly_slow(TARGETS, "qwen3-moe", "some-layers-dense", "gpt-oss", "mxfp4"))
-def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
-    ids = ids_of(TARGETS[name](tmp_path))
-    expected, model = logits_of_transformers(tmp_path, ids), loaded(tmp_path)
-    check_in_pieces(model, ids, expected, PIECES)
 
 
 @torch.inference_mode()
@@ -252,8 +151,7 @@ def test_grouped_experts_keep_no_packed_weights_on_a_cpu_and_no_plain_ones_elsew
 
 def rounded_differently(path: Path, ids: Tensor) -> float:
     """The share of logits in bfloat16 that differ from those of ``transformers``."""
-    model = load_target(open_checkpoint(str(path)), torch.bfloat16, CPU)
-    expected = logits_of_transformers(path, ids, torch.bfloat16).float()
+    model, expected = loaded(path, torch.bfloat16), right_logits(path, ids, torch.bfloat16).float()
     with torch.inference_mode():
         got = model.logits(model.forward(ids, DenseAttend(model))[0])
     return float(((got - expected).abs() > 1e-5).float().mean())
@@ -263,7 +161,7 @@ def rounded_differently(path: Path, ids: Tensor) -> float:
 def test_half_precision_rounds_where_transformers_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    ids = ids_of(TARGETS[name](tmp_path))[:60]
+    ids = ids_of(MIXTURES[name](tmp_path))[:60]
     assert rounded_differently(tmp_path, ids) < 0.01
     read = TargetConfig.from_hf
 
@@ -287,9 +185,9 @@ PAIRS: dict[str, tuple[Callable[..., TargetConfig], Callable[[Path, TargetConfig
         write_gpt_oss,
         partial(eagle3, aux_layer_ids=[2, 5, 6], aux_at="eagle_config", norm_before_fc=True, seed=2),
     ),
-    "mxfp4-nested": (write_mxfp4, partial(eagle3, aux_layer_ids=[1, 2, 4], aux_at="eagle_config", seed=2)),
+    "mxfp4-nested": (mxfp4, partial(eagle3, aux_layer_ids=[1, 2, 4], aux_at="eagle_config", seed=2)),
     "gpt-oss-eagle-1": (write_gpt_oss, partial(write_eagle1_head, seed=1)),
-    "mxfp4-last-state": (write_mxfp4, partial(eagle3, reads_output=True, seed=1)),
+    "mxfp4-last-state": (mxfp4, partial(eagle3, reads_output=True, seed=1)),
     "gpt-oss-windows": (write_gpt_oss, partial(eagle3, num_layers=2, windows=[5, None], seed=1)),
     "qwen3-moe-eagle3": (write_qwen3_moe, partial(eagle3, qk_norm=True, seed=4)),
     "qwen3-moe-eagle-1": (write_qwen3_moe, partial(write_eagle1_head, seed=1)),

@@ -15,9 +15,8 @@ from specgen.checkpoints.checkpoint import drafter_config, open_checkpoint, targ
 from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.models.model_config import TargetConfig
 from specgen.models.rotary import Llama3Scaling, RopeConfig, YarnScaling, inverse_frequencies
+from tests.families import ids_of, loaded, paged_logits, right_logits
 from tests.marks import mostly_slow
-from tests.test_latents import of_transformers
-from tests.test_mixtures import ids_of, loaded, paged_logits
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_hybrids import write_hybrid
 from tests.tiny_latents import write_latent
@@ -102,7 +101,7 @@ def test_logits_equal_transformers(tmp_path: Path, written: dict[str, Path], fam
     _beside(tmp_path, written[family], BESIDE[name])
     model = loaded(tmp_path)
     ids = ids_of(model.config)
-    expected = of_transformers(tmp_path, ids)
+    expected = right_logits(tmp_path, ids)
     torch.testing.assert_close(paged_logits(model, ids, SdpaBackend, [len(ids)]), expected, atol=2e-4, rtol=0)
 
 

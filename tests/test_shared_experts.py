@@ -20,9 +20,9 @@ from specgen.models.mlp import Mixture
 from specgen.ops import measured_choices
 from specgen.ops.experts import choice
 from specgen.ops.weight import OUTPUTS, Weight
+from tests.families import ids_of, loaded, paged_logits, right_logits
 from tests.marks import mostly_slow
-from tests.test_hybrid import MIXTURE, right_logits
-from tests.test_mixtures import ids_of, loaded, paged_logits
+from tests.test_families import MIXTURE
 from tests.tiny_checkpoints import change_tensors
 from tests.tiny_fp8 import quantize
 from tests.tiny_hybrids import write_hybrid
@@ -205,7 +205,7 @@ def test_planted_errors_are_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Callable[[Any], Any]
 ) -> None:
     ids = ids_of(write_hybrid(tmp_path, NEXT))
-    expected = right_logits(tmp_path, NEXT, ids)
+    expected = right_logits(tmp_path, ids)
     planted = plant(choice)
     monkeypatch.setattr("specgen.ops.reference.choice", planted)
     got = paged_logits(loaded(tmp_path), ids, SdpaBackend, [len(ids)])
