@@ -18,6 +18,7 @@ from specgen.core.sequence import Request, ScoreRequest
 from specgen.engine import build
 from specgen.kv.pages import PageAllocator, StateSlots
 from tests.engines import config_of, engine_of, generate, load_pair, page_bytes, random_requests
+from tests.families import Error, plant
 from tests.marks import mostly_slow
 from tests.oracle import World
 from tests.tiny_checkpoints import write_dflash_head, write_head
@@ -154,56 +155,36 @@ def test_scores_are_those_of_a_pass_over_the_whole_text(world: World) -> None:
     torch.testing.assert_close(torch.tensor(whole.log_probs), torch.tensor(pieces.log_probs))
 
 
-def _late(plant: pytest.MonkeyPatch) -> None:
-    """The state takes in accepted rows a step late."""
-    accepted = gated_delta._accepted
-
-    def one_less(layer: Any, states: Tensor, kept: Tensor, num_taken: Tensor) -> tuple[Tensor, Tensor]:
-        return accepted(layer, states, kept, num_taken - 1)
-
-    plant.setattr(gated_delta, "_accepted", one_less)
-
-
-def _rejected(plant: pytest.MonkeyPatch) -> None:
-    """The state takes in all rows of the last pass."""
-    accepted = gated_delta._accepted
-
-    def every(layer: Any, states: Tensor, kept: Tensor, num_taken: Tensor) -> tuple[Tensor, Tensor]:
-        return accepted(layer, states, kept, torch.full_like(num_taken, 99))
-
-    plant.setattr(gated_delta, "_accepted", every)
+def accepted(
+    num: Callable[[Tensor], Tensor], states: Callable[[Tensor], Tensor] = lambda states: states
+) -> Error:
+    """What the states take in of the rows of the last pass."""
+    return (
+        *(gated_delta, "_accepted"),
+        lambda real: lambda layer, state, kept, taken: real(layer, states(state), kept, num(taken)),
+    )
 
 
-def _forgotten(plant: pytest.MonkeyPatch) -> None:
-    """Every decode pass begins with an empty state."""
-    accepted = gated_delta._accepted
+def _sharing(real: Any) -> Any:
+    def init(self: PageAllocator, *sizes: int, prefix_cache: bool = False) -> None:
+        real(self, *sizes, prefix_cache=True)
 
-    def nothing(layer: Any, states: Tensor, kept: Tensor, num_taken: Tensor) -> tuple[Tensor, Tensor]:
-        return accepted(layer, torch.zeros_like(states), kept, num_taken)
-
-    plant.setattr(gated_delta, "_accepted", nothing)
+    return init
 
 
-def _shared(plant: pytest.MonkeyPatch) -> None:
-    """All sequences have one slot."""
-    plant.setattr(StateSlots, "take", lambda self: 1)
-
-
-def _another_prefix(plant: pytest.MonkeyPatch) -> None:
-    """Pages are taken from texts that begin alike, whose states are not there."""
-    init = PageAllocator.__init__
-
-    def sharing(self: PageAllocator, *sizes: int, prefix_cache: bool = False) -> None:
-        init(self, *sizes, prefix_cache=True)
-
-    plant.setattr(PageAllocator, "__init__", sharing)
-    plant.setattr(StateSlots, "num_known", lambda self, digests: len(digests))
+WRONG: dict[str, Error] = {
+    "accepted rows a step late": accepted(lambda taken: taken - 1),
+    "all rows of the last pass": accepted(lambda taken: torch.full_like(taken, 99)),
+    "every decode pass begins with an empty state": accepted(lambda taken: taken, torch.zeros_like),
+    "one slot for all": (StateSlots, "take", lambda real: lambda self: 1),
+    "pages of texts that begin alike, whose states are not there": (PageAllocator, "__init__", _sharing),
+}
 
 
 @pytest.mark.usefixtures("oracle")
-@pytest.mark.parametrize("plant", [_late, _rejected, _forgotten, _shared, _another_prefix])
-def test_a_wrong_state_is_seen(
-    world: World, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
-) -> None:
-    plant(monkeypatch)
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_state_is_seen(world: World, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    plant(monkeypatch, WRONG[name])
+    # as if there were a copy of every state; where nothing is shared nobody asks
+    monkeypatch.setattr(StateSlots, "num_known", lambda self, digests: len(digests))
     assert world.generated().texts != world.texts

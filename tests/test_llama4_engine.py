@@ -15,6 +15,7 @@ from specgen.core.sequence import Request
 from specgen.engine import build
 from specgen.kv.layout import Layout
 from tests.engines import config_of, generate, load_pair, page_bytes, random_requests
+from tests.families import Error, plant
 from tests.marks import mostly_slow
 from tests.oracle import World
 from tests.reference_heads import DenseTarget, reference_head
@@ -144,29 +145,23 @@ def test_pages_that_a_border_would_cut_are_refused(world: World) -> None:
             config_of(world.pair, page_size=12, attention=name)
 
 
-def _never_alone(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(Layout, "row_by_row", Layout.from_first_chunk)
-
-
-def _prompts_as_windows(plant: pytest.MonkeyPatch) -> None:
-    """Prompts are not divided."""
-    plant.setattr(Layout, "split_in_chunks", lambda layout, size: layout)
-
-
-def _a_page_late(plant: pytest.MonkeyPatch) -> None:
-    real = Layout._tables_from
-
-    def rest(layout: Layout, sequences: Tensor, first: Tensor, length: int) -> Tensor:
+def _a_page_late(real: Any) -> Any:
+    def rest(layout: Layout, sequences: Tensor, first: Tensor, length: int) -> Any:
         later = torch.where(first > 0, first + layout.page_size, first)
         return real(layout, sequences, later, length)
 
-    plant.setattr(Layout, "_tables_from", rest)
+    return rest
+
+
+WRONG: dict[str, Error] = {
+    "no row alone": (Layout, "row_by_row", lambda real: Layout.from_first_chunk),
+    "prompts not divided": (Layout, "split_in_chunks", lambda real: lambda layout, size: layout),
+    "a page late": (Layout, "_tables_from", _a_page_late),
+}
 
 
 @pytest.mark.usefixtures("oracle")
-@pytest.mark.parametrize("plant_it", [_never_alone, _prompts_as_windows, _a_page_late])
-def test_wrong_chunks_are_seen(
-    world: World, monkeypatch: pytest.MonkeyPatch, plant_it: Callable[[pytest.MonkeyPatch], None]
-) -> None:
-    plant_it(monkeypatch)
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_chunks_are_seen(world: World, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    plant(monkeypatch, WRONG[name])
     assert world.generated().texts != world.texts
