@@ -237,7 +237,7 @@ def test_choices_are_compared_by_the_best_answer(tmp_path: Path, monkeypatch: py
     tasks = Tasks(
         manager=TaskManager(include_defaults=False), configs=[choices(tmp_path, "choices"), pages(tmp_path)]
     )
-    monkeypatch.setattr(study, "find_tasks", lambda names, data_path: tasks)
+    monkeypatch.setattr(study, "find_tasks", lambda names, data_path, **_: tasks)
     (result,) = study.StudyRun(
         study_job(Arm(name="baseline", changes={"num_spec_tokens": 0})), tmp_path / "out", Silent()
     ).arms()

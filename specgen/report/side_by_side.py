@@ -24,7 +24,7 @@ from specgen.report.terminal import Part, definitions
 _NAME = 12  # characters of a run's name in a heading; runs with longer names are numbered
 _LENGTHS = 4  # most frequent K shown
 _ONE_RUN = (
-    "Speeds are of one run each, so they have no ratio: `specgen tune` and `compare` measure in turns, with a spread."
+    "Speeds are of one run each, so they have no ratio: `specgen tune` measures in turns, with a spread."
 )
 _PAIRED = (
     "paired difference",
