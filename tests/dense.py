@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from specgen.attention import DeltaLayer, LatentLayer, LayerAttention, Temperature
 from specgen.kv.layout import Layout
 from specgen.models.eagle import Eagle3Head
+from specgen.models.gemma4 import Gemma4
 from specgen.models.llama import Llama
 from specgen.ops import Rope, Store
 
@@ -21,23 +22,28 @@ class DenseAttend:
     Keeps K and V, so that a sequence may be split into several passes.
     """
 
-    def __init__(self, model: Llama | Eagle3Head) -> None:
+    def __init__(self, model: Llama | Gemma4 | Eagle3Head) -> None:
         self.rope = model.rope
-        self.num_kv_heads = model.config.num_kv_heads
+        self.config = model.config
         self.kept: dict[int, tuple[Tensor, Tensor, int]] = {}
         self.states: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __call__(
-        self, layer: LayerAttention, qkv: Tensor, rope: Rope | None = None, chunk: int = LENGTH
-    ) -> Tensor:
+    def __call__(self, layer: LayerAttention, qkv: Tensor, chunk: int = LENGTH) -> Tensor:
         keys, values, start = self.kept.get(layer.index, (None, None, 0))
         if keys is None or values is None:
-            keys, values = qkv.new_zeros(2, 1, LENGTH, self.num_kv_heads, qkv.shape[-1])
+            num_kv_heads = (qkv.shape[1] - self.config.num_heads) // 2
+            keys, values = qkv.new_zeros(2, 1, LENGTH, num_kv_heads, qkv.shape[-1])
+        if layer.stores:
+            q = self._rotation(start, len(qkv), layer.rope)(qkv, keys, values)
+            self.kept[layer.index] = (keys, values, start + len(qkv))
+        else:  # behind the layer that has stored these rows
+            start -= len(qkv)
+            q = self._rotation(start, len(qkv), layer.rope)(
+                qkv, *qkv.new_zeros(2, 1, LENGTH, 0, qkv.shape[-1])
+            )
         end = start + len(qkv)
-        q = self._rotation(start, len(qkv), rope)(qkv, keys, values)
-        self.kept[layer.index] = (keys, values, end)
         rows, num_heads, _ = q.shape
-        share = num_heads // self.num_kv_heads
+        share = num_heads // keys.shape[2]
         k, v = (pages[0, :end].repeat_interleave(share, 1).transpose(0, 1) for pages in (keys, values))
         scores = q.transpose(0, 1) @ k.transpose(1, 2) * layer.scale
         future = torch.ones(rows, end, dtype=torch.bool).triu(end - rows + 1)
@@ -58,15 +64,12 @@ class DenseAttend:
     def chunked(self, layer: LayerAttention, size: int, qkv: Tensor) -> Tensor:
         return self(layer, qkv, chunk=size)
 
-    def unrotated(
-        self, layer: LayerAttention, rope: Rope, temperature: Temperature | None, qkv: Tensor
-    ) -> Tensor:
-        num_heads = qkv.shape[1] - 2 * self.num_kv_heads
+    def tempered(self, layer: LayerAttention, temperature: Temperature | None, qkv: Tensor) -> Tensor:
         start = self.kept[layer.index][2] if layer.index in self.kept else 0
-        for row, heads in enumerate(qkv[:, :num_heads], start=start + 1):
+        for row, heads in enumerate(qkv[:, : self.config.num_heads], start=start + 1):
             if temperature is not None:
                 heads *= 1 + temperature.scale * math.log(1 + row // temperature.floor)
-        return self(layer, qkv, rope)
+        return self(layer, qkv)
 
     def latent(self, layer: LatentLayer, q: Tensor, latent: Tensor, key: Tensor) -> Tensor:
         """Expanded."""

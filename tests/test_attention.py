@@ -65,7 +65,7 @@ def test_backend_equals_dense_attention(
     width = -(-max(kv_lens) // page_size)
     num_pages = width * len(kv_lens)
     cache = KVCache(
-        spec=KVSpec(num_layers=2, num_planes=2, num_heads=num_kv_heads, head_dim=HEAD_DIM),
+        spec=KVSpec(num_planes=2, layers=((num_kv_heads, HEAD_DIM),) * 2),
         num_pages=num_pages,
         page_size=page_size,
         dtype=torch.float32,
@@ -375,7 +375,7 @@ ROWS = 21
 def through_pages(layers: list[LayerAttention], k: Tensor, v: Tensor, q: Tensor) -> list[Tensor]:
     """Attention of each layer over ``k`` and ``v`` ``[rows, 2, D]``, which it has stored, without rotation."""
     cache = KVCache(
-        spec=KVSpec(num_layers=len(layers), num_planes=2, num_heads=2, head_dim=HEAD_DIM),
+        spec=KVSpec(num_planes=2, layers=((2, HEAD_DIM),) * len(layers)),
         num_pages=9,
         page_size=4,
         dtype=FP8,

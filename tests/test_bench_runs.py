@@ -42,7 +42,7 @@ from tests.timed_engines import write_tiny
 
 def kv(num_bytes: int) -> KVBytes:
     """One layer that sees all positions."""
-    return KVBytes(per_layer=num_bytes, seen=(Seen(),))
+    return KVBytes(layers=((num_bytes, Seen()),))
 
 
 SIZES = StepBytes(
@@ -75,8 +75,8 @@ def test_layers_with_a_window_read_no_more_than_that() -> None:
     windowed = Seen(window=8)
     sizes = replace(
         SIZES,
-        target_kv=KVBytes(per_layer=3, seen=(windowed, Seen(), windowed)),
-        head_kv=KVBytes(per_layer=1, seen=(windowed,)),
+        target_kv=KVBytes(layers=((3, windowed), (3, Seen()), (3, windowed))),
+        head_kv=KVBytes(layers=((1, windowed),)),
     )
     assert sizes.step(0, batch=2, context=5) == 1000 + 2 * 3 * 15
     assert sizes.step(0, batch=2, context=100) == 1000 + 2 * 3 * (8 + 100 + 8)

@@ -21,7 +21,7 @@ from tests.engines import config_of, load_pair, loaded
 from tests.streams import pass_row, request
 from tests.timed_engines import write_tiny
 
-KV = KVBytes(per_layer=3, seen=(Seen(),))
+KV = KVBytes(layers=((3, Seen()),))
 SIZE = ExpertSize(num_layers=2, num_experts=8, num_chosen=2, num_values=100, num_bytes=50)
 
 

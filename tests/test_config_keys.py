@@ -32,26 +32,36 @@ from tests.families import ids_of, loaded, paged_logits, right_logits
 from tests.forked import write_pair
 from tests.marks import mostly_slow
 from tests.test_published import DEEPSEEK, GLM, gpt_oss, qwen3_moe
-from tests.test_rope_config import DEFAULT
-from tests.test_rope_config import FAMILIES as WRITERS
+from tests.test_rope_config import BY_KIND, DEFAULT
+from tests.test_rope_config import FAMILIES as ONE_ROTATION
 from tests.tiny_checkpoints import change_json, write_head, write_target
 from tests.tiny_latents import write_latent
 from tests.tiny_mixtures import change
 
+WRITERS = {**ONE_ROTATION, **BY_KIND}
 # Those of vision-language models are the same families
 OF_TEXT = [name for name in FAMILIES if name.endswith("ForCausalLM")]
 OF_GENERATION = ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "use_cache")
 OF_GENERATION += ("output_attentions", "output_hidden_states", "transformers_version", "cache_implementation")
 # What the others are refused for
 OF_LLAMA4 = {"attention_chunk_size", "attn_temperature_tuning", "no_rope_layers"}
+OF_GEMMA4 = {
+    "hidden_activation",
+    "per_layer_config",
+    "final_logit_softcapping",
+    "use_bidirectional_attention",
+}
+OF_FAMILY = {"Llama4": OF_LLAMA4, "Gemma4": OF_GEMMA4}
 # Of keys that are read: values that must be read as something else, or be refused
 OTHER: dict[str, Any] = {
     "architectures": ["BertModel"],
     "attention_bias": True,
+    "attention_k_eq_v": False,
     "attn_temperature_tuning": False,
     "compression_config": {"quant_method": "awq"},
     "decoder_sparse_step": 2,
     "dtype": "bfloat16",
+    "enable_moe_block": False,
     "eos_token_id": 3,
     "first_k_dense_replace": 2,
     "full_attention_interval": 2,
@@ -68,8 +78,10 @@ OTHER: dict[str, Any] = {
     "no_rope_layers": [0, 1, 1, 1],
     "norm_topk_prob": None,  # is false
     "num_experts": 7,  # beside num_local_experts, as which transformers saves it
+    "num_kv_shared_layers": 2,
     "original_max_position_embeddings": 8,
     "partial_rotary_factor": 0.5,
+    "per_layer_config": {"2": {"head_dim": 32}, "5": {"head_dim": 32}},
     "q_lora_rank": None,
     "quantization_config": {"quant_method": "awq"},
     "rope_interleave": None,  # is false
@@ -77,15 +89,20 @@ OTHER: dict[str, Any] = {
     "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0},
     "rope_theta": 77.0,
     "sliding_window": 4,
-    "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
+    "use_bidirectional_attention": "all",
+    "use_double_wide_mlp": True,
     "use_qk_norm": False,
     "use_sliding_window": True,
 }
+# As published configs of Gemma 4 say what ``transformers`` now saves by layer
+_GLOBAL = {"per_layer_config": None, "global_head_dim": 16, "num_global_key_value_heads": 1}
 # What must stand beside a key for it to matter
 WITH: dict[str, dict[str, Any]] = {
     "max_window_layers": {"layer_types": None},
     "first_k_dense_replace": {"mlp_layer_types": None},
+    "global_head_dim": _GLOBAL,
+    "num_global_key_value_heads": _GLOBAL,
     "interleave_moe_layer_step": {"moe_layers": None},
     "no_rope_layer_interval": {"no_rope_layers": None, "layer_types": None},
     "no_rope_layers": {"layer_types": None},
@@ -95,7 +112,8 @@ WITH: dict[str, dict[str, Any]] = {
     },
     "partial_rotary_factor": {"rope_parameters": {"rope_type": "default"}},
     "rope_theta": {"rope_parameters": {"rope_type": "default"}},
-    "sliding_window": {"use_sliding_window": True, "layer_types": None, "max_window_layers": 0},
+    "sliding_window": _GLOBAL
+    | {"use_sliding_window": True, "layer_types": None, "max_window_layers": 0, "num_kv_shared_layers": 0},
     "torch_dtype": {"dtype": None},
     "use_sliding_window": {"layer_types": None, "sliding_window": 4, "max_window_layers": 0},
 }
@@ -185,7 +203,7 @@ def test_no_key_is_on_two_lists() -> None:
     for index, each in enumerate(lists):
         assert not any(each & other for other in lists[:index])
     for name, family in FAMILIES.items():
-        own = OF_LLAMA4 if name.startswith("Llama4") else set()
+        own = next((own for family, own in OF_FAMILY.items() if name.startswith(family)), set())
         assert own <= set(_ONLY) & family.keys.read
         assert not family.keys.read & (
             set(_ONLY) - own
@@ -204,6 +222,7 @@ def test_every_key_that_is_read_matters(written: dict[str, Path], architecture: 
         other = OTHER[name] if name in OTHER else raw[name] * 2
         before = _read(raw, architecture)
         other = not before.o_bias if name == "attention_bias" else other
+        other = not before.tied_embeddings if name == "tie_word_embeddings" else other
         refused, after = _tried(raw | {name: other}, architecture)
         assert refused or after != before, name
 
@@ -218,7 +237,9 @@ def test_what_a_file_leaves_out_is_as_in_transformers(written: dict[str, Path], 
         refused, found = _tried(rest, architecture)
         if refused:
             missing = any(f"has no {each}: " in refused for each in (name, name.replace("local_", "")))
-            assert missing or name == "num_key_value_heads", refused  # of a default that fits no small model
+            # of a default that fits no small model, or not the layers that others are named beside
+            fixed = ("num_key_value_heads", "layer_types", "vocab_size_per_layer_input")
+            assert missing or name in fixed, refused
             continue
         completed = config_class.from_dict(rest).to_dict() | {"architectures": [architecture]}
         if name == "eos_token_id":  # which generate reads in the file, not in the class

@@ -59,7 +59,8 @@ def test_spoilt_pages_are_cleared_in_both_caches(random_pair: Pair) -> None:
     """A masked position contributes 0 times its value, which is NaN for NaN."""
     steps: Any = engine_of(random_pair)._steps
     for cache in (steps._cache, steps._drafter._cache):
-        cache._storage.fill_(float("nan"))
+        for stored in cache._storage.values():
+            stored.fill_(float("nan"))
     steps.clear([2])
     steps._clear_spoilt()
     for cache in (steps._cache, steps._drafter._cache):

@@ -281,7 +281,7 @@ def test_a_plan_and_inspect_count_a_byte(pair: Pair) -> None:
 
 def test_the_bound_reads_a_byte(pair: Pair, random_pair: Pair) -> None:
     plain, fp8 = StepBytes.of(pair.models), StepBytes.of(pair.models, 1)
-    assert plain.target_kv.per_layer == 4 * fp8.target_kv.per_layer == 4 * 2 * 2 * 16
+    assert plain.target_kv.layers[0][0] == 4 * fp8.target_kv.layers[0][0] == 4 * 2 * 2 * 16
     assert plain.head_kv == fp8.head_kv
     assert plain.target == fp8.target == StepBytes.of(random_pair.models).target, "scales are no weights"
 

@@ -140,7 +140,7 @@ def test_inspect_says_what_was_understood(tmp_path: Path) -> None:
         "rotary base 10,000, no scaling, of the first 0.25 of a head",
         "norm rounded behind the product with its weight plus 1",
         "MTP 1 layer, used by --drafter mtp",
-        "vision 21 tensors of the vision part are not loaded: prompts are text",
+        "vision 21 tensors of the part for images and sounds are not loaded: prompts are text",
         "fed back the hidden state behind mtp.norm",
         "Target and head fit; together 512 bytes of KV cache per token.",
     ):

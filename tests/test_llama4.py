@@ -245,7 +245,7 @@ def test_inspect_says_what_was_understood(tmp_path: Path) -> None:
         "router chooses 1 per token; weights by sigmoid, of the expert's inputs",
         "chunks 16 positions, in 5 of 6 layers; the others have no rotary positions and see all, queries times 1 + "
         "0.7 log(1 + positions // 10)",
-        "tensors of the vision part are not loaded: prompts are text",
+        "tensors of the part for images and sounds are not loaded: prompts are text",
         "Complete and supported.",
     ):
         assert fact in text, fact
@@ -303,7 +303,7 @@ def _hot_keys(real: Any) -> Any:
     def unrotated(self: Any, x: Tensor, attend: Any) -> Tensor:
         heads = self.qkv(x)
         heads[:, 4:6] *= attend._factors(self.temperature)
-        return self.out(attend.unrotated(self.layer, self.rope, None, heads))
+        return self.out(attend.tempered(self.layer, None, heads))
 
     return unrotated
 

@@ -18,6 +18,7 @@ from specgen.models.rotary import Llama3Scaling, RopeConfig, YarnScaling, invers
 from tests.families import ids_of, loaded, paged_logits, right_logits
 from tests.marks import mostly_slow
 from tests.tiny_checkpoints import write_head, write_target
+from tests.tiny_gemma4 import write_gemma4
 from tests.tiny_hybrids import write_hybrid
 from tests.tiny_latents import write_latent
 from tests.tiny_llama4 import write_llama4
@@ -47,6 +48,11 @@ FAMILIES: dict[str, Callable[[Path], TargetConfig]] = {
     "qwen3.5": write_hybrid,
     "qwen3.5-moe": lambda path: write_hybrid(path, "Qwen3_5MoeForCausalLM"),
     "llama4": lambda path: write_llama4(path, num_hidden_layers=4, rope_parameters=OF_LLAMA4),
+}
+# Which have rotations by kind of layer, and no other form of them
+BY_KIND: dict[str, Callable[[Path], TargetConfig]] = {
+    "gemma4": lambda path: write_gemma4(path, "26b", hidden_size_per_layer_input=8, num_kv_shared_layers=3),
+    "gemma4-unified": lambda path: write_gemma4(path, "12b"),
 }
 # Beside the rope_parameters of FAMILIES
 BESIDE: dict[str, dict[str, Any]] = {

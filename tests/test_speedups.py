@@ -18,7 +18,7 @@ from specgen.experiments.tune_table import best_line, tune_table, wall_tables
 from specgen.experiments.turns import balanced_order, digest
 from specgen.report.timings import LatencyStats, WallTime
 
-SIZES = StepBytes(target=1, target_kv=KVBytes(per_layer=0, seen=()), logits=1, bytes_per_value=2)
+SIZES = StepBytes(target=1, target_kv=KVBytes(layers=()), logits=1, bytes_per_value=2)
 SPREAD = LatencyStats(mean=1.0, median=2.0, p99=3.0)
 
 

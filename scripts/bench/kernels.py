@@ -156,10 +156,8 @@ class Cell:
     def _spec(self, num_layers: int) -> KVSpec:
         heads = self.heads
         return KVSpec(
-            num_layers=num_layers,
             num_planes=2 if heads.latent is None else 1,
-            num_heads=heads.num_kv_heads,
-            head_dim=heads.head_dim,
+            layers=((heads.num_kv_heads, heads.head_dim),) * num_layers,
         )
 
     @property

@@ -36,6 +36,8 @@ class LayerAttention:
     k_scale: float = 1.0  # a key is its number in an FP8 page times this; see ``kv_scales``
     v_scale: float = 1.0
     value_dim: int | None = None  # values are the first numbers of the keys, so many (latents); None: stored
+    rope: Rope | None = None  # that turns q and k; None: the model's
+    stores: bool = True  # keys and values of its own; else it has q alone, and sees what another layer stored
 
     def __post_init__(self) -> None:
         assert self.window is None or self.window >= 1, self.window
@@ -406,7 +408,7 @@ class Attend:
         self._layout = layout
         self._store = rope(layout)
         self._rotating = backend.rotating(layout, rope)
-        self._unrotated: dict[Rope, tuple[Store, RotatingKernel | None]] = {}
+        self._others: dict[Rope, tuple[Store, RotatingKernel | None]] = {}
 
     @property
     def uniform_q(self) -> int:
@@ -417,19 +419,24 @@ class Attend:
     def __call__(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
         """Rotate q and k, store k and v, attend to all stored positions.
 
-        ``qkv`` are the heads of q, k and v ``[rows, num_heads + 2 * num_kv_heads, head_dim]``, the result is
-        ``[rows, num_heads * head_dim]``.
+        ``qkv`` are the heads of q, k and v ``[rows, num_heads + 2 * num_kv_heads, head_dim]``, or of q alone where the
+        layer stores none; the result is ``[rows, num_heads * head_dim]``.
         """
-        return self._attend(layer, qkv, self._store, self._rotating)
-
-    def _attend(
-        self, layer: LayerAttention, qkv: Tensor, store: Store, rotating: RotatingKernel | None
-    ) -> Tensor:
+        store, rotating = self._rotation(layer.rope)
         keys, values = self._cache.pages(layer.index)
-        if rotating is not None and rotating.fits(layer, qkv, keys):
+        if layer.stores and rotating is not None and rotating.fits(layer, qkv, keys):
             return rotating(layer, qkv, keys, values)
+        into = (keys, values) if layer.stores else (keys[:, :, :0], values[:, :, :0])  # no head of them
         kernel = self._kernel if layer.causal else self._looking_ahead
-        return kernel(layer, store(qkv, keys, values, *layer.kv_scales(keys)), keys, values)
+        return kernel(layer, store(qkv, *into, *layer.kv_scales(keys)), keys, values)
+
+    def _rotation(self, rope: Rope | None) -> tuple[Store, RotatingKernel | None]:
+        """Of a layer's; planned once per pass."""
+        if rope is None:
+            return self._store, self._rotating
+        if rope not in self._others:
+            self._others[rope] = rope(self._layout), self._backend.rotating(self._layout, rope)
+        return self._others[rope]
 
     def chunked(self, layer: LayerAttention, size: int, qkv: Tensor) -> Tensor:
         """The same, but a row sees no position before its chunk of ``size``, a multiple of a page's."""
@@ -438,16 +445,12 @@ class Attend:
         keys, values = self._cache.pages(layer.index)
         return self._chunks(size)(layer, self.write_kv(layer, qkv), keys, values)
 
-    def unrotated(
-        self, layer: LayerAttention, rope: Rope, temperature: Temperature | None, qkv: Tensor
-    ) -> Tensor:
-        """The same of a layer without positions: ``rope`` turns by 0; q is written to where it has a temperature."""
+    def tempered(self, layer: LayerAttention, temperature: Temperature | None, qkv: Tensor) -> Tensor:
+        """The same of a layer whose q may have a temperature: it is written to then."""
         if temperature is not None and self._layout.most_positions >= temperature.floor:
             num_heads = qkv.shape[1] - 2 * self._cache.pages(layer.index)[0].shape[2]
             qkv[:, :num_heads] *= self._factors(temperature)
-        if rope not in self._unrotated:
-            self._unrotated[rope] = rope(self._layout), self._backend.rotating(self._layout, rope)
-        return self._attend(layer, qkv, *self._unrotated[rope])
+        return self(layer, qkv)
 
     def write_kv(self, layer: LayerAttention, heads: Tensor) -> Tensor:
         """Store rotated keys and values without attending.

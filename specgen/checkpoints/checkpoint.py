@@ -284,6 +284,11 @@ def misfits(target: TargetConfig, head: HeadConfig) -> tuple[str, ...]:
             f"the head has no embedding and is {head.hidden_size} wide, but the target's embedding is "
             f"{target.hidden_size} wide: use a head that carries embed_tokens.weight"
         )
+    if target.scaled_embedding and not head.own_embedding:
+        reasons.append(
+            "the head has no embedding, and whether it takes the target's, which is scaled there, as it is or scaled "
+            "is not known: use a head that carries embed_tokens.weight, or --drafter ngram"
+        )
     ours, theirs = (head.draft_vocab_size, head.hidden_size), (target.vocab_size, target.hidden_size)
     if not head.own_lm_head and ours != theirs:
         reasons.append(

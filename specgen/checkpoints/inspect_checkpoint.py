@@ -97,7 +97,7 @@ class Inspection:
         )
         number = f"{self.num_mtp_layers} layer{'s' * (self.num_mtp_layers > 1)}"
         mtp = {"MTP": f"{number}, used by --drafter mtp"} if self.num_mtp_layers else {}
-        visual = f"{self.num_visual_tensors} tensors of the vision part are not loaded: prompts are text"
+        visual = f"{self.num_visual_tensors} tensors of the part for images and sounds are not loaded: prompts are text"
         vision = {"vision": visual} if self.num_visual_tensors else {}
         unread = {"not read": listed(self.unread_keys)} if self.unread_keys else {}
         named = {"named": f"{shown(self.architecture)} in config.json"} if self.architecture else {}

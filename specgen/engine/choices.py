@@ -233,27 +233,48 @@ def attention_uses(config: EngineConfig, checkpoints: Checkpoints) -> list[Use]:
     lengths = config.draft_length.lengths
     target = target_config(checkpoints["model"]).shared(config.tensor_parallel)
     rows = tuple(1 + num_drafts for num_drafts in lengths)
-    main = _use(config, target, target_kv_dtype(config), rows, prefills=True)
-    uses = [replace(main, partial=config.draft_length.kind == "auto")]
+    main = _uses(config, target, target_kv_dtype(config), rows, prefills=True)
+    uses = [replace(each, partial=config.draft_length.kind == "auto") for each in main]
     if config.cuda_graphs in ("step", "pass") and target.prompts_in_blocks:
-        short = _use(config, target, target_kv_dtype(config), (BLOCK,), prefills=False)
-        uses.append(replace(short, num_sequences=MOST_BLOCKS, chained=True))
+        short = _uses(config, target, target_kv_dtype(config), (BLOCK,), prefills=False)
+        uses += [replace(each, num_sequences=MOST_BLOCKS, chained=True) for each in short]
     if config.head is not None:
         head = drafter_config(checkpoints["drafter"], None).shared(config.tensor_parallel)
         # its prefill writes keys and values alone
         rows = tuple(sorted({head.pass_rows(each) for each in lengths if each}))
-        uses.append(_use(config, head, DTYPES[config.dtype], rows, prefills=False))
+        uses += _uses(config, head, DTYPES[config.dtype], rows, prefills=False)
     return uses
 
 
-def _use(
+def _uses(
     config: EngineConfig, model: LayerConfig, kv_dtype: torch.dtype, rows: tuple[int, ...], *, prefills: bool
+) -> list[Use]:
+    """One for each shape of heads that layers have."""
+    windows: dict[tuple[int, int], set[bool]] = {}
+    for index in range(model.num_layers):
+        windows.setdefault(model.kv_heads(index), set()).add(model.window(index) is not None)
+    return [
+        _use(config, model, kv_dtype, rows, heads, tuple(sorted(windowed)), prefills=prefills)
+        for heads, windowed in windows.items()
+    ]
+
+
+def _use(
+    config: EngineConfig,
+    model: LayerConfig,
+    kv_dtype: torch.dtype,
+    rows: tuple[int, ...],
+    kv_heads: tuple[int, int],
+    windowed: tuple[bool, ...],
+    *,
+    prefills: bool,
 ) -> Use:
+    num_kv_heads, head_dim = kv_heads
     return Use(
         heads=Heads(
             num_heads=model.num_heads,
-            num_kv_heads=model.kv_spec.num_heads,
-            head_dim=model.kv_spec.head_dim,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             dtype=DTYPES[config.dtype],
             kv_dtype=kv_dtype,
             page_size=config.page_size,
@@ -262,7 +283,7 @@ def _use(
             chunk=model.chunk,
             latent=model.latent,
         ),
-        windowed=tuple(sorted({model.window(index) is not None for index in range(model.num_layers)})),
+        windowed=windowed,
         query_lens=rows,
         prefills=prefills,
         num_sequences=bucket(config.max_batch_size),
@@ -330,9 +351,11 @@ def _shapes(layers: LayerConfig) -> list[tuple[int, int]]:
 def _attention_shapes(layers: LayerConfig) -> list[tuple[int, int]]:
     hidden, latent = layers.hidden_size, layers.latent
     if latent is None:
-        heads = layers.num_heads * layers.head_dim
-        qkv = heads * (2 if layers.query_gates else 1) + 2 * layers.num_kv_heads * layers.head_dim
-        found = [(hidden, heads), *([] if layers.qkv_bias else [(qkv, hidden)])]
+        found = list[tuple[int, int]]()
+        for num_kv_heads, width in dict.fromkeys(map(layers.kv_heads, range(layers.num_layers))):
+            heads = layers.num_heads * width
+            qkv = heads * (2 if layers.query_gates else 1) + 2 * num_kv_heads * width
+            found += [(hidden, heads), *([] if layers.qkv_bias else [(qkv, hidden)])]
         delta = layers.delta
         if delta is not None and any(delta.layers):
             values = delta.num_value_heads * delta.value_dim

@@ -126,7 +126,8 @@ def _of_heads(model: TargetConfig) -> int:
     A prefill of latents expands twice as many positions as it has rows: first one matrix, then keys beside values.
     """
     if model.latent is None:
-        return (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        heads = map(model.kv_heads, range(model.num_layers))
+        return max(2 * (model.num_heads + num_kv_heads) * width for num_kv_heads, width in heads)
     latent = model.latent
     expanded = latent.nope_dim + latent.value_dim + latent.key_dim
     return model.num_heads * (latent.key_dim + latent.value_dim + 2 * expanded)

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 
@@ -73,19 +74,20 @@ class Work:
 class KVBytes:
     """The keys and values that a pass reads of one sequence, in bytes."""
 
-    per_layer: int  # per position
-    seen: tuple[Seen, ...]  # by layer
+    layers: tuple[tuple[int, Seen], ...]  # bytes per position, and which positions
 
     @classmethod
     def of(cls, config: LayerConfig, bytes_per_value: int) -> "KVBytes":
         """The KV bytes of a target or a head."""
-        spec = config.kv_spec
-        seen = (config.seen(index) for index in range(config.num_layers) if config.attends(index))
-        return cls(per_layer=spec.bytes_per_token(bytes_per_value) // spec.num_layers, seen=tuple(seen))
+        each = bytes_per_value * config.kv_spec.num_planes
+        attending = filter(config.attends, range(config.num_layers))
+        return cls(
+            layers=tuple((each * prod(config.kv_heads(index)), config.seen(index)) for index in attending)
+        )
 
     def at(self, context: float) -> float:
         """At ``context`` positions; a layer with a window, or in chunks, reads no more than it sees."""
-        return self.per_layer * sum(each(context) for each in self.seen)
+        return sum(num_bytes * seen(context) for num_bytes, seen in self.layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +162,7 @@ class StepBytes:
     head_experts: ExpertSize | None = None  # of such a pass
     head_in_parallel: bool = False  # one pass of K rows per sequence drafts them all
     head_draft: int = 0  # weights per draft beside that pass: a Markov head's
-    head_kv: KVBytes = KVBytes(per_layer=0, seen=())  # per pass
+    head_kv: KVBytes = KVBytes(layers=())  # per pass
     experts: ExpertSize | None = None
 
     @classmethod
@@ -212,7 +214,7 @@ class StepBytes:
             if mixtures is None
             else replace(mixtures, num_layers=mixtures.num_layers // turns),
             head_in_parallel=models.head.one_pass is not None,
-            head_kv=replace(kv, seen=kv.seen[: head.num_layers // turns]),
+            head_kv=replace(kv, layers=kv.layers[: head.num_layers // turns]),
         )
 
     def prefill_flops(self, num_rows: int) -> float:
@@ -276,7 +278,8 @@ def mean_step_bytes(
 
 def _read_whole(reader: TensorReader) -> int:
     """Bytes of weights that a pass reads: all but the embeddings, of which it gathers rows."""
-    return sum(reader.taken.values()) - _bytes(reader, "embed_tokens.weight", "markov_w1.weight", "_codebook")
+    gathered = ("embed_tokens.weight", "embed_tokens_per_layer.weight", "markov_w1.weight", "_codebook")
+    return sum(reader.taken.values()) - _bytes(reader, *gathered)
 
 
 def _bytes(reader: TensorReader, *names: str) -> int:

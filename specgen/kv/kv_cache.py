@@ -2,6 +2,7 @@
 
 import math
 import mmap
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -12,14 +13,12 @@ from torch import Tensor
 class KVSpec:
     """Per position and layer ``num_planes`` tensors ``[num_heads, head_dim]``; GQA has two, keys and values."""
 
-    num_layers: int
     num_planes: int
-    num_heads: int
-    head_dim: int
+    layers: tuple[tuple[int, int], ...]  # (num_heads, head_dim) of each
 
     def bytes_per_token(self, bytes_per_value: int) -> int:
         """Bytes that one position takes in the cache."""
-        return self.num_layers * self.num_planes * self.num_heads * self.head_dim * bytes_per_value
+        return self.num_planes * bytes_per_value * sum(heads * width for heads, width in self.layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +85,8 @@ class KVCache:
 
     ``states`` are those of the layers that have a state in place of keys and values.
 
-    Storage is ``[num_layers, num_planes, num_pages, page_size, num_heads, head_dim]``. Target and drafter have one
-    each and use the same page numbers, so a sequence has one block table.
+    Storage is ``[num_layers, num_planes, num_pages, page_size, num_heads, head_dim]``, one for the layers of each
+    shape. Target and drafter have one cache each and use the same page numbers, so a sequence has one block table.
     """
 
     def __init__(
@@ -101,10 +100,13 @@ class KVCache:
         states: StateCache | None = None,
     ) -> None:
         self.states = states
-        shape = (spec.num_layers, spec.num_planes, num_pages, page_size, spec.num_heads, spec.head_dim)
         self.page_size = page_size
-        self._storage = _zeros(shape, dtype, device)
-        self._layers = [tuple(layer) for layer in self._storage]
+        self._storage = {
+            heads: _zeros((count, spec.num_planes, num_pages, page_size, *heads), dtype, device)
+            for heads, count in Counter(spec.layers).items()
+        }
+        alike = {heads: iter(layers) for heads, layers in self._storage.items()}
+        self._layers = [tuple(next(alike[heads])) for heads in spec.layers]
 
     def pages(self, layer: int) -> tuple[Tensor, ...]:
         """The planes of one layer, each ``[num_pages, page_size, num_heads, head_dim]``."""
@@ -112,7 +114,8 @@ class KVCache:
 
     def clear(self, pages: Tensor) -> None:
         """Make ``pages`` ``[n]`` int64 zero in all layers."""
-        self._storage.view(torch.uint8).index_fill_(2, pages, 0)
+        for layers in self._storage.values():
+            layers.view(torch.uint8).index_fill_(2, pages, 0)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -21,6 +21,7 @@ Only = Mapping[str, tuple[tuple[object, ...], str]]
 # Values that are supported, and why no other is. What other families compute with is held to having no effect.
 _ONLY: Only = {
     "hidden_act": (("silu",), _OF_A_LAYER),
+    "hidden_activation": (("silu", None), _OF_A_LAYER),
     "is_causal": ((True,), "text is generated from left to right: use a causal model"),
     "is_encoder_decoder": ((False, None), "use a model that is a decoder alone"),
     "attention_chunk_size": ((None,), _OF_A_LAYER),
@@ -88,6 +89,8 @@ _NO_EFFECT: Mapping[str, str] = {
     "initial_context_length",
     "of images and videos, which are not read": "vision_config image_token_id video_token_id "
     "vision_start_token_id vision_end_token_id image_token_index boi_token_index eoi_token_index",
+    "of images and sounds, likewise": "audio_config audio_token_id boi_token_id eoi_token_id boa_token_id "
+    "eoa_token_id eoa_token_index vision_soft_tokens_per_image",
     "nothing by itself": "use_sliding_window max_window_layers",  # in families that do not read it
 }
 NO_EFFECT: Mapping[str, str] = {key: why for why, keys in _NO_EFFECT.items() for key in keys.split()}
@@ -216,6 +219,40 @@ LLAMA4 = Keys(
     },
 )
 LLAMA4_HEADS = replace(LLAMA4, read=LLAMA4.read | {"draft_vocab_size"})
+_BY_LAYER = "rotations are of kinds of layers here: write it into rope_parameters"
+GEMMA4 = Keys(
+    read=_EVERY - _names("rope_scaling rope_theta partial_rotary_factor original_max_position_embeddings")
+    | _names(
+        "attention_bias hidden_activation global_head_dim num_global_key_value_heads per_layer_config "
+        "attention_k_eq_v num_kv_shared_layers use_double_wide_mlp hidden_size_per_layer_input "
+        "vocab_size_per_layer_input final_logit_softcapping use_bidirectional_attention enable_moe_block num_experts "
+        "top_k_experts moe_intermediate_size"
+    ),
+    only=dict.fromkeys(
+        ("rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"),
+        ((None, {}), _BY_LAYER),
+    ),
+    defaults={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262_144,
+        "sliding_window": 512,
+        "tie_word_embeddings": True,
+    },
+)
+# The 12B has no experts and no inputs of layers
+_UNIFIED = _names(
+    "hidden_size_per_layer_input vocab_size_per_layer_input enable_moe_block num_experts top_k_experts "
+    "moe_intermediate_size"
+)
+GEMMA4_UNIFIED = Keys(
+    read=GEMMA4.read - _UNIFIED,
+    only=dict(GEMMA4.only) | dict.fromkeys(sorted(_UNIFIED), ((*_OFF, 262_144), _OF_A_LAYER)),
+    defaults={name: value for name, value in GEMMA4.defaults.items() if name not in _UNIFIED}
+    | {"sliding_window": 1024},
+)
 _SECTIONS = ("transformer_layer_config", "eagle_config", "dflash_config")  # of heads
 HEADS = Keys(
     read=LLAMA.read

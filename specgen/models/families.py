@@ -12,6 +12,7 @@ from specgen.models import (
     config_keys,
     dflash,
     eagle,
+    gemma4,
     hybrid_targets,
     llama,
     llama4,
@@ -71,6 +72,9 @@ _qwen3_5_moe = _hybrid(keys=config_keys.QWEN3_5_MOE, read=hybrid_targets.read_qw
 _llama4 = Family(
     keys=config_keys.LLAMA4, read=llama4.read_llama4, build=llama4.build, ignored=_ignored_with_vision
 )
+_gemma4 = partial(Family, read=gemma4.read_gemma4, build=gemma4.Gemma4.build, ignored=gemma4.ignored_tensors)
+_gemma4_plain = _gemma4(keys=config_keys.GEMMA4)
+_gemma4_unified = _gemma4(keys=config_keys.GEMMA4_UNIFIED)
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": _llama(keys=config_keys.LLAMA, read=TargetConfig.from_hf),
     "Qwen2ForCausalLM": _llama(keys=config_keys.QWEN2, read=partial(TargetConfig.from_hf, qkv_bias=True)),
@@ -86,6 +90,10 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3_5MoeForConditionalGeneration": _qwen3_5_moe,
     "Llama4ForCausalLM": _llama4,
     "Llama4ForConditionalGeneration": _llama4,  # likewise
+    "Gemma4ForCausalLM": _gemma4_plain,
+    "Gemma4ForConditionalGeneration": _gemma4_plain,
+    "Gemma4UnifiedForCausalLM": _gemma4_unified,
+    "Gemma4UnifiedForConditionalGeneration": _gemma4_unified,
 }
 
 
@@ -135,7 +143,10 @@ HEAD_FAMILIES: Mapping[str, HeadFamily] = {
     ),
 }
 # Architectures that are asked for and not built, and what they need.
+_ASSISTANT = "layers that read a target's keys and values"
 _NOT_BUILT = {
+    "Gemma4AssistantForCausalLM": _ASSISTANT,
+    "Gemma4UnifiedAssistantForCausalLM": _ASSISTANT,
     "DeepseekV4ForCausalLM": "sparse attention with compressed positions and hyper-connections",
 }
 
@@ -161,6 +172,8 @@ def head_family_of(config: Raw, tensors: Set[str]) -> HeadFamily:
     for family in HEAD_FAMILIES.values():
         if family.recognize(config, tensors):
             return family
+    name = next(iter(architectures(config)), "")
+    require(name not in _NOT_BUILT, f"{name}: {_NOT_BUILT.get(name)} are not built")
     model = next((name for name in architectures(config) if name in FAMILIES), None)
     is_whole = model is not None and any(name.endswith("embed_tokens.weight") for name in tensors)
     require(not is_whole, f"it is a whole model, {model}")

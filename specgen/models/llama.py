@@ -1,7 +1,7 @@
 """The decoder of Llama and its relatives over packed rows, its output layer, and the names of its tensors."""
 
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -53,6 +53,11 @@ class Vocabulary:
         else:
             weight = load.linear({"lm_head": len(rows)}, config.hidden_size)
         return cls(lm_head=ops.linear(weight), size=config.vocab_size, rows=rows, ops=ops)
+
+    def capped(self, cap: float | None) -> "Vocabulary":
+        """The same with logits between ``-cap`` and ``cap``, by tanh."""
+        plain = self.lm_head
+        return self if cap is None else replace(self, lm_head=lambda x: (plain(x) / cap).tanh() * cap)
 
     def share(self, hidden: Tensor) -> Tensor:
         """This rank's logits [n, len(rows)] of hidden states [n, H]."""
@@ -176,9 +181,13 @@ def text_prefix(names: Set[str]) -> str:
     )
 
 
-_VISUAL = ("model.visual.", "vision_model.", "multi_modal_projector.")
+_VISUAL = (
+    *("model.visual.", "vision_model.", "multi_modal_projector."),
+    *("model.vision_tower.", "model.vision_embedder.", "model.embed_vision."),  # of Gemma 4, also of audio
+    *("model.audio_tower.", "model.embed_audio."),
+)
 
 
 def visual_tensors(names: Set[str]) -> Set[str]:
-    """Of the vision part, which is not built."""
+    """Of the part for images and sounds, which is not built."""
     return {name for name in names if name.startswith(_VISUAL)}

@@ -33,7 +33,7 @@ from specgen.models.model_config import (
 )
 from specgen.models.protocols import Head, Target, logits_of
 from specgen.models.rotary import RopeConfig
-from specgen.ops import Map, Norm, Ops, Rope
+from specgen.ops import Map, Norm, Ops
 from specgen.ops.weight import Weight
 
 _SPELLINGS = {".feed_forward.": ".mlp.", ".shared_expert.": ".shared_experts."}
@@ -189,12 +189,11 @@ class ChunkedAttention(Attention):
 class UnrotatedAttention(Attention):
     """Of a layer without positions."""
 
-    rope: Rope  # which turns by 0
     temperature: Temperature | None
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
         """See ``Attention``."""
-        return self.out(attend.unrotated(self.layer, self.rope, self.temperature, self.qkv(x)))
+        return self.out(attend.tempered(self.layer, self.temperature, self.qkv(x)))
 
 
 class _PairsAsHalves:
@@ -257,14 +256,15 @@ def build(config: Llama4Config, load: Loader, ops: Ops) -> Llama:
     """Load every tensor of the model by its name."""
     read: Any = _PairsAsHalves(load, config.head_dim, config.rotated)
     model = Llama.build(replace(config, qk_norm=False), read, ops)
-    rope = ops.rope(torch.zeros(config.head_dim // 2, device=model.device))
+    rope = ops.rope(torch.zeros(config.head_dim // 2, device=model.device))  # which turns by 0
 
     def own(block: Block, rotated: bool) -> Block:
         attention = block.attention
         assert isinstance(attention, Attention)
         if rotated:
             return _in_chunks(config, block, model.embedding, ops)
-        still = UnrotatedAttention(**vars(attention), rope=rope, temperature=config.temperature)
+        layer = replace(attention.layer, rope=rope)
+        still = UnrotatedAttention(**(vars(attention) | {"layer": layer}), temperature=config.temperature)
         return replace(block, attention=still)
 
     blocks = (own(block, rotated) for block, rotated in zip(model.blocks, config.rotated, strict=True))

@@ -180,7 +180,7 @@ def _experts(config: MixtureConfig, hidden: int, prefix: str, load: Loader) -> E
         f"hidden_size is {hidden} and an expert {config.width} wide: experts need multiples of {config.multiple}, "
         "use another checkpoint",
     )
-    gating = Gating(alpha=config.alpha, shift=config.shift, limit=config.limit)
+    gating = Gating(activation=config.activation, alpha=config.alpha, shift=config.shift, limit=config.limit)
     if f"{prefix}0.gate_proj.weight" in load:
         require(
             not config.biases,

@@ -11,7 +11,7 @@ from specgen.models.config_fields import LARGEST_COUNT, Raw, architectures, coun
 from specgen.models.config_keys import refuse_values
 from specgen.models.fp8_config import Fp8Config, fp8_config
 from specgen.models.rotary import RopeConfig, latent_scale
-from specgen.ops.experts import MXFP4_BLOCK, Weighing
+from specgen.ops.experts import MXFP4_BLOCK, Activation, Weighing
 from specgen.ops.weight import GROUP
 
 
@@ -100,6 +100,7 @@ class MixtureConfig:
     shared_width: int = 0  # of the expert that all tokens go through; 0: there is none
     shared_gate: bool = False  # it counts by the sigmoid of a gate's logit
     # see Gating
+    activation: Activation = "swish"
     alpha: float = 1.0
     shift: float = 0.0
     limit: float | None = None
@@ -278,10 +279,12 @@ class LayerConfig:
     @property
     def kv_spec(self) -> KVSpec:
         """What the cache stores of layers that attend: keys and values of grouped-query attention, or latents."""
-        attending = sum(map(self.attends, range(self.num_layers)))
-        if self.latent is not None:
-            return KVSpec(num_layers=self.num_layers, num_planes=1, num_heads=1, head_dim=self.latent.width)
-        return KVSpec(num_layers=attending, num_planes=2, num_heads=self.num_kv_heads, head_dim=self.head_dim)
+        layers = tuple(self.kv_heads(layer) for layer in range(self.num_layers) if self.stores(layer))
+        return KVSpec(num_planes=2 if self.latent is None else 1, layers=layers)
+
+    def kv_heads(self, layer: int) -> tuple[int, int]:
+        """How many heads of keys ``layer`` attends to, and their width."""
+        return (self.num_kv_heads, self.head_dim) if self.latent is None else (1, self.latent.width)
 
     @property
     def state_spec(self) -> StateSpec | None:
@@ -301,6 +304,10 @@ class LayerConfig:
     def attends(self, layer: int) -> bool:
         """Whether ``layer`` has keys and values, and no recurrent state."""
         return self.delta is None or not self.delta.layers[layer]
+
+    def stores(self, layer: int) -> bool:
+        """Whether ``layer`` has keys and values of its own, and does not attend to those of another."""
+        return self.attends(layer)
 
     @property
     def prompts_in_blocks(self) -> bool:
@@ -396,6 +403,7 @@ class LayerConfig:
 class TargetConfig(LayerConfig):
     """A target of any family."""
 
+    scaled_embedding: ClassVar[bool] = False  # the first layer's input is the embedding times a number
     architecture: str
     max_positions: int
     tied_embeddings: bool

@@ -18,6 +18,7 @@ _KINDS = {  # and what is read of each, beside type, base and share of a head
     "default": frozenset[str](),
     "linear": frozenset({"factor", "mscale_all_dim"}),
     "llama3": frozenset({"factor", "mscale_all_dim", "low_freq_factor", "high_freq_factor", _LENGTH}),
+    "proportional": frozenset({"factor"}),
     "yarn": frozenset({"factor", "mscale_all_dim", "mscale", "attention_factor", "truncate", _LENGTH})
     | {"beta_fast", "beta_slow"},
 }
@@ -61,6 +62,7 @@ class RopeConfig:
 
     theta: float
     share: float = 1.0  # of a head's numbers that are rotated, the first ones
+    turned: float = 1.0  # of their pairs, the first ones; the others turn by 0 (``rope_type: proportional``)
     linear: LinearScaling | None = None
     llama3: Llama3Scaling | None = None
     yarn: YarnScaling | None = None
@@ -72,6 +74,7 @@ class RopeConfig:
 
     def __str__(self) -> str:
         part = "" if self.share == 1 else f", of the first {self.share:.3g} of a head"
+        part += "" if self.turned == 1 else f", of the first {self.turned:.3g} of its pairs"
         return f"base {self.theta:,.0f}, {self._scaling()}{part}"
 
     def _scaling(self) -> str:
@@ -92,10 +95,13 @@ class RopeConfig:
         """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling`` (before), as it does."""
         parameters = rope_parameters(config)
         kind = parameters["rope_type"]
+        part = number(parameters, "partial_rotary_factor")
+        divided = kind == "linear" or (kind == "proportional" and "factor" in parameters)
         return cls(
             theta=number(parameters, "rope_theta"),
-            share=number(parameters, "partial_rotary_factor"),
-            linear=LinearScaling(factor=number(parameters, "factor")) if kind == "linear" else None,
+            share=1.0 if kind == "proportional" else part,
+            turned=min(part, 1.0) if kind == "proportional" else 1.0,
+            linear=LinearScaling(factor=number(parameters, "factor")) if divided else None,
             llama3=_llama3(parameters) if kind == "llama3" else None,
             yarn=_yarn(parameters, config) if kind == "yarn" else None,
         )
@@ -132,11 +138,14 @@ def rope_parameters(config: Raw) -> Raw:
 def unread_parameters(config: Raw) -> set[str]:
     """Names in the dictionary of rotary parameters that holds which its kind of scaling does not read."""
     where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    said = section(config, where)
+    by_layer = {kind: each for kind, each in said.items() if isinstance(each, Mapping)}
+    if by_layer:
+        found = (unread_parameters({"rope_parameters": each}) for each in by_layer.values())
+        return set().union(*found)
     known = _OF_ALL | _KINDS[rope_parameters(config)["rope_type"]]
     return {
-        f"{where}.{name}"
-        for name, value in section(config, where).items()
-        if (value or value is False) and name not in known
+        f"{where}.{name}" for name, value in said.items() if (value or value is False) and name not in known
     }
 
 
@@ -205,6 +214,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -
     """Radians per position of each rotary pair, [D / 2] in float32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / rope.theta**exponents
+    frequencies[int(rope.turned * head_dim // 2) :] = 0.0
     if rope.linear is not None:
         frequencies = frequencies / rope.linear.factor
     if rope.llama3 is not None:

@@ -24,7 +24,8 @@ class Store(Protocol):
     ) -> Tensor:
         """``qkv`` [rows, Hq + 2 * Hkv, D] into pages of keys and of values, [num_pages, page_size, Hkv, D].
 
-        Of each head the first numbers are rotated, two for each frequency; what is behind them stays as it is.
+        Where Hkv is 0 there is q alone. Of each head the first numbers are rotated, two for each frequency; what is
+        behind them stays as it is.
 
         8-bit pages take the float32 quotients by the scales, at most their largest number in size; other pages have
         no scales. Returns the rotated q [rows, Hq, D], contiguous because not every attention kernel reads strides.

@@ -141,6 +141,13 @@ def _gated_linear(dtype: torch.dtype, weight: Weight, out_scale: Tensor | None =
 
 
 def _experts(dtype: torch.dtype, experts: Experts) -> ExpertsMap:
+    if experts.gating.activation != "swish":  # which no kernel here knows
+        name = str(dtype).removeprefix("torch.")
+        require(
+            dtype == torch.bfloat16,
+            f"experts with GELU run in bfloat16 on a GPU, not {name}: use --dtype bfloat16",
+        )
+        return grouped_experts(experts)
     if experts.gate_up.format == "mxfp4":
         name = str(dtype).removeprefix("torch.")
         require(

@@ -15,6 +15,7 @@ from specgen.ops.weight import Weight
 # How logits become weights: the softmax over all experts, the same divided by the sum over the chosen, the softmax
 # over the chosen, or the sigmoid of each.
 Weighing = Literal["softmax", "normalized", "softmax of chosen", "sigmoid"]
+Activation = Literal["swish", "gelu tanh"]
 # Logits as partial sums [n, rows, E or more] (see Ops.linear_parts) -> the ids of each row's experts [rows, k + m]
 # int64, the k that are chosen, best first, before m shared ones; and their weights [rows, k + m] in the model's dtype.
 Choice = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -158,9 +159,10 @@ def weighing_inputs(experts: ExpertsMap) -> ExpertsMap:
 class Gating:
     """``gate * sigmoid(alpha * gate) * (up + shift)``, the gate clamped from above and up on both sides by ``limit``.
 
-    As it is, SwiGLU; GPT-OSS has alpha 1.702, shift 1 and limit 7.
+    As it is, SwiGLU; GPT-OSS has alpha 1.702, shift 1 and limit 7. Gemma 4 has GELU, by its approximation with tanh.
     """
 
+    activation: Activation = "swish"
     alpha: float = 1.0
     shift: float = 0.0
     limit: float | None = None
@@ -168,6 +170,8 @@ class Gating:
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        if self.activation == "gelu tanh":
+            return F.gelu(gate, approximate="tanh") * (up + self.shift)
         # silu rounds once, the other form at every step, as both do in transformers
         gated = F.silu(gate) if self.alpha == 1.0 else gate * torch.sigmoid(gate * self.alpha)
         return gated * (up + self.shift)

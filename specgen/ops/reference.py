@@ -132,6 +132,12 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """The same with GELU, by its approximation with tanh."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
 def rope(frequencies: Tensor, scale: float = 1.0) -> Rope:
     """See ``Ops.rope``."""
 
@@ -154,11 +160,12 @@ class _Store:
         self, qkv: Tensor, keys: Tensor, values: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
     ) -> Tensor:
         num_kv_heads = keys.shape[2]
-        qk, v = qkv[:, :-num_kv_heads], qkv[:, -num_kv_heads:]
+        num_heads = qkv.shape[1] - 2 * num_kv_heads
+        qk, v = qkv.tensor_split((num_heads + num_kv_heads,), 1)
         qk = self._rotated(qk)
-        for pages, rows, scale in ((keys, qk[:, -num_kv_heads:], k_scale), (values, v, v_scale)):
+        for pages, rows, scale in ((keys, qk[:, num_heads:], k_scale), (values, v, v_scale)):
             _put(pages.flatten(0, 1), self.slots, rows, scale)
-        return qk[:, :-num_kv_heads].contiguous()
+        return qk[:, :num_heads].contiguous()
 
     def latents(self, latent: Tensor, key: Tensor, pages: Tensor, q: Tensor, out: Tensor) -> None:
         stored = torch.cat((latent[:, None], self._rotated(key[:, None])), -1)

@@ -1,0 +1,512 @@
+"""Gemma 4 (2026): what its configs say, and layers unlike those of a Llama.
+
+Four norms a layer; windows in most layers, the others with wider heads, fewer of keys, and a rotation of their own;
+in some sizes inputs of each layer beside the stream, layers without keys and values, or experts beside the MLP.
+"""
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specgen.attention import Attend, LayerAttention
+from specgen.config import require, shown
+from specgen.models import llama
+from specgen.models.config_fields import LARGEST_COUNT, Raw, count, flag, items, number, section
+from specgen.models.layers import Projection, kv_scale, load_norm, norm_weight
+from specgen.models.llama import Vocabulary
+from specgen.models.loader import Loader
+from specgen.models.mlp import Mixture
+from specgen.models.model_config import MixtureConfig, TargetConfig
+from specgen.models.rotary import RopeConfig, inverse_frequencies, rope_of
+from specgen.ops import Map, Norm, Ops, Rope
+from specgen.ops.reference import gelu_and_mul, whole
+
+# ---- configs
+
+_GLOBAL, _SLIDING = "full_attention", "sliding_attention"
+_ROPES: Mapping[str, Mapping[str, Any]] = {  # of transformers, by kind of layer
+    _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    _GLOBAL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
+_PERIOD = 6  # of layers, the last of which sees all, where no layer_types say it
+_SHAPE = ("num_key_value_heads", "head_dim")
+# What layers of a Llama have otherwise, or not at all
+_OWN = (
+    *("hidden_activation", "use_bidirectional_attention", "final_logit_softcapping", "per_layer_config"),
+    *_SHAPE,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Config(TargetConfig):
+    """A target; ``num_kv_heads``, ``head_dim`` and ``rope`` are those of layers with a window."""
+
+    scaled_embedding: ClassVar[bool] = True
+    global_kv_heads: tuple[int, int]  # of the others: heads of keys, and their width
+    global_rope: RopeConfig
+    keys_are_values: bool  # in these others: what keys are made of, in front of its norm
+    num_shared: int  # last layers, which see the keys and values of the last of their kind before them
+    double_wide: bool  # the MLPs of these
+    layer_inputs: int  # width of each layer's own input; 0: there is none
+    logit_cap: float | None
+
+    def kv_heads(self, layer: int) -> tuple[int, int]:
+        return self.global_kv_heads if self.window(layer) is None else super().kv_heads(layer)
+
+    def stores(self, layer: int) -> bool:
+        return layer < self.num_layers - self.num_shared
+
+    def source(self, layer: int) -> int:
+        """The layer whose keys and values ``layer`` sees: mostly itself."""
+        if self.stores(layer):
+            return layer
+        first = self.num_layers - self.num_shared
+        return max(each for each in range(first) if self.window(each) == self.window(layer))
+
+    def cache_index(self, layer: int) -> int:
+        return self.source(layer)  # all that store are in front of those that do not
+
+    def mlp_width(self, layer: int) -> int:
+        return self.intermediate_size * (2 if self.double_wide and not self.stores(layer) else 1)
+
+    def shared(self, count: int) -> Self:
+        require(count == 1, f"tensor-parallel is {count}: a Gemma 4 runs on one GPU, leave it out")
+        return self
+
+    def facts(self) -> dict[str, str]:
+        heads, width = self.global_kv_heads
+        num_global, values = self.windows.count(None), ", which are values too" * self.keys_are_values
+        of_kinds = {
+            "attention": f"{self._attention()}, in {self.num_layers - num_global} of {self.num_layers} layers with a "
+            f"window of {max(each or 0 for each in self.windows):,} positions; {heads} KV heads{values}, {width} wide, "
+            "in the others",
+            "rotary": f"{self.rope}; in layers without a window {self.global_rope}",
+        }
+        wide = f", {2 * self.intermediate_size} wide" * self.double_wide
+        shared = f"the last {self.num_shared} layers see keys and values of earlier ones{wide}"
+        more = {
+            "MLP": (f"{self.intermediate_size} wide beside the experts", self.mixture is not None),
+            "shared KV": (shared, self.num_shared),
+            "layer inputs": (f"{self.layer_inputs} numbers of each token for every layer", self.layer_inputs),
+            "logits": (f"capped at {self.logit_cap or 0:g}", self.logit_cap),
+        }
+        found = super().facts() | of_kinds | {name: text for name, (text, there) in more.items() if there}
+        return {name: text for name, text in found.items() if name != "windows"}
+
+
+def read_gemma4(config: Raw) -> Gemma4Config:
+    """All sizes, of which the 12B is ``Gemma4Unified...``; the two spellings of shapes by layer are both read."""
+    _refuse(config)
+    kinds, layers = _kinds(config), count(config, "num_hidden_layers")
+    shapes, ropes = _shapes(config, kinds), _ropes(config)
+    mixed, inputs = flag(config, "enable_moe_block"), config.get("hidden_size_per_layer_input") or 0
+    known = {name: value for name, value in config.items() if name not in _OWN}
+    of_windows = dict(zip(_SHAPE, shapes.get(_SLIDING, shapes[_GLOBAL]), strict=True))
+    plain = TargetConfig.from_hf(
+        known | of_windows | {"layer_types": kinds, "rope_parameters": ropes[_SLIDING]},
+        qk_norm=True,
+        windowed=True,
+        norm_casts_last=True,
+        mixture=_mixture(config, layers) if mixed else None,
+    )
+    cap = config.get("final_logit_softcapping")
+    found = Gemma4Config(
+        **{each.name: getattr(plain, each.name) for each in fields(plain)},
+        global_kv_heads=shapes[_GLOBAL],
+        global_rope=RopeConfig.from_hf({**known, "rope_parameters": ropes[_GLOBAL]}),
+        keys_are_values=flag(config, "attention_k_eq_v"),
+        num_shared=_whole(config, "num_kv_shared_layers", layers - 1),
+        double_wide=flag(config, "use_double_wide_mlp"),
+        layer_inputs=count({"it": inputs}, "it") if inputs else 0,
+        logit_cap=None if cap is None else number(config, "final_logit_softcapping"),
+    )
+    stored = set(kinds[: layers - found.num_shared])
+    require(
+        stored == set(kinds),
+        f"num_kv_shared_layers is {found.num_shared}: no layer with {', '.join(set(kinds) - stored)} is left that has "
+        "keys and values for them, config.json is wrong",
+    )
+    return found
+
+
+def _refuse(config: Raw) -> None:
+    kind, seen = config.get("hidden_activation"), config.get("use_bidirectional_attention")
+    require(
+        kind == "gelu_pytorch_tanh",
+        f"hidden_activation is {shown(kind)}: only 'gelu_pytorch_tanh' is supported, use another checkpoint",
+    )
+    require(
+        seen in (None, "vision"),
+        f"use_bidirectional_attention is {shown(seen)}: a row sees none behind it here ('vision' is of images alone), "
+        "use a causal model",
+    )
+    have, need = config.get("vocab_size_per_layer_input"), count(config, "vocab_size")
+    require(
+        not config.get("hidden_size_per_layer_input") or have == need,
+        f"vocab_size_per_layer_input is {shown(have)} of {need} tokens: only tables for all are supported",
+    )
+
+
+def _kinds(config: Raw) -> list[str]:
+    """Of layers; the last sees all, whatever the file says, as in ``transformers``."""
+    layers = range(1, count(config, "num_hidden_layers") + 1)
+    kinds = items(config, "layer_types") or [_SLIDING if each % _PERIOD else _GLOBAL for each in layers]
+    return [*kinds[:-1], _GLOBAL]
+
+
+def _shapes(config: Raw, kinds: list[str]) -> dict[str, tuple[int, int]]:
+    """Heads of keys and their width by kind of layer; ``per_layer_config`` says it as newer libraries save it."""
+    plain = {name: count(config, name) for name in _SHAPE}
+    wider = {"head_dim": count(config, "global_head_dim", 512)}
+    if flag(config, "attention_k_eq_v") and config.get("num_global_key_value_heads") is not None:
+        wider["num_key_value_heads"] = count(config, "num_global_key_value_heads")
+    others: Raw = {str(index): wider for index, kind in enumerate(kinds) if kind == _GLOBAL}
+    others = section(config, "per_layer_config") if "per_layer_config" in config else others
+    found: dict[str, tuple[int, int]] = {}
+    for index, kind in enumerate(kinds):
+        own = section(others, str(index))
+        require(
+            own.keys() <= set(_SHAPE),
+            f"per_layer_config has {', '.join(map(shown, own.keys() - set(_SHAPE)))}: only {' and '.join(_SHAPE)} by "
+            "layer are supported, use another checkpoint",
+        )
+        shape = tuple(count({**plain, **own}, name) for name in _SHAPE)
+        require(
+            found.setdefault(kind, (shape[0], shape[1])) == shape,
+            f"per_layer_config has layers with {kind} of several shapes: those of a kind must be alike",
+        )
+        heads = count(config, "num_attention_heads")
+        require(
+            heads % shape[0] == 0,
+            f"{heads} attention heads cannot share {shape[0]} KV heads: config.json is wrong",
+        )
+    unknown = [name for name in others if name not in map(str, range(len(kinds)))]
+    require(
+        not unknown,
+        f"per_layer_config names layer {shown(next(iter(unknown), None))} of {len(kinds)}: it is wrong",
+    )
+    return found
+
+
+def _ropes(config: Raw) -> dict[str, Raw]:
+    given = section(config, "rope_parameters") or _ROPES
+    require(
+        all(isinstance(given.get(kind), Mapping) for kind in _ROPES),
+        f"rope_parameters is {shown(dict(given))}: it must have {' and '.join(_ROPES)}",
+    )
+    return {kind: given[kind] for kind in _ROPES}
+
+
+def _mixture(config: Raw, num_layers: int) -> MixtureConfig:
+    return MixtureConfig(
+        num_experts=count(config, "num_experts"),
+        num_chosen=count(config, "top_k_experts"),
+        width=count(config, "moe_intermediate_size"),
+        layers=(True,) * num_layers,
+        weights="normalized",
+        router="router.proj",
+        activation="gelu tanh",
+    )
+
+
+def _whole(config: Raw, name: str, most: int) -> int:
+    value = config.get(name) or 0
+    fits = type(value) is int and 0 <= value <= min(most, LARGEST_COUNT)
+    require(fits, f"{name} is {shown(value)}: it must be a whole number, at most {most}")
+    return int(value)
+
+
+# ---- layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Attention:
+    """Queries, and where the layer stores some also keys and values, all of them normed."""
+
+    qkv: Projection
+    out: Map  # [rows, Hq * D] -> [rows, H]
+    layer: LayerAttention
+
+    @classmethod
+    def build(
+        cls, config: Gemma4Config, index: int, prefix: str, rope: Rope, load: Loader, ops: Ops
+    ) -> "Gemma4Attention":
+        """Load ``{prefix}self_attn.*``; ``rope`` is that of layers without a window."""
+        size, window, hidden = config.kv_heads(index)[1], config.window(index), config.hidden_size
+        out = {f"{prefix}self_attn.o_proj": hidden}
+        source = f"{config.prefix}layers.{config.source(index)}.self_attn."
+        return cls(
+            qkv=_projection(config, index, f"{prefix}self_attn.", load, ops),
+            out=ops.linear(load.linear(out, config.num_heads * size, bias=config.o_bias)),
+            layer=LayerAttention(
+                index=config.cache_index(index),
+                scale=1.0,
+                window=window,
+                k_scale=kv_scale("k", source, load),
+                v_scale=kv_scale("v", source, load),
+                rope=rope if window is None else None,
+                stores=config.stores(index),
+            ),
+        )
+
+    def __call__(self, x: Tensor, attend: Attend) -> Tensor:
+        """[rows, H] -> [rows, H]."""
+        return self.out(attend(self.layer, self.qkv(x)))
+
+
+def _projection(config: Gemma4Config, index: int, prefix: str, load: Loader, ops: Ops) -> Projection:
+    """Where keys are values, their rows are there twice, and differ by their norms."""
+    (kv, size), heads, twice = config.kv_heads(index), {"q": config.num_heads}, False
+    if config.stores(index):
+        twice = config.keys_are_values and config.window(index) is None
+        heads |= {"k": kv} if twice else {"k": kv, "v": kv}
+    rows = {f"{prefix}{name}_proj": number * size for name, number in heads.items()}
+    weight = load.linear(rows, config.hidden_size, bias=config.qkv_bias)
+    norms = [
+        norm_weight(config, f"{prefix}{name}_norm", size, load).repeat(heads[name], 1)
+        for name in ("q", "k")
+        if name in heads
+    ]
+    norms += [torch.ones_like(each) for each in norms[1:]]  # of values, without a weight
+    if twice:
+        keys = range(heads["q"] * size, sum(rows.values()))
+        weight = weight.reordered([*range(sum(rows.values())), *keys])
+    return Projection(
+        linear=ops.linear(weight),
+        input_scale=weight.static_scale,
+        norm=ops.rms_norm(torch.cat(norms), config.rms_norm_eps, casts_last=True),
+        num_heads=sum(map(len, norms)),
+        head_dim=size,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeluMLP:
+    gate_up: Map  # [rows, H] -> [rows, 2 * I]
+    down: Map
+
+    @classmethod
+    def build(cls, hidden: int, inner: int, prefix: str, load: Loader, ops: Ops) -> "GeluMLP":
+        """Load ``{prefix}*`` of a layer ``hidden`` wide; gate and up are ``inner`` wide."""
+        gate_up = load.linear({prefix + "gate_proj": inner, prefix + "up_proj": inner}, hidden)
+        down = load.linear({prefix + "down_proj": hidden}, inner)
+        return cls(gate_up=ops.linear(gate_up), down=ops.linear(down))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, H] -> [rows, H]."""
+        return self.down(gelu_and_mul(self.gate_up(x)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsBeside:
+    """A mixture beside the MLP, of the same stream; its router reads that behind a norm without weights."""
+
+    mlp_norm: Norm  # of what the MLP returns
+    router_norm: Norm
+    router_scale: Tensor  # [H]
+    expert_scale: Tensor  # [E], of their weights
+    norm: Norm  # of the experts' inputs
+    mixture: Mixture
+    out_norm: Norm
+
+    @classmethod
+    def build(
+        cls, config: Gemma4Config, mixture: MixtureConfig, prefix: str, load: Loader, ops: Ops
+    ) -> "ExpertsBeside":
+        """Load what ``{prefix}*`` has of experts."""
+        hidden = config.hidden_size
+        scale = load(f"{prefix}router.scale", (hidden,))
+
+        def norm(name: str) -> Norm:
+            return load_norm(config, f"{prefix}{name}", hidden, load, ops)
+
+        return cls(
+            mlp_norm=norm("post_feedforward_layernorm_1"),
+            router_norm=ops.rms_norm(torch.ones_like(scale), config.rms_norm_eps, casts_last=True),
+            router_scale=scale,
+            expert_scale=load.float32(f"{prefix}router.per_expert_scale", (mixture.num_experts,)),
+            norm=norm("pre_feedforward_layernorm_2"),
+            mixture=Mixture.build(mixture, hidden, prefix, load, ops),
+            out_norm=norm("post_feedforward_layernorm_2"),
+        )
+
+    def __call__(self, stream: Tensor, dense: Tensor) -> Tensor:
+        """Beside ``dense``, which the MLP returned; all are [rows, H]."""
+        mixture, read = self.mixture, self.router_norm(stream) * self.router_scale * stream.shape[1] ** -0.5
+        ids, weights = mixture.choice(mixture.router(read))
+        weights = (weights * self.expert_scale[ids]).to(stream.dtype)
+        parts = mixture.experts(self.norm(stream), ids, weights)
+        return self.mlp_norm(dense) + self.out_norm(whole(parts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerInput:
+    """What a layer takes in of its own input, behind its MLP."""
+
+    gate: Map  # [rows, H] -> [rows, D]
+    out: Map  # [rows, D] -> [rows, H]
+    norm: Norm
+
+    @classmethod
+    def build(cls, config: Gemma4Config, prefix: str, load: Loader, ops: Ops) -> "LayerInput":
+        hidden, width = config.hidden_size, config.layer_inputs
+        return cls(
+            gate=ops.linear(load.linear({f"{prefix}per_layer_input_gate": width}, hidden)),
+            out=ops.linear(load.linear({f"{prefix}per_layer_projection": hidden}, width)),
+            norm=load_norm(config, f"{prefix}post_per_layer_input_norm", hidden, load, ops),
+        )
+
+    def __call__(self, stream: Tensor, own: Tensor) -> Tensor:
+        """The stream [rows, H] with ``own`` [rows, D] taken in."""
+        return stream + self.norm(self.out(F.gelu(self.gate(stream), approximate="tanh") * own))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerInputs:
+    """The inputs of all layers: of each token a row of a table, and the embedded token projected."""
+
+    table: Tensor  # [V, L * D]
+    project: Map  # [rows, H] -> [rows, L * D]
+    norm: Norm  # of D numbers
+
+    @classmethod
+    def build(cls, config: Gemma4Config, load: Loader, ops: Ops) -> "LayerInputs":
+        root, width = config.prefix, config.layer_inputs
+        every = config.num_layers * width
+        name = f"{root}embed_tokens_per_layer.weight"
+        return cls(
+            table=load(name, (config.vocab_size, every)),
+            project=ops.linear(load.linear({f"{root}per_layer_model_projection": every}, config.hidden_size)),
+            norm=load_norm(config, f"{root}per_layer_projection_norm", width, load, ops),
+        )
+
+    def __call__(self, token_ids: Tensor, stream: Tensor, width: int) -> Tensor:
+        """Of ``token_ids`` [rows], embedded in ``stream`` [rows, H]: [rows, L, D]."""
+        found = _scaled(F.embedding(token_ids, self.table), width)
+        projected = self.project(stream) * stream.shape[1] ** -0.5
+        normed = self.norm(projected.view(-1, width)).view_as(found)
+        return ((normed + found) * 2**-0.5).view(len(found), -1, width)
+
+
+def _scaled(embedded: Tensor, width: int) -> Tensor:
+    """Times the root of ``width``, which is rounded first."""
+    return embedded * torch.tensor(width**0.5, dtype=embedded.dtype).item()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Block:
+    """A decoder layer."""
+
+    norms: tuple[Norm, ...]  # in front of and behind attention, in front of and behind the rest
+    attention: Gemma4Attention
+    mlp: GeluMLP
+    experts: ExpertsBeside | None
+    own: LayerInput | None
+    scale: Tensor  # [1], of the stream
+
+    @classmethod
+    def build(cls, config: Gemma4Config, index: int, rope: Rope, load: Loader, ops: Ops) -> "Gemma4Block":
+        """Load every tensor of layer ``index``."""
+        prefix, hidden, mixture = (
+            f"{config.prefix}layers.{index}.",
+            config.hidden_size,
+            config.mixture_of(index),
+        )
+        return cls(
+            norms=tuple(load_norm(config, f"{prefix}{name}", hidden, load, ops) for name in _NORMS),
+            attention=Gemma4Attention.build(config, index, prefix, rope, load, ops),
+            mlp=GeluMLP.build(hidden, config.mlp_width(index), f"{prefix}mlp.", load, ops),
+            experts=None if mixture is None else ExpertsBeside.build(config, mixture, prefix, load, ops),
+            own=LayerInput.build(config, prefix, load, ops) if config.layer_inputs else None,
+            scale=load(f"{prefix}layer_scalar", (1,)),
+        )
+
+    def __call__(self, stream: Tensor, own: Tensor | None, attend: Attend) -> Tensor:
+        """The stream [rows, H] behind the layer, whose own input, if there are any, is [rows, D]."""
+        before, after, before_mlp, after_mlp = self.norms
+        stream = stream + after(self.attention(before(stream), attend))
+        dense = self.mlp(before_mlp(stream))
+        if self.experts is not None:
+            dense = self.experts(stream, dense)
+        stream = stream + after_mlp(dense)
+        if self.own is not None and own is not None:
+            stream = self.own(stream, own)
+        return stream * self.scale
+
+
+_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4:
+    """The target; see ``Llama``."""
+
+    config: Gemma4Config
+    embedding: Tensor  # [V, H]
+    layer_inputs: LayerInputs | None
+    blocks: tuple[Gemma4Block, ...]
+    norm: Norm
+    vocabulary: Vocabulary
+    rope: Rope  # of layers with a window
+
+    @classmethod
+    def build(cls, config: Gemma4Config, load: Loader, ops: Ops) -> "Gemma4":
+        """Load every tensor of the model by its name in a Hugging Face checkpoint."""
+        root, hidden, width = config.prefix, config.hidden_size, config.global_kv_heads[1]
+        embedding = load(f"{root}embed_tokens.weight", (config.vocab_size, hidden))
+        turned = inverse_frequencies(config.global_rope, width, embedding.device)
+        rope = ops.rope(turned, config.global_rope.concentration)
+        blocks = (Gemma4Block.build(config, index, rope, load, ops) for index in range(config.num_layers))
+        return cls(
+            config=config,
+            embedding=embedding,
+            layer_inputs=LayerInputs.build(config, load, ops) if config.layer_inputs else None,
+            blocks=tuple(blocks),
+            norm=load_norm(config, f"{root}norm", hidden, load, ops),
+            vocabulary=Vocabulary.build(config, embedding, load, ops).capped(config.logit_cap),
+            rope=rope_of(config.rope, config.rotary_dim, ops, embedding.device),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    def forward(
+        self, token_ids: Tensor, attend: Attend, aux_layers: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Llama.forward``; the input of layer 0 is the scaled embedding."""
+        stream = _scaled(F.embedding(token_ids, self.embedding), self.config.hidden_size)
+        own, kept = None, {0: stream} if 0 in aux_layers else {}
+        if self.layer_inputs is not None:
+            own = self.layer_inputs(token_ids, stream, self.config.layer_inputs)
+        for index, block in enumerate(self.blocks):
+            stream = block(stream, None if own is None else own[:, index], attend)
+            if index + 1 in aux_layers:
+                kept[index + 1] = stream
+        features = [kept[index] for index in aux_layers]
+        return self.norm(stream), torch.cat(features, -1) if features else stream[:, :0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See ``Llama.logits``."""
+        return self.vocabulary.whole(self.vocabulary.share(hidden))
+
+
+def ignored_tensors(config: Gemma4Config, names: Set[str]) -> Set[str]:
+    """Also keys and values of layers that see others', which some checkpoints have, and all that is not of text."""
+    shared = [index for index in range(config.num_layers) if not config.stores(index)]
+    unused = tuple(f"{config.prefix}layers.{index}.self_attn.{name}_" for index in shared for name in "kv")
+    found = {name for name in names if name.startswith(unused)}
+    return llama.ignored_tensors(config, names) | llama.visual_tensors(names) | found
