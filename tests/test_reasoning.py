@@ -6,12 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from specgen.config import SamplingParams
+from specgen.config import SamplingParams, TemplateKwargs
 from specgen.core.sequence import Request, Sequence
 from specgen.text.reasoning import PartFinder, Parts, new_reader, part_finder, split, stop_finder
 from specgen.text.tokenizer import Message, StopStrings, Tokenizer, load_tokenizer
-from tests.tiny_tokenizers import HARMONY, THINK, write_byte_level, write_harmony, write_think
+from tests.tiny_tokenizers import (
+    CHANNEL,
+    HARMONY,
+    THINK,
+    write_byte_level,
+    write_channel,
+    write_harmony,
+    write_think,
+)
 
+THINKING = TemplateKwargs.of({"enable_thinking": True})
+MARKERS = {"harmony": HARMONY, "think": THINK, "channel": CHANNEL[4:]}
 USER = [Message(role="user", content="Why <think> 3?")]
 
 
@@ -23,6 +33,11 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture(scope="module")
 def think(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(str(write_think(tmp_path_factory.mktemp("think"))))
+
+
+@pytest.fixture(scope="module")
+def channel(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(str(write_channel(tmp_path_factory.mktemp("channel"))))
 
 
 def parts(tokenizer: Tokenizer, prompt: str, text: str) -> tuple[str | None, str]:
@@ -107,7 +122,53 @@ def test_think(think: Tokenizer, prompt: str, text: str, reasoning: str | None, 
     assert parts(think, prompt, text) == (reasoning, answer)
 
 
-def test_the_tokens_decide(tmp_path: Path, harmony: Tokenizer, think: Tokenizer) -> None:
+THOUGHT = "<|channel>thought\n"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "reasoning", "answer"),
+    [
+        ("?", f"{THOUGHT}3 + 5<channel|>It is 8.<turn|>", "3 + 5", "It is 8."),
+        ("?", f"{THOUGHT}3\n+ 5\n<channel|>\n\nIt is\n8.", "3\n+ 5", "It is\n8."),
+        ("?", f"{THOUGHT}<channel|>It is 8.", None, "It is 8."),
+        ("?", "<|channel><channel|>It is 8.", None, "It is 8."),
+        ("?", "It is 8.\n", None, "It is 8.\n"),
+        ("?", f"{THOUGHT}3 +", "3 +", ""),
+        ("?", "<|channel>tho", None, ""),
+        ("?", f"{THOUGHT}3<turn|>", "3", ""),
+        ("?", f"{THOUGHT}a<channel|>b {THOUGHT}c<channel|>d", "a\nc", "b d"),
+        ("?", "It <channel|>is", None, "It is"),
+        (f"?{THOUGHT}<channel|>", "It is 8.", None, "It is 8."),
+        (f"?{THOUGHT}<channel|>", f"{THOUGHT}3<channel|>8.", "3", "8."),
+        (f"?{THOUGHT}", "3 + 5<channel|>8.", "3 + 5", "8."),
+        ("?<|channel>", "thought\n3<channel|>8.", "3", "8."),
+        (f"what is {THOUGHT} here?", "8.", None, "8."),
+    ],
+)
+def test_channels(channel: Tokenizer, prompt: str, text: str, reasoning: str | None, answer: str) -> None:
+    assert parts(channel, prompt, text) == (reasoning, answer)
+
+
+def test_thinking_is_an_argument_of_the_template(channel: Tokenizer) -> None:
+    """Without it the prompt has an empty thought, and the answer begins."""
+    text = "3 + 5<channel|>8."
+    off, on = (channel.with_template_kwargs(kwargs) for kwargs in (TemplateKwargs(), THINKING))
+    assert off.render_chat(USER).endswith(f"<|turn>model\n{THOUGHT}<channel|>")
+    assert parts(off, off.render_chat(USER), "8.<turn|>") == (None, "8.")
+    assert "<|think|>" in on.render_chat(USER)
+    assert parts(on, on.render_chat(USER), THOUGHT + text) == ("3 + 5", "8.")
+
+
+def test_a_raw_text_begins_with_what_the_model_needs(channel: Tokenizer, think: Tokenizer) -> None:
+    bos = channel.added_token_id("<bos>")
+    assert channel.encode_rendered("Tom")[0] != bos
+    assert channel.encode_text("Tom") == [bos, *channel.encode_rendered("Tom")]
+    assert channel.encode_text("<bos>Tom") == channel.encode_text("Tom")
+    assert channel.encode_text("") == [bos]
+    assert think.encode_text("Tom") == [think.bos_token_id, *think.encode_rendered("Tom")]
+
+
+def test_the_tokens_decide(tmp_path: Path, harmony: Tokenizer, think: Tokenizer, channel: Tokenizer) -> None:
     plain = load_tokenizer(str(write_byte_level(tmp_path)))
     ids = plain.encode_rendered("<think>3</think>It is 8.")
     assert new_reader(plain, []) is None
@@ -115,7 +176,7 @@ def test_the_tokens_decide(tmp_path: Path, harmony: Tokenizer, think: Tokenizer)
     assert split(plain, [], ids) == Parts(reasoning=None, num_reasoning_tokens=0, answer=tuple(ids))
     half = load_tokenizer(str(write_byte_level(tmp_path, special=HARMONY[:2], added=THINK[:1])))
     assert new_reader(half, []) is None
-    assert type(new_reader(harmony, [])) is not type(new_reader(think, []))
+    assert len({type(new_reader(each, [])) for each in (harmony, think, channel)}) == 3
 
 
 def random_texts(tokenizer: Tokenizer, markers: Items[str], count: int) -> list[list[int]]:
@@ -127,14 +188,14 @@ def random_texts(tokenizer: Tokenizer, markers: Items[str], count: int) -> list[
     ]
 
 
-@pytest.mark.parametrize("name", ["harmony", "think"])
+@pytest.mark.parametrize("name", MARKERS)
 def test_every_token_has_a_part_and_changes_are_found_in_any_steps(
     name: str, request: pytest.FixtureRequest
 ) -> None:
     tokenizer: Tokenizer = request.getfixturevalue(name)
     rng = random.Random(1)
     prompt = tokenizer.encode_rendered(tokenizer.render_chat(USER))
-    for ids in random_texts(tokenizer, HARMONY if name == "harmony" else THINK, 300):
+    for ids in random_texts(tokenizer, MARKERS[name], 300):
         reader = new_reader(tokenizer, prompt)
         expected = [reader.read(token)[0] for token in ids]
         finder, labels, at = part_finder(tokenizer, prompt), ["answer"], 0
@@ -170,6 +231,7 @@ def test_markers_belong_to_the_reasoning_and_an_end_token_to_its_message(harmony
     [
         ("harmony", analysis("Stop here. STOP") + NEXT + analysis("Stop. STOP and more", "final")),
         ("think", "<think>\nStop here. STOP\n</think>\n\nStop. STOP and more"),
+        ("channel", f"{THOUGHT}Stop here. STOP\n<channel|>\n\nStop. STOP and more"),
     ],
 )
 def test_stop_strings_are_those_of_the_answer(name: str, text: str, request: pytest.FixtureRequest) -> None:

@@ -37,6 +37,15 @@ THINK_TEMPLATE = TEMPLATE + (
     "{% if add_generation_prompt %}{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
     "{% elif opens is defined and opens %}<think>\n{% endif %}{% endif %}"
 )
+CHANNEL = ("<bos>", "<|turn>", "<turn|>", "<|think|>", "<|channel>", "<channel|>")
+# Of Gemma 4 in short: an empty thought where there is to be none
+CHANNEL_TEMPLATE = (
+    "<bos>{% if enable_thinking is defined and enable_thinking %}<|turn>system\n<|think|><turn|>\n{% endif %}"
+    "{% for message in messages %}<|turn>{{ 'model' if message.role == 'assistant' else message.role }}\n"
+    "{{ message.content }}<turn|>\n{% endfor %}{% if add_generation_prompt %}<|turn>model\n"
+    "{% if not (enable_thinking is defined and enable_thinking) %}<|channel>thought\n<channel|>{% endif %}"
+    "{% endif %}"
+)
 _SPECIAL = ["<s>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
 
 
@@ -50,12 +59,19 @@ def write_think(path: Path, chat_template: str = THINK_TEMPLATE) -> Path:
     return write_byte_level(path, chat_template=chat_template, added=THINK)
 
 
+def write_channel(path: Path, chat_template: str = CHANNEL_TEMPLATE) -> Path:
+    """A tokenizer with the special tokens of Gemma 4, which adds none to a text, as that of its 12B."""
+    return write_byte_level(path, chat_template=chat_template, special=CHANNEL, bos="<bos>", adds_bos=False)
+
+
 def write_byte_level(
     path: Path,
     *,
     chat_template: str | None = TEMPLATE,
     special: tuple[str, ...] = (),
     added: tuple[str, ...] = (),
+    bos: str = "<s>",
+    adds_bos: bool = True,
 ) -> Path:
     """Bytes as characters, as in Llama 3 and Qwen: a character outside ASCII is split over tokens.
 
@@ -73,7 +89,7 @@ def write_byte_level(
     tokenizer.train_from_iterator(TEXT, trainer)
     tokenizer.add_special_tokens(list(special))
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in added])
-    return _save(tokenizer, path, chat_template)
+    return _save(tokenizer, path, chat_template, bos, adds_bos)
 
 
 def write_byte_fallback(path: Path) -> Path:
@@ -96,12 +112,15 @@ def write_byte_fallback(path: Path) -> Path:
     return _save(tokenizer, path, TEMPLATE)
 
 
-def _save(tokenizer: Tokenizer, path: Path, chat_template: str | None) -> Path:
+def _save(
+    tokenizer: Tokenizer, path: Path, chat_template: str | None, bos: str = "<s>", adds_bos: bool = True
+) -> Path:
     from transformers import PreTrainedTokenizerFast  # not while tests are collected
 
-    bos = tokenizer.token_to_id("<s>")
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
-    pretrained = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<|end|>")
+    if adds_bos:
+        token = bos, tokenizer.token_to_id(bos)
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[token])
+    pretrained = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token="<|end|>")
     pretrained.chat_template = chat_template
     pretrained.save_pretrained(path)
     return path

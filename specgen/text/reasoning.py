@@ -12,6 +12,11 @@ Part = Literal["reasoning", "answer"]
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 _HARMONY_ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _THINK = ("<think>", "</think>")
+_CHANNEL = (
+    "<|channel>",
+    "<channel|>",
+)  # of Gemma 4, which writes the name of what it opens on the rest of the line
+_THOUGHT = ("", "thought")  # of such a name, what may follow at the end of a prompt
 _OF_ANSWER = ("answer", True)  # what ``Reader.read`` says of its text
 # The header of a message that is the answer: of the assistant, and in the channel "final" or in none.
 _ANSWER = re.compile(r"\s*(assistant)?\s*(<\|channel\|>\s*final\b.*)?", re.DOTALL)
@@ -28,12 +33,15 @@ class Reader(Protocol):
 def new_reader(tokenizer: Tokenizer, prompt: Sequence[int]) -> Reader | None:
     """A reader of the text after ``prompt``; None where the tokenizer has no tokens that mark reasoning.
 
-    Decided by the tokens, not by the name of the model: harmony's channels (GPT-OSS), or ``<think>`` (Qwen3).
+    Decided by the tokens, not by the name of the model: harmony's channels (GPT-OSS), ``<think>`` (Qwen3), or
+    ``<|channel>thought`` (Gemma 4).
     """
     if all(tokenizer.added_token_id(text) is not None for text in _HARMONY):
         return _HarmonyReader(tokenizer, prompt)
     if all(tokenizer.added_token_id(text) is not None for text in _THINK):
         return _ThinkReader(tokenizer, prompt)
+    if all(tokenizer.added_token_id(text) is not None for text in _CHANNEL):
+        return _ChannelReader(tokenizer, prompt)
     return None
 
 
@@ -67,6 +75,40 @@ class _ThinkReader:
 
     def _is_blank(self, token_id: int) -> bool:
         return self._tokenizer.piece(token_id).isspace()
+
+
+class _ChannelReader:
+    """``<|channel>thought``, a line break, ``reasoning<channel|>answer``; the prompt may have written the first line.
+
+    A block may be opened in any place: its tokens are special, and no text. Blank tokens behind it are no text either.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._open, self._close = (tokenizer.added_token_id(text) for text in _CHANNEL)
+        # a question may contain the marker too, and goes on behind it
+        written = tokenizer.decode_with_special(_behind_last(prompt, self._open))
+        opened = self._open in prompt and written.strip() in _THOUGHT
+        self._state = ("reasoning" if "\n" in written else "name") if opened else "answer"
+
+    def read(self, token_id: int) -> tuple[Part, bool]:
+        if token_id == self._open:
+            self._state = "name"
+            return "reasoning", False
+        piece = self._tokenizer.piece(token_id)
+        match self._state:
+            case "name" | "reasoning" if token_id == self._close:
+                self._state = "blank"
+                return "reasoning", False
+            case "name":
+                self._state = "reasoning" if "\n" in piece else "name"
+                return "reasoning", False
+            case "reasoning":
+                return "reasoning", True
+            case "blank" if piece.isspace():
+                return "answer", False
+        self._state = "answer"
+        return "answer", True
 
 
 class _HarmonyReader:

@@ -121,6 +121,10 @@ class Tokenizer:
         # None where the checkpoint names none
         self.eos_token_id: int | None = pretrained.eos_token_id
         self.bos_token_id: int | None = pretrained.bos_token_id
+        # of Gemma 4, whose files may not add it, though a text without it makes no sense to the model
+        self._first = (
+            [self.bos_token_id] if "<|turn>" in self._added and self.bos_token_id is not None else []
+        )
         own = pretrained.chat_template
         self._own_template: str | None = own.get("default") if isinstance(own, dict) else own
         self.chat_template = self._own_template
@@ -157,8 +161,9 @@ class Tokenizer:
         return not self._special.isdisjoint(self.encode_rendered(text))
 
     def encode_text(self, text: str) -> list[int]:
-        """The ids of raw text, with the special tokens (such as BOS) that the tokenizer adds."""
-        return self._encode(text, add_special_tokens=True)
+        """The ids of raw text, with the special tokens (such as BOS) that the tokenizer adds, or the model needs."""
+        ids = self._encode(text, add_special_tokens=True)
+        return ids if ids[: len(self._first)] == self._first else self._first + ids
 
     def encode_rendered(self, text: str) -> list[int]:
         """The ids of the text of ``render_chat``, which has its special tokens already."""
