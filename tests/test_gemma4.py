@@ -200,6 +200,18 @@ def test_tensors_of_layers_that_see_others_are_not_read(tmp_path: Path) -> None:
         loaded(tmp_path)
 
 
+def test_scales_of_a_cache_are_those_of_the_layer_that_stores(tmp_path: Path) -> None:
+    write_gemma4(tmp_path, "e2b")
+    scales = {1: 0.5, 2: 0.25, 4: 3.0}  # the last is of a layer that stores nothing
+    change_tensors(
+        tmp_path,
+        {f"model.layers.{layer}.self_attn.k_scale": torch.tensor(each) for layer, each in scales.items()},
+    )
+    found = [block.attention.layer for block in loaded(tmp_path).blocks]
+    assert [layer.k_scale for layer in found] == [1.0, 0.5, 0.25, 0.5, 0.5, 0.25]
+    assert [layer.stores for layer in found] == [True] * 3 + [False] * 3
+
+
 @pytest.mark.parametrize("form", mostly_slow(["dynamic", "block"], "dynamic"))
 def test_linear_layers_may_be_in_fp8(tmp_path: Path, form: str) -> None:
     from tests.test_fp8 import PROMPTS, agrees, logits

@@ -91,7 +91,7 @@ class Gemma4Config(TargetConfig):
         more = {
             "MLP": (f"{self.intermediate_size} wide beside the experts", self.mixture is not None),
             "shared KV": (shared, self.num_shared),
-            "layer inputs": (f"{self.layer_inputs} numbers of each token for every layer", self.layer_inputs),
+            "own inputs": (f"{self.layer_inputs} numbers of each token for every layer", self.layer_inputs),
             "logits": (f"capped at {self.logit_cap or 0:g}", self.logit_cap),
         }
         found = super().facts() | of_kinds | {name: text for name, (text, there) in more.items() if there}
