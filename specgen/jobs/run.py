@@ -348,9 +348,14 @@ class _Work:
     def _answer(self, config: EngineConfig, path: Path) -> FinishedRun:
         with RunDirectory(path, shard=str(self.job.shard), with_steps=not self.job.no_steps) as files:
             asked = {*self.index.ids}
-            if (more := next((name for name in files.completions if name not in asked), None)) is not None:
+            more = (
+                name
+                for name in files.completions
+                if name not in asked and name.rpartition("/sample-")[0] in asked
+            )
+            if (first := next(more, None)) is not None:
                 raise UserError(
-                    f"output {str(path)!r} has an answer to {shown(more)}, which no row asks for any more: put its n "
+                    f"output {str(path)!r} has an answer to {shown(first)}, which no row asks for any more: put its n "
                     "back, or start over with --restart"
                 )
             if any(self.index.pending(files.completions)):
