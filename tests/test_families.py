@@ -24,6 +24,7 @@ from tests.families import (
 )
 from tests.marks import mostly_slow
 from tests.tiny_checkpoints import LLAMA3_SCALING, change_json, read
+from tests.tiny_gemma4 import SIZES, write_gemma4
 from tests.tiny_hybrids import CONFIGS, write_hybrid
 from tests.tiny_latents import YARN as YARN_OF_LATENTS
 from tests.tiny_latents import write_latent
@@ -48,6 +49,20 @@ def mxfp4(path: Path, **changes: Any) -> TargetConfig:
 
 
 Write = Callable[[Path], TargetConfig]
+GEMMA4S: dict[str, dict[str, Any]] = {
+    **{size: {"size": size} for size in SIZES},
+    "12b-wrapped": {"size": "12b", "wrapped": True},
+    "e4b-wrapped": {"size": "e2b", "wrapped": True, "use_double_wide_mlp": False},
+    "own-values": {"size": "31b", "attention_k_eq_v": False, "attention_bias": True},
+    "no-cap": {"size": "31b", "final_logit_softcapping": None, "tie_word_embeddings": False},
+    "by-default": {
+        "size": "e2b",
+        "std": 0.12,
+        "layer_types": None,
+        "rope_parameters": None,
+        "num_kv_shared_layers": 0,
+    },
+}
 LLAMA4S: dict[str, dict[str, Any]] = {
     "scout": SCOUT,
     "maverick": {"interleave_moe_layer_step": 2, "use_qk_norm": False, "num_local_experts": 16},
@@ -116,10 +131,12 @@ TARGETS: dict[str, tuple[Write, list[list[int]]]] = {
     },
     **{name: (write, [WINDOWED]) for name, write in MIXTURES.items()},
     **{name: (write, [RAGGED]) for name, write in LATENTS.items()},
+    **{name: (partial(write_gemma4, **each), [CHUNKED, ROW_BY_ROW]) for name, each in GEMMA4S.items()},
 }
 QUICK = [
     *("scout", "maverick", "with-vision", "named-layers", QWEN, NEXT, "Qwen3_5MoeForConditionalGeneration"),
     *("shared-beside", "tied", "tied-with-vision", "qwen3-moe", "some-layers-dense", "gpt-oss", "mxfp4"),
+    *(*SIZES, "12b-wrapped"),
 ]
 
 
@@ -128,12 +145,13 @@ def test_logits_equal_transformers_whole_in_pieces_and_row_by_row(tmp_path: Path
     write, pieces = TARGETS[name]
     ids = ids_of(write(tmp_path))
     expected, model = right_logits(tmp_path, ids), loaded(tmp_path)
-    assert model.config.tied_embeddings == ("tied" in name or name in ("no-experts", "two-shared-latents"))
+    tied = ("no-experts", "two-shared-latents", *GEMMA4S)
+    assert model.config.tied_embeddings == ("tied" in name or (name in tied and name != "no-cap"))
     check_in_pieces(model, ids, expected, *pieces)
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", ["scout", MIXTURE])
+@pytest.mark.parametrize("name", ["scout", MIXTURE, "e2b"])
 def test_the_dense_reference_gives_the_same(tmp_path: Path, name: str) -> None:
     ids = ids_of(TARGETS[name][0](tmp_path))
     model = loaded(tmp_path)
@@ -142,7 +160,9 @@ def test_the_dense_reference_gives_the_same(tmp_path: Path, name: str) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", mostly_slow(["scout", "maverick", QWEN, MIXTURE], "scout", QWEN, MIXTURE))
+@pytest.mark.parametrize(
+    "name", mostly_slow(["scout", "maverick", QWEN, MIXTURE, *SIZES], "scout", QWEN, MIXTURE, "e2b")
+)
 def test_in_bfloat16_rounding_costs_as_much_as_in_transformers(tmp_path: Path, name: str) -> None:
     ids = ids_of(TARGETS[name][0](tmp_path))
     theirs = of_transformers(tmp_path)
@@ -155,7 +175,7 @@ def test_in_bfloat16_rounding_costs_as_much_as_in_transformers(tmp_path: Path, n
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(("name", "layers"), [("scout", (1, 4)), (QWEN, (1, 3))])
+@pytest.mark.parametrize(("name", "layers"), [("scout", (1, 4)), (QWEN, (1, 3)), ("e2b", (5, 1))])
 def test_features_are_streams_between_layers_of_either_kind(
     tmp_path: Path, name: str, layers: tuple[int, ...]
 ) -> None:
@@ -210,6 +230,44 @@ REFUSED: dict[Write, list[tuple[dict[str, Any], str]]] = {
         ({"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types names 2 layers, num_hidden_layers 3"),
         ({"mlp_layer_types": ["dense", "moe", "moe"]}, "mlp_layer_types has 'moe'"),
         ({"mlp_layer_types": None, "first_k_dense_replace": "1"}, "first_k_dense_replace is '1'"),
+    ],
+    write_gemma4: [
+        (
+            {"use_bidirectional_attention": "all"},
+            "use_bidirectional_attention is 'all': a row sees none",
+        ),
+        ({"hidden_activation": "relu"}, "hidden_activation is 'relu': only 'gelu_pytorch_tanh'"),
+        (
+            {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96},
+            "vocab_size_per_layer_input is 96 of 128 tokens",
+        ),
+        (
+            {"num_kv_shared_layers": 6},
+            "num_kv_shared_layers is 6: it must be a whole number, at most 5",
+        ),
+        (
+            {"num_kv_shared_layers": 4},
+            "num_kv_shared_layers is 4: no layer with full_attention is left",
+        ),
+        (
+            {"per_layer_config": {"2": {"head_dim": 16}}},
+            "per_layer_config has layers with full_attention of several shapes",
+        ),
+        (
+            {"per_layer_config": {"2": {"hidden_size": 16}}},
+            "per_layer_config has 'hidden_size': only",
+        ),
+        ({"per_layer_config": {"7": {"head_dim": 16}}}, "per_layer_config names layer '7' of 6"),
+        (
+            {"rope_parameters": {"rope_type": "default"}},
+            "rope_parameters is .* must have sliding_attention and",
+        ),
+        ({"rope_theta": 7.0}, "rope_theta is 7.0: only .* rotations are of kinds of layers"),
+        ({"final_logit_softcapping": 0}, "final_logit_softcapping is 0: it must be a number above 0"),
+        (
+            {"per_layer_config": {str(i): {"num_key_value_heads": 3} for i in (2, 5)}},
+            "cannot share 3 KV heads",
+        ),
     ],
 }
 
