@@ -166,7 +166,14 @@ def test_a_table_is_read_by_datasets_as_it_was_written(tmp_path):
     table = load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
     assert table["id"][:3] == ["a", "b", "0"]
     assert len(table) == 602
-    names = ("endpoint", "logprobs", "reasoning", "num_reasoning_tokens")
+    names = (
+        "endpoint",
+        "logprobs",
+        "prompt_token_ids",
+        "prompt_logprobs",
+        "reasoning",
+        "num_reasoning_tokens",
+    )
     expected = {**dict.fromkeys(names), "sample": 0, **rows[0]}
     assert table[0] == expected
     assert table[1]["logprobs"][0] == {

@@ -469,7 +469,7 @@ def test_rows_that_no_machine_has_are_refused_before_any_weight(
     pair: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specgen.jobs.run.load_models", None)
-    monkeypatch.setattr("specgen.engine.build.total_memory", lambda device: 20_000)
+    monkeypatch.setattr("specgen.engine.build.total_memory", lambda device: 50_000)
     result = run(pair, "--dataset", "mt-bench", "--data-path", data, "--max-batch-size", 3)
     assert "max-batch-size is 3, whose rows take" in str(result.exception)
 
@@ -514,8 +514,8 @@ def test_the_options_are_a_decision() -> None:
         "ctx config model drafter generation_config chat_template_kwargs dataset data_path "
         "num_prompts split prompt_field chat shard num_spec_tokens drafter_batch draft_sampling "
         "max_new_tokens temperature top_p top_k min_p repetition_penalty presence_penalty "
-        "frequency_penalty seed n stop ignore_eos max_batch_size max_prefill_tokens kv_memory device "
-        "tensor_parallel dtype kv_dtype attention cuda_graphs gpu_memory_utilization prefix_cache "
+        "frequency_penalty seed n stop ignore_eos stop_token_ids min_tokens max_batch_size max_prefill_tokens "
+        "kv_memory device tensor_parallel dtype kv_dtype attention cuda_graphs gpu_memory_utilization prefix_cache "
         "executor num_workers address output restart retry_errors format served_model_name no_steps max_failures "
         "baseline as_json quiet return"
     )

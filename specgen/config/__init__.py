@@ -226,6 +226,16 @@ def _is_date(text: str) -> bool:
         return False
 
 
+def _token_ids(text: str) -> tuple[int, ...]:
+    """``13,198``; also as ``str`` writes a tuple."""
+    ids = [each.strip() for each in text.strip("()").split(",") if each.strip()]
+    require(
+        all(each.isascii() and each.isdecimal() for each in ids),
+        f"stop-token-ids is {shown(text)}: write token ids such as 13,198",
+    )
+    return tuple(map(int, ids))
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling of one request, as vLLM's ``SamplingParams``. ``UserError`` for a value that is wrong.
@@ -236,7 +246,12 @@ class SamplingParams:
     request's id determine all its random numbers. ``n`` samples of a prompt are requests of their own: sample 0 is what
     ``n`` 1 gives, and each other one is drawn by its number too. ``logit_bias`` has pairs of token id and bias.
     ``logprobs`` asks for the log-probability of every output token and of that many top tokens, computed from the raw
-    logits before bias, penalties, temperature and filters (vLLM's default, ``raw_logprobs``).
+    logits before bias, penalties, temperature and filters (vLLM's default, ``raw_logprobs``). ``prompt_logprobs`` asks
+    for the same of the prompt's tokens, which are then computed in full, whatever the prefix cache has.
+
+    ``stop_token_ids`` end a text as the model's end tokens do, also with ``ignore_eos``; ``token_ids`` have the one
+    that did, the text has not. Before a text has ``min_tokens`` tokens, neither these nor the end tokens are chosen,
+    and a stop string that is complete by then ends nothing.
 
     ``repetition_penalty`` divides the logits above 0 of tokens that the prompt or the output so far has, and multiplies
     others; 1 is off. ``presence_penalty`` and ``frequency_penalty`` are taken off the logits of tokens that the output
@@ -269,9 +284,21 @@ class SamplingParams:
         (), "Sampling", "Stop at this string, which is left out; may be repeated."
     )
     ignore_eos: bool = option(False, "Sampling", "Generate to the full length.")
+    stop_token_ids: tuple[int, ...] = option(
+        (),
+        "Sampling",
+        "Stop at these token ids too, such as 13,198; their text is left out.",
+        metavar="IDS",
+        shown="none",
+        parse=_token_ids,
+    )
+    min_tokens: int = option(
+        0, "Sampling", "Shortest answer in tokens: before it has them, nothing but --max-new-tokens ends it."
+    )
     logit_bias: tuple[tuple[int, float], ...] = ()
     suppress_tokens: tuple[int, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -304,6 +331,12 @@ class SamplingParams:
                 _refuse("stop", stop, "it holds a lone surrogate, which is not a character")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             _refuse("logprobs", self.logprobs, f"use 0 (only the chosen token's) to {MAX_LOGPROBS}")
+        if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= MAX_LOGPROBS:
+            _refuse("prompt_logprobs", self.prompt_logprobs, f"use 0 (only the prompt's) to {MAX_LOGPROBS}")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            _refuse(
+                "min-tokens", self.min_tokens, f"use 0 to max_tokens (--max-new-tokens), {self.max_tokens}"
+            )
         self._check_penalties()
         self._check_logit_bias()
 
@@ -319,7 +352,10 @@ class SamplingParams:
     def to_json(self) -> dict[str, Any]:
         """For a manifest; what is off is not named where earlier versions did not know it, so that a run goes on."""
         fields, off = asdict(self), SamplingParams()
-        newer = ("repetition_penalty", "presence_penalty", "frequency_penalty", "suppress_tokens", "n")
+        newer = (
+            *("repetition_penalty", "presence_penalty", "frequency_penalty", "suppress_tokens", "n"),
+            *("stop_token_ids", "min_tokens", "prompt_logprobs"),
+        )
         return {
             name: value for name, value in fields.items() if name not in newer or value != getattr(off, name)
         }
@@ -340,9 +376,10 @@ class SamplingParams:
         ]
         found += [
             f"{name.replace('_', ' ')} ({len(each)})"
-            for name in ("logit_bias", "suppress_tokens", "stop_strings")
+            for name in ("logit_bias", "suppress_tokens", "stop_strings", "stop_token_ids")
             if (each := getattr(self, name))
         ]
+        found += [f"at least {self.min_tokens}"] if self.min_tokens else []
         return ", ".join([*found, f"{'' if self.ignore_eos else 'at most '}{self.max_tokens} new tokens"])
 
     def _check_penalties(self) -> None:
@@ -387,6 +424,14 @@ class SamplingParams:
                 _refuse(f"logit-bias of token {shown(token_id)}", bias, "use -100 to 100")
 
 
+def check_own(fields: Mapping[str, Any]) -> None:
+    """``UserError`` for wrong ``fields`` of ``SamplingParams`` beside which others are not known yet."""
+    least = fields.get("min_tokens", 1)
+    # where a row only says how many samples, or the least of a length
+    runs = {"temperature": 1.0, "max_tokens": least if isinstance(least, int) and least > 0 else 1}
+    SamplingParams(**{**runs, **fields})
+
+
 def _refuse(name: str, value: object, remedy: str) -> NoReturn:
     raise UserError(f"{name} is {shown(value)}: {remedy}")
 
@@ -423,9 +468,10 @@ class EngineConfig:
     generation_config: GenerationConfigName = option(
         "model",
         "Sampling",
-        "What is used of the checkpoint's generation_config.json. model: its repetition_penalty, suppress_tokens and "
-        "stop_strings, and in sampled texts top_p, top_k and min_p, where no option and no row says otherwise; only "
-        "--temperature decides whether texts are sampled. none: its end tokens alone, which always hold.",
+        "What is used of the checkpoint's generation_config.json. model: its repetition_penalty, suppress_tokens, "
+        "stop_strings and min_new_tokens, and in sampled texts top_p, top_k and min_p, where no option and no row "
+        "says otherwise; only --temperature decides whether texts are sampled. none: its end tokens alone, which "
+        "always hold.",
     )
     num_spec_tokens: NumSpecTokens = option(
         4,

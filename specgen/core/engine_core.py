@@ -8,18 +8,18 @@ from contextlib import contextmanager
 
 import torch
 
-from specgen.config import SamplingParams, first_line, require
+from specgen.config import MAX_LOGIT_BIASES, SamplingParams, first_line, require
 from specgen.config.errors import DeviceLost
 from specgen.core.garbage import with_fewer_gc_passes
 from specgen.core.passes import IdleClock, Pass, Passes, PassKind
 from specgen.core.peers import Peers
 from specgen.core.running_batch import RunningBatch
 from specgen.core.scheduler import Scheduler
-from specgen.core.sequence import Completion, Request, Scored, ScoreRequest, Sequence
+from specgen.core.sequence import Completion, Request, Scored, ScoreRequest, Sequence, TokenLogprobs
 from specgen.core.spec_length import SpecLength
 from specgen.core.step import StepOutput, Steps, unpack
 from specgen.decoding.outcome import NO_DRAFT
-from specgen.decoding.sampling import request_seed
+from specgen.decoding.sampling import biases_of, request_seed
 from specgen.device import use
 from specgen.models.model_config import TargetConfig
 from specgen.record.record_rows import EngineRow, Step, drawn_as
@@ -74,7 +74,7 @@ class EngineCore:
     ) -> None:
         self.vocab_size = config.vocab_size
         self._max_positions = config.max_positions
-        self._eos_token_ids = frozenset(config.eos_token_ids)
+        self._end_tokens = config.eos_token_ids
         self._peers = peers
         self._steps = steps
         self._runner = steps.runner
@@ -89,7 +89,12 @@ class EngineCore:
         self._num_passes = self._num_preempted = 0  # so far, and of those since the last pass
         self._idle = IdleClock(device)
         self._passes = Passes(
-            steps=steps, batch=batch, scheduler=scheduler, vocab_size=config.vocab_size, device=device
+            steps=steps,
+            batch=batch,
+            scheduler=scheduler,
+            vocab_size=config.vocab_size,
+            end_tokens=config.eos_token_ids,
+            device=device,
         )
         self._in_flight: deque[Pass] = deque()  # launched and not read yet, the oldest first
         self._completions: list[Completion] = []  # not handed out yet
@@ -277,8 +282,10 @@ class EngineCore:
             ends_by="length" if asked <= context else "context",
             seed=request_seed(sampling.seed, drawn_as(request.id)),
             alone=request.alone,
-            eos_token_ids=frozenset() if sampling.ignore_eos else self._eos_token_ids,
-            stop=stop_finder(self._tokenizer, sampling.stop_strings, prompt),
+            eos_token_ids=frozenset(
+                (*(() if sampling.ignore_eos else self._end_tokens), *sampling.stop_token_ids)
+            ),
+            stop=stop_finder(self._tokenizer, sampling.stop_strings, prompt, sampling.min_tokens),
             parts=part_finder(self._tokenizer, prompt),
         )
 
@@ -299,6 +306,13 @@ class EngineCore:
             return f"token id {token} is not in the vocabulary of {size}{remedy}"
         if (token := _outside(sampling.suppress_tokens, size)) is not None:
             return f"suppress-tokens names {token}, which is not in the vocabulary of {size}"
+        if (token := _outside(sampling.stop_token_ids, size)) is not None:
+            return f"stop-token-ids names {token}, which is not in the vocabulary of {size}"
+        if (number := len(biases_of(sampling, self._end_tokens))) > MAX_LOGIT_BIASES:
+            return (
+                f"logit-bias, suppress-tokens and what min-tokens holds back are {number} tokens: "
+                f"use at most {MAX_LOGIT_BIASES}"
+            )
         if (token := _outside((token for token, _ in sampling.logit_bias), size)) is not None:
             return f"logit-bias names token {token}, which is not in the vocabulary of {size}"
         if request.text is None and num_prompt >= limit:
@@ -456,6 +470,7 @@ class EngineCore:
     ) -> int:
         """Prompts are in the cache, each with the first token of its text unless that was known; returns how many."""
         num_tokens = 0
+        self._read_prompt_logprobs(done)
         for sequence, row in done.sequences:
             if sequence.finish_reason is not None:
                 continue
@@ -497,6 +512,14 @@ class EngineCore:
             number for drafts, _, accepted, tokens in taken for number in (*drafts, accepted, *tokens)
         )
         return steps
+
+    def _read_prompt_logprobs(self, done: Pass) -> None:
+        rows = () if done.prompt_logprobs is None else done.prompt_logprobs.read()
+        for (sequence, position), row in zip(done.scored, rows, strict=True):
+            if sequence.finish_reason is None and row[0] != row[0]:
+                self._fail(sequence, f"the model's logits were not finite (NaN) at prompt token {position}")
+            found = TokenLogprobs.of(row, sequence.request.sampling.prompt_logprobs or 0)
+            sequence.prompt_logprobs[position] = found
 
     def _read_score(self, done: Pass, numbers: list[list[float]]) -> None:
         for (sequence, position), (log_prob, is_greedy) in zip(done.scored, numbers, strict=True):

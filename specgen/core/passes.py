@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from specgen.core.graphs import Capture
 from specgen.core.packing import chunk_layout, chunk_tokens
@@ -71,13 +72,16 @@ class Pass:
 
     kind: PassKind
     sequences: list[tuple[Sequence, int | None]]  # who gets something, and the row of its tokens
-    scored: Items[tuple[Sequence, int]]  # of each row of a score: a text, and the position of its token
+    scored: Items[
+        tuple[Sequence, int]
+    ]  # of each row of a score: a text or prompt, and the position of its token
     num_sequences: int
     num_drafts: int  # per sequence
     num_waiting: int  # prompts that had not begun
     result: StepResult
     numbers: HostCopy
     logprobs: HostCopy | None
+    prompt_logprobs: HostCopy | None  # of ``scored``, in a prefill
     launch: Launch
     captures: list[Capture]  # within it
 
@@ -137,12 +141,14 @@ class Passes:
         batch: RunningBatch,
         scheduler: Scheduler,
         vocab_size: int,
+        end_tokens: tuple[int, ...],
         device: torch.device,
     ) -> None:
         self._steps = steps
         self._batch = batch
         self._scheduler = scheduler
         self._vocab_size = vocab_size
+        self._end_tokens = end_tokens  # the model's
         self._device = device
 
     def prefill(self, chunks: list[Chunk], launch: Launch) -> Pass:
@@ -150,6 +156,8 @@ class Passes:
         sampling = self._sampling(chunks)
         complete = [i for i, chunk in enumerate(chunks) if chunk.last]
         fresh = [chunk.last and not chunk.sequence.num_output_tokens for chunk in chunks]
+        asked = [chunk.sequence.request.sampling.prompt_logprobs for chunk in chunks]
+        rows, targets, scored = self._scored(chunks)
         self._steps.copy_states([(each.state_source, each.sequence.state_slot) for each in chunks])
         state, result = self._steps.prefill(
             chunk_layout(chunks, self._scheduler.page_size, self._device),
@@ -157,26 +165,32 @@ class Passes:
             chunk_tokens(chunks, self._device, shift=1),
             on_device(fresh, self._device, torch.bool),
             sampling,
+            (rows, targets, max(each or 0 for each in asked)) if scored else None,
         )
         self._steps.copy_states([(each.sequence.state_slot, each.state_copy) for each in chunks])
         rows = on_device(complete, self._device)
         self._batch.arrange(self._scheduler.running)
         self._batch.join([chunks[i].sequence for i in complete], state.take(rows), sampling.take(rows))
         sequences = [(chunks[i].sequence, i if fresh[i] else None) for i in complete]
-        return self._launched("prefill", sequences, len(chunks), result, launch)
+        return self._launched("prefill", sequences, len(chunks), result, launch, scored=scored)
 
     def _sampling(self, chunks: list[Chunk]) -> SamplingBatch:
         """The columns of ``chunks``; tokens are counted, from the first one on, where the next is to be chosen."""
         params = [chunk.sequence.request.sampling for chunk in chunks]
         seeds = [chunk.sequence.seed for chunk in chunks]
-        if not any(each.penalised for each in params):
-            return SamplingBatch.of(params, seeds, self._device)
         texts = [
             chunk.sequence.prompt_and_output if chunk.last and each.penalised else ((), ())
             for chunk, each in zip(chunks, params, strict=True)
         ]
-        counts = token_counts(texts, self._vocab_size, self._device)
-        return SamplingBatch.of(params, seeds, self._device, counts)
+        penalised = any(each.penalised for each in params)
+        return SamplingBatch.of(
+            params,
+            seeds,
+            self._device,
+            token_counts(texts if penalised else (), self._vocab_size, self._device),
+            end_tokens=self._end_tokens,
+            num_prompt=[len(chunk.sequence.request.prompt_token_ids) for chunk in chunks],
+        )
 
     def decode(self, plan: StepPlan, launch: Launch) -> Pass:
         """One step of all running sequences."""
@@ -191,26 +205,31 @@ class Passes:
 
     def score(self, chunks: list[Chunk], launch: Launch) -> Pass:
         """Compute ``chunks`` of texts with the target alone, and look at every token that is asked for."""
-        rows, targets, scored, first = list[int](), list[int](), list[tuple[Sequence, int]](), 0
-        for chunk in chunks:
-            text = chunk.sequence.request.text
-            assert text is not None, "texts are scored between runs"
-            end = chunk.start + chunk.num_rows
-            for position in range(min(max(chunk.start, text.num_context - 1), end), end):
-                rows.append(first + position - chunk.start)
-                targets.append(text.token_ids[position + 1])
-                scored.append((chunk.sequence, position + 1))
-            first += chunk.num_rows
+        rows, targets, scored = self._scored(chunks)
         result = self._steps.score(
             chunk_layout(chunks, self._scheduler.page_size, self._device),
             chunk_tokens(chunks, self._device, shift=0),
-            on_device(rows, self._device),
-            on_device(targets, self._device),
+            rows,
+            targets,
         )
         complete: list[tuple[Sequence, int | None]] = [
             (chunk.sequence, None) for chunk in chunks if chunk.last
         ]
         return self._launched("score", complete, len(chunks), result, launch, scored=scored)
+
+    def _scored(self, chunks: list[Chunk]) -> tuple[Tensor, Tensor, list[tuple[Sequence, int]]]:
+        """Rows of ``chunks`` and the tokens behind them whose probabilities are asked for, and their positions."""
+        rows, targets, scored, first = list[int](), list[int](), list[tuple[Sequence, int]](), 0
+        for chunk in chunks:
+            request, asked = chunk.sequence.request, chunk.sequence.scored
+            tokens = request.prompt_token_ids if request.text is None else request.text.token_ids
+            end = chunk.start + chunk.num_rows
+            for position in range(max(chunk.start + 1, asked.start), min(end + 1, asked.stop)):
+                rows.append(first + position - 1 - chunk.start)
+                targets.append(tokens[position])
+                scored.append((chunk.sequence, position))
+            first += chunk.num_rows
+        return on_device(rows, self._device), on_device(targets, self._device), scored
 
     def _launched(
         self,
@@ -233,6 +252,7 @@ class Passes:
             result=result,
             numbers=HostCopy(result.numbers),
             logprobs=None if result.logprobs is None else HostCopy(result.logprobs),
+            prompt_logprobs=None if result.prompt_logprobs is None else HostCopy(result.prompt_logprobs),
             launch=launch,
             captures=self._steps.runner.take_captures(),
         )

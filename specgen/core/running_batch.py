@@ -12,7 +12,7 @@ from specgen.decoding.outcome import DraftState, StateColumn
 from specgen.decoding.sampling import SamplingBatch, SamplingForm
 from specgen.device import on_device
 
-ROW_BYTES = 12 * MAX_LOGIT_BIASES  # at least, of a row: its logit biases, an id and a number each
+ROW_BYTES = 20 * MAX_LOGIT_BIASES  # at least, of a row: its logit biases, an id, a number and a position each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,13 @@ class RunningBatch:
     """
 
     def __init__(
-        self, *, max_rows: int, table_width: int, state_columns: tuple[StateColumn, ...], device: torch.device
+        self,
+        *,
+        max_rows: int,
+        table_width: int,
+        state_columns: tuple[StateColumn, ...],
+        device: torch.device,
+        end_tokens: tuple[int, ...] = (),
     ) -> None:
         def column(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(max_rows, *shape, dtype=dtype, device=device)
@@ -51,6 +57,7 @@ class RunningBatch:
         self._num_uploaded: list[int] = []  # of each row's pages, how many are in its block table
         self._form: SamplingForm | None = None  # not known since rows joined or left
         self._device = device
+        self._end_tokens = end_tokens  # the model's
         self._state = DraftState(
             tokens=column(torch.int64),
             positions=column(torch.int64),
@@ -67,6 +74,7 @@ class RunningBatch:
             seeds=column(torch.int64),
             biased_ids=column(torch.int64, MAX_LOGIT_BIASES),
             biases=column(torch.float32, MAX_LOGIT_BIASES),
+            biased_until=column(torch.int64, MAX_LOGIT_BIASES),
             penalties=column(torch.float32, 3),
             counts=column(torch.int32, 0),  # there is memory for them once a sequence has penalties
             form=self.form,
@@ -77,7 +85,8 @@ class RunningBatch:
     def form(self) -> SamplingForm:
         """What all rows together ask of sampling."""
         if self._form is None:
-            self._form = SamplingForm.of(sequence.request.sampling for sequence in self.sequences)
+            params = (sequence.request.sampling for sequence in self.sequences)
+            self._form = SamplingForm.of(params, self._end_tokens)
         return self._form
 
     def reset(self) -> None:

@@ -83,6 +83,7 @@ class Completion:
     finish_reason: EndReason
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None  # of each token id, where they were asked for
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # likewise; None of the first
     record: RequestRow
     scored: Scored | None = None  # of a request with a text
 
@@ -96,7 +97,7 @@ class Sequence:
     max_length: int  # tokens at which it ends ...
     ends_by: EndReason = "length"  # ... and what sets them
     seed: int
-    eos_token_ids: frozenset[int]  # empty with ignore_eos
+    eos_token_ids: frozenset[int]  # and its own stop_token_ids; with ignore_eos these alone
     stop: StopStrings | None = None
     parts: PartFinder | None = None  # None where a text has one part
     pages: list[int] = field(default_factory=list)
@@ -115,6 +116,7 @@ class Sequence:
     arrival: float = 0.0  # when it entered the queue
     num_shortages: int = 0  # how often the device had no memory for it alone
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its output, where they are asked for
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # likewise, by position
     scores: dict[int, tuple[float, bool]] = field(default_factory=dict)  # of its text's tokens, by position
     steps: list[Step] = field(default_factory=list)
     switches: list[tuple[int, str]] = field(default_factory=list)  # output token and part
@@ -139,8 +141,16 @@ class Sequence:
     @property
     def num_reusable(self) -> int:
         """Leading positions that need not be computed if the cache has them: those whose logits nobody asks for."""
-        text = self.request.text
-        return self.num_prefill_tokens - 1 if text is None else text.num_context - 1
+        return min(self.num_prefill_tokens, self.scored.start) - 1
+
+    @property
+    def scored(self) -> range:
+        """Positions of the tokens whose probabilities are asked for and not known: of its text, or of its prompt."""
+        text, num_prompt = self.request.text, len(self.request.prompt_token_ids)
+        if text is not None:
+            return range(text.num_context, len(text.token_ids))
+        known = self.request.sampling.prompt_logprobs is None or len(self.prompt_logprobs) == num_prompt - 1
+        return range(len(self.tokens), 0) if known else range(1, num_prompt)
 
     @property
     def will_finish(self) -> bool:
@@ -190,9 +200,15 @@ class Sequence:
             finish_reason=self.finish_reason,
             error=error,
             logprobs=None if self.request.sampling.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=self._prompt_logprobs(),
             record=self._record(now),
             scored=self._scored(),
         )
+
+    def _prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        if self.request.sampling.prompt_logprobs is None:
+            return None
+        return tuple(map(self.prompt_logprobs.get, range(len(self.request.prompt_token_ids))))
 
     def _record(self, ended: float) -> RequestRow:
         request, most = self.request, max([len(step.drafts) for step in self.steps], default=0)

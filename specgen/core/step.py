@@ -56,6 +56,7 @@ class StepResult:
     # of each token and whether it is the argmax, [n, 2] float32
     numbers: Tensor
     logprobs: Tensor | None = None  # of the tokens (see ``token_logprobs``), where they are asked for
+    prompt_logprobs: Tensor | None = None  # likewise of tokens of prompts
     target_rows: int
     fill_rows: int = 0
     loop_rows: int = 0
@@ -153,12 +154,19 @@ class Steps:
             self._cache.states.copy(source, to)
 
     def prefill(
-        self, layout: Layout, token_ids: Tensor, next_tokens: Tensor, fresh: Tensor, sampling: SamplingBatch
+        self,
+        layout: Layout,
+        token_ids: Tensor,
+        next_tokens: Tensor,
+        fresh: Tensor,
+        sampling: SamplingBatch,
+        scored: tuple[Tensor, Tensor, int] | None = None,
     ) -> tuple[DraftState, StepResult]:
         """Put the rows of a ragged ``layout`` into the caches.
 
         ``next_tokens`` ``[rows]`` follow ``token_ids``; those behind the last rows of ``fresh`` ``[B]`` bool sequences
-        are not known and chosen here: a verify without drafts.
+        are not known and chosen here: a verify without drafts. ``scored`` has rows ``[n]``, the tokens ``[n]`` behind
+        them whose log-probabilities are asked for, and of how many of the most likely beside them.
         """
         self._clear_spoilt()
         hidden, features = self._prompts(token_ids, layout)
@@ -177,8 +185,21 @@ class Steps:
             )
         )
         return state, StepResult(
-            numbers=chosen.shown, logprobs=chosen.logprobs, target_rows=layout.num_rows, fill_rows=fill_rows
+            numbers=chosen.shown,
+            logprobs=chosen.logprobs,
+            prompt_logprobs=None if scored is None else self._prompt_logprobs(hidden, *scored),
+            target_rows=layout.num_rows,
+            fill_rows=fill_rows,
         )
+
+    def _prompt_logprobs(self, hidden: Tensor, rows: Tensor, targets: Tensor, num_top: int) -> Tensor:
+        """``[n, 1 + 2 m]``, see ``token_logprobs``."""
+        found = []
+        for start in range(0, len(rows), _SCORED_TOGETHER):
+            some = slice(start, start + _SCORED_TOGETHER)
+            logits = self._target.logits(hidden[rows[some]])
+            found.append(token_logprobs(logits, targets[some], num_top))
+        return torch.cat(found)
 
     def decode(self, columns: Columns, plan: StepPlan) -> StepResult:
         """One step of every row of ``columns``, with the drafts of ``plan``; leaves the next state there.
@@ -308,7 +329,7 @@ class Steps:
         else:
             num_sequences, k = drafts.tokens.shape
             logits = logits.view(num_sequences, k + 1, -1) if rows is None else logits[rows]
-            decisive = penalised(biased(logits, sampling), drafts.tokens, sampling)
+            decisive = penalised(biased(logits, positions, sampling), drafts.tokens, sampling)
             greedy_tokens, largest = argmax(decisive)
         chances = None if self._dice is None else self._dice[: drafts.tokens.shape[1]]
         if sampling.form.kind == "greedy" and (chances is None or not len(chances)):

@@ -31,6 +31,7 @@ SamplingKind = Literal["greedy", "plain", "filtered"]
 # Few sizes, because a captured step is one for each.
 _BIAS_WIDTHS = (0, 16, 128, MAX_LOGIT_BIASES)
 _LOGPROB_WIDTHS = (0, MAX_LOGPROBS)
+_ALWAYS = 2**31  # tokens of an output, more than any has
 # the most likely token alone, of a million; less might be 0 in float32, which leaves none
 _LEAST_TOP_P = 1e-6
 HAS_FLASHINFER = find_spec("flashinfer") is not None  # whose kernels keep the top tokens on a GPU
@@ -51,14 +52,14 @@ class SamplingForm:
         return self == SamplingForm("greedy", 0, None)
 
     @staticmethod
-    def of(params: Iterable[SamplingParams]) -> "SamplingForm":
-        """The least that serves every one of ``params``."""
+    def of(params: Iterable[SamplingParams], end_tokens: Sequence[int] = ()) -> "SamplingForm":
+        """The least that serves every one of ``params`` of a model with ``end_tokens``."""
         params = list(
             {id(each): each for each in params}.values()
         )  # most requests of most runs have the same
         sampled = [p for p in params if p.temperature > 0]
         filtered = any(p.top_k or p.top_p < 1 or p.min_p for p in sampled)
-        biases = max((len(p.logit_bias) + len(p.suppress_tokens) for p in params), default=0)
+        biases = max((len(biases_of(p, end_tokens)) for p in params), default=0)
         logprobs = max((p.logprobs for p in params if p.logprobs is not None), default=None)
         return SamplingForm(
             kind="filtered" if filtered else "plain" if sampled else "greedy",
@@ -68,13 +69,18 @@ class SamplingForm:
         )
 
 
-def _biases(params: SamplingParams) -> tuple[tuple[int, float], ...]:
-    """Tokens and what is added to their logits."""
-    return params.logit_bias + tuple((token, float("-inf")) for token in params.suppress_tokens)
+def biases_of(params: SamplingParams, end_tokens: Sequence[int] = ()) -> list[tuple[int, float, int]]:
+    """Tokens, what is added to their logits, and for how many tokens of the output; ``end_tokens`` are the model's."""
+    ends = {*end_tokens, *params.stop_token_ids} if params.min_tokens else ()
+    return [
+        *((token, bias, _ALWAYS) for token, bias in params.logit_bias),
+        *((token, float("-inf"), _ALWAYS) for token in params.suppress_tokens),
+        *((token, float("-inf"), params.min_tokens) for token in ends),
+    ]
 
 
 def _fitting(widths: tuple[int, ...], needed: int) -> int:
-    return next(width for width in widths if width >= needed)
+    return next((width for width in widths if width >= needed), widths[-1])  # what needs more is refused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +94,7 @@ class SamplingBatch:
     seeds: Tensor  # [B] int64
     biased_ids: Tensor  # [B, form.num_biases] int64; token 0 with a bias of 0 where a sequence has fewer
     biases: Tensor  # [B, form.num_biases] float32
+    biased_until: Tensor  # [B, form.num_biases] int64: of tokens at positions before that
     penalties: Tensor  # [B, 3] float32: repetition (0: off), presence and frequency; [B, 0] unless penalised
     counts: Tensor  # [B, V] int32, see ``token_counts``; [B, 0] unless penalised
     form: SamplingForm
@@ -98,18 +105,23 @@ class SamplingBatch:
         seeds: Sequence[int],
         device: torch.device,
         counts: Tensor = _NO_COUNTS,
+        *,
+        end_tokens: Sequence[int] = (),
+        num_prompt: Sequence[int] = (),
     ) -> "SamplingBatch":
         """Columns of ``params``, with one derived seed per sequence (see ``request_seed``).
 
-        Where any of them has penalties, ``counts`` are those of the texts so far.
+        Where any of them has penalties, ``counts`` are those of the texts so far. Where any has ``min_tokens``,
+        ``end_tokens`` are the model's, and the prompts have ``num_prompt`` tokens.
         """
-        form = SamplingForm.of(params)
+        form = SamplingForm.of(params, end_tokens)
         floats = on_device(
             [[p.temperature, max(p.top_p, _LEAST_TOP_P), p.min_p] for p in params], device, torch.float32
         )
         ints = on_device([[p.top_k, seed] for p, seed in zip(params, seeds, strict=True)], device)
-        given = [_biases(p) for p in params]
-        filled = [pairs + ((0, 0.0),) * (form.num_biases - len(pairs)) for pairs in given]
+        given = [biases_of(p, end_tokens) for p in params]
+        filled = [each + [(0, 0.0, 0)] * (form.num_biases - len(each)) for each in given]
+        starts = num_prompt or [0] * len(params)
         penalties = [[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for p in params]
         return SamplingBatch(
             temperature=floats[:, 0],
@@ -117,8 +129,12 @@ class SamplingBatch:
             min_p=floats[:, 2],
             top_k=ints[:, 0],
             seeds=ints[:, 1],
-            biased_ids=on_device([[token_id for token_id, _ in pairs] for pairs in filled], device),
-            biases=on_device([[bias for _, bias in pairs] for pairs in filled], device, torch.float32),
+            biased_ids=on_device([[token_id for token_id, _, _ in each] for each in filled], device),
+            biases=on_device([[bias for _, bias, _ in each] for each in filled], device, torch.float32),
+            biased_until=on_device(
+                [[begin + count for _, _, count in each] for begin, each in zip(starts, filled, strict=True)],
+                device,
+            ),
             penalties=on_device([row if form.penalised else [] for row in penalties], device, torch.float32),
             counts=counts
             if form.penalised
@@ -137,6 +153,7 @@ class SamplingBatch:
             seeds=self.seeds[rows],
             biased_ids=self.biased_ids[rows],
             biases=self.biases[rows],
+            biased_until=self.biased_until[rows],
             penalties=self.penalties[rows],
             counts=self.counts[rows],
         )
@@ -148,6 +165,7 @@ class SamplingBatch:
             self,
             biased_ids=self.biased_ids[:, :width],
             biases=self.biases[:, :width],
+            biased_until=self.biased_until[:, :width],
             penalties=self.penalties[:, all_or_none],
             counts=self.counts[:, all_or_none],
             form=form,
@@ -202,12 +220,17 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 31 & (1 << 33) - 1)
 
 
-def biased(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Logits ``[B, n, V]`` with every sequence's biases added, float32; the same tensor where there are none."""
+def biased(logits: Tensor, positions: Tensor, batch: SamplingBatch) -> Tensor:
+    """Logits ``[B, n, V]`` with every sequence's biases added, float32; the same tensor where there are none.
+
+    Row i decides on the token at 1 + i behind ``positions`` ``[B]``.
+    """
     if batch.form.num_biases == 0:
         return logits
-    shape = (-1, logits.shape[1], -1)
-    ids, biases = (column[:, None].expand(shape) for column in (batch.biased_ids, batch.biases))
+    decided = positions[:, None] + 1 + torch.arange(logits.shape[1], device=logits.device)
+    ids = batch.biased_ids[:, None].expand(-1, logits.shape[1], -1)
+    holds = decided[..., None] < batch.biased_until[:, None]
+    biases = torch.where(holds, batch.biases[:, None], 0)
     return logits.to(torch.float32, copy=True).scatter_add_(-1, ids, biases)
 
 
@@ -230,13 +253,23 @@ def penalised(logits: Tensor, drafts: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def decisive_logits(
-    logits: Tensor, prompt: Sequence[int], output: Sequence[int], params: SamplingParams
+    logits: Tensor,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    params: SamplingParams,
+    end_tokens: Sequence[int] = (),
 ) -> Tensor:
-    """``logits`` ``[V]`` after a text as a greedy choice sees them: with the biases and penalties of ``params``."""
+    """``logits`` ``[V]`` after a text as a greedy choice sees them: with the biases and penalties of ``params``.
+
+    ``end_tokens`` are the model's.
+    """
     counts = token_counts([(prompt, output)], len(logits), logits.device)
-    batch = SamplingBatch.of([params], [0], logits.device, counts)
+    batch = SamplingBatch.of(
+        [params], [0], logits.device, counts, end_tokens=end_tokens, num_prompt=[len(prompt)]
+    )
     no_drafts = torch.empty(1, 0, dtype=torch.int64, device=logits.device)
-    return penalised(biased(logits[None, None], batch), no_drafts, batch)[0, 0]
+    newest = torch.tensor([len(prompt) + len(output) - 1], device=logits.device)
+    return penalised(biased(logits[None, None], newest, batch), no_drafts, batch)[0, 0]
 
 
 def _less_penalties(logits: Tensor, counts: Tensor, batch: SamplingBatch) -> Tensor:
@@ -257,7 +290,7 @@ def are_finite(logits: Tensor, greedy_tokens: Tensor) -> Tensor:
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
-    """What the model thought of ``tokens`` ``[B, n]``, from its logits ``[B, n, V]``: ``[B, n, 1 + 2 m]`` float64.
+    """What the model thought of ``tokens`` ``[..., n]``, from logits ``[..., n, V]``: ``[..., n, 1 + 2 m]`` float64.
 
     The token's log-probability, the ids of the m most likely tokens, and their log-probabilities; m is
     ``num_top``, or V where that is less.

@@ -104,6 +104,7 @@ def assemble(
             table_width=allocator.pages_for(longest),
             state_columns=drafter.state_columns,
             device=target.device,
+            end_tokens=target.config.eos_token_ids,
         ),
         scheduler=Scheduler(
             allocator=allocator,
@@ -203,12 +204,15 @@ def _drafter(config: EngineConfig, models: Models, backend: Backend, allocator: 
 
 def most_demanding(params: Iterable[SamplingParams]) -> SamplingParams:
     """Parameters that make a pass compute all that any of ``params`` asks for."""
-    form = SamplingForm.of(params)
+    params = list(params)
+    form = SamplingForm.of(params, end_tokens=(0,))  # whose number makes no difference
+    asked = [each.prompt_logprobs for each in params if each.prompt_logprobs is not None]
     return SamplingParams(
         temperature=0.0 if form.kind == "greedy" else 1.0,
         top_p=0.9 if form.kind == "filtered" else 1.0,
         logit_bias=tuple((token, 0.0) for token in range(form.num_biases)),
         logprobs=form.num_logprobs,
+        prompt_logprobs=max(asked, default=None),
         presence_penalty=1.0 if form.penalised else 0.0,
     )
 

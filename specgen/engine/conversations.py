@@ -14,8 +14,8 @@ from specgen.record.record_rows import RequestRow
 from specgen.report.acceptance import RequestMetrics
 from specgen.report.display import clip, plain, several
 from specgen.report.report import Report, report_of
-from specgen.text.reasoning import split
-from specgen.text.tokenizer import StopStrings, Tokenizer
+from specgen.text.reasoning import answer_of
+from specgen.text.tokenizer import Tokenizer
 
 _NONE: Mapping[str, str] = {}
 
@@ -28,7 +28,8 @@ class RequestOutput:
     prompt this is ``sample``, from 0 on; all have its ``id``, and each a ``name``. ``prompt`` is the text that
     the model saw, the chat template around it, and ``num_prompt_tokens`` its tokens. ``text`` is the answer without
     ``reasoning``, the part before it of ``num_reasoning_tokens``, which is None where there is none; ``token_ids`` are
-    of both, with one entry of ``logprobs`` each where they were asked for. ``finish_reason`` is ``stop`` (end of text
+    of both, with one entry of ``logprobs`` each where they were asked for; ``prompt_logprobs`` has one of each token of
+    the prompt (``prompt_token_ids``), None of the first. ``finish_reason`` is ``stop`` (end of text
     or a stop string), ``length`` (``max_tokens``, or where ``context_is_full`` the model's context) or ``error``.
     ``category`` and ``endpoint`` are the prompt's. ``metrics`` says how much speculative decoding
     helped this request, and ``record`` its times and every step; one that never ran has neither.
@@ -46,11 +47,13 @@ class RequestOutput:
     sample: int = 0
     num_samples: int = 1
     num_prompt_tokens: int = 0
+    prompt_token_ids: tuple[int, ...] = ()
     category: str | None = None
     endpoint: str | None = None
     error: str | None = None
     metrics: RequestMetrics | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     record: RequestRow | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -80,6 +83,10 @@ class RequestOutput:
         if self.error is not None:
             return {**name, "error": self.error, "turn": self.turn, **given}
         assert self.metrics is not None
+        of_prompt = {
+            "prompt_token_ids": list(self.prompt_token_ids),
+            "prompt_logprobs": [each and dict(vars(each)) for each in self.prompt_logprobs or ()],
+        }
         reasoned = {"reasoning": self.reasoning, "num_reasoning_tokens": self.num_reasoning_tokens}
         return {
             **name,
@@ -93,6 +100,7 @@ class RequestOutput:
             "num_prompt_tokens": self.num_prompt_tokens,
             **given,
             **({} if self.logprobs is None else {"logprobs": [dict(vars(each)) for each in self.logprobs]}),
+            **({} if self.prompt_logprobs is None else of_prompt),
             "metrics": self.metrics.to_row(),
         }
 
@@ -166,8 +174,9 @@ class Conversations:
     def answer(self, completion: Completion, metrics: RequestMetrics) -> RequestOutput:
         request = completion.request
         conversation = self._open[request.id]
-        parts = split(self._tokenizer, request.prompt_token_ids, completion.token_ids)
-        text = StopStrings(self._tokenizer, request.sampling.stop_strings).text(parts.answer)
+        parts, text = answer_of(
+            self._tokenizer, request.prompt_token_ids, completion.token_ids, request.sampling
+        )
         if completion.error is None:
             conversation.answers.append(text)  # without its reasoning, as chat templates expect
         return RequestOutput(
@@ -183,11 +192,13 @@ class Conversations:
             context_is_full=completion.finish_reason == "context",
             turn=request.turn,
             num_prompt_tokens=len(request.prompt_token_ids),
+            prompt_token_ids=request.prompt_token_ids,
             category=request.category,
             endpoint=conversation.prompt.endpoint,
             error=None if completion.error is None else _placed(conversation.prompt, completion.error),
             metrics=metrics,
             logprobs=completion.logprobs,
+            prompt_logprobs=completion.prompt_logprobs,
             record=replace(completion.record, asked=asked_digest(conversation.prompt, request.turn)),
         )
 

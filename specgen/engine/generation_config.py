@@ -23,6 +23,7 @@ TAKEN = {
     "top_k": "top_k",
     "min_p": "min_p",
     "stop_strings": "stop",
+    "min_new_tokens": "min_tokens",
 }
 _FILTERS = ("top_p", "top_k", "min_p")
 # What the command decides, whatever the file says: whether texts are sampled (a run whose drafts are to be measured is
@@ -43,7 +44,6 @@ LEFT: Mapping[str, tuple[object, ...]] = {
 # What changes greedy texts too and is not supported, with the values that mean nothing.
 REFUSED: Mapping[str, tuple[object, ...]] = {
     "min_length": (0,),
-    "min_new_tokens": (0,),
     "begin_suppress_tokens": ([],),
     "bad_words_ids": ([],),
     "sequence_bias": ({}, []),
@@ -99,8 +99,15 @@ class GenerationConfig:
     left: Mapping[str, Any] = field(default_factory=dict)  # by their names in the file
 
     def over(self, asked: SamplingParams, given: Container[str] = ()) -> SamplingParams:
-        """``asked`` with what the checkpoint says of the fields that are not ``given``."""
-        return replace(asked, **{name: value for name, value in self.taken.items() if name not in given})
+        """``asked`` with what the checkpoint says of the fields that are not ``given``.
+
+        ``UserError`` where that goes together with nothing: a ``min_new_tokens`` above ``max_tokens``.
+        """
+        held = {name: value for name, value in self.taken.items() if name not in given}
+        try:
+            return replace(asked, **held)
+        except UserError as error:  # they go together no better than with what is asked
+            raise UserError(f"{FILE}: {error}, or --generation-config none") from error
 
     def sentence(self, given: Container[str] = ()) -> str:
         """What holds and what is left, for one line behind ``FILE``; empty where the checkpoint says nothing."""

@@ -81,6 +81,7 @@ class Judge:
     fp8: bool = False  # whether inputs of GEMMs are rounded to FP8
     token_text: Callable[[int], str]
     fp8_kv: bool = False  # keys and values are kept in FP8
+    end_tokens: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, config: EngineConfig, models: Models) -> Self:
@@ -91,6 +92,7 @@ class Judge:
             fp8=models.target.config.fp8 is not None,
             token_text=lambda token: models.tokenizer.decode_with_special([token]),
             fp8_kv=config.kv_dtype == "fp8",
+            end_tokens=models.target.config.eos_token_ids,
         )
 
     def first_divergence(
@@ -109,7 +111,7 @@ class Judge:
         if at is None:
             return None
         raw = self.logits_after([*prompt, *reference[:at]])
-        logits = decisive_logits(raw, prompt, reference[:at], sampling)
+        logits = decisive_logits(raw, prompt, reference[:at], sampling, self.end_tokens)
         by = sampling.repetition_penalty  # also a factor of rounding
         left, right = (ids[at] if at < len(ids) else None for ids in (reference, tokens))
         return Divergence(

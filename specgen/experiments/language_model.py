@@ -25,8 +25,8 @@ from specgen.record.files import sample_id
 from specgen.record.progress import Progress, Tally
 from specgen.record.record_rows import EngineRow
 from specgen.record.results import RunDirectory
-from specgen.text.reasoning import split
-from specgen.text.tokenizer import Message, StopStrings
+from specgen.text.reasoning import answer_of
+from specgen.text.tokenizer import Message
 
 _SAMPLING = (
     "temperature",
@@ -295,10 +295,9 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         """
         request = completion.request
         require(completion.error is None, f"a prompt of {request.category} cannot be run: {completion.error}")
-        stops = request.sampling.stop_strings
-        parts = split(self._text, request.prompt_token_ids, completion.token_ids)
-        end = [*parts.answer, self.eot_token_id].index(self.eot_token_id)
-        text = StopStrings(self._text, stops).text(parts.answer[:end])
+        ids = completion.token_ids
+        end = [*ids, self.eot_token_id].index(self.eot_token_id)
+        parts, text = answer_of(self._text, request.prompt_token_ids, ids[:end], request.sampling)
         reasoning = {} if parts.reasoning is None else {"reasoning": parts.reasoning}
         return request.id, {
             **self._names[request.id],

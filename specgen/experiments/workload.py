@@ -266,7 +266,7 @@ def recorded_turns(
                 Request(
                     id=name,
                     prompt_token_ids=tuple(token_ids),
-                    sampling=replace(sampling, max_tokens=min(length, longest), ignore_eos=True, stop=()),
+                    sampling=_of_length(sampling, min(length, longest)),
                     category=prompt.category,
                     turn=turn,
                 )
@@ -275,6 +275,11 @@ def recorded_turns(
         except UserError as error:
             failures.append(failure(prompt.id, str(error)))
     return requests, failures
+
+
+def _of_length(sampling: SamplingParams, num_tokens: int) -> SamplingParams:
+    """``sampling`` of a text that only its length ends."""
+    return replace(sampling, max_tokens=num_tokens, ignore_eos=True, stop=(), stop_token_ids=(), min_tokens=0)
 
 
 def _turns(prompt: Prompt, tokenizer: Tokenizer) -> Iterator[tuple[str, list[int], int]]:

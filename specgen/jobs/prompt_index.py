@@ -44,7 +44,10 @@ _KINDS: Mapping[str, Callable[[Any], Hashable]] = {
     "frequency_penalty": bool,
     "logit_bias": len,
     "suppress_tokens": len,
+    "stop_token_ids": len,
+    "min_tokens": bool,
     "logprobs": int,
+    "prompt_logprobs": int,
     "n": lambda n: n > 1,
 }
 

@@ -229,7 +229,7 @@ def _body(samples: Sequence[Mapping[str, Any]], name: str, served: Served) -> di
     is_chat = row.get("endpoint", _CHAT) == _CHAT
     choice = _chat_choice if is_chat else _text_choice
     num_prompt, num_output = row["num_prompt_tokens"], sum(len(each["token_ids"]) for each in samples)
-    body = {
+    body: dict[str, Any] = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}",
         "object": "chat.completion" if is_chat else "text_completion",
         "created": served.created,
@@ -242,6 +242,8 @@ def _body(samples: Sequence[Mapping[str, Any]], name: str, served: Served) -> di
             **_details(samples),
         },
     }
+    if is_chat and "prompt_logprobs" in row:
+        body["prompt_logprobs"] = _prompt_logprobs(row, served.token_text)
     if row["metrics"]["num_spec_tokens"]:
         body["metrics"] = {"speculative_decoding": RequestMetrics.of_samples(samples)}
     return body
@@ -268,6 +270,22 @@ def _chat_choice(row: Mapping[str, Any], token_text: Callable[[int], str]) -> di
     return {"message": message, "logprobs": logprobs, "finish_reason": row["finish_reason"]}
 
 
+def _prompt_logprobs(row: Mapping[str, Any], token_text: Callable[[int], str]) -> list[dict[str, Any] | None]:
+    """As vLLM's: by token id, of the prompt's token and of the most likely ones, whose ranks are known; None first."""
+
+    def ranked(token: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        found = {"logprob": max(logprob, _MIN_LOGPROB), "rank": rank, "decoded_token": token_text(token)}
+        return {str(token): found}
+
+    found: list[dict[str, Any] | None] = []
+    for token, each in zip(row["prompt_token_ids"], row["prompt_logprobs"], strict=True):
+        likely = {} if each is None else ranked(token, each["chosen"], None)
+        for rank, (other, logprob) in enumerate(each["top"] if each else (), start=1):
+            likely |= ranked(other, logprob, rank)
+        found.append(likely or None)
+    return found
+
+
 def _token(text: str, logprob: float) -> dict[str, Any]:
     # The bytes of an incomplete character cannot be recovered from its text.
     spelled = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
@@ -287,15 +305,16 @@ def _text_choice(row: Mapping[str, Any], token_text: Callable[[int], str]) -> di
         logprobs = {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
     reasoning = {"reasoning_content": row["reasoning"]} if "reasoning" in row else {}
     end = {"logprobs": logprobs, "finish_reason": row["finish_reason"]}
+    if "prompt_logprobs" in row:
+        end["prompt_logprobs"] = _prompt_logprobs(row, token_text)
     return {"text": row["text"], **reasoning, **end}
 
 
 def export_parquet(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
     """Write the rows of ``completions.jsonl`` as ``path``, which ``datasets.load_dataset("parquet")`` reads.
 
-    The columns are fixed; ``category``, ``endpoint``, ``logprobs`` and the two of reasoning are null
-    where a row has none. Memory is that of
-    one row group, and the file is replaced atomically.
+    The columns are fixed; ``category``, ``endpoint``, ``logprobs``, the two of reasoning and the two of a prompt's
+    tokens are null where a row has none. Memory is that of one row group, and the file is replaced atomically.
     """
     from pyarrow import Table, parquet
 
@@ -307,17 +326,15 @@ def export_parquet(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
 
 def _table_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """``row`` with all metrics, and log-probabilities as objects: a list of a column cannot mix ids and floats."""
-    row = {"sample": 0, **row, "metrics": RequestMetrics.of_row(row)}
-    if "logprobs" not in row:
-        return row
-    logprobs = [
-        {
-            "chosen": each["chosen"],
-            "top": [{"token_id": token, "logprob": value} for token, value in each["top"]],
-        }
-        for each in row["logprobs"]
-    ]
-    return {**row, "logprobs": logprobs}
+    found = {"sample": 0, **row, "metrics": RequestMetrics.of_row(row)}
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in row:
+            found[name] = [
+                each
+                and each | {"top": [{"token_id": token, "logprob": value} for token, value in each["top"]]}
+                for each in row[name]
+            ]
+    return found
 
 
 def _schema() -> "pyarrow.Schema":
@@ -326,6 +343,7 @@ def _schema() -> "pyarrow.Schema":
     text, whole_number, number = pa.string(), pa.int64(), pa.float64()
     likely = pa.struct({"token_id": whole_number, "logprob": number})
     types = {float | None: number, int: whole_number, tuple[int, ...]: pa.list_(whole_number)}
+    logprobs = pa.list_(pa.struct({"chosen": number, "top": pa.list_(likely)}))
     metrics = {name: types[found] for name, found in get_type_hints(RequestMetrics).items()}
     columns = {
         "id": text,
@@ -341,7 +359,9 @@ def _schema() -> "pyarrow.Schema":
         "num_prompt_tokens": whole_number,
         "category": text,
         "endpoint": text,
-        "logprobs": pa.list_(pa.struct({"chosen": number, "top": pa.list_(likely)})),
+        "logprobs": logprobs,
+        "prompt_token_ids": pa.list_(whole_number),
+        "prompt_logprobs": logprobs,
         "metrics": pa.struct(metrics),
     }
     return pa.schema(list(columns.items()))

@@ -10,12 +10,11 @@ from math import inf
 from operator import itemgetter
 from typing import Any
 
-from specgen.config import SamplingParams, UserError, require, shown
+from specgen.config import SamplingParams, UserError, check_own, require, shown
 from specgen.text.tokenizer import Message
 
 SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
 _NAMES = frozenset(SAMPLING_FIELDS)
-_SAMPLED = {"temperature": 1.0}  # as the run may, where a row only says how many samples
 _name_of = itemgetter(0)
 LONGEST_ID = 512  # characters
 _LIMIT = 2**63  # of the magnitude of an integer
@@ -143,8 +142,8 @@ def read_sampling(row: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of ``SamplingParams`` that ``row`` sets; the others are the run's.
 
     Null is the same as no field. ``stop`` is a string or a list of strings, ``logit_bias`` an object from token id to
-    bias, ``suppress_tokens`` a list of token ids, ``top_k`` -1 the same as 0, as in vLLM. ``UserError`` for an invalid
-    value.
+    bias, ``suppress_tokens`` and ``stop_token_ids`` are lists of token ids, ``top_k`` -1 is the same as 0, as in vLLM.
+    ``UserError`` for an invalid value.
     """
     if _NAMES.isdisjoint(row):
         return {}
@@ -161,7 +160,7 @@ def read_sampling(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _checked(given: tuple[tuple[str, object, type], ...]) -> dict[str, Any]:
     sampling = {name: _READERS[name](value, name) for name, value, _ in given}
-    SamplingParams(**_SAMPLED | sampling)  # checks itself
+    check_own(sampling)
     return sampling
 
 
@@ -200,8 +199,8 @@ def _token_id(key: object, what: str) -> int:
     return int(str(key))
 
 
-def _suppress_tokens(value: object, what: str) -> tuple[int, ...]:
-    return () if value == [] else token_ids(value, what)  # none of those that the run suppresses
+def _token_ids(value: object, what: str) -> tuple[int, ...]:
+    return () if value == [] else token_ids(value, what)  # none of those of the run
 
 
 _READERS: dict[str, Callable[[object, str], Any]] = {
@@ -218,6 +217,9 @@ _READERS: dict[str, Callable[[object, str], Any]] = {
     "stop": _stop,
     "ignore_eos": flag,
     "logit_bias": _logit_bias,
-    "suppress_tokens": _suppress_tokens,
+    "suppress_tokens": _token_ids,
+    "stop_token_ids": _token_ids,
+    "min_tokens": whole,
     "logprobs": whole,
+    "prompt_logprobs": whole,
 }

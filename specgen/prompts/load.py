@@ -41,7 +41,7 @@ _KNOWN = frozenset((*_MEANT, "id", "custom_id", "category"))
 _UNSUPPORTED = frozenset(
     (
         *("system", "system_prompt", "tools", "functions", "response_format", "best_of"),
-        *("min_tokens", "stop_token_ids", "bad_words", "allowed_token_ids"),
+        *("bad_words", "allowed_token_ids"),
     )
 )
 _LIKENESS = 0.82  # finds temprature and max_new_tokens, not the fields of data sets such as prompt_id

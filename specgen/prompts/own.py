@@ -80,9 +80,9 @@ def parse_batch(row_id: str, row: Mapping[str, Any]) -> Prompt:
     The body has the parameters of that endpoint (OpenAI's API reference, "The request input object"): ``messages``
     or ``prompt`` (a string or a list of token ids), ``max_completion_tokens`` or ``max_tokens``, ``temperature``,
     ``top_p``, ``presence_penalty``, ``frequency_penalty``, ``n``, ``seed``, ``stop``, ``logit_bias``, ``logprobs`` and
-    ``top_logprobs``, and of vLLM's ``top_k``, ``min_p``, ``repetition_penalty`` and ``ignore_eos``. What a body
-    does not set is the run's, ``temperature`` and ``max_tokens`` too. Unsupported fields that would change the answer
-    (``best_of`` 2, tools, ...) are a ``UserError``; those that would not (``user``, ``metadata``, ...) are ignored.
+    ``top_logprobs``, and of vLLM's those that an own row may have. What a body does not set is the run's,
+    ``temperature`` and ``max_tokens`` too. Unsupported fields that would change the answer (``best_of`` 2, tools, ...)
+    are a ``UserError``; those that would not (``user``, ``metadata``, ...) are ignored.
     """
     if row.get("custom_id") is None:
         raise UserError("no custom_id: give each request its own")

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import msgspec
 
-from specgen.config import SamplingParams, UserError, require, shown
+from specgen.config import SamplingParams, UserError, check_own, require, shown
 from specgen.config.field_types import check_types
 from specgen.config.json_fields import check_keys
 from specgen.record.files import sample_id
@@ -25,9 +25,9 @@ def _check_sampling(fields: tuple[tuple[str, object, Any], ...]) -> None:
 
     A million rows often ask for the same.
     """
-    given = {"temperature": 1.0} | {name: value for name, _, value in fields}  # which may be the run's
+    given = {name: value for name, _, value in fields}
     check_keys(given, needed=set(), known=_SAMPLING)
-    SamplingParams(**given)  # checks itself
+    check_own(given)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -182,8 +182,8 @@ def _besides(manifest: Mapping[str, Any]) -> str | None:
     if "dataset" not in manifest["data"] or "max_tokens" not in manifest["sampling"]:
         return None
     asked = msgspec.convert(manifest["sampling"], SamplingParams).besides()
-    # those that decide texts
-    own = [name for name in manifest["data"].get("own_parameters", ()) if name not in ("logprobs", "seed")]
+    besides = ("logprobs", "prompt_logprobs", "seed")  # others decide texts
+    own = [name for name in manifest["data"].get("own_parameters", ()) if name not in besides]
     return asked + (f", where rows do not set their own {', '.join(own)}" if own else "")
 
 

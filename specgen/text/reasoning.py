@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal, Protocol
 
+from specgen.config import SamplingParams
 from specgen.text.tokenizer import StopStrings, Tokenizer, pieces
 
 Part = Literal["reasoning", "answer"]
@@ -185,15 +186,23 @@ class PartFinder:
         return found
 
 
-def stop_finder(tokenizer: Tokenizer, stops: Sequence[str], prompt: Sequence[int]) -> StopStrings | None:
-    """A detector of ``stops`` in the answer to ``prompt`` alone, as reasoning may contain them; None without any."""
+def stop_finder(
+    tokenizer: Tokenizer, stops: Sequence[str], prompt: Sequence[int], min_tokens: int = 0
+) -> StopStrings | None:
+    """A detector of ``stops`` in the answer to ``prompt`` alone, as reasoning may contain them; None without any.
+
+    The first ``min_tokens`` tokens, reasoning too, complete none.
+    """
     if not stops:
         return None
     reader = new_reader(tokenizer, prompt)
     if reader is None:
-        return StopStrings(tokenizer, stops)
+        return StopStrings(tokenizer, stops, min_tokens=min_tokens)
     return StopStrings(
-        tokenizer, stops, lambda token_id: _is_of_answer(tokenizer, token_id, reader.read(token_id))
+        tokenizer,
+        stops,
+        lambda token_id: _is_of_answer(tokenizer, token_id, reader.read(token_id)),
+        min_tokens,
     )
 
 
@@ -233,6 +242,21 @@ def split(tokenizer: Tokenizer, prompt: Sequence[int], token_ids: Sequence[int])
             if _is_of_answer(tokenizer, token_id, each)
         ),
     )
+
+
+def answer_of(
+    tokenizer: Tokenizer, prompt: Sequence[int], token_ids: Sequence[int], sampling: SamplingParams
+) -> tuple[Parts, str]:
+    """The parts of the text ``token_ids`` after ``prompt``, and the text of its answer before what ended it."""
+    every = split(tokenizer, prompt, token_ids)
+    parts, stops = every, sampling.stop_strings
+    if token_ids and token_ids[-1] in sampling.stop_token_ids:
+        parts = replace(
+            split(tokenizer, prompt, token_ids[:-1]), num_reasoning_tokens=every.num_reasoning_tokens
+        )
+    first = token_ids[: sampling.min_tokens] if stops else ()
+    num_first = len(split(tokenizer, prompt, first).answer)
+    return parts, StopStrings(tokenizer, stops).text(parts.answer, num_first)
 
 
 def _blocks(read: Sequence[tuple[Part, bool]]) -> list[list[int]]:

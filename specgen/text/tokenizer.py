@@ -356,17 +356,24 @@ class _Search:
         # without tokens of single bytes there are no runs to spoil
         self._take = ByteRuns(tokenizer, self._tail).append if tokenizer.byte_values else self._tail.append
         self._ends = {_UNFINISHED, *(stop[-1] for stop in stops)}
+        self._num_counting = 0  # tokens so far
 
-    def ends_at(self, token_id: int) -> bool:
-        """Whether the next token completes a stop."""
+    def ends_at(self, token_id: int, counts: bool) -> bool:
+        """Whether the next token, if it ``counts``, completes a stop."""
         if not self.stops:
             return False
         self._take(token_id)
-        return self._may_complete(token_id) and self._is_complete()
+        self._num_counting += counts
+        return counts and self._may_complete(token_id) and self._is_complete()
 
-    def first(self, text: str) -> int | None:
-        """Where in ``text`` the first stop begins."""
-        return min((at for stop in self.stops if (at := text.find(stop)) >= 0), default=None)
+    def first(self, text: str, done: int = 0) -> int | None:
+        """Where in ``text`` the first stop begins that ends behind its ``done`` first characters."""
+        begins = ((stop, max(done + 1 - len(stop), 0)) for stop in self.stops)
+        return min((at for stop, begin in begins if (at := text.find(stop, begin)) >= 0), default=None)
+
+    def done(self, token_ids: Sequence[int]) -> int:
+        """The characters of ``token_ids`` that no later token changes."""
+        return len(self._decode(token_ids).rstrip(_UNFINISHED)) if token_ids else 0
 
     def _may_complete(self, token_id: int) -> bool:
         piece = self._tokenizer.piece(token_id)
@@ -374,11 +381,12 @@ class _Search:
 
     def _is_complete(self) -> bool:
         window = list(self._tail)
+        num_first = max(len(window) - self._num_counting, 0)  # before those that count
         # Where a window starts inside a character, a byte-fallback decoder hides the whole run of bytes: start later
         # until it decodes.
         for start in range(1 if self._whole else _LONGEST_CHARACTER):
             text = self._decode(window[start:])
-            if self.first(text) is not None:
+            if self.first(text, self.done(window[start:num_first])) is not None:
                 return True
             if not text.startswith(_UNFINISHED):
                 return False
@@ -388,17 +396,23 @@ class _Search:
 class StopStrings:
     """Finds the first stop string in the text of one sequence, token by token as it is generated.
 
-    Only tokens that ``searched`` holds for are looked at: ``reasoning`` skips what is not the answer.
+    Only tokens that ``searched`` holds for are looked at: ``reasoning`` skips what is not the answer. A stop that the
+    first ``min_tokens`` tokens complete ends nothing.
 
     The search is in the text of ``Tokenizer.decode``, which has no special tokens. A stop that contains the name of one
     is also looked for in the text with special tokens written out.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str], searched: Callable[[int], bool] = _all_tokens
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        searched: Callable[[int], bool] = _all_tokens,
+        min_tokens: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         self._searched = searched
+        self._num_left = min_tokens  # that complete no stop
         self._shown = _Search(tokenizer, stops, tokenizer.decode)
         named = [stop for stop in stops if tokenizer.names_special(stop)]
         self._written = _Search(tokenizer, named, tokenizer.decode_with_special)
@@ -408,26 +422,30 @@ class StopStrings:
         if not self._shown.stops:
             return None
         for count, token_id in enumerate(new_token_ids, start=1):
+            counts, self._num_left = self._num_left <= 0, self._num_left - 1
             if self._searched(token_id):
                 has_text = self._tokenizer.has_text(token_id)
                 is_written = has_text or self._tokenizer.is_special(token_id)
                 # both take the token, whatever the other finds
-                in_shown = has_text and self._shown.ends_at(token_id)
-                in_written = is_written and self._written.ends_at(token_id)
+                in_shown = has_text and self._shown.ends_at(token_id, counts)
+                in_written = is_written and self._written.ends_at(token_id, counts)
                 if in_shown or in_written:
                     return count
         return None
 
-    def text(self, token_ids: Sequence[int]) -> str:
-        """The text of ``token_ids``, all that are searched, cut before the first stop string."""
-        text = self._before_written(token_ids)
-        return text[: self._shown.first(text)]
+    def text(self, token_ids: Sequence[int], num_first: int = 0) -> str:
+        """The text of ``token_ids``, all that are searched, cut before the first stop string.
 
-    def _before_written(self, token_ids: Sequence[int]) -> str:
+        The first ``num_first`` of them complete no stop.
+        """
+        text = self._before_written(token_ids, num_first)
+        return text[: self._shown.first(text, self._shown.done(token_ids[:num_first]))]
+
+    def _before_written(self, token_ids: Sequence[int], num_first: int) -> str:
         """The text without special tokens before the first stop that names one."""
         decode, written = self._tokenizer.decode, self._tokenizer.decode_with_special
         whole = written(token_ids) if self._written.stops else ""
-        at = self._written.first(whole)
+        at = self._written.first(whole, self._written.done(token_ids[:num_first]) if whole else 0)
         if at is None:
             return decode(token_ids)
         count = len(token_ids)  # from the end, where a text was ended by its stop

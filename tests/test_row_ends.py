@@ -1,0 +1,588 @@
+"""Where a row says that its text ends, at the earliest and by which tokens, and what its prompt's tokens were worth."""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specgen.config import MAX_LOGPROBS, EngineConfig, SamplingParams, UserError
+from specgen.config.bundled import data_directory
+from specgen.core.sequence import Completion, Request
+from specgen.decoding.sampling import SamplingBatch, SamplingForm, biased, decisive_logits
+from specgen.engine.build import most_demanding
+from specgen.engine.engine import Engine
+from specgen.prompts import Prompt
+from specgen.text.tokenizer import StopStrings, Tokenizer, load_tokenizer
+from tests.commands import printed, rows, specgen, write_rows
+from tests.engines import (
+    Pair,
+    bundled_requests,
+    engine_of,
+    generate,
+    load_pair,
+    nan_at,
+    page_bytes,
+    random_requests,
+)
+from tests.marks import mostly_slow
+from tests.reference_heads import ReferenceHead
+from tests.test_generation_config import models, saying
+from tests.test_penalties import OTHERS
+
+pytestmark = pytest.mark.xdist_group("row ends")  # texts of transformers for all
+CPU = torch.device("cpu")
+DEMO = data_directory() / "demo"
+Texts = dict[str, tuple[int, ...]]
+
+
+def with_ends(requests: list[Request], free: Texts) -> list[Request]:
+    """Tokens of each own text end it, of which several come before its ``min_tokens``; some rows ask for less."""
+    asked = []
+    for i, request in enumerate(requests):
+        text = free[request.id]
+        ends = tuple(sorted({text[1 % len(text)], text[5 % len(text)], text[len(text) * 2 // 3]}))
+        sampling = SamplingParams(
+            max_tokens=len(text),
+            stop_token_ids=() if i % 5 == 4 else ends,
+            min_tokens=min((0, 3, 9, 12, 7)[i % 5], len(text)),
+        )
+        asked.append(replace(request, sampling=sampling))
+    return asked
+
+
+def with_min_tokens(eos: tuple[int, ...], request: Request, tokens: Tensor, logits: Tensor) -> Tensor:
+    """A row's logits by ``min_new_tokens`` of ``transformers``, whose EOS ids are those of the request too."""
+    from transformers import MinNewTokensLengthLogitsProcessor
+
+    sampling, num_prompt = request.sampling, len(request.prompt_token_ids)
+    if not sampling.min_tokens:
+        return logits
+    ends = [*eos, *sampling.stop_token_ids]
+    return MinNewTokensLengthLogitsProcessor(num_prompt, sampling.min_tokens, ends)(tokens, logits)
+
+
+def texts_of(reference: ReferenceHead, asked: list[Request], eos: tuple[int, ...]) -> Texts:
+    """By ``transformers``, up to the first token that ends each."""
+    texts = reference.target.texts(asked, partial(with_min_tokens, eos))
+    found = {}
+    for request in asked:
+        text, own = texts[request.id], request.sampling.stop_token_ids
+        found[request.id] = text[: next((at + 1 for at, token in enumerate(text) if token in own), None)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def random_asked(random_pair: Pair) -> list[Request]:
+    requests = random_requests(10, 128, SamplingParams(max_tokens=24), lengths=(1, 20))
+    return with_ends(requests, generate(random_pair, requests, num_spec_tokens=0).texts)
+
+
+@pytest.fixture(scope="module")
+def random_texts(random_pair: Pair, random_reference: ReferenceHead, random_asked: list[Request]) -> Texts:
+    return texts_of(random_reference, random_asked, random_pair.models.target.config.eos_token_ids)
+
+
+@pytest.fixture(scope="module")
+def demo_asked(demo_pair: Pair) -> list[Request]:
+    requests = list(bundled_requests(10, SamplingParams(max_tokens=30)))
+    return with_ends(requests, generate(demo_pair, requests, num_spec_tokens=0).texts)
+
+
+@pytest.fixture(scope="module")
+def demo_texts(demo_pair: Pair, demo_reference: ReferenceHead, demo_asked: list[Request]) -> Texts:
+    return texts_of(demo_reference, demo_asked, demo_pair.models.target.config.eos_token_ids)
+
+
+def test_what_is_asked_for_here_ends_texts_and_keeps_them_from_ending(
+    demo_asked: list[Request], demo_texts: Texts
+) -> None:
+    lengths = [(r.sampling.min_tokens, len(demo_texts[r.id]), r.sampling.max_tokens) for r in demo_asked]
+    assert any(length < most for _, length, most in lengths)
+    assert any(0 < least <= length < most for least, length, most in lengths)
+    assert all(least <= length for least, length, _ in lengths)
+
+
+# --- exact with speculation ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("k", "batch", "ahead"),
+    mostly_slow(
+        [*product((1, 4), ("padded", "non-padded"), (False, True)), (0, "padded", True)],
+        (4, "padded", True),
+        (4, "non-padded", False),
+    ),
+)
+def test_greedy_text_with_mixed_acceptance_equals_transformers(
+    demo_pair: Pair,
+    device_like: Callable[..., None],
+    demo_asked: list[Request],
+    demo_texts: Texts,
+    k: int,
+    batch: str,
+    ahead: bool,
+) -> None:
+    device_like(ahead)
+    outputs = generate(demo_pair, demo_asked, num_spec_tokens=k, drafter_batch=batch, max_batch_size=4)
+    assert outputs.texts == demo_texts
+    assert set(outputs.accepted) >= set(range(min(k, 3) + 1))
+    for request in demo_asked:
+        found = outputs.completions[request.id]
+        ends = {*demo_pair.models.target.config.eos_token_ids, *request.sampling.stop_token_ids}
+        assert found.finish_reason == ("stop" if found.token_ids[-1] in ends else "length")
+
+
+@pytest.mark.parametrize(
+    ("drafter", "batch"),
+    mostly_slow(
+        product(("eagle3", "ngram:2", *OTHERS), ("padded", "non-padded")),
+        ("ngram:2", "padded"),
+        ("eagle-1", "non-padded"),
+    ),
+)
+def test_greedy_text_with_every_kind_of_drafter(
+    random_pair: Pair,
+    tmp_path: Path,
+    random_asked: list[Request],
+    random_texts: Texts,
+    drafter: str,
+    batch: str,
+) -> None:
+    pair, settings = random_pair, {"drafter": drafter} if drafter.startswith("ngram") else {}
+    if drafter in OTHERS:
+        (tmp_path / "target").symlink_to(random_pair.path / "target")
+        OTHERS[drafter](tmp_path / "drafter", random_pair.models.target.config)
+        pair = load_pair(tmp_path)
+    outputs = generate(pair, random_asked, drafter_batch=batch, max_batch_size=6, **settings)
+    assert outputs.texts == random_texts
+
+
+@pytest.mark.parametrize("draft_sampling", mostly_slow(["greedy", "probabilistic"], "probabilistic"))
+def test_sampled_text_has_no_end_before_it_may_have(random_pair: Pair, draft_sampling: str) -> None:
+    every = tuple(range(3, 60))
+    sampling = SamplingParams(
+        max_tokens=14, min_tokens=8, temperature=1.2, stop_token_ids=every, logit_bias=((5, 3.0),)
+    )
+    outputs = generate(random_pair, random_requests(8, 128, sampling), draft_sampling=draft_sampling)
+    assert all(each.finish_reason == "stop" for each in outputs.completions.values())
+    for text in outputs.texts.values():
+        assert len(text) > 8
+        ends = {*every, *random_pair.models.target.config.eos_token_ids}
+        assert text[-1] in ends
+        assert not set(text[:8]) & ends
+
+
+@pytest.mark.slow
+def test_preemption_chunks_and_a_cached_prefix_change_no_text(
+    demo_pair: Pair, demo_asked: list[Request], demo_texts: Texts
+) -> None:
+    tight = generate(demo_pair, demo_asked, num_spec_tokens=4, kv_memory=30 * page_bytes(demo_pair))
+    assert tight.num_preempted > 0
+    chunks = generate(demo_pair, demo_asked, num_spec_tokens=4, max_prefill_tokens=7)
+    assert tight.texts == chunks.texts == demo_texts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_heavy_preemption_with_everything_that_a_row_may_ask_for(
+    random_pair: Pair, device_like: Callable[..., None], seed: int
+) -> None:
+    rng = random.Random(seed)
+    device_like(rng.random() < 0.7)
+    asked = [
+        replace(
+            each,
+            sampling=SamplingParams(
+                max_tokens=(most := rng.randint(2, 30)),
+                min_tokens=rng.choice([0, rng.randint(0, most)]),
+                stop_token_ids=tuple(rng.sample(range(128), rng.choice([0, 3, 20]))),
+                ignore_eos=rng.random() < 0.5,
+                temperature=rng.choice([0.0, 1.0]),
+                logit_bias=tuple((token, 2.0) for token in rng.sample(range(128), rng.choice([0, 4]))),
+                repetition_penalty=rng.choice([1.0, 1.3]),
+                prompt_logprobs=rng.choice([None, 0, 3]),
+            ),
+        )
+        for each in random_requests(12, 128, SamplingParams(), lengths=(1, 16), seed=seed)
+    ]
+    settings = {
+        "num_spec_tokens": rng.choice([0, 1, 4]),
+        "drafter_batch": rng.choice(["padded", "non-padded"]),
+    }
+    free = generate(random_pair, asked, max_batch_size=12, **settings)
+    tight = generate(
+        random_pair, asked, max_batch_size=12, kv_memory=19 * page_bytes(random_pair), **settings
+    )
+    assert tight.texts == free.texts
+    assert tight.num_preempted > 0
+    for name, found in tight.completions.items():
+        mine, theirs = found.prompt_logprobs, free.completions[name].prompt_logprobs
+        assert (mine is None) == (theirs is None) == (found.request.sampling.prompt_logprobs is None)
+        for one, other in zip(mine or (), theirs or (), strict=True):
+            assert (one and one.chosen) == pytest.approx(other and other.chosen, abs=1e-4)
+
+
+def test_with_ignore_eos_its_own_tokens_alone_end_a_text(demo_pair: Pair) -> None:
+    """And before ``min_tokens`` the model's are not chosen either, as in vLLM."""
+    (request,) = bundled_requests(1, SamplingParams(max_tokens=120))
+    (eos,) = demo_pair.models.target.config.eos_token_ids
+    text = generate(demo_pair, [request]).texts[request.id]
+    assert text[-1] == eos
+
+    def asking(**sampling: Any) -> tuple[int, ...]:
+        asked = SamplingParams(max_tokens=len(text) + 3, ignore_eos=True, **sampling)
+        return generate(demo_pair, [replace(request, sampling=asked)]).texts[request.id]
+
+    assert asking()[: len(text)] == text
+    assert len(asking()) == len(text) + 3
+    assert asking(stop_token_ids=(eos,)) == text
+    held_back = asking(min_tokens=len(text) + 3)
+    assert held_back[: len(text) - 1] == text[:-1]
+    assert eos not in held_back
+
+
+# --- what is paid ----------------------------------------------------------------------------------
+
+
+def test_unused_they_cost_nothing() -> None:
+    plain = SamplingForm("greedy", 0, None)
+    params = [SamplingParams(stop_token_ids=(3, 4), prompt_logprobs=2), SamplingParams(stop_token_ids=(5,))]
+    assert SamplingForm.of(params, (2,)) == plain
+    assert SamplingForm.of([*params, SamplingParams(min_tokens=1)], (2,)).num_biases == 16
+    assert most_demanding([SamplingParams(min_tokens=5)]).logit_bias
+    assert most_demanding([*params, SamplingParams()]) == replace(SamplingParams(), prompt_logprobs=2)
+
+
+def test_each_row_of_a_verify_pass_has_its_own_position() -> None:
+    params = [
+        SamplingParams(min_tokens=3, stop_token_ids=(4,), logit_bias=((1, 2.0),)),
+        SamplingParams(suppress_tokens=(0,)),
+    ]
+    batch = SamplingBatch.of(params, [0, 0], CPU, end_tokens=(2,), num_prompt=[10, 5])
+    logits = torch.zeros(2, 4, 6)
+    found = biased(logits, torch.tensor([10, 5]), batch)  # each has one token of output
+    inf = float("inf")
+    held = [0, 2, -inf, 0, -inf, 0]
+    assert found[0].tolist() == [held, held, [0, 2, 0, 0, 0, 0], [0, 2, 0, 0, 0, 0]]
+    assert found[1].tolist() == [[-inf, 0, 0, 0, 0, 0]] * 4
+    for output, row in ((3, 3), held), ((3, 3, 3), [0, 2, 0, 0, 0, 0]):  # what decides a divergence
+        assert decisive_logits(logits[0, 0], (3, 5), output, params[0], (2,)).tolist() == row
+
+
+# --- stop strings ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(str(data_directory() / "demo" / "target"))
+
+
+@pytest.mark.parametrize("stop", ["s", " bag", "ags", "bags b", "buys"])
+def test_a_stop_string_that_is_complete_by_then_ends_nothing(tokenizer: Tokenizer, stop: str) -> None:
+    """Compared with vLLM's rule: the string has to end behind the text of the first ``min_tokens`` tokens."""
+    ids = tokenizer.encode_text("Tom has 3 bags and buys 4 bags but gives 2 bags back")
+    whole = tokenizer.decode(ids)
+    found = set()
+    for least in range(len(ids) + 1):
+        done = len(tokenizer.decode(ids[:least]))
+        at = whole.find(stop, max(done + 1 - len(stop), 0))
+        kept = next(
+            (n for n in range(len(ids) + 1) if len(tokenizer.decode(ids[:n])) >= at + len(stop)), None
+        )
+        expected = kept if at >= 0 else None
+        for size in (1, 3, len(ids)):
+            finder, count = StopStrings(tokenizer, [stop], min_tokens=least), None
+            for begin in range(0, len(ids), size):
+                if (part := finder.feed(ids[begin : begin + size])) is not None:
+                    count = begin + part
+                    break
+            assert count == expected, (least, size)
+        text = StopStrings(tokenizer, [stop]).text(ids[:expected], least)
+        assert text == (whole[:at] if at >= 0 else whole)
+        found.add(expected)
+    assert len(found) >= 3 or stop in ("bags b", "buys")
+
+
+def test_a_text_and_what_ended_it(tokenizer: Tokenizer) -> None:
+    """The token that ended a text is in ``token_ids`` and not in ``text``; a stop string may come again."""
+    engine = Engine(
+        EngineConfig(model=str(DEMO / "target"), drafter=None, num_spec_tokens=0, device="cpu", page_size=4)
+    )
+    prompt = Prompt(id="a", text="Tom has 3 bags and")
+
+    def output(**sampling: Any) -> Any:
+        (found,) = engine.generate(prompt, SamplingParams(max_tokens=24, **sampling))
+        return found
+
+    free = output()
+    fourth = free.token_ids[3]
+    assert fourth not in free.token_ids[:3]
+    ended = output(stop_token_ids=(fourth,))
+    assert ended.token_ids == free.token_ids[:4]
+    assert ended.text == tokenizer.decode(free.token_ids[:3])
+    assert ended.finish_reason == "stop"
+    piece = tokenizer.decode(free.token_ids[:3]).strip()[-1]
+    assert output(stop=piece).text == free.text[: free.text.index(piece)]
+    later = output(stop=piece, min_tokens=8)
+    assert len(later.token_ids) > 8
+    assert later.text.startswith(tokenizer.decode(free.token_ids[:8]))
+
+
+# --- log-probabilities of a prompt -----------------------------------------------------------------
+
+
+def check(reference: ReferenceHead, completion: Completion) -> None:
+    """``prompt_logprobs`` by one pass of ``transformers``."""
+    request, found = completion.request, completion.prompt_logprobs
+    if (asked := request.sampling.prompt_logprobs) is None:
+        assert found is None
+        return
+    assert found is not None
+    assert found[0] is None
+    prompt = request.prompt_token_ids
+    with torch.inference_mode():
+        logits = reference.target.model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    assert len(found) == len(prompt)
+    for token, each, row in zip(prompt[1:], found[1:], logits, strict=False):
+        assert each is not None
+        assert each.chosen == pytest.approx(float(row[token]), abs=1e-4)
+        assert [value for _, value in each.top] == pytest.approx(row.topk(asked).values.tolist(), abs=1e-4)
+        assert [float(row[top]) for top, _ in each.top] == pytest.approx(
+            [value for _, value in each.top], abs=1e-4
+        )
+
+
+@pytest.mark.parametrize(
+    ("k", "batch", "ahead", "rows_of_a_pass"),
+    mostly_slow(
+        [
+            (0, "padded", False, 2048),
+            (4, "padded", True, 2048),
+            (4, "non-padded", False, 7),
+            (4, "padded", True, 7),
+        ],
+        (4, "padded", True, 7),
+        (4, "non-padded", False, 7),
+    ),
+)
+def test_prompt_logprobs_equal_transformers(
+    demo_pair: Pair,
+    demo_reference: ReferenceHead,
+    device_like: Callable[..., None],
+    k: int,
+    batch: str,
+    ahead: bool,
+    rows_of_a_pass: int,
+) -> None:
+    """Also of prompts that the prefix cache has, which then are computed in full."""
+    device_like(ahead)
+    asked = [
+        replace(
+            r,
+            sampling=SamplingParams(max_tokens=1 + 3 * i, prompt_logprobs=(None, 0, 5, MAX_LOGPROBS)[i % 4]),
+        )
+        for i, r in enumerate(bundled_requests(6, SamplingParams()))
+    ]
+    again = [replace(request, id=f"{request.id} again") for request in asked]
+    outputs = generate(
+        demo_pair,
+        [*asked, *again],
+        num_spec_tokens=k,
+        drafter_batch=batch,
+        max_batch_size=3,
+        max_prefill_tokens=rows_of_a_pass,
+    )
+    for completion in outputs.completions.values():
+        check(demo_reference, completion)
+        cached = completion.record.num_cached_tokens
+        assert not cached or completion.request.sampling.prompt_logprobs is None
+    assert outputs.any_cached
+    plain = generate(
+        demo_pair, [replace(r, sampling=replace(r.sampling, prompt_logprobs=None)) for r in asked]
+    )
+    assert {name: outputs.texts[name] for name in plain.texts} == plain.texts
+
+
+def test_a_prompt_of_one_token_has_none(random_pair: Pair) -> None:
+    request = Request(id="a", prompt_token_ids=(5,), sampling=SamplingParams(max_tokens=2, prompt_logprobs=1))
+    assert generate(random_pair, [request]).completions["a"].prompt_logprobs == (None,)
+
+
+def test_a_row_of_a_prompt_that_is_not_a_number_is_an_error(random_pair: Pair) -> None:
+    sampling = SamplingParams(max_tokens=2, prompt_logprobs=0)
+    # a masked row of attention takes in all of its chunk
+    spoilt, whole = (
+        Request(id=name, prompt_token_ids=ids, sampling=sampling)
+        for name, ids in (("spoilt", (5, 7, 9, 11)), ("whole", (5, 6)))
+    )
+    found = generate(nan_at(random_pair, 7), [spoilt, whole], max_prefill_tokens=3).completions
+    assert "not finite (NaN) at prompt token 1, and again when tried alone" in (found["spoilt"].error or "")
+    assert found["whole"].error is None
+
+
+# --- rows, commands, Python ------------------------------------------------------------------------
+
+
+def test_a_run_its_resume_and_its_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    own = {"min_tokens": 9, "prompt_logprobs": 1, "max_tokens": 200}
+    write_rows(
+        tmp_path / "rows.jsonl",
+        [{"id": "a", "prompt": "Tom has 3 bags", **own}, {"id": "b", "prompt": "Tom has"}],
+    )
+    out = tmp_path / "run"
+    ends = tokenizer.encode_text("Tom has 3 bags, and 4, and. So")
+    command = [
+        *("generate", *models(DEMO / "target"), "--dataset", tmp_path / "rows.jsonl", "--output", out),
+        *("--min-tokens", 4, "--stop-token-ids", ",".join(map(str, ends)), "--format", "parquet"),
+    ]
+    printed(*command)
+    found = {row["id"]: row for row in rows(out / "completions.jsonl")}
+    assert not set(found["a"]["token_ids"][:9]) & set(ends)
+    assert not set(found["b"]["token_ids"][:4]) & set(ends)
+    assert found["a"]["prompt_token_ids"] == tokenizer.encode_text("Tom has 3 bags")
+    first, *others = found["a"]["prompt_logprobs"]
+    assert first is None
+    assert all(each["chosen"] <= 0 and len(each["top"]) == 1 for each in others)
+    assert "prompt_logprobs" not in found["b"]
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["sampling"]["min_tokens"] == 4
+    assert f"stop token ids ({len(ends)}), at least 4, at most" in manifest["settings"]["sampling"]
+    printed("generate", "--config", out / "config.yaml", "--output", tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "manifest.json").read_text())["sampling"] == manifest["sampling"]
+    other = specgen(*command, "--min-tokens", 3)
+    assert "--min-tokens 4 -> 3" in str(other.exception)
+    from datasets import load_dataset
+
+    table = load_dataset(
+        "parquet",
+        data_files=str(out / "completions.parquet"),
+        split="train",
+        cache_dir=str(tmp_path / "cache"),
+    )
+    assert table[0]["prompt_logprobs"][1]["chosen"] == others[0]["chosen"]
+    assert table[0]["prompt_logprobs"][0] is None
+
+
+def test_a_batch_row_gets_them_in_the_form_of_its_endpoint(tmp_path: Path) -> None:
+    chat, text = (
+        {"custom_id": name, "method": "POST", "url": f"/v1/{url}", "body": {"max_tokens": 1, **body}}
+        for name, url, body in (
+            (
+                "chat",
+                "chat/completions",
+                {"messages": [{"role": "user", "content": "Hi"}], "prompt_logprobs": 1},
+            ),
+            ("text", "completions", {"prompt": [5, 9], "prompt_logprobs": 2, "min_tokens": 1}),
+        )
+    )
+    write_rows(tmp_path / "rows.jsonl", [chat, text])
+    out = tmp_path / "run"
+    command = ("generate", *models(DEMO / "target"), "--dataset", tmp_path / "rows.jsonl", "--output", out)
+    printed(*command, "--format", "openai")
+    bodies = {row["custom_id"]: row["response"]["body"] for row in rows(out / "batch_output.jsonl")}
+    assert bodies["chat"]["prompt_logprobs"][0] is None
+    first, second = bodies["text"]["choices"][0]["prompt_logprobs"]
+    assert first is None
+    assert second.keys() >= {"9"}
+    assert second["9"].keys() == {"logprob", "rank", "decoded_token"}
+    assert sorted(each["rank"] for each in second.values() if each["rank"]) == [1, 2]
+    assert "prompt_logprobs" not in bodies["chat"]["choices"][0]
+
+
+def test_min_new_tokens_of_a_checkpoint_is_that_of_transformers(tmp_path: Path) -> None:
+    """Tokens that its texts have early are made its end tokens, so that some are held back."""
+    import transformers
+
+    plain = Engine(EngineConfig(model=str(DEMO / "target"), drafter=None, num_spec_tokens=0, device="cpu"))
+    prompts = [f"Tom has {n} bags and" for n in range(4)]
+    free = list(plain.generate(prompts, SamplingParams(max_tokens=20)))
+    ends = sorted({2, *(output.token_ids[at] for output in free for at in (3, 9))})
+    target = saying(tmp_path / "target", {"eos_token_id": ends, "min_new_tokens": 7})
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": prompt} for prompt in prompts])
+    result = specgen(
+        *("generate", *models(target), "--dataset", tmp_path / "rows.jsonl", "--max-new-tokens", 20),
+        *("--output", tmp_path / "run"),
+    )
+    assert "holds: min_new_tokens 7" in result.stderr
+    model = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    tokenizer, lengths = plain.tokenizer, set()
+    for row in rows(tmp_path / "run" / "completions.jsonl"):
+        ids = torch.tensor([tokenizer.encode_text(row["prompt"])])
+        text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+        assert row["token_ids"] == text[0, ids.shape[1] :].tolist()
+        lengths.add(len(row["token_ids"]))
+    assert min(lengths) < 20
+    assert min(lengths) > 7
+    with pytest.raises(
+        UserError, match=r"generation_config.json: min-tokens is 7: .*, or --generation-config none"
+    ):
+        raise specgen("generate", *models(target), "--max-new-tokens", 4).exception or AssertionError
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"min_tokens": 9, "max_tokens": 4}, "min-tokens is 9: use 0 to max_tokens (--max-new-tokens), 4"),
+        ({"min_tokens": 200}, "min-tokens is 200: use 0 to max_tokens (--max-new-tokens), 128"),
+        ({"min_tokens": -1}, "min-tokens is -1"),
+        ({"min_tokens": "3"}, "min_tokens is '3': use a whole number"),
+        ({"stop_token_ids": 5}, "stop_token_ids is not a list"),
+        ({"stop_token_ids": [5000]}, "stop-token-ids names 5000, which is not in the vocabulary of 3072"),
+        (
+            {"stop_token_ids": [*range(1024)], "min_tokens": 1, "logit_bias": {"7": 1}},
+            "what min-tokens holds back are 1025 tokens: use at most 1024",
+        ),
+        ({"prompt_logprobs": 21}, "prompt_logprobs is 21: use 0"),
+        ({"prompt_logprobs": True}, "prompt_logprobs is True: use a whole number"),
+    ],
+    ids=lambda each: str(each)[:40],
+)
+def test_wrong_rows_are_errors_of_their_own(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", [{"id": "a", "prompt": "Tom", **row}, {"id": "b", "prompt": "Tom"}])
+    out = tmp_path / "run"
+    specgen(
+        *("generate", *models(DEMO / "target"), "--dataset", tmp_path / "rows.jsonl", "--output", out),
+        *(() if "200" in reason else ("--max-new-tokens", 128)),
+    )
+    assert [each["id"] for each in rows(out / "completions.jsonl")] == ["b"]
+    (error,) = rows(out / "errors.jsonl")
+    assert reason in error["error"]
+
+
+def test_a_row_may_ask_for_more_than_the_default(tmp_path: Path) -> None:
+    prompt = {"id": "a", "prompt": "Tom", "min_tokens": 130, "stop_token_ids": [*range(500)]}
+    write_rows(tmp_path / "rows.jsonl", [prompt])
+    out = tmp_path / "run"
+    printed(
+        *("generate", *models(DEMO / "target"), "--dataset", tmp_path / "rows.jsonl", "--output", out),
+        *("--max-new-tokens", 131),
+    )
+    (row,) = rows(out / "completions.jsonl")
+    assert len(row["token_ids"]) == 131
+
+
+def test_an_option_that_is_no_list_of_ids() -> None:
+    wrong = specgen("generate", "--stop-token-ids", "a,5")
+    assert "stop-token-ids is 'a,5': write token ids such as 13,198" in str(wrong.exception)
+
+
+def test_an_engine_keeps_less_of_prompts_that_ask(random_pair: Pair) -> None:
+    """What one request computed in full another may use."""
+    engine = engine_of(random_pair)
+    prompt = tuple(range(5, 25))
+    asking, plain = (
+        Request(
+            id=name, prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=2, prompt_logprobs=asked)
+        )
+        for name, asked in (("asking", 0), ("plain", None))
+    )
+    cached = [each.record.num_cached_tokens for r in (asking, plain, asking) for each in engine.generate([r])]
+    assert cached == [0, 16, 0]
