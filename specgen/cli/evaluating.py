@@ -1,7 +1,9 @@
-"""``specgen eval``, lm-eval's tasks over the arms of a study; ``specgen verify``, the losslessness audit."""
+"""``specgen eval``, lm-eval's tasks over the arms of a study; ``verify``, the losslessness audit; ``score``."""
 
 import os
+import shutil
 import sys
+import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,11 +12,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specgen.cli.options import AS_JSON, ON_A_DEVICE, Only, numbers, repeating, with_options
-from specgen.cli.printing import kept_in, print_failures, print_files, print_found, print_parts, stoppable
+from specgen.cli.printing import (
+    kept_in,
+    print_failures,
+    print_files,
+    print_found,
+    print_parts,
+    printing,
+    stoppable,
+)
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import EngineConfig, SamplingParams, option, require
+from specgen.jobs.job import Job
+from specgen.jobs.shards import WHOLE
 from specgen.prompts.load import DataSource
-from specgen.record.interrupt import breakable
+from specgen.record.files import write_text
+from specgen.record.interrupt import breakable, interruptible
+from specgen.report.display import several
 
 if TYPE_CHECKING:
     from specgen.experiments.studies import Study
@@ -132,7 +146,6 @@ def _run(job: "StudyJob", output: Path | None, samples: Path | None, config: str
     """Run the arms, print the result of each as it finishes, then their comparison."""
     from specgen.experiments import study
     from specgen.experiments.study_tables import of_comparison
-    from specgen.record.files import write_text
     from specgen.record.results import directory
 
     with directory(output, "study.json") as path:
@@ -187,7 +200,7 @@ def verify(
         )
     from specgen.experiments.audit import AuditJob, audit  # imports torch
     from specgen.experiments.study_tables import is_tested, of_audit
-    from specgen.record.files import naming, writable, write_json, write_text
+    from specgen.record.files import naming, writable, write_json
 
     job = AuditJob(engine=engine, sampling=sampling, data=data, batch_sizes=sizes)
     found = audit(job, progress(quiet))
@@ -202,3 +215,59 @@ def verify(
     print_failures(failures[:_FAILURES_SHOWN], len(failures), "--json and --output have all")
     if found["num_unexplained"] or not is_tested(found):
         raise typer.Exit(1)
+
+
+@with_options
+def score(
+    *,
+    ctx: typer.Context,
+    job: Annotated[
+        Job,
+        Only(
+            "model chat_template_kwargs dataset data_path num_prompts split prompt_field chat shard max_batch_size "
+            f"max_prefill_tokens kv_memory {ON_A_DEVICE} gpu_memory_utilization prefix_cache restart",
+            defaults={"drafter": None, "num_spec_tokens": 0},
+        ),
+    ],
+    output: Path | None = option(
+        None,
+        "Results",
+        "Directory for scores.jsonl, errors.jsonl, score.json and config.yaml; a run of the same command there is "
+        "resumed. Without it, rows go to stdout.",
+    ),
+    quiet: bool = QUIET,
+) -> None:
+    """The log-probability of given texts: rows with a prompt and a completion, or several completions.
+
+    Nothing is generated or drafted; scores are of the model's own distribution.
+
+    Exit code 3 if a row failed, 75 if SIGTERM stopped it (the same command resumes).
+    """
+    from specgen.jobs import score as scoring  # imports torch
+
+    if ctx.params["shard"] == "auto" and output is not None:
+        output = output / job.shard.directory_name
+    require(
+        output is not None or (job.shard == WHOLE and not job.restart),
+        "shard and restart are about a directory, and none is given: add --output DIR",
+    )
+    with tempfile.TemporaryDirectory(prefix="specgen-") as temporary:
+        path = Path(temporary) / "scores" if output is None else output
+        with stoppable(interruptible, partial(kept_in, output)) as interrupt:
+            done, failures = scoring.score(job, path, progress(quiet), interrupt)
+        if output is None:
+            with (path / scoring.ROWS).open("rb") as rows, printing():
+                shutil.copyfileobj(rows, sys.stdout.buffer)
+        else:
+            write_text(path / "config.yaml", repeating(ctx))
+    if not quiet:
+        where = "" if output is None else f"; they are in {output / scoring.ROWS}"
+        print(f"specgen: {several(done, 'row')} scored{where}", file=sys.stderr)
+    kept = (
+        "run with --output DIR to keep all reasons"
+        if output is None
+        else f"{output / scoring.ERRORS} has them all"
+    )
+    print_failures(failures[:_FAILURES_SHOWN], len(failures), kept)
+    if failures:
+        raise typer.Exit(3)
