@@ -10,7 +10,7 @@ import typer
 from bench import experts, kernels, step
 from typer.testing import CliRunner
 
-from specgen.cli.evaluating import evaluate, verify
+from specgen.cli.evaluating import evaluate, score, verify
 from specgen.cli.help import Command
 from specgen.cli.main import app
 from specgen.cli.measuring import tune
@@ -192,14 +192,17 @@ def test_sizes_and_lists_of_numbers():
 
 
 NAMES = {
-    verify: "model drafter dataset data_path num_prompts split prompt_field chat chat_template_kwargs "
+    verify: "model lora drafter dataset data_path num_prompts split prompt_field chat chat_template_kwargs "
     "num_spec_tokens max_new_tokens generation_config batch_sizes device tensor_parallel dtype kv_dtype "
     "attention cuda_graphs output as_json quiet",
     evaluate: "tasks study arms limit num_fewshot apply_chat_template data_path "
-    "confirm_run_unsafe_code model drafter chat_template_kwargs num_spec_tokens draft_sampling "
+    "confirm_run_unsafe_code model lora drafter chat_template_kwargs num_spec_tokens draft_sampling "
     "seed n max_new_tokens generation_config max_batch_size "
     "max_prefill_tokens kv_memory device tensor_parallel dtype "
     "kv_dtype attention cuda_graphs gpu_memory_utilization prefix_cache log_samples output quiet",
+    score: "model lora chat_template_kwargs dataset data_path num_prompts split prompt_field chat shard "
+    "max_batch_size max_prefill_tokens kv_memory device tensor_parallel dtype kv_dtype attention cuda_graphs "
+    "gpu_memory_utilization prefix_cache restart output quiet",
     experts.experts: "shapes rows repeats dtype device output as_json quiet",
     kernels.kernels: "num_seqs max_seq_lens num_heads num_kv_heads head_dim latents num_spec_tokens page_size repeats "
     "dtype kv_dtype device output as_json quiet",

@@ -27,7 +27,7 @@ from specgen.models.protocols import Head, Target
 from specgen.ops import bind_ops
 from specgen.storage import cached_files, hub_id
 
-_TIED = ("lm_head.weight", *EMBEDDINGS)
+TIED = ("lm_head.weight", *EMBEDDINGS)
 _TABLES = ("int64", "int32", "bool")  # of d2t and t2d
 
 
@@ -110,7 +110,7 @@ def target_config(checkpoint: Checkpoint) -> TargetConfig:
 
 def has_own_output(checkpoint: Checkpoint) -> bool:
     """Whether a target has an ``lm_head.weight`` that is no copy of its embedding; both are read for it."""
-    found = {name: info for name, info in checkpoint.tensors.items() if name in _TIED}
+    found = {name: info for name, info in checkpoint.tensors.items() if name in TIED}
     return len(found) == 2 and not are_equal(*found.items())
 
 

@@ -19,6 +19,7 @@ from specgen.checkpoints.checkpoint import (
     open_checkpoint,
     target_config,
 )
+from specgen.checkpoints.lora import summary, with_lora
 from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
 from specgen.config import MTP, NGRAM_BYTES, UserError, ngram_length, require, shown, under
 from specgen.models.config_fields import architectures
@@ -82,6 +83,7 @@ class Inspection:
     num_mtp_layers: int  # that a target's checkpoint has beside it
     num_visual_tensors: int  # of its vision part
     unread_keys: tuple[str, ...]  # of its config.json, though they may mean something
+    lora: str  # what an adapter changes; empty without one
     architecture: str  # of a head that has a config.json, as that names it; else empty
 
     @property
@@ -101,7 +103,8 @@ class Inspection:
         vision = {"vision": visual} if self.num_visual_tensors else {}
         unread = {"not read": listed(self.unread_keys)} if self.unread_keys else {}
         named = {"named": f"{shown(self.architecture)} in config.json"} if self.architecture else {}
-        own = {**named, **self.config.facts(), **mtp, **vision}
+        lora = {"LoRA": self.lora} if self.lora else {}
+        own = {**named, **self.config.facts(), **lora, **mtp, **vision}
         return {**own, "weights": _size(self.weights), "KV cache": kv_cache, **unread}
 
     def to_json(self) -> dict[str, Any]:
@@ -110,6 +113,7 @@ class Inspection:
             facts["draft_vocab_share"] = self.config.draft_vocab_size / self.config.vocab_size
         else:
             facts["num_mtp_layers"] = self.num_mtp_layers
+            facts |= {"lora": self.lora} if self.lora else {}
         return {"name": self.name, "kind": self.kind, **facts, "unread_keys": list(self.unread_keys)}
 
 
@@ -188,15 +192,19 @@ class Description:
         return "\n".join(lines)
 
 
-def describe(path: str, other: str | None = None) -> Description:
+def describe(path: str, other: str | None = None, adapter: str | None = None) -> Description:
     """Describe one checkpoint (directory or hub id), or a target and a head, ``mtp`` or ``ngram[:N]`` in either order.
 
-    Reads headers and the vocabulary map; of weights only an output layer beside an embedding that config.json ties it
-    to. ``UserError`` for anything but checkpoints of known families.
+    With ``adapter``, a LoRA, of the target as it is merged. Reads headers and the vocabulary map; of weights only an
+    output layer beside an embedding that config.json ties it to. ``UserError`` for anything but checkpoints of known
+    families.
     """
     names = [name for name in (path, other) if name is not None]
     ngrams = [Ngrams(length=n) for name in names if (n := ngram_length(name)) is not None]
     checkpoints = [open_checkpoint(name) for name in names if ngram_length(name) is None and name != MTP]
+    if adapter is not None:
+        checkpoints = [each if _is_head(each) else with_lora(each, adapter) for each in checkpoints]
+        require(any(each.lora for each in checkpoints), f"lora is {adapter!r} and no target is named: add it")
     if MTP in names:
         require(len(checkpoints) == 1, "mtp is part of a target's checkpoint: name the target beside it")
         checkpoints.append(mtp_part(checkpoints[0]))
@@ -258,6 +266,7 @@ def _inspect(
         num_mtp_layers=len(own),
         num_visual_tensors=len(visual_tensors(names)),
         unread_keys=unread(checkpoint.config, names),
+        lora="" if checkpoint.lora is None else summary(checkpoint),
         architecture=", ".join(architectures(checkpoint.config)) if has_own_config else "",
     )
 

@@ -21,7 +21,7 @@ from specgen.models.loader import Arrange
 from specgen.ops.weight import GROUP, Weight
 from specgen.storage import file_state
 
-_FLOATS = ("float32", "bfloat16", "float16", "float64")
+FLOATS = ("float32", "bfloat16", "float16", "float64")
 E4M3 = "float8_e4m3fn"
 
 
@@ -35,6 +35,7 @@ class Checkpoint:
     generation: Mapping[str, Any]  # generation_config.json, empty where there is none
     tensors: Mapping[str, TensorInfo]
     state: frozenset[tuple[int, ...]] = frozenset()  # see ``states_of``: by it its files are known again
+    lora: str | None = None  # the adapter that is merged into ``tensors`` as they are read
 
     @property
     def files(self) -> list[Path]:
@@ -59,9 +60,10 @@ BESIDES = (MASK_EMBEDDING, "*.json", "*.jinja", "*.model", "merges.txt")
 
 
 def files_in(path: Path, tensors: Mapping[str, TensorInfo]) -> set[Path]:
-    """The files of a checkpoint in ``path``: those of ``tensors``, configs and the tokenizer's."""
+    """The files of a checkpoint in ``path``: those of ``tensors``, an adapter's too, configs and the tokenizer's."""
     others = {file for pattern in BESIDES for file in path.glob(pattern) if file.is_file()}
-    return others.union(info.file for info in tensors.values())
+    adapter = {file for info in tensors.values() if info.lora is not None for file in info.lora.files}
+    return others.union(adapter, (info.file for info in tensors.values()))
 
 
 def states_of(path: Path, tensors: Mapping[str, TensorInfo]) -> frozenset[tuple[int, ...]]:
@@ -375,7 +377,7 @@ class TensorReader:
     def _float(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
         info = self._info(name, shape)
         require(
-            info.dtype in _FLOATS,
+            info.dtype in FLOATS,
             f"{self.checkpoint.name}: {name} is stored as {info.dtype}: quantized weights are not supported here, "
             "use plain ones",
         )
@@ -395,7 +397,7 @@ class TensorReader:
         return replace(info, shape=shape, cut=cut)
 
     def finish(self, ignored: Iterable[str]) -> None:
-        """``UserError`` if a tensor was neither taken nor is in ``ignored``."""
+        """``UserError`` if a tensor was neither taken nor is in ``ignored``, or an adapter changes one that was not."""
         unknown = sorted(set(self.checkpoint.tensors) - set(self.taken) - set(ignored))
         names = ", ".join(shown(name) for name in unknown[:2])
         found = "an unknown tensor," if len(unknown) == 1 else f"{len(unknown)} unknown tensors, such as"
@@ -403,6 +405,11 @@ class TensorReader:
             not unknown,
             f"{self.checkpoint.name} has {found} {names}: its architecture or variant is not supported",
         )
+        for name, info in self.checkpoint.tensors.items():
+            require(
+                info.lora is None or name in self.taken,
+                f"lora {self.checkpoint.lora} changes {shown(name)}, which is not read for texts: merge it with PEFT",
+            )
 
 
 _LOOKED_AT = 1 << 24  # elements that are looked at together where that takes memory

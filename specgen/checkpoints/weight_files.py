@@ -8,7 +8,7 @@ import os
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from pickletools import genops
@@ -51,10 +51,40 @@ class TensorInfo:
     dtype: str  # as torch names it: "float32"
     cut: Cut | None = None  # what is read of it; None: all
     stored: str | None = None  # its name in the file; None: the one that it is asked for by
+    lora: "LowRank | None" = None  # what an adapter changes
 
     def is_like(self, other: "TensorInfo") -> bool:
         """Whether both are as large and of one type."""
         return (self.shape, self.dtype) == (other.shape, other.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank:
+    """A change of a weight: ``own`` in its place, if given, and ``scale`` * ``b`` @ ``a`` on top, in float32."""
+
+    a: TensorInfo | None  # [r, in]
+    b: TensorInfo | None  # [out, r]
+    scale: float
+    own: TensorInfo | None  # shaped as the weight
+    transposed: bool  # of an embedding, [in, out]
+    files: tuple[Path, ...]
+
+    def of(self, weight: Tensor, cut: Cut | None) -> Tensor:
+        """``weight``, of which ``cut`` is, in float32; ``UserError`` where the change is not finite."""
+        found = weight if self.own is None else read_tensor("weight", replace(self.own, cut=cut))
+        if self.a is None or self.b is None:
+            return found
+        change = read_tensor("lora_B", self.b).float() @ read_tensor("lora_A", self.a).float()
+        require(
+            bool(change.isfinite().all()), f"{self.a.file}: {self.a.stored} or its lora_B holds NaN or Inf"
+        )
+        change = change.T if self.transposed else change
+        return found.float() + self.scale * (change if cut is None else cut.of(change))
+
+
+def headers(file: Path) -> dict[str, TensorInfo]:
+    """The tensors of one file by name."""
+    return {name: replace(info, stored=name) for name, info in _infos(file)}
 
 
 def tensor_infos(directory: Path) -> dict[str, TensorInfo]:
@@ -93,7 +123,13 @@ def read_tensor(name: str, info: TensorInfo) -> Tensor:
 
 
 def read_tensors(infos: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors by name as they are stored, on the CPU, file by file: each is opened once."""
+    """The tensors by name, on the CPU, file by file: each is opened once. As stored, unless an adapter changes them."""
+    for name, tensor in _stored(infos):
+        lora = infos[name].lora
+        yield name, tensor if lora is None else lora.of(tensor, infos[name].cut)
+
+
+def _stored(infos: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Tensor]]:
     for file in sorted({info.file for info in infos.values()}):
         names = [name for name, info in infos.items() if info.file == file]
         if file.suffix == ".safetensors":

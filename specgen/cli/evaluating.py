@@ -39,8 +39,8 @@ _TASKS = typer.Argument(
     help="Tasks of lm-eval, comma-separated; word_problems is bundled.", show_default="those of --study"
 )
 _ENGINE = Only(
-    "generation_config model drafter chat_template_kwargs num_spec_tokens draft_sampling max_prefill_tokens kv_memory "
-    f"{ON_A_DEVICE} gpu_memory_utilization prefix_cache"
+    "generation_config model lora drafter chat_template_kwargs num_spec_tokens draft_sampling max_prefill_tokens "
+    f"kv_memory {ON_A_DEVICE} gpu_memory_utilization prefix_cache"
 )
 
 
@@ -176,7 +176,8 @@ def verify(
     engine: Annotated[
         EngineConfig,
         Only(
-            f"generation_config model drafter chat_template_kwargs num_spec_tokens {ON_A_DEVICE}", drafts=True
+            f"generation_config model lora drafter chat_template_kwargs num_spec_tokens {ON_A_DEVICE}",
+            drafts=True,
         ),
     ],
     output: Path | None = option(
@@ -224,8 +225,8 @@ def score(
     job: Annotated[
         Job,
         Only(
-            "model chat_template_kwargs dataset data_path num_prompts split prompt_field chat shard max_batch_size "
-            f"max_prefill_tokens kv_memory {ON_A_DEVICE} gpu_memory_utilization prefix_cache restart",
+            "model lora chat_template_kwargs dataset data_path num_prompts split prompt_field chat shard "
+            f"max_batch_size max_prefill_tokens kv_memory {ON_A_DEVICE} gpu_memory_utilization prefix_cache restart",
             defaults={"drafter": None, "num_spec_tokens": 0},
         ),
     ],

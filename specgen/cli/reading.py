@@ -207,6 +207,12 @@ def inspect(
             help="Second checkpoint, or ngram[:N]: do target and drafter fit?", show_default=False
         ),
     ] = None,
+    lora: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="A LoRA adapter: what it changes in the target.", show_default=False
+        ),
+    ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(
@@ -238,7 +244,7 @@ def inspect(
         )
     if path is None:
         path, other = pair()
-    description = describe(path, other)
+    description = describe(path, other, lora)
     document, parts = description.to_json(), list["Part"]()
     if total is not None and not description.misfits:
         from specgen.engine.memory_plan import memory_plans, of_plans

@@ -456,6 +456,13 @@ class EngineConfig:
         f"up to N tokens (default {_NGRAM}) in the text so far. Or mtp: the target's own MTP layers.",
         shown="the bundled head",
     )
+    lora: str | None = option(
+        None,
+        "Models",
+        "A LoRA adapter in PEFT's format, merged into the target when it is loaded: a directory, URL or hub id.",
+        metavar="DIR",
+        shown="none",
+    )
     chat_template_kwargs: TemplateKwargs | Mapping[str, Any] | str = option(
         TemplateKwargs(),
         "Prompts",
@@ -561,7 +568,7 @@ class EngineConfig:
             "name one with --drafter, or use --num-spec-tokens 0",
         )
         ngram_length(self.drafter)
-        for url in filter(None, (self.model, self.drafter)):
+        for url in filter(None, (self.model, self.drafter, self.lora)):
             require_no_secrets(url)
         for name, known in choices(EngineConfig).items():
             value = getattr(self, name)
@@ -629,6 +636,8 @@ class EngineConfig:
             del fields["synthetic_acceptance"]
         if self.kv_dtype != "fp8":
             del fields["kv_dtype"]
+        if self.lora is None:
+            del fields["lora"]
         if self.tensor_parallel == 1:
             del fields["tensor_parallel"]
         auto = {"num_spec_tokens": length.most, "spec_length": length.kind}

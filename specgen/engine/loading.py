@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from specgen.checkpoints.checkpoint import load_drafter, load_target, mtp_part, open_checkpoint
+from specgen.checkpoints.lora import with_lora
 from specgen.checkpoints.tensor_reader import Checkpoint
 from specgen.config import MTP, EngineConfig, SamplingParams, require
 from specgen.core.peers import Peers
@@ -70,12 +71,13 @@ def open_checkpoints(config: EngineConfig, opened: Checkpoints = _NONE) -> Check
     Once in a command is enough: those of ``opened`` are taken whose files have not changed.
     """
 
-    def open_(part: str, name: str) -> Checkpoint:
+    def open_(part: str, name: str, lora: str | None = None) -> Checkpoint:
         known = opened.get(part)
-        is_known = known is not None and known.name == name and known.is_unchanged()
-        return known if known is not None and is_known else open_checkpoint(name)
+        if known is not None and (known.name, known.lora) == (name, lora) and known.is_unchanged():
+            return known
+        return open_checkpoint(name) if lora is None else with_lora(open_checkpoint(name), lora)
 
-    target = open_("model", config.model)
+    target = open_("model", config.model, config.lora)
     if config.head is None:
         return {"model": target}
     return {
@@ -150,6 +152,7 @@ def over_target(models: Models, config: EngineConfig, checkpoints: Checkpoints) 
     target, held = models.target, models.checkpoints["model"]
     for name, ours, asked in (
         ("model", held.name, config.model),
+        ("lora", held.lora, config.lora),
         ("dtype", str(target.dtype).removeprefix("torch."), config.dtype),
         ("device", str(target.device), config.device),
         ("tensor-parallel", models.peers.ranks.size, config.tensor_parallel),

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from specgen.checkpoints import lora
 from specgen.checkpoints.fingerprint import files_of, fingerprint, state_of
 from specgen.config import VERSION, EngineConfig, TemplateKwargs, UserError, require, shown
 from specgen.config.errors import DeviceLost
@@ -317,6 +318,7 @@ class _Work:
         template, own = config.template_kwargs, ", ".join(self.index.own_parameters)
         settings = {
             "model": job.served_model_name or described(config.model, checkpoints["model"]),
+            "LoRA": None if config.lora is None else lora.summary(checkpoints["model"]),
             "drafter": from_here(str(config.drafter)) if drafts else "none (plain decoding)",
             "draft tokens (K)": str(config.draft_length),
             "drafter batch": None if config.head is None else config.drafter_batch,

@@ -23,6 +23,7 @@ MACHINE = ("device.host", "device.cpu")  # for whoever reads a report
 FREE_IN_A_RUN = (  # no effect on texts; checkpoints are compared by fingerprint, devices by name
     "engine.model",
     "engine.drafter",
+    "engine.lora",
     "engine.device",
     "engine.tensor_parallel",
     "engine.max_batch_size",
