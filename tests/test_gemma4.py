@@ -20,6 +20,7 @@ from specgen.engine.choices import attention_uses, choose_attention
 from specgen.engine.loading import open_checkpoints
 from specgen.engine.memory_plan import memory_plans
 from specgen.experiments.bound import KVBytes
+from specgen.kv.kv_cache import KVCache
 from specgen.models import gemma4, model_config
 from specgen.models.gemma4 import Gemma4Config
 from tests.commands import refused
@@ -158,6 +159,18 @@ def test_the_cache_has_what_layers_store(tmp_path: Path) -> None:
     assert KVBytes.of(config, 2).at(100) == 2 * 2 * (4 * 16 * WINDOW + 2 * 32 * 100)
     (plan,) = memory_plans(str(tmp_path), None, 16 << 30)
     assert plan.kv_bytes_per_token == 2 * 2 * (2 * 16 + 32)
+
+
+def test_pages_of_every_shape_are_cleared(tmp_path: Path) -> None:
+    spec = write_gemma4(tmp_path, "e2b").kv_spec
+    cache = KVCache(spec=spec, num_pages=3, page_size=4, dtype=torch.float32, device=CPU)
+    assert [cache.pages(layer)[0].shape for layer in range(3)] == [(3, 4, *heads) for heads in spec.layers]
+    for number in range(6):  # of planes, none of which is another
+        cache.pages(number // 2)[number % 2].fill_(number + 1)
+    cache.clear(torch.tensor([1]))
+    for number in range(6):
+        plane = cache.pages(number // 2)[number % 2]
+        assert [page.unique().tolist() for page in plane] == [[number + 1], [0], [number + 1]]
 
 
 def test_each_shape_of_heads_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
