@@ -110,7 +110,7 @@ def test_scales_of_a_cache_are_those_of_the_layer_that_stores(tmp_path: Path) ->
     assert [layer.stores for layer in found] == [True] * 3 + [False] * 3
 
 
-@pytest.mark.parametrize("form", mostly_slow(["dynamic", "block"], "dynamic"))
+@pytest.mark.parametrize("form", mostly_slow(["dynamic", "static", "block"], "dynamic"))
 def test_linear_layers_may_be_in_fp8(tmp_path: Path, form: str) -> None:
     from tests.test_fp8 import PROMPTS, agrees, logits
     from tests.tiny_fp8 import quantize
