@@ -146,7 +146,7 @@ def test_a_shell_completes_commands_options_and_values(typed: list[str], offered
 
 
 def test_an_interrupted_command_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(path: str, other: str | None) -> None:
+    def interrupted(*asked: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("specgen.checkpoints.inspect_checkpoint.describe", interrupted)
