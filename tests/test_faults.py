@@ -371,6 +371,36 @@ def test_an_error_changes_no_result_with_other_heads(
     require_no_change(setting, run_without_fault(setting), error)
 
 
+class Constrained(Setting):
+    """All but the first of its requests are constrained, by several automata."""
+
+    def requests(self) -> list[Request]:
+        first, *others = super().requests()
+        words: list[dict[str, Any]] = [
+            {"bad_words_ids": tuple((token, token + 1) for token in range(9, 900 + number))}
+            for number in range(len(others))
+        ]
+        words[0] = {"allowed_token_ids": tuple(range(0, 3072, 2))}
+        return [
+            first,
+            *(
+                replace(each, sampling=replace(each.sampling, **word))
+                for each, word in zip(others, words, strict=True)
+            ),
+        ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_changes_no_result_of_constrained_requests(
+    demo_pair: Pair, device_like: Callable[..., None], kind: str, error: type[RuntimeError]
+) -> None:
+    device_like()
+    setting = Constrained(demo_pair, kind, 4, False, True)
+    require_no_change(setting, run_without_fault(setting), error)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("error", ERRORS)
 def test_an_error_changes_no_result_of_a_hybrid(

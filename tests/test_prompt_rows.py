@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen import BatchGenerator, Engine, EngineConfig, SamplingParams
+from specgen.config import StructuredOutputs
 from specgen.config.bundled import data_directory
 from specgen.jobs.prompt_index import index_prompts
 from specgen.jobs.shards import WHOLE, Shard
@@ -129,6 +130,11 @@ TAKEN: list[tuple[object, Prompt | dict[str, Any]]] = [
     (text(logprobs=0), {"logprobs": 0}),
     (text(logprobs=5), {"logprobs": 5}),
     (chat(logit_bias={"50": -100, "7": 1.5, "9": None}), {"logit_bias": ((7, 1.5), (50, -100))}),
+    (chat(response_format={"type": "text"}), {"structured_outputs": None}),
+    (text(guided_choice=["yes", "no"]), {"structured_outputs": StructuredOutputs(choice=("yes", "no"))}),
+    (own(structured_outputs={"choice": ["a"]}), {"structured_outputs": StructuredOutputs(choice=("a",))}),
+    (own(bad_words=["a b"], bad_words_ids=[[5, 6]]), {"bad_words": ("a b",), "bad_words_ids": ((5, 6),)}),
+    (own(allowed_token_ids=[9, 5]), {"allowed_token_ids": (9, 5)}),
 ]
 
 ONE_OF = "a row takes one of prompt, messages, prompt_token_ids"
@@ -198,7 +204,18 @@ REFUSED: list[tuple[object, str]] = [
     (chat(n=0), "n is 0: ask for 1 to 10000 samples"),
     (chat(n=1.5), "n is 1.5: use a whole number"),
     (chat(stream=True), "stream is True"),
-    (chat(response_format={"type": "json_object"}), "response_format is {'type': 'json_object'}"),
+    (chat(response_format={"type": "json_schema"}), "response_format is {'type': 'json_schema'}: use an"),
+    (chat(response_format="json"), "response_format is 'json': its type is text, json_object or json_schema"),
+    (own(guided_grammar="root ::= x"), "guided_grammar is not supported: use guided_json"),
+    (own(guided_regex="a", guided_choice=["b"]), "guided_choice and guided_regex say what"),
+    (own(guided_json='{"type"'), "json is '{\"type\"' (Expecting"),
+    (own(structured_outputs={"grammar": "x"}), "structured_outputs is {'grammar': 'x'}: use an object"),
+    (own(structured_outputs={}), "structured outputs name nothing: give one of json, regex"),
+    (own(guided_choice=["a", "a"]), "a choice is given twice"),
+    (own(bad_words="x"), "bad_words is not a list"),
+    (own(bad_words=[""]), "bad_words has an empty word"),
+    (own(allowed_token_ids=[]), "allowed_token_ids is not a list with at least one"),
+    (own(guided_choice=["a"], ignore_eos=True), "ignore_eos is set, and an answer"),
     (chat(tools=[{"type": "function"}]), "tools is [{'type': 'function'}]"),
     (
         text(temprature=1),
@@ -469,13 +486,13 @@ def test_sampling_of_a_recognised_row_counts(tmp_path: Path) -> None:
 
 
 def test_fields_that_other_engines_heed_are_named(tmp_path: Path) -> None:
-    rows = own(system="x", bad_words=3), own(system="y"), own(max_new_tokens=3)
+    rows = own(system="x", best_of=3), own(system="y"), own(max_new_tokens=3)
     prompts = DataSource(dataset=str(write_rows(tmp_path / "own.jsonl", rows))).open()
     for _ in range(2):  # every pass counts anew
         list(prompts)
         assert [*prompts.notes.sentences()] == [
             "2 rows have a field 'system', which is ignored, so no answer follows it",
-            "1 row has a field 'bad_words', which is ignored, so no answer follows it",
+            "1 row has a field 'best_of', which is ignored, so no answer follows it",
             "1 row has a field 'max_new_tokens', which is ignored: did you mean max_tokens?",
         ]
 

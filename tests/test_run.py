@@ -514,8 +514,9 @@ def test_the_options_are_a_decision() -> None:
         "ctx config model lora drafter generation_config chat_template_kwargs dataset data_path "
         "num_prompts split prompt_field chat shard num_spec_tokens drafter_batch draft_sampling "
         "max_new_tokens temperature top_p top_k min_p repetition_penalty presence_penalty "
-        "frequency_penalty seed n stop ignore_eos stop_token_ids min_tokens max_batch_size max_prefill_tokens "
-        "kv_memory device tensor_parallel dtype kv_dtype attention cuda_graphs gpu_memory_utilization prefix_cache "
+        "frequency_penalty seed n stop ignore_eos stop_token_ids min_tokens bad_word json_schema regex choice "
+        "max_batch_size max_prefill_tokens kv_memory device tensor_parallel dtype kv_dtype attention cuda_graphs "
+        "gpu_memory_utilization prefix_cache "
         "executor num_workers address output restart retry_errors format served_model_name no_steps max_failures "
         "baseline as_json quiet return"
     )

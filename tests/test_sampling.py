@@ -47,6 +47,14 @@ FILTERS = {
     "penalised": SamplingParams(
         temperature=0.6, repetition_penalty=2.5, presence_penalty=-0.5, frequency_penalty=0.9
     ),
+    "constrained": SamplingParams(
+        temperature=1.1,
+        top_p=0.95,
+        presence_penalty=0.3,
+        allowed_token_ids=(0, 2, 3, 4, 5, 8),
+        bad_words_ids=((4, 2), (2, 5, 2), (8, 8)),  # the prompt may begin the first
+        begin_suppress_tokens=(3,),
+    ),
 }
 
 
@@ -69,7 +77,7 @@ def expected_marginals(path: Path, sampling: SamplingParams, prompt: tuple[int, 
         with torch.inference_mode():
             logits = model(texts).logits[:, -1].double()
         rows = [
-            penalised(row, text.tolist(), sampling, len(prompt))
+            masked(penalised(row, text.tolist(), sampling, len(prompt)), text.tolist(), sampling, len(prompt))
             for row, text in zip(logits, texts, strict=True)
         ]
         joint = weights[:, None] * torch.stack([filtered(row, sampling) for row in rows])
@@ -89,6 +97,18 @@ def penalised(logits: Tensor, text: list[int], sampling: SamplingParams, num_pro
         logits[token] = logits[token] / by if logits[token] > 0 else logits[token] * by
         logits[token] -= sampling.frequency_penalty * output.count(token)
         logits[token] -= sampling.presence_penalty * (token in output)
+    return logits
+
+
+def masked(logits: Tensor, text: list[int], sampling: SamplingParams, num_prompt: int) -> Tensor:
+    """The constraints, one token at a time."""
+    logits = logits.clone()
+    for token in range(VOCAB):
+        whole = [*text, token]
+        is_bad = any(whole[-len(each) :] == list(each) for each in sampling.bad_words_ids)
+        is_first = len(text) == num_prompt and token in sampling.begin_suppress_tokens
+        if is_bad or is_first or token not in (sampling.allowed_token_ids or range(VOCAB)):
+            logits[token] = -torch.inf
     return logits
 
 
@@ -133,7 +153,10 @@ def p_values(
 @pytest.mark.parametrize(
     ("name", "draft_sampling"),
     mostly_slow(
-        [*product(FILTERS, ["probabilistic"]), *product(("plain", "biased", "penalised"), ["greedy"])],
+        [
+            *product(FILTERS, ["probabilistic"]),
+            *product(("plain", "biased", "penalised", "constrained"), ["greedy"]),
+        ],
         ("all", "probabilistic"),
     ),
 )
@@ -174,7 +197,7 @@ def test_every_kind_of_head_leaves_the_distribution_of_plain_sampling(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "all", "penalised"])
+@pytest.mark.parametrize("name", ["plain", "all", "penalised", "constrained"])
 def test_ngram_drafts_leave_the_distribution_of_plain_sampling(small_pair: Pair, name: str) -> None:
     """Steps with drafts, up to the end of a text, and steps without, where the bonus token is the first."""
     values, accepted = p_values(small_pair, FILTERS[name], (7, 2, 0, 4), drafter="ngram")  # likely tokens

@@ -7,7 +7,7 @@ import pytest
 from specgen.config import SamplingParams
 from specgen.core.scheduler import _QUIET, Limits, Scheduler
 from specgen.core.sequence import Request, Sequence
-from specgen.kv.pages import PageAllocator, StateSlots
+from specgen.kv.pages import PageAllocator, Places, StateSlots
 
 
 def sequence(name: str, num_prompt: int, max_tokens: int = 8) -> Sequence:
@@ -27,6 +27,7 @@ def scheduler(num_pages: int = 100, max_batch_size: int = 4, max_prefill_tokens:
     return Scheduler(
         allocator=PageAllocator(num_pages, 4),
         slots=StateSlots(None),
+        places=Places(8, 64),
         limits=Limits(max_batch_size=max_batch_size, max_prefill_tokens=max_prefill_tokens),
         step_rows=4,
     )
@@ -124,6 +125,7 @@ def test_cached_tokens_do_not_trigger_a_prefill() -> None:
     sched = Scheduler(
         allocator=PageAllocator(2000, 4, prefix_cache=True),
         slots=StateSlots(None),
+        places=Places(8, 64),
         limits=Limits(max_batch_size=16, max_prefill_tokens=2000),
         step_rows=4,
     )

@@ -15,7 +15,7 @@ from calibrated_cycle import Cycle
 from calibrated_weights import Source
 from make_calibrated_pair import HeadKind, chosen_cycle, chosen_layer, chosen_shape, write_pair
 
-from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
+from specgen.config import DraftLength, EngineConfig, SamplingParams, StructuredOutputs, UserError
 from specgen.config.bundled import data_directory
 from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Request, ScoreRequest
@@ -113,6 +113,21 @@ def test_sampled_texts_are_those_of_one_process(shared: Models, alone: Models, d
     assert several.texts == one.texts
     assert (several.verified, as_rows(several.passes)) == (one.verified, as_rows(one.passes))
     assert {each.finish_reason for each in one.completions.values()} >= {"stop"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_constrained_texts_are_those_of_one_process(
+    shared: Models, alone: Models, temperature: float
+) -> None:
+    asked = StructuredOutputs(choice=("The answer is 12.", "The answer is unknown.", "yes", "12 apples"))
+    sampling = SamplingParams(
+        max_tokens=24, temperature=temperature, bad_words_ids=((7, 8),), structured_outputs=asked
+    )
+    several, one = (run(each, sampling) for each in (shared, alone))
+    assert several.texts == one.texts
+    assert (several.verified, as_rows(several.passes)) == (one.verified, as_rows(one.passes))
+    assert {each.finish_reason for each in one.completions.values()} == {"stop"}
 
 
 @pytest.mark.slow

@@ -19,7 +19,17 @@ from specgen.cli.printing import (
     stoppable,
 )
 from specgen.cli.progress_bar import QUIET, progress
-from specgen.config import Cluster, EngineConfig, ExecutorName, SamplingParams, option, require
+from specgen.config import (
+    Cluster,
+    EngineConfig,
+    ExecutorName,
+    SamplingParams,
+    StructuredOutputs,
+    UserError,
+    first_line,
+    option,
+    require,
+)
 from specgen.config.urls import Url, location
 from specgen.jobs.job import Job
 from specgen.jobs.shards import WHOLE
@@ -46,6 +56,11 @@ def generate(
     ctx: typer.Context,
     output: Path | Url | None = _OUTPUT,
     job: Job,
+    json_schema: Path | None = option(
+        None, "Sampling", "Answers are JSON that fits the JSON schema in this file.", metavar="FILE"
+    ),
+    regex: str | None = option(None, "Sampling", "Answers match this regular expression as a whole."),
+    choice: list[str] = option((), "Sampling", "Answers are this or another choice; may be repeated."),
     executor: ExecutorName = option(
         "local",
         "Running",
@@ -85,7 +100,11 @@ def generate(
         ctx.params.update(shard=str(job.shard), output=output)
         progress(quiet).note(f"shard {job.shard}" + ("" if output is None else f" in {output}"))
     cluster = _cluster(executor, num_workers, address)
-    job = replace(job, given=given_fields(ctx), cluster=cluster, config=repeating(ctx))
+    given, structured = given_fields(ctx), _structured(json_schema, regex, choice)
+    if structured is not None:
+        given |= {"structured_outputs"}
+        job = replace(job, sampling=replace(job.sampling, structured_outputs=structured))
+    job = replace(job, given=given, cluster=cluster, config=repeating(ctx))
     _run_and_print(job, output, as_json, quiet)
 
 
@@ -113,6 +132,19 @@ def _run_and_print(job: Job, output: Path | Url | None, as_json: bool, quiet: bo
         "specgen: the same command tries failed rows again; where rows have to be corrected, correct them in the "
         "prompts and add --retry-errors. Answers are kept.",
     )
+
+
+def _structured(file: Path | None, regex: str | None, choices: list[str]) -> StructuredOutputs | None:
+    """What the options say that answers have to fit."""
+    if file is None and regex is None and not choices:
+        return None
+    try:
+        schema = None if file is None else file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"json-schema {str(file)!r} cannot be read ({first_line(error)}): name a file"
+        ) from error
+    return StructuredOutputs(json=schema, regex=regex, choice=choices)
 
 
 def _cluster(executor: ExecutorName, num_workers: int | None, address: str | None) -> Cluster | None:

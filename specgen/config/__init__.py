@@ -15,7 +15,8 @@ from specgen.config.errors import require as require
 from specgen.config.errors import shown as shown
 from specgen.config.errors import under as under
 from specgen.config.field_types import VLLM_NAMES as VLLM_NAMES
-from specgen.config.field_types import check_types, number, strings, whole, with_vllm_names
+from specgen.config.field_types import check_types, number, strings, whole, whole_numbers, with_vllm_names
+from specgen.config.structured import StructuredOutputs as StructuredOutputs
 from specgen.config.urls import require_no_secrets
 
 VERSION = "0.1.0"  # of specgen
@@ -47,6 +48,10 @@ _HOTTEST = 1_000_000  # all tokens are equally likely long before
 MAX_LOGIT_BIASES = 1024  # per request
 MAX_LOGPROBS = 20  # per token
 MAX_SAMPLES = 10_000  # per prompt
+LARGEST_AUTOMATON = 16 << 20  # entries of 4 bytes, of the table of a request's constraints
+_CONSTRAINTS = (  # fields of ``SamplingParams`` that say which tokens may come next
+    *("allowed_token_ids", "bad_words", "bad_words_ids", "begin_suppress_tokens", "structured_outputs"),
+)
 MAX_PENALTY = 2.0  # presence and frequency, as OpenAI and vLLM have it
 REPETITION_PENALTIES = (0.01, 100.0)  # beyond, logits would leave what float32 holds
 MOST_DRAFTS = 16  # per sequence and step
@@ -257,6 +262,11 @@ class SamplingParams:
     others; 1 is off. ``presence_penalty`` and ``frequency_penalty`` are taken off the logits of tokens that the output
     so far has, the second once for each time; 0 is off. ``suppress_tokens`` are never chosen. Drafts are not penalised:
     a token is accepted as the penalties of the text up to it say.
+
+    ``allowed_token_ids`` are the only tokens that an answer has, its end token included. ``bad_words`` never occur in
+    it, alone or behind a space, and neither do the token sequences ``bad_words_ids``: of each the last token is not
+    chosen; one of these may begin in the prompt. An answer does not begin with ``begin_suppress_tokens``. It fits
+    ``structured_outputs``, whose tokens alone are allowed, and an end token only where it does.
     """
 
     max_tokens: int = option(128, "Sampling", "Longest answer in tokens.", name="max_new_tokens")
@@ -299,6 +309,13 @@ class SamplingParams:
     suppress_tokens: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = option(
+        (), "Sampling", "A word that no answer has; may be repeated.", name="bad_word"
+    )
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -339,6 +356,17 @@ class SamplingParams:
             )
         self._check_penalties()
         self._check_logit_bias()
+        if self.constrained:
+            self._check_constraints()
+
+    @property
+    def constrained(self) -> bool:
+        """Whether not every token may come next."""
+        return (
+            self.structured_outputs is not None
+            or self.allowed_token_ids is not None
+            or bool(self.bad_words or self.bad_words_ids or self.begin_suppress_tokens)
+        )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -354,7 +382,7 @@ class SamplingParams:
         fields, off = asdict(self), SamplingParams()
         newer = (
             *("repetition_penalty", "presence_penalty", "frequency_penalty", "suppress_tokens", "n"),
-            *("stop_token_ids", "min_tokens", "prompt_logprobs"),
+            *("stop_token_ids", "min_tokens", "prompt_logprobs", *_CONSTRAINTS),
         )
         return {
             name: value for name, value in fields.items() if name not in newer or value != getattr(off, name)
@@ -376,10 +404,17 @@ class SamplingParams:
         ]
         found += [
             f"{name.replace('_', ' ')} ({len(each)})"
-            for name in ("logit_bias", "suppress_tokens", "stop_strings", "stop_token_ids")
+            for name in (
+                "logit_bias",
+                "suppress_tokens",
+                "stop_strings",
+                "stop_token_ids",
+                *_CONSTRAINTS[:-1],
+            )
             if (each := getattr(self, name))
         ]
         found += [f"at least {self.min_tokens}"] if self.min_tokens else []
+        found += [] if self.structured_outputs is None else [f"answers of {self.structured_outputs}"]
         return ", ".join([*found, f"{'' if self.ignore_eos else 'at most '}{self.max_tokens} new tokens"])
 
     def _check_penalties(self) -> None:
@@ -394,6 +429,24 @@ class SamplingParams:
                 -most <= value <= most,
                 f"{name.replace('_', '-')} is {value}: use {-most} to {most}; 0 switches it off",
             )
+
+    def _check_constraints(self) -> None:
+        object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
+        words = self.bad_words_ids
+        if isinstance(words, str) or not isinstance(words, Sequence):
+            _refuse("bad_words_ids", words, "use a list of lists of token ids")
+        checked = tuple(whole_numbers(each, "an element of bad_words_ids") for each in words)
+        object.__setattr__(self, "bad_words_ids", checked)
+        require(all(self.bad_words) and all(checked), "bad_words has an empty word: remove it")
+        require(
+            self.allowed_token_ids != (),
+            "allowed_token_ids is empty: name at least one token, or leave it out",
+        )
+        require(
+            self.structured_outputs is None or not self.ignore_eos,
+            "ignore_eos is set, and an answer that fits structured outputs ends with an end token: leave one of them "
+            "out",
+        )
 
     def _check_logit_bias(self) -> None:
         pairs = self.logit_bias

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from specgen.config import MAX_LOGIT_BIASES, SamplingParams, first_line, require
+from specgen.config import MAX_LOGIT_BIASES, SamplingParams, UserError, first_line, require
 from specgen.config.errors import DeviceLost
 from specgen.core.garbage import with_fewer_gc_passes
 from specgen.core.passes import IdleClock, Pass, Passes, PassKind
@@ -24,6 +24,7 @@ from specgen.device import use
 from specgen.models.model_config import TargetConfig
 from specgen.record.record_rows import EngineRow, Step, drawn_as
 from specgen.record.startup import phase
+from specgen.text.constraints import Constraints
 from specgen.text.reasoning import part_finder, stop_finder
 from specgen.text.tokenizer import Tokenizer
 
@@ -84,6 +85,7 @@ class EngineCore:
         self._lookahead = lookahead
         self.device = device
         self._tokenizer = tokenizer
+        self._constraints = Constraints(tokenizer, config.vocab_size, config.eos_token_ids)
         self._record = record
         self._began = time.perf_counter()
         self._num_passes = self._num_preempted = 0  # so far, and of those since the last pass
@@ -229,6 +231,10 @@ class EngineCore:
         """Tokens that each of so many sequences may have, by the cache and the model's context."""
         return min(self._scheduler.room(num_sequences), self._max_positions)
 
+    def require_possible(self, sampling: SamplingParams) -> None:
+        """``UserError`` where the constraints of ``sampling`` cannot be kept."""
+        self._constraints.automaton(sampling, ())
+
     @property
     def max_prefill_tokens(self) -> int:
         """Rows of a prefill pass, as they are limited now."""
@@ -274,6 +280,11 @@ class EngineCore:
                 prefix_root=b"target",  # the head's cache is left as it is
             )
         asked, context = len(prompt) + sampling.max_tokens, self._max_positions
+        automaton, refused = None, None
+        try:
+            automaton = self._constraints.automaton(sampling, prompt)
+        except UserError as error:
+            refused = str(error)
         return Sequence(
             request=request,
             arrival=now,
@@ -287,6 +298,9 @@ class EngineCore:
             ),
             stop=stop_finder(self._tokenizer, sampling.stop_strings, prompt, sampling.min_tokens),
             parts=part_finder(self._tokenizer, prompt),
+            automaton=automaton,
+            state=0 if automaton is None else automaton.start,
+            refused=refused,
         )
 
     def _refusal(self, sequence: Sequence) -> str | None:
@@ -315,6 +329,8 @@ class EngineCore:
             )
         if (token := _outside((token for token, _ in sampling.logit_bias), size)) is not None:
             return f"logit-bias names token {token}, which is not in the vocabulary of {size}"
+        if sequence.refused is not None:
+            return sequence.refused
         if request.text is None and num_prompt >= limit:
             return (
                 f"the prompt has {num_prompt} tokens and the model's context is {limit}: shorten the prompt"
@@ -499,11 +515,12 @@ class EngineCore:
             drafts, levels, accepted, tokens = found[row]
             sequence.in_flight_min -= 1
             sequence.in_flight_max -= k + 1
-            emitted = sequence.append(tokens, logprobs[row])
             proposed = drafts[: drafts.index(NO_DRAFT)] if NO_DRAFT in drafts else drafts
+            is_cut = sequence.is_cut(proposed, accepted)
+            emitted = sequence.append(tokens, logprobs[row])
             self._spec_length.update(levels, len(proposed), accepted)
             made = levels[: levels.index(NO_DRAFT)] if NO_DRAFT in levels else levels
-            step = Step(number, proposed, accepted, emitted, made)
+            step = Step(number, proposed, accepted, emitted, made, is_cut)
             sequence.steps.append(step)
             steps.append(step)
             if sequence.finish_reason is not None:
@@ -534,7 +551,8 @@ class EngineCore:
         """Take ``sequence`` out if it has finished."""
         if sequence.finish_reason == "error":
             at = sequence.num_output_tokens + 1
-            self._fail(sequence, f"the model's logits were not finite (NaN) at output token {at}")
+            allowed = "" if sequence.automaton is None else ", or -inf for all that its constraints allow,"
+            self._fail(sequence, f"the model's logits were not finite (NaN){allowed} at output token {at}")
         elif sequence.finish_reason is not None:
             self._retire(sequence)
 

@@ -178,6 +178,9 @@ class Passes:
         """The columns of ``chunks``; tokens are counted, from the first one on, where the next is to be chosen."""
         params = [chunk.sequence.request.sampling for chunk in chunks]
         seeds = [chunk.sequence.seed for chunk in chunks]
+        places = list[tuple[int, int]]()
+        if any(each.constrained for each in params):
+            places = [self._place(chunk.sequence) for chunk in chunks]
         texts = [
             chunk.sequence.prompt_and_output if chunk.last and each.penalised else ((), ())
             for chunk, each in zip(chunks, params, strict=True)
@@ -190,7 +193,20 @@ class Passes:
             token_counts(texts if penalised else (), self._vocab_size, self._device),
             end_tokens=self._end_tokens,
             num_prompt=[len(chunk.sequence.request.prompt_token_ids) for chunk in chunks],
+            places=places,
+            tables=self._batch.tables,
         )
+
+    def _place(self, sequence: Sequence) -> tuple[int, int]:
+        """Number and state of its automaton in the tables, which have it from here on; see ``Tables``."""
+        automaton, place = sequence.automaton, sequence.place
+        if automaton is None or place is None:
+            return 0, 0
+        if not place.filled:
+            assert self._batch.tables is not None
+            self._batch.tables.fill(place.number, place.first, automaton.classes, automaton.successors)
+            place.filled = True
+        return place.number, place.first + sequence.state * automaton.successors.shape[1]
 
     def decode(self, plan: StepPlan, launch: Launch) -> Pass:
         """One step of all running sequences."""

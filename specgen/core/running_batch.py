@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specgen.config import MAX_LOGIT_BIASES
 from specgen.core.sequence import Sequence
+from specgen.decoding.automaton_tables import Tables
 from specgen.decoding.outcome import DraftState, StateColumn
 from specgen.decoding.sampling import SamplingBatch, SamplingForm
 from specgen.device import on_device
@@ -49,6 +50,7 @@ class RunningBatch:
         state_columns: tuple[StateColumn, ...],
         device: torch.device,
         end_tokens: tuple[int, ...] = (),
+        tables: Tables | None = None,
     ) -> None:
         def column(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(max_rows, *shape, dtype=dtype, device=device)
@@ -77,9 +79,17 @@ class RunningBatch:
             biased_until=column(torch.int64, MAX_LOGIT_BIASES),
             penalties=column(torch.float32, 3),
             counts=column(torch.int32, 0),  # there is memory for them once a sequence has penalties
+            automata=column(torch.int64),
+            states=column(torch.int64),
+            tables=tables,
             form=self.form,
         )
         self._num_used = max_rows  # the rows behind them are padding rows
+
+    @property
+    def tables(self) -> Tables | None:
+        """Of the sequences' automata."""
+        return self._sampling.tables
 
     @property
     def form(self) -> SamplingForm:

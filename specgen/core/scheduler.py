@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from specgen.core.sequence import Sequence
-from specgen.kv.pages import PageAllocator, StateSlots, extend_digests
+from specgen.kv.pages import PageAllocator, Places, StateSlots, extend_digests
 from specgen.record.record_rows import OutOfMemory
 
 # A prefill of fewer rows than this takes hardly less time: reading the weights is what it waits for.
@@ -83,9 +83,9 @@ class Limits:
 class Scheduler:
     """Continuous batching: sequences join and leave at every step.
 
-    A sequence is admitted when a slot for its recurrent state and pages for all it holds and one step ahead are free.
-    One that begins like another takes the pages of that, and where there are states a copy of that behind them. Without
-    a prefix cache only those that ``share`` do, and in the same run.
+    A sequence is admitted when a slot for its recurrent state, a place for its automaton, and pages for all it holds
+    and one step ahead are free. One that begins like another takes the pages of that, and where there are states a copy
+    of that behind them. Without a prefix cache only those that ``share`` do, and in the same run.
     When a running one cannot grow, the one admitted last gives its pages back and is computed again later; the oldest
     always can go on, because a request that would not fit alone is refused (``refusal``). The limits may change while
     it runs. One that is to run alone (``retry``) waits until all others have left, and they wait for it.
@@ -95,9 +95,10 @@ class Scheduler:
     """
 
     def __init__(
-        self, *, allocator: PageAllocator, slots: StateSlots, limits: Limits, step_rows: int
+        self, *, allocator: PageAllocator, slots: StateSlots, places: Places, limits: Limits, step_rows: int
     ) -> None:
         self._allocator = allocator
+        self._places = places
         self._slots = slots
         self.limits = limits
         self._step_rows = step_rows  # that a pass may write behind a sequence's tokens
@@ -210,6 +211,11 @@ class Scheduler:
         if not self._allocator.grow(sequence.pages, len(sequence.tokens) + self._step_rows):
             self._allocator.release(sequence.pages)
             return False
+        if sequence.automaton is not None:
+            sequence.place = self._places.take(sequence.automaton, sequence.automaton.successors.size)
+            if sequence.place is None:
+                self._allocator.release(sequence.pages)
+                return False
         sequence.num_computed = sequence.num_cached = cached * self.page_size
         sequence.state_source = self._slots.copy_of(digests[cached - 1]) if cached else 0
         sequence.state_slot = self._slots.take()
@@ -334,7 +340,10 @@ class Scheduler:
         self._give_back(sequence)
 
     def _give_back(self, sequence: Sequence) -> list[int]:
-        """Its pages and its slot, if any; returns the pages that it alone had."""
+        """Its pages, its slot and its automaton's place, if any; returns the pages that it alone had."""
+        if sequence.automaton is not None and sequence.place is not None:
+            self._places.give_back(sequence.automaton)
+            sequence.place = None
         self._slots.give_back(sequence.state_slot)
         sequence.state_slot = 0
         return self._allocator.release(sequence.pages)

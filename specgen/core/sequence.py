@@ -5,12 +5,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from specgen.config import SamplingParams, require
+from specgen.kv.pages import Place
 from specgen.record.record_rows import RequestRow, Step, StepCounts, count_parts
+from specgen.text.automaton import NOT_ALLOWED, Automaton
 from specgen.text.reasoning import PartFinder
 from specgen.text.tokenizer import StopStrings
 
 FinishReason = Literal["stop", "length", "error"]  # of vLLM and OpenAI
-EndReason = FinishReason | Literal["context"]  # a ``length`` that the model's context set
+# a ``length`` that the model's context set, or that cut an answer before it fits structured outputs
+EndReason = FinishReason | Literal["context", "incomplete"]
 NOT_FINITE = -1  # in place of a token that the model's logits could not decide
 
 
@@ -100,6 +103,9 @@ class Sequence:
     eos_token_ids: frozenset[int]  # and its own stop_token_ids; with ignore_eos these alone
     stop: StopStrings | None = None
     parts: PartFinder | None = None  # None where a text has one part
+    automaton: Automaton | None = None  # of what may come next; None: every token
+    state: int = 0  # of it, behind the tokens so far
+    place: Place | None = None  # of it on the device, while the sequence has pages
     pages: list[int] = field(default_factory=list)
     state_slot: int = 0  # of its recurrent state, while it has pages
     state_source: int = 0  # slot with the state that its first pass begins with; 0: with none
@@ -114,6 +120,7 @@ class Sequence:
     in_flight_max: int = 0  # ... and at most
     alone: bool = False  # has failed once, and is tried again alone
     arrival: float = 0.0  # when it entered the queue
+    refused: str | None = None  # why it can never run
     num_shortages: int = 0  # how often the device had no memory for it alone
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its output, where they are asked for
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # likewise, by position
@@ -178,6 +185,14 @@ class Sequence:
             tokens, ends = tokens[: end + 1], "stop"
         if self.stop is not None and (found := self.stop.feed(tokens)) is not None:
             tokens, ends = tokens[:found], "stop"
+        if self.automaton is not None:
+            for index, token in enumerate(tokens):
+                if (after := self.automaton.after(self.state, token)) == NOT_ALLOWED:
+                    tokens, ends = tokens[:index], "error"
+                    break
+                self.state = after
+            if ends in ("length", "context") and not self._fits:
+                ends = "incomplete"
         if self.parts is not None:
             first = self.num_output_tokens
             self.switches += [(first + index, part) for index, part in self.parts.feed(tokens)]
@@ -186,6 +201,21 @@ class Sequence:
             self.logprobs += [TokenLogprobs.of(row, num_top) for row in logprobs[: len(tokens)]]
         self.finish_reason = ends
         return len(tokens)
+
+    @property
+    def _fits(self) -> bool:
+        """Whether its text may end here."""
+        automaton, ends = self.automaton, self.eos_token_ids
+        if automaton is None or self.request.sampling.structured_outputs is None:
+            return True
+        return any(automaton.after(self.state, token) != NOT_ALLOWED for token in ends)
+
+    def is_cut(self, drafts: Items[int], accepted: int) -> bool:
+        """Whether its automaton does not allow the draft behind the ``accepted`` ones, which are not appended yet."""
+        if self.automaton is None or accepted >= len(drafts):
+            return False
+        state = self.automaton.walk(drafts[:accepted], self.state)
+        return state != NOT_ALLOWED and self.automaton.after(state, drafts[accepted]) == NOT_ALLOWED
 
     def begin(self, now: float) -> None:
         """Its first token was found, with its whole prompt in the cache."""

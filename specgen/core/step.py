@@ -24,6 +24,7 @@ from specgen.decoding.sampling import (
     EMIT,
     SamplingBatch,
     biased,
+    constrained,
     penalised,
     target_probs,
     token_logprobs,
@@ -46,6 +47,7 @@ class VerifyResult:
     tokens: Tensor  # [B, K+1]
     shown: Tensor  # [B, K+1] the same as the host shall see them: NOT_FINITE where there is none
     logprobs: Tensor | None  # [B, K+1, n], see StepResult
+    walked: Tensor | None  # [B, K+1] states of the automata, see ``SamplingBatch.walk``
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +177,8 @@ class Steps:
         chosen = self._accept(none, self._logits(hidden[last], sampling), layout.kv_lens - 1, sampling)
         next_tokens[last] = torch.where(fresh, chosen.tokens[:, 0], next_tokens[last])
         sampling.count(chosen.tokens, fresh)
+        if chosen.walked is not None:
+            sampling.enter(chosen.walked, chosen.tokens, chosen.accepted, fresh)
         state, fill_rows = self._drafter.observe(
             Outcome(
                 features=features,
@@ -255,6 +259,8 @@ class Steps:
             loop_rows=num_rows * self._drafter.draft_rows(k),
         )
         sampling.count(found.tokens, (found.accepted + 1) * columns.active)
+        if found.walked is not None:
+            sampling.enter(found.walked, found.tokens, found.accepted)
         columns.advance(next_state)  # last: a step whose numbers do not exist has not been made
         return result
 
@@ -324,12 +330,15 @@ class Steps:
         are each sequence's, and its last one where it has no more.
         """
         argmax = self._target.vocabulary.argmax
+        walked = sampling.walk(drafts.tokens) if sampling.form.constrained else None
         if rows is not None and sampling.form.greedy_only:  # logits take much memory, and it is on them alone
             greedy_tokens, largest = (each[rows] for each in argmax(logits))
         else:
             num_sequences, k = drafts.tokens.shape
             logits = logits.view(num_sequences, k + 1, -1) if rows is None else logits[rows]
             decisive = penalised(biased(logits, positions, sampling), drafts.tokens, sampling)
+            if walked is not None:
+                decisive = constrained(decisive, walked, sampling)
             greedy_tokens, largest = argmax(decisive)
         chances = None if self._dice is None else self._dice[: drafts.tokens.shape[1]]
         if sampling.form.kind == "greedy" and (chances is None or not len(chances)):
@@ -353,4 +362,5 @@ class Steps:
             tokens=tokens,
             shown=torch.where(largest.abs() < float("inf"), tokens, NOT_FINITE),
             logprobs=None if num_top is None else token_logprobs(logits, tokens, num_top),
+            walked=walked,
         )

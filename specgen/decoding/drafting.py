@@ -24,10 +24,12 @@ from specgen.decoding.outcome import (
     StateColumn,
     no_drafts,
 )
-from specgen.decoding.sampling import DRAFT, SamplingBatch, draft_probs, draw, uniform
+from specgen.decoding.sampling import DRAFT, SamplingBatch, constrained, draft_probs, draw, uniform
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
 from specgen.models.protocols import Head, OnePass
+
+_UNLIKELY = -1e4  # a logit of what is not allowed: finite, as there may be nothing else in a draft vocabulary
 
 
 class Chosen(NamedTuple):
@@ -148,13 +150,15 @@ class HeadDrafter:
     ) -> Iterator[Chosen]:
         """A pass per draft, all but the first fed the head's own hidden state and draft."""
         ids, (hidden,) = state.tokens, state.columns
+        states = sampling.states
         every = state.positions + torch.arange(-1, num_drafts - 1, device=ids.device)[:, None]  # [K, B]
         for index, positions in enumerate(every):
             head = self._head.of_pass(index)
             layout = Layout.uniform(block_tables, positions, 1, self._cache.page_size)
             hidden, normed = head.forward(ids, hidden, self._attend(layout))
-            chosen = self._choose(head.logits(normed)[:, None], state, index, sampling)
+            chosen = self._choose(head.logits(normed)[:, None], state, index, sampling, states)
             ids = chosen.ids[:, 0]
+            states = sampling.following(states, ids) if sampling.form.constrained else states
             yield chosen
 
     def _at_once(
@@ -171,16 +175,18 @@ class HeadDrafter:
         _, normed = self._head.forward(ids.flatten(), hidden, self._attend(layout))
         drafting = normed.view(len(ids), num_rows, -1)[:, num_rows - k :]
         logits = self._head.logits(drafting.flatten(0, 1)).view(len(ids), k, -1)
-        if self._head.markov is None:
-            yield self._choose(logits, state, 0, sampling)
+        markov, is_constrained = self._head.markov, sampling.form.constrained
+        if markov is None and not is_constrained:
+            yield self._choose(logits, state, 0, sampling, sampling.states)
             return
-        before, carried = state.tokens, None
+        before, carried, sure, states = state.tokens, None, None, sampling.states
         for index in range(k):
-            changed, sure, carried = self._head.markov.step(
-                logits[:, index], drafting[:, index], before, carried
-            )
-            chosen = self._choose(changed[:, None], state, index, sampling)
+            changed = logits[:, index]
+            if markov is not None:
+                changed, sure, carried = markov.step(changed, drafting[:, index], before, carried)
+            chosen = self._choose(changed[:, None], state, index, sampling, states)
             before = chosen.ids[:, 0]
+            states = sampling.following(states, before) if is_constrained else states
             yield chosen if sure is None else chosen._replace(confidence=sure[:, None])
 
     def draft_rows(self, num_drafts: int) -> int:
@@ -193,9 +199,16 @@ class HeadDrafter:
     def _attend(self, layout: Layout) -> Attend:
         return Attend(self._backend, self._cache, layout, self._head.rope)
 
-    def _choose(self, logits: Tensor, state: DraftState, first: int, sampling: SamplingBatch) -> Chosen:
-        """From ``logits`` ``[B, n, Vd]`` of the drafts from ``first`` on, counted from 0 behind the newest tokens."""
+    def _choose(
+        self, logits: Tensor, state: DraftState, first: int, sampling: SamplingBatch, states: Tensor
+    ) -> Chosen:
+        """From ``logits`` ``[B, n, Vd]`` of the drafts from ``first`` on, counted from 0 behind the newest tokens.
+
+        With constraints n is 1, and what they do not allow in ``states`` ``[B]`` is left out, if anything is left then.
+        """
         draft_to_target = self._head.draft_to_target
+        if sampling.form.constrained:
+            logits = constrained(logits, states[:, None], sampling, _UNLIKELY, draft_to_target)
         if not self._sampled_drafts:
             ids, confidence = self._head.most_likely(logits, draft_to_target)
             return Chosen(ids, confidence, None)

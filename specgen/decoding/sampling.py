@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specgen.config import MAX_LOGIT_BIASES, MAX_LOGPROBS, SamplingParams
+from specgen.decoding.automaton_tables import Tables
 from specgen.device import on_device
 
 # What a random number is for. Draws of different purposes at one position are independent.
@@ -45,6 +46,7 @@ class SamplingForm:
     num_biases: int  # columns of biased tokens
     num_logprobs: int | None  # of the most likely tokens; None: not asked for
     penalised: bool = False  # whether tokens are counted
+    constrained: bool = False  # whether not all tokens are allowed
 
     @property
     def greedy_only(self) -> bool:
@@ -66,6 +68,7 @@ class SamplingForm:
             num_biases=_fitting(_BIAS_WIDTHS, biases),
             num_logprobs=None if logprobs is None else _fitting(_LOGPROB_WIDTHS, logprobs),
             penalised=any(p.penalised for p in params),
+            constrained=any(p.constrained for p in params),
         )
 
 
@@ -97,6 +100,9 @@ class SamplingBatch:
     biased_until: Tensor  # [B, form.num_biases] int64: of tokens at positions before that
     penalties: Tensor  # [B, 3] float32: repetition (0: off), presence and frequency; [B, 0] unless penalised
     counts: Tensor  # [B, V] int32, see ``token_counts``; [B, 0] unless penalised
+    automata: Tensor  # [B] int64: which of the tables' automata a sequence has
+    states: Tensor  # [B] int64: where it is there, see ``Tables``; both 0 where every token is allowed
+    tables: Tables | None = None
     form: SamplingForm
 
     @staticmethod
@@ -108,17 +114,21 @@ class SamplingBatch:
         *,
         end_tokens: Sequence[int] = (),
         num_prompt: Sequence[int] = (),
+        places: Sequence[tuple[int, int]] = (),
+        tables: Tables | None = None,
     ) -> "SamplingBatch":
         """Columns of ``params``, with one derived seed per sequence (see ``request_seed``).
 
         Where any of them has penalties, ``counts`` are those of the texts so far. Where any has ``min_tokens``,
-        ``end_tokens`` are the model's, and the prompts have ``num_prompt`` tokens.
+        ``end_tokens`` are the model's, and the prompts have ``num_prompt`` tokens. Where any is constrained, ``places``
+        are automaton and state of each in ``tables``.
         """
         form = SamplingForm.of(params, end_tokens)
         floats = on_device(
             [[p.temperature, max(p.top_p, _LEAST_TOP_P), p.min_p] for p in params], device, torch.float32
         )
-        ints = on_device([[p.top_k, seed] for p, seed in zip(params, seeds, strict=True)], device)
+        rows = zip(params, seeds, places or [(0, 0)] * len(params), strict=True)
+        ints = on_device([[p.top_k, seed, number, state] for p, seed, (number, state) in rows], device)
         given = [biases_of(p, end_tokens) for p in params]
         filled = [each + [(0, 0.0, 0)] * (form.num_biases - len(each)) for each in given]
         starts = num_prompt or [0] * len(params)
@@ -139,6 +149,9 @@ class SamplingBatch:
             counts=counts
             if form.penalised
             else torch.empty(len(params), 0, dtype=torch.int32, device=device),
+            automata=ints[:, 2],
+            states=ints[:, 3],
+            tables=tables,
             form=form,
         )
 
@@ -156,6 +169,8 @@ class SamplingBatch:
             biased_until=self.biased_until[rows],
             penalties=self.penalties[rows],
             counts=self.counts[rows],
+            automata=self.automata[rows],
+            states=self.states[rows],
         )
 
     def shaped(self, form: SamplingForm) -> "SamplingBatch":
@@ -176,6 +191,32 @@ class SamplingBatch:
         if self.form.penalised:
             kept = torch.arange(tokens.shape[1], device=tokens.device) < num_kept[:, None]
             self.counts.scatter_add_(1, tokens, kept.to(self.counts.dtype) * _IN_OUTPUT)
+
+    def walk(self, drafts: Tensor) -> Tensor:
+        """States ``[B, n]`` of each row behind the first of ``drafts`` ``[B, n - 1]``, none of which may be missing.
+
+        A draft that is not allowed leaves the state as it is: what lies behind it is never accepted.
+        """
+        states = [self.states]
+        for tokens in drafts.clamp(min=0).unbind(1):
+            states.append(self.following(states[-1], tokens))
+        return torch.stack(states, 1)
+
+    def enter(self, walked: Tensor, tokens: Tensor, accepted: Tensor, entering: Tensor | None = None) -> None:
+        """Go to the states behind ``accepted`` ``[B]`` of ``walked``'s drafts and the token behind them.
+
+        ``tokens`` ``[B, n]`` are as of ``verify``. Only those of ``entering`` ``[B]``, where it is given.
+        """
+        at = accepted[:, None]
+        found = self.following(walked.gather(1, at)[:, 0], tokens.gather(1, at)[:, 0])
+        self.states.copy_(found if entering is None else torch.where(entering, found, self.states))
+
+    def following(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """The states ``[B]`` behind ``tokens`` ``[B]`` in ``states`` ``[B]``, the same for what is not allowed."""
+        assert self.tables is not None
+        kinds = self.tables.classes[self.automata, tokens]
+        found = self.tables.successors.index_select(0, states + kinds)
+        return torch.where(found < 0, states, found)
 
 
 def token_counts(
@@ -250,6 +291,24 @@ def penalised(logits: Tensor, drafts: Tensor, batch: SamplingBatch) -> Tensor:
     places = ids[:, None].expand(-1, logits.shape[1], -1)
     counts = batch.counts.gather(1, ids)[:, None] + _IN_OUTPUT * before
     return found.scatter_(2, places, _less_penalties(logits.gather(2, places), counts, batch))
+
+
+def constrained(
+    logits: Tensor,
+    states: Tensor,
+    batch: SamplingBatch,
+    least: float = float("-inf"),
+    ids: Tensor | None = None,
+) -> Tensor:
+    """Logits ``[B, n, V]`` with ``least`` for tokens that are not allowed in the state ``[B, n]`` of their row.
+
+    They may be of a draft vocabulary, whose tokens are ``ids`` ``[V]``.
+    """
+    assert batch.tables is not None
+    kinds = batch.tables.classes[batch.automata]
+    places = states[:, :, None].to(torch.int32) + (kinds if ids is None else kinds[:, ids])[:, None]
+    found = batch.tables.successors.index_select(0, places.flatten()).view(places.shape)
+    return logits.masked_fill(found < 0, least)
 
 
 def decisive_logits(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specgen.attention import Attend, Backend
-from specgen.config import NGRAM_BYTES, EngineConfig, SamplingParams, require
+from specgen.config import LARGEST_AUTOMATON, NGRAM_BYTES, EngineConfig, SamplingParams, require
 from specgen.core.engine_core import EngineCore
 from specgen.core.graphs import Runner
 from specgen.core.packing import BLOCK
@@ -19,6 +19,7 @@ from specgen.core.scheduler import Limits, Scheduler
 from specgen.core.sequence import Request
 from specgen.core.spec_length import BestPlan, FixedPlan, StepPlan
 from specgen.core.step import Steps
+from specgen.decoding.automaton_tables import Tables
 from specgen.decoding.drafting import Drafter, HeadDrafter, NoDrafter
 from specgen.decoding.ngram import NgramDrafter
 from specgen.decoding.outcome import NonPaddedBatch, PackedBatch, PaddedBatch
@@ -29,7 +30,7 @@ from specgen.engine.choices import BACKENDS, DTYPES, RUNNERS, needed_modules, ta
 from specgen.engine.loading import Models
 from specgen.kv.kv_cache import KVCache, StateCache
 from specgen.kv.layout import Layout
-from specgen.kv.pages import PageAllocator, StateSlots
+from specgen.kv.pages import PageAllocator, Places, StateSlots
 from specgen.models.model_config import LayerConfig
 from specgen.ops.jit_modules import compile_missing
 from specgen.record.record_rows import EngineRow
@@ -89,6 +90,8 @@ def assemble(
     num_sequences = min(config.max_batch_size, num_pages)  # each has a page or more
     drafter = _drafter(config, models, backend, allocator)
     states = _states(config, target.config, num_sequences, target.device)
+    # passes in flight will end some
+    places = Places(num_state_slots(num_sequences), LARGEST_AUTOMATON)
     return EngineCore(
         config=target.config,
         steps=Steps(
@@ -105,10 +108,12 @@ def assemble(
             state_columns=drafter.state_columns,
             device=target.device,
             end_tokens=target.config.eos_token_ids,
+            tables=Tables(places.most, places.num_entries, target.config.vocab_size, target.device),
         ),
         scheduler=Scheduler(
             allocator=allocator,
             slots=StateSlots(None if states is None else num_state_slots(num_sequences)),
+            places=places,
             limits=Limits(max_batch_size=num_sequences, max_prefill_tokens=config.max_prefill_tokens),
             step_rows=num_rows,
         ),
@@ -214,6 +219,7 @@ def most_demanding(params: Iterable[SamplingParams]) -> SamplingParams:
         logprobs=form.num_logprobs,
         prompt_logprobs=max(asked, default=None),
         presence_penalty=1.0 if form.penalised else 0.0,
+        allowed_token_ids=(0,) if form.constrained else None,
     )
 
 

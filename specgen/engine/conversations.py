@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specgen.config import SamplingParams, UserError, require
-from specgen.core.sequence import Completion, FinishReason, Request, TokenLogprobs
+from specgen.core.sequence import Completion, EndReason, FinishReason, Request, TokenLogprobs
 from specgen.prompts import Prompt, Rejected, failure, prompt_ids
 from specgen.prompts.prompt import asked_digest, sample_ids, several_turns
 from specgen.record import columns
@@ -43,6 +43,7 @@ class RequestOutput:
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason
     context_is_full: bool = False  # where ``finish_reason`` is ``length``: not max_tokens, but the context
+    is_incomplete: bool = False  # the same: before the answer fits its structured outputs
     turn: int = 1
     sample: int = 0
     num_samples: int = 1
@@ -72,6 +73,13 @@ class RequestOutput:
             f"{several(len(self.token_ids), 'token')}, acceptance length {plain(length)})"
         )
 
+    @property
+    def reason(self) -> EndReason:
+        """Why it ended, as records have it."""
+        return (
+            "incomplete" if self.is_incomplete else "context" if self.context_is_full else self.finish_reason
+        )
+
     def to_row(self) -> dict[str, Any]:
         """The row of ``completions.jsonl``; of a failed request that of ``errors.jsonl``.
 
@@ -95,7 +103,7 @@ class RequestOutput:
             "text": self.text,
             "token_ids": list(self.token_ids),
             "finish_reason": self.finish_reason,
-            **({"ended_by": "context"} if self.context_is_full else {}),
+            **({} if self.reason == self.finish_reason else {"ended_by": self.reason}),
             "turn": self.turn,
             "num_prompt_tokens": self.num_prompt_tokens,
             **given,
@@ -172,7 +180,7 @@ class Conversations:
         return self._ask(conversation)
 
     def answer(self, completion: Completion, metrics: RequestMetrics) -> RequestOutput:
-        request = completion.request
+        request, reason = completion.request, completion.finish_reason
         conversation = self._open[request.id]
         parts, text = answer_of(
             self._tokenizer, request.prompt_token_ids, completion.token_ids, request.sampling
@@ -188,8 +196,9 @@ class Conversations:
             reasoning=parts.reasoning,
             num_reasoning_tokens=parts.num_reasoning_tokens,
             token_ids=completion.token_ids,
-            finish_reason="length" if completion.finish_reason == "context" else completion.finish_reason,
-            context_is_full=completion.finish_reason == "context",
+            finish_reason="length" if reason == "context" or reason == "incomplete" else reason,
+            context_is_full=reason == "context",
+            is_incomplete=reason == "incomplete",
             turn=request.turn,
             num_prompt_tokens=len(request.prompt_token_ids),
             prompt_token_ids=request.prompt_token_ids,
@@ -321,7 +330,7 @@ def summarize(outputs: Iterable[RequestOutput]) -> Report:
     rows = [
         replace(
             output.record,
-            reason="context" if output.context_is_full else output.finish_reason,
+            reason=output.reason,
             category=output.category,
             is_empty=not output.text.strip(),
         )

@@ -160,12 +160,13 @@ class Engine:
         ``UserError`` while the engine is at work for another caller, and once it is closed; ``DeviceLost`` where only a
         new process can go on.
         """
-        self._require_open()
+        _, core = self._require_open()
         require_not_forked(torch.device(self.config.device))
         if not isinstance(sampling, SamplingParams | None):
             raise UserError(
                 f"sampling is {shown(sampling)}: use SamplingParams(...); a prompt's own are Prompt(sampling=...)"
             )
+        core.require_possible(sampling or self.default_sampling)
         return self._outputs(_named(prompts), sampling or self.default_sampling, earlier, lost, until)
 
     def _outputs(

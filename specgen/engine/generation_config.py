@@ -24,6 +24,8 @@ TAKEN = {
     "min_p": "min_p",
     "stop_strings": "stop",
     "min_new_tokens": "min_tokens",
+    "bad_words_ids": "bad_words_ids",
+    "begin_suppress_tokens": "begin_suppress_tokens",
 }
 _FILTERS = ("top_p", "top_k", "min_p")
 # What the command decides, whatever the file says: whether texts are sampled (a run whose drafts are to be measured is
@@ -44,8 +46,6 @@ LEFT: Mapping[str, tuple[object, ...]] = {
 # What changes greedy texts too and is not supported, with the values that mean nothing.
 REFUSED: Mapping[str, tuple[object, ...]] = {
     "min_length": (0,),
-    "begin_suppress_tokens": ([],),
-    "bad_words_ids": ([],),
     "sequence_bias": ({}, []),
     "no_repeat_ngram_size": (0,),
     "encoder_repetition_penalty": (1.0,),
@@ -159,14 +159,19 @@ def _taken(said: Mapping[str, Any], checkpoint: Checkpoint, which: GenerationCon
     except UserError as error:
         require(which == "none", f"{checkpoint.name}: {FILE}: {error}, or --generation-config none")
         return {}
-    if suppressed := found.get("suppress_tokens"):
-        size = count(text_part(checkpoint.config), "vocab_size")
-        found["suppress_tokens"] = tuple(token for token in suppressed if token < size)
+    tokens = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids")
+    size = count(text_part(checkpoint.config), "vocab_size") if any(map(found.get, tokens)) else 0
+    for name in tokens[:2]:
+        if suppressed := found.get(name):
+            found[name] = tuple(token for token in suppressed if token < size)
+    if words := found.get("bad_words_ids"):
+        found["bad_words_ids"] = tuple(each for each in words if max(each) < size)
     plain = SamplingParams()
     return {name: value for name, value in found.items() if value != getattr(plain, name)}
 
 
 def _setting(name: str, value: object) -> str:
-    if name == "suppress_tokens" and isinstance(value, list | tuple):
-        return f"{name} of {len(value)} token{'s' if len(value) > 1 else ''}"
+    noun = "sequence" if name == "bad_words_ids" else "token"
+    if (noun == "sequence" or name.endswith("suppress_tokens")) and isinstance(value, list | tuple):
+        return f"{name} of {len(value)} {noun}{'s' if len(value) > 1 else ''}"
     return f"{name} {shown(value)}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.checkpoints import lora
+from specgen.checkpoints.checkpoint import target_config
 from specgen.checkpoints.fingerprint import files_of, fingerprint, state_of
 from specgen.config import VERSION, EngineConfig, TemplateKwargs, UserError, require, shown
 from specgen.config.errors import DeviceLost
@@ -64,6 +65,7 @@ from specgen.record.results import (
 )
 from specgen.record.startup import Startup, phase, watched
 from specgen.report.display import devices, from_here, several
+from specgen.text.constraints import Constraints
 
 _LOST = "lost.jsonl"  # the requests in flight when the device was lost
 _FIRST = 32  # requests, which may all fail before the rest is given up
@@ -224,6 +226,11 @@ class _Work:
         else:  # no prompt has the date in it
             self.config = replace(config, chat_template_kwargs=job.engine.chat_template_kwargs)
         self.job = replace(job, sampling=self.generation.over(job.sampling, job.given))
+        if self.job.sampling.constrained:  # refuses what cannot be kept before there is a directory
+            target = target_config(self.checkpoints["model"])
+            tokenizer = load_chat_tokenizer(config, self.checkpoints)
+            constraints = Constraints(tokenizer, target.vocab_size, target.eos_token_ids)
+            constraints.automaton(self.job.sampling, ())
 
     def _read(self, num_rows: int) -> None:
         if self.until():

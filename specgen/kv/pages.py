@@ -1,11 +1,13 @@
-"""The pages of the KV cache: which are free, and which are known by what they hold; slots of states; no torch.
+"""The pages of the KV cache: which are free, and which are known by what they hold; no torch.
 
-Prompts that begin alike are computed once: automatic prefix caching.
+Prompts that begin alike are computed once: automatic prefix caching. Also slots of states, and places of automata.
 """
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 
 def extend_digests(digests: list[bytes], tokens: Sequence[int], page_size: int, root: bytes) -> None:
@@ -194,3 +196,59 @@ class StateSlots:
         """Slot 0 is nobody's."""
         if self._free is not None and slot:
             self._free.append(slot)
+
+
+@dataclass(kw_only=True, eq=False)
+class Place:
+    """Where the tables hold an automaton, and how many sequences need it there."""
+
+    number: int  # its row of classes
+    first: int  # its first entry among the successors
+    size: int  # entries
+    num_users: int = 0
+    filled: bool = False  # whether the device has it
+
+    @property
+    def end(self) -> int:
+        return self.first + self.size
+
+
+class Places:
+    """Hands out places in tables for ``most`` automata. Those that nobody needs stay until theirs is needed.
+
+    Number 0 and state 0 are of the automaton that allows everything.
+    """
+
+    def __init__(self, most: int, num_entries: int) -> None:
+        self.most = most
+        self.num_entries = num_entries  # of all that are there at a time
+        self._places: OrderedDict[Hashable, Place] = OrderedDict()  # what was given back last comes last
+
+    def take(self, automaton: Hashable, size: int) -> Place | None:
+        """A place of ``size`` for as long as one more sequence needs it; None: not until others are given back."""
+        place = self._places.get(automaton) or self._new(size)
+        if place is not None:
+            place.num_users += 1
+            self._places[automaton] = place
+        return place
+
+    def give_back(self, automaton: Hashable) -> None:
+        """One sequence fewer needs it."""
+        self._places[automaton].num_users -= 1
+        self._places.move_to_end(automaton)
+
+    def _new(self, size: int) -> Place | None:
+        while True:
+            taken = sorted((each.first, each.end) for each in self._places.values())
+            ends, begins = (
+                [1, *(end for _, end in taken)],
+                [*(first for first, _ in taken), 1 + self.num_entries],
+            )
+            gap = next((end for end, begin in zip(ends, begins, strict=True) if begin - end >= size), None)
+            numbers = {*range(1, self.most + 1)} - {each.number for each in self._places.values()}
+            if gap is not None and numbers:
+                return Place(number=min(numbers), first=gap, size=size)
+            unused = next((key for key, each in self._places.items() if not each.num_users), None)
+            if unused is None:
+                return None
+            del self._places[unused]

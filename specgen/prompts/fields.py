@@ -10,10 +10,12 @@ from math import inf
 from operator import itemgetter
 from typing import Any
 
-from specgen.config import SamplingParams, UserError, check_own, require, shown
+from specgen.config import SamplingParams, StructuredOutputs, UserError, check_own, require, shown
 from specgen.text.tokenizer import Message
 
-SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
+# OpenAI's and vLLM's other names of ``structured_outputs``
+_OF_STRUCTURE = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+SAMPLING_FIELDS = (*(field.name for field in fields(SamplingParams)), *_OF_STRUCTURE)
 _NAMES = frozenset(SAMPLING_FIELDS)
 _name_of = itemgetter(0)
 LONGEST_ID = 512  # characters
@@ -143,7 +145,8 @@ def read_sampling(row: Mapping[str, Any]) -> dict[str, Any]:
 
     Null is the same as no field. ``stop`` is a string or a list of strings, ``logit_bias`` an object from token id to
     bias, ``suppress_tokens`` and ``stop_token_ids`` are lists of token ids, ``top_k`` -1 is the same as 0, as in vLLM.
-    ``UserError`` for an invalid value.
+    ``structured_outputs`` has other names too: OpenAI's ``response_format`` and vLLM's ``guided_json``,
+    ``guided_regex`` and ``guided_choice``. ``UserError`` for an invalid value.
     """
     if _NAMES.isdisjoint(row):
         return {}
@@ -160,6 +163,10 @@ def read_sampling(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _checked(given: tuple[tuple[str, object, type], ...]) -> dict[str, Any]:
     sampling = {name: _READERS[name](value, name) for name, value, _ in given}
+    named = [name for name in sampling if name in _OF_STRUCTURE or name == "structured_outputs"]
+    if named:
+        require(len(named) == 1, f"{' and '.join(named)} say what the answer has to fit: give one of them")
+        sampling["structured_outputs"] = sampling.pop(named[0])
     check_own(sampling)
     return sampling
 
@@ -203,6 +210,31 @@ def _token_ids(value: object, what: str) -> tuple[int, ...]:
     return () if value == [] else token_ids(value, what)  # none of those of the run
 
 
+def _bad_words(value: object, what: str) -> tuple[str, ...]:
+    return tuple(character_string(item, what) for item in ([] if value == [] else checked_list(value, what)))
+
+
+def _bad_words_ids(value: object, what: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(token_ids(item, what) for item in ([] if value == [] else checked_list(value, what)))
+
+
+def _response_format(value: object, what: str) -> StructuredOutputs | None:
+    """OpenAI's: ``{"type": "json_schema", "json_schema": {"schema": ...}}``, ``json_object`` or ``text``."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(value, dict) and kind == "json_schema":
+        described = value.get("json_schema")
+        if not isinstance(described, dict) or "schema" not in described:
+            raise UserError(f"{what} is {shown(value)}: use an object json_schema with a schema")
+        return StructuredOutputs(json=described["schema"])
+    if kind not in ("text", "json_object"):
+        raise UserError(f"{what} is {shown(value)}: its type is text, json_object or json_schema")
+    return StructuredOutputs(json_object=True) if kind == "json_object" else None
+
+
+def _grammar(value: object, what: str) -> StructuredOutputs:
+    raise UserError(f"{what} is not supported: use guided_json, guided_regex or guided_choice")
+
+
 _READERS: dict[str, Callable[[object, str], Any]] = {
     "max_tokens": whole,
     "temperature": number,
@@ -222,4 +254,14 @@ _READERS: dict[str, Callable[[object, str], Any]] = {
     "min_tokens": whole,
     "logprobs": whole,
     "prompt_logprobs": whole,
+    "allowed_token_ids": token_ids,
+    "bad_words": _bad_words,
+    "bad_words_ids": _bad_words_ids,
+    "begin_suppress_tokens": _token_ids,
+    "structured_outputs": StructuredOutputs.of,
+    "response_format": _response_format,
+    "guided_json": lambda value, what: StructuredOutputs(json=value),  # type: ignore[arg-type]
+    "guided_regex": lambda value, what: StructuredOutputs(regex=value),  # type: ignore[arg-type]
+    "guided_choice": lambda value, what: StructuredOutputs(choice=value),  # type: ignore[arg-type]
+    "guided_grammar": _grammar,
 }

@@ -38,12 +38,7 @@ _LONGEST_REASON = 300  # characters, however long the row is
 _MEANT = (*CONTENT_FIELDS, *SAMPLING_FIELDS)  # what changes a text
 _KNOWN = frozenset((*_MEANT, "id", "custom_id", "category"))
 # what other engines or data sets use
-_UNSUPPORTED = frozenset(
-    (
-        *("system", "system_prompt", "tools", "functions", "response_format", "best_of"),
-        *("bad_words", "allowed_token_ids"),
-    )
-)
+_UNSUPPORTED = frozenset((*("system", "system_prompt", "tools", "functions", "best_of"),))
 _LIKENESS = 0.82  # finds temprature and max_new_tokens, not the fields of data sets such as prompt_id
 _LONGEST_NAME = 64  # characters of a name that is compared
 _MOST = 16  # names

@@ -28,7 +28,6 @@ _NEUTRAL: dict[str, Any] = {  # unsupported fields, with the value that has no e
     "best_of": 1,
     "echo": False,
     "stream": False,
-    "response_format": {"type": "text"},
     "modalities": ["text"],
     "tools": [],
     "tool_choice": "none",
@@ -79,10 +78,10 @@ def parse_batch(row_id: str, row: Mapping[str, Any]) -> Prompt:
 
     The body has the parameters of that endpoint (OpenAI's API reference, "The request input object"): ``messages``
     or ``prompt`` (a string or a list of token ids), ``max_completion_tokens`` or ``max_tokens``, ``temperature``,
-    ``top_p``, ``presence_penalty``, ``frequency_penalty``, ``n``, ``seed``, ``stop``, ``logit_bias``, ``logprobs`` and
-    ``top_logprobs``, and of vLLM's those that an own row may have. What a body does not set is the run's,
-    ``temperature`` and ``max_tokens`` too. Unsupported fields that would change the answer (``best_of`` 2, tools, ...)
-    are a ``UserError``; those that would not (``user``, ``metadata``, ...) are ignored.
+    ``top_p``, ``presence_penalty``, ``frequency_penalty``, ``n``, ``seed``, ``stop``, ``logit_bias``, ``logprobs``,
+    ``top_logprobs`` and ``response_format``, and of vLLM's those that an own row may have. What a body does not set is
+    the run's, ``temperature`` and ``max_tokens`` too. Unsupported fields that would change the answer (``best_of`` 2,
+    tools, ...) are a ``UserError``; those that would not (``user``, ``metadata``, ...) are ignored.
     """
     if row.get("custom_id") is None:
         raise UserError("no custom_id: give each request its own")

@@ -49,6 +49,7 @@ class Counts:
     level_accepted: Array  # [n, levels]
     without_drafts: Array  # [n]
     unverified: Array  # [n]
+    cut: Array  # [n]
 
     def __len__(self) -> int:
         return len(self.without_drafts)
@@ -348,7 +349,10 @@ class _Columns:
 
 def _columns_of(rows: Sequence[StepCounts]) -> dict[str, Array]:
     width = max((len(row.drafted) for row in rows), default=0)
-    found = {name: _narrow([getattr(row, name) for row in rows]) for name in ("without_drafts", "unverified")}
+    found = {
+        name: _narrow([getattr(row, name) for row in rows])
+        for name in ("without_drafts", "unverified", "cut")
+    }
     for name in (*_BY_POSITION, "level_reached", "level_accepted"):
         most = width if name in _BY_POSITION else len(CONFIDENCE_LEVELS)
         lists = [[*each, *[0] * (most - len(each))] for each in (getattr(row, name) for row in rows)]

@@ -30,6 +30,9 @@ class Step(NamedTuple):
     accepted: int
     emitted: int
     levels: Sequence[int] = ()
+    is_cut: bool = (
+        False  # the first draft that was not accepted is one that constraints do not allow; not kept either
+    )
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]  # as a row that is read has it
@@ -43,8 +46,9 @@ class StepCounts(msgspec.Struct, forbid_unknown_fields=True):
     """The verify steps of a request, by draft position: lists of ``[K]``, the histogram ``[K + 1]``.
 
     ``level_reached`` and ``level_accepted`` are by level of confidence (see ``config.CONFIDENCE_LEVELS``), of drafts
-    behind accepted ones; ``unverified`` counts the drafts that the target was not asked about. It is the form of
-    ``record.counts`` in a row; K is the longest step's, at most the run's.
+    behind accepted ones; ``unverified`` counts the drafts that the target was not asked about, and ``cut`` the steps
+    that accepted no more because of a constraint. It is the form of ``record.counts`` in a row; K is the longest
+    step's, at most the run's.
     """
 
     drafted: list[Count]
@@ -55,6 +59,7 @@ class StepCounts(msgspec.Struct, forbid_unknown_fields=True):
     unverified: Count = 0
     level_reached: list[Count] = msgspec.field(default_factory=_no_levels)
     level_accepted: list[Count] = msgspec.field(default_factory=_no_levels)
+    cut: Count = 0
 
     def __post_init__(self) -> None:
         """``ValueError`` for lists that are not of one K."""
@@ -104,6 +109,7 @@ class StepCounts(msgspec.Struct, forbid_unknown_fields=True):
             unverified,
             level_reached,
             level_accepted,
+            sum([step.is_cut for step in steps]),
         )
 
     @property

@@ -167,6 +167,9 @@ class Speculation:
     num_unverified_tokens: int = 0  # drafts that were found too unlikely to be accepted
     confidence: Confidence = Confidence(levels=(), auc=None)
     tokens_per_step: float | None = None
+    cut_rate: float | None = (
+        None  # steps that accepted no more drafts because of a constraint; None: there was none
+    )
 
     @property
     def length_over_all_steps(self) -> float | None:
@@ -285,6 +288,7 @@ class Acceptance:
             num_unverified_tokens=int(counts.unverified.sum()),
             confidence=self._confidence(),
             tokens_per_step=emitted / steps if steps else None,
+            cut_rate=cut / length.trials if (cut := int(counts.cut.sum())) else None,
         )
 
     def _confidence(self) -> Confidence:

@@ -157,6 +157,12 @@ def _counts(report: Report) -> Iterator[_Item]:
             yield "tokens per step", plain(report.received), note
         drafts = f"({count(report.num_accepted_tokens)} of {count(report.num_draft_tokens)} drafts)"
         yield "draft acceptance rate", percent(report.draft_acceptance_rate), drafts
+        if report.cut_rate is not None:
+            yield (
+                "cut by constraints",
+                percent(report.cut_rate),
+                "of drafting steps: the next draft was not allowed",
+            )
     if report.confidence.auc is not None:
         note = f"(AUC: 0.5 is chance, 1 perfect), ECE {plain(report.confidence.ece)}"
         yield "confidence of drafts", plain(report.confidence.auc), note
@@ -366,6 +372,11 @@ def remarks(report: Report) -> Iterator[str]:
         yield (
             f"{count(number)} tokens more than the texts have were computed, of requests that were stopped or failed: "
             "their time is in the speeds."
+        )
+    if number := ended.get("incomplete", 0):
+        yield (
+            f"{several(number, 'answer')} ended before fitting what was asked (json-schema, regex, choice): raise "
+            "--max-new-tokens, or bound strings and lists."
         )
     if number := ended.get("context", 0):
         yield (

@@ -2,10 +2,12 @@
 
 import codecs
 import copy
+import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -269,6 +271,28 @@ class Tokenizer:
             if token_id is not None and token_id not in self._special and self.decode([token_id]) != name
         }
 
+    def token_bytes(self) -> tuple[dict[int, bytes], bool]:
+        """The bytes that every token but added ones writes, by id, and whether a text loses a space at its beginning.
+
+        ``UserError`` for a decoder whose tokens write other bytes beside others.
+        """
+        state = json.loads(self._backend.decoder.__getstate__()) if self._backend.decoder is not None else {}
+        steps = state.get("decoders", [state])
+        kinds = [step.get("type") for step in steps]
+        added = set(self._added.values())
+        vocabulary = self._backend.get_vocab(with_added_tokens=False)
+        pieces = {token_id: piece for piece, token_id in vocabulary.items() if token_id not in added}
+        if kinds == ["ByteLevel"]:
+            return {token_id: _of_characters(piece) for token_id, piece in pieces.items()}, False
+        known = kinds[: kinds.index("Strip")] if "Strip" in kinds else kinds
+        require(
+            known == ["Replace", "ByteFallback", "Fuse"] and steps[0]["content"] == " ",
+            f"structured outputs need a tokenizer whose tokens are bytes, and this one's decoder is {kinds}",
+        )
+        space = steps[0]["pattern"]["String"]
+        texts = {token_id: piece.replace(space, " ").encode() for token_id, piece in pieces.items()}
+        return texts | {each: bytes([value]) for each, value in self.byte_values.items()}, known != kinds
+
     def has_text(self, token_id: int) -> bool:
         """Whether ``decode`` returns text for this id: it is in the vocabulary and not special."""
         if token_id not in self._with_text:  # asked of every token where a text has stops
@@ -282,6 +306,24 @@ class Tokenizer:
             # twice, because a SentencePiece decoder drops the leading space of a text
             self._pieces[token_id] = self.decode([token_id, token_id])
         return self._pieces[token_id]
+
+
+def _of_characters(piece: str) -> bytes:
+    """Bytes of the characters that a byte-level vocabulary writes them as; printable ones are themselves."""
+    try:
+        return bytes(_byte_of()[character] for character in piece)
+    except KeyError:  # no such vocabulary wrote it
+        return piece.encode()
+
+
+@cache
+def _byte_of() -> dict[str, int]:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    alphabet = sorted(ByteLevel.alphabet())
+    own = {character: ord(character) for character in alphabet if ord(character) < 256}
+    others = [value for value in range(256) if chr(value) not in own]
+    return own | dict(zip(alphabet[len(own) :], others, strict=True))
 
 
 class ByteRuns:

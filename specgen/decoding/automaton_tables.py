@@ -1,0 +1,57 @@
+"""The automata of constraints on the device, where a step looks up what may come next."""
+
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+NOT_ALLOWED = -1  # in place of a state
+
+
+class Tables:
+    """Automata on the device, at addresses that stay; there is memory for them once a sequence has one.
+
+    A state is the index of its first successor, so one look-up by state and class gives the next. States of the
+    automaton that allows everything are 0, and so is its class of every token.
+    """
+
+    def __init__(self, most: int, num_entries: int, vocab_size: int, device: torch.device) -> None:
+        self._shape, self._num_entries = (most + 1, vocab_size), num_entries
+        self._device = device
+        self._tensors: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def classes(self) -> Tensor:
+        """[automata, V] int16."""
+        return self._made()[0]
+
+    @property
+    def successors(self) -> Tensor:
+        """[entries] int32: states, or NOT_ALLOWED."""
+        return self._made()[1]
+
+    def fill(self, number: int, first: int, classes: NDArray[Any], successors: NDArray[Any]) -> None:
+        """Put that of ``classes`` ``[V]`` and ``successors`` ``[S, C]`` at ``number`` and from entry ``first`` on.
+
+        Behind the passes that are in flight.
+        """
+        states = (first + successors * successors.shape[1]).reshape(-1)
+        states[successors.reshape(-1) < 0] = NOT_ALLOWED
+        self.classes[number].copy_(self._staged(classes, torch.int16), non_blocking=True)
+        self.successors[first : first + len(states)].copy_(
+            self._staged(states, torch.int32), non_blocking=True
+        )
+
+    def _staged(self, numbers: NDArray[Any], dtype: torch.dtype) -> Tensor:
+        found = torch.from_numpy(numbers).to(dtype)
+        return found if self._device.type == "cpu" else found.pin_memory()
+
+    def _made(self) -> tuple[Tensor, Tensor]:
+        if self._tensors is None:
+            classes = torch.zeros(self._shape, dtype=torch.int16, device=self._device)
+            self._tensors = (
+                classes,
+                torch.zeros(1 + self._num_entries, dtype=torch.int32, device=self._device),
+            )
+        return self._tensors

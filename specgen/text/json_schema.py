@@ -1,0 +1,446 @@
+"""From a JSON schema to a regular expression of the JSON texts that fit it.
+
+``UserError`` names what has no such expression here: every keyword is either understood as JSON Schema (2020-12) has
+it, says nothing about texts, or is refused. Objects have their properties in the schema's order and no others, and
+white space is at most one space where JSON has it.
+
+outlines-core has such a translation too. It leaves out what it does not know (bounds of numbers, ``uniqueItems``,
+required properties that are not listed), unrolls recursion three times and escapes no name of a property.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from specgen.config import UserError, require, shown
+
+_SPACE = "[ ]?"
+_INNER = r'[^"\\\x00-\x1f]'  # a character of a string that is written as it is
+_CHARACTER = rf'(?:{_INNER}|\\["\\/bfnrt])'
+_STRING = f'"{_CHARACTER}*"'
+_DIGITS = 18  # of an integer at most, so that greedy texts do not go on for ever, and that others can read it
+_FRACTION = r"(?:\.[0-9]{1,16})?"
+_INTEGER = f"-?(?:0|[1-9][0-9]{{0,{_DIGITS - 1}}})"
+_NUMBER = rf"{_INTEGER}{_FRACTION}(?:[eE][+-]?[0-9]{{1,2}})?"
+_SCALARS = {
+    "string": _STRING,
+    "integer": _INTEGER,
+    "number": _NUMBER,
+    "boolean": "(?:true|false)",
+    "null": "null",
+}
+_TYPES = (*_SCALARS, "array", "object")
+NESTED = 3  # levels of lists and objects in what a schema leaves open
+_TIME = (
+    r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+)
+_DATE = (  # of the Gregorian calendar, but for 29 February
+    r"[1-9][0-9]{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|"
+    r"02-(?:0[1-9]|1[0-9]|2[0-8]))"
+)
+_FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "uuid": "-".join(f"[0-9a-f]{{{size}}}" for size in (8, 4, 4, 4, 12)),
+}
+_NOTES = {  # say nothing about texts, or are looked up where they are referred to
+    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"),
+    *("$schema", "$id", "$comment", "$anchor", "$defs", "definitions"),
+}
+_OF_TYPE = {
+    "string": {"minLength", "maxLength", "pattern", "format"},
+    "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
+    "number": {"minimum", "maximum"},
+    "boolean": set[str](),
+    "null": set[str](),
+    "array": {"items", "prefixItems", "minItems", "maxItems"},
+    "object": {"properties", "required", "additionalProperties", "minProperties", "maxProperties"},
+}
+_CLASSES = {"d": "0-9", "w": "A-Za-z0-9_", "s": " "}  # as ECMA-262 has them, of what a string may hold
+
+
+# an escape, a class, or a character of a regular expression
+PIECE = re.compile(r"\\.?|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+
+
+def json_regex(schema: str) -> str:
+    """The expression for the texts of ``schema``, which is JSON itself."""
+    root = json.loads(schema)
+    return _Translation(root).of(root, "the schema")
+
+
+def json_object_regex() -> str:
+    """That of any object with at most ``NESTED`` levels of lists and objects, itself included."""
+    return _object_of(_any(NESTED - 1))
+
+
+class _Translation:
+    """Of one schema; ``where`` names the part in hand."""
+
+    def __init__(self, root: Any) -> None:  # noqa: ANN401  # JSON
+        self._root = root
+        self._inside: list[str] = []  # references that are being followed
+
+    def of(self, schema: Any, where: str) -> str:  # noqa: ANN401
+        """The expression for ``schema``, which may stand beside others."""
+        if schema is True or schema == {}:
+            return _any(NESTED)
+        require(
+            isinstance(schema, Mapping), f"{where} is {shown(schema)}: nothing fits it, or it is no schema"
+        )
+        given = {name: value for name, value in schema.items() if name not in _NOTES}
+        if not given:
+            return _any(NESTED)
+        for name in ("$ref", "anyOf", "oneOf", "allOf"):
+            if name in given:
+                others = given.keys() - {name}
+                require(
+                    not others, f"{where} has {name} beside {', '.join(sorted(others))}: leave {name} alone"
+                )
+                return self._combined(name, given[name], where)
+        for name in ("const", "enum"):
+            if name in given:
+                return self._values(given, [given[name]] if name == "const" else given[name], where)
+        return self._typed(given, where)
+
+    def _combined(self, name: str, value: Any, where: str) -> str:  # noqa: ANN401
+        if name == "$ref":
+            return self._referred(value, where)
+        require(
+            isinstance(value, list) and bool(value),
+            f"{name} of {where} is {shown(value)}: use a list of schemas",
+        )
+        require(
+            name != "allOf" or len(value) == 1,
+            f"allOf of {where} has {len(value)} schemas: write them as one",
+        )
+        if name == "oneOf":
+            self._require_apart(value, where)
+        return _one_of([self.of(each, f"{name} of {where}") for each in value])
+
+    def _referred(self, name: Any, where: str) -> str:  # noqa: ANN401
+        require(
+            isinstance(name, str) and (name == "#" or name.startswith("#/")),
+            f"$ref of {where} is {shown(name)}: use one within the schema, such as #/$defs/NAME",
+        )
+        require(name not in self._inside, f"{name} refers to itself: a regular expression has no recursion")
+        self._inside.append(name)
+        found = self.of(self._target(name), name)
+        self._inside.pop()
+        return found
+
+    def _target(self, name: str) -> Any:  # noqa: ANN401
+        found = self._root
+        for key in name.split("/")[1:]:
+            key = key.replace("~1", "/").replace("~0", "~")
+            require(isinstance(found, Mapping) and key in found, f"$ref {name} leads nowhere")
+            found = found[key]
+        return found
+
+    def _require_apart(self, schemas: list[Any], where: str) -> None:
+        """``oneOf`` is ``anyOf`` where no value fits two of ``schemas``: by their types, or by a property's values."""
+        objects = [each if isinstance(each, Mapping) else {} for each in schemas]
+        known = [self._target(each["$ref"]) if "$ref" in each else each for each in objects]
+        types = [{"integer": "number"}.get(kind, kind) for kind in (str(each.get("type")) for each in known)]
+        apart = set(types) <= set(_TYPES) and len({*types}) == len(types)
+        for name in known[0].get("properties", {}):
+            values = [_constants(each, name) for each in known]
+            apart |= all(values) and len({*chain(*values)}) == len([*chain(*values)])
+        require(apart, f"oneOf of {where}: a value might fit two of its schemas: write anyOf")
+
+    def _values(self, given: Mapping[str, Any], values: Any, where: str) -> str:  # noqa: ANN401
+        """Of ``const`` and ``enum``; beside them a type may select."""
+        others = given.keys() - {"const", "enum", "type"}
+        require(not others, f"{where} has {', '.join(sorted(others))} beside const or enum: leave it out")
+        require(
+            isinstance(values, list) and bool(values),
+            f"enum of {where} is {shown(values)}: use a list of values",
+        )
+        types = _types(given, where) if "type" in given else _TYPES
+        fitting = [value for value in values if any(_is_of(value, each) for each in types)]
+        require(bool(fitting), f"no value of {where} is of its type")
+        return _one_of([_written(value) for value in fitting])
+
+    def _typed(self, given: Mapping[str, Any], where: str) -> str:
+        if "type" not in given:  # what says something of one type alone is meant for it
+            owners = {each for each, names in _OF_TYPE.items() if names & given.keys()} - {"integer"}
+            known = set[str]().union(*(_OF_TYPE[each] for each in owners))
+            _require_known(given, known, where)
+            require(len(owners) == 1 and owners <= {"object", "array"}, f"{where} has no type: name one")
+            types: Sequence[str] = tuple(owners)
+        else:
+            types = _types(given, where)
+        known = {"type"}.union(*(_OF_TYPE[each] for each in types))
+        _require_known(given, known, where)
+        return _one_of([self._of_type(each, given, where) for each in types])
+
+    def _of_type(self, kind: str, given: Mapping[str, Any], where: str) -> str:
+        match kind:
+            case "string":
+                return f'"{_string(given, where)}"'
+            case "integer" | "number":
+                return _number(kind, given, where)
+            case "array":
+                return self._array(given, where)
+            case "object":
+                return self._object(given, where)
+        return _SCALARS[kind]
+
+    def _array(self, given: Mapping[str, Any], where: str) -> str:
+        least, most = _bounds(given, "minItems", "maxItems", where)
+        if "prefixItems" in given:
+            first = [self.of(each, f"an item of {where}") for each in given["prefixItems"]]
+            require(
+                least <= len(first) and (most is None or len(first) <= most),
+                f"{where} has {len(first)} prefixItems, and minItems or maxItems say otherwise",
+            )
+            return rf"\[{_SPACE}" + f"{_SPACE},{_SPACE}".join(first) + rf"{_SPACE}\]"
+        items = given.get("items", True)
+        open_ended = items is True or items == {}
+        item = _any(NESTED - 1) if open_ended else self.of(items, f"items of {where}")
+        return rf"\[{_SPACE}{_several(item, least, most)}{_SPACE}\]"
+
+    def _object(self, given: Mapping[str, Any], where: str) -> str:
+        properties, required = given.get("properties", {}), given.get("required", [])
+        least, most = _bounds(given, "minProperties", "maxProperties", where)
+        require(
+            isinstance(properties, Mapping) and isinstance(required, list),
+            f"{where}: properties is an object, and required a list",
+        )
+        missing = [name for name in required if name not in properties]
+        require(
+            not missing,
+            f"{where} requires {', '.join(map(shown, missing))}, which its properties do not have",
+        )
+        if not properties:
+            value = given.get("additionalProperties", True)
+            if value is False:
+                return rf"\{{{_SPACE}\}}"
+            # a name may be there twice, which is one property
+            require(least <= 1, f"minProperties of {where} is {least}: name the properties")
+            open_ended = value is True or value == {}
+            each = _any(NESTED - 1) if open_ended else self.of(value, f"additionalProperties of {where}")
+            return _object_of(each, least, most)
+        require(
+            least <= len(required) and (most is None or most >= len(properties)),
+            f"{where} has properties beside minProperties or maxProperties: say which are required",
+        )
+        pairs = [
+            (f"{_written(name)}{_SPACE}:{_SPACE}{self.of(value, shown(name))}", name in required)
+            for name, value in properties.items()
+        ]
+        return rf"\{{{_SPACE}{_listed(pairs)}{_SPACE}\}}"
+
+
+def _require_known(given: Mapping[str, Any], known: set[str], where: str) -> None:
+    unknown = sorted(given.keys() - known)
+    require(
+        not unknown, f"{where} has {', '.join(map(shown, unknown))}, which is not supported: leave it out"
+    )
+
+
+def _types(given: Mapping[str, Any], where: str) -> list[str]:
+    kinds = given["type"] if isinstance(given["type"], list) else [given["type"]]
+    for kind in kinds:
+        require(kind in _TYPES, f"type of {where} is {shown(kind)}: use one of {', '.join(_TYPES)}")
+    require(bool(kinds), f"type of {where} is an empty list: name one")
+    return kinds
+
+
+def _constants(schema: Mapping[str, Any], name: str) -> list[str]:
+    """The values that a required property may have, if they are listed."""
+    each = schema.get("properties", {}).get(name)
+    if not isinstance(each, Mapping) or name not in schema.get("required", []):
+        return []
+    values = [each["const"]] if "const" in each else each.get("enum", [])
+    return [json.dumps(value) for value in values if isinstance(value, str)]
+
+
+def _is_of(value: Any, kind: str) -> bool:  # noqa: ANN401
+    kinds: dict[str, tuple[type, ...]] = {
+        "string": (str,),
+        "boolean": (bool,),
+        "null": (type(None),),
+        "array": (list,),
+        "object": (dict,),
+    }
+    if kind in kinds:
+        return isinstance(value, kinds[kind])
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and (kind == "number" or value == int(value))
+
+
+def _written(value: Any) -> str:  # noqa: ANN401
+    """A JSON value as it may be spelled."""
+    if isinstance(value, dict):
+        pairs = [f"{_written(name)}{_SPACE}:{_SPACE}{_written(each)}" for name, each in value.items()]
+        return rf"\{{{_SPACE}" + f"{_SPACE},{_SPACE}".join(pairs) + rf"{_SPACE}\}}"
+    if isinstance(value, list):
+        return rf"\[{_SPACE}" + f"{_SPACE},{_SPACE}".join(map(_written, value)) + rf"{_SPACE}\]"
+    return re.escape(json.dumps(value, ensure_ascii=False))
+
+
+def _one_of(parts: Sequence[str]) -> str:
+    parts = list(dict.fromkeys(parts))
+    return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"
+
+
+def _several(item: str, least: int, most: int | None) -> str:
+    """``least`` to ``most`` items with commas between them."""
+    if most == 0:
+        return ""
+    more = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+    some = f"{item}(?:{_SPACE},{_SPACE}{item}){more}"
+    return some if least else f"(?:{some})?"
+
+
+def _listed(pairs: Sequence[tuple[str, bool]]) -> str:
+    """Those of ``pairs`` that are required and any of the others, in order, with commas between them."""
+    comma = f"{_SPACE},{_SPACE}"
+    first = next((index for index, (_, required) in enumerate(pairs) if required), None)
+    if first is not None:
+        before = "".join(f"(?:{pair}{comma})?" for pair, _ in pairs[:first])
+        behind = (
+            f"{comma}{pair}" if required else f"(?:{comma}{pair})?" for pair, required in pairs[first + 1 :]
+        )
+        return f"{before}{pairs[first][0]}{''.join(behind)}"
+    ways = [
+        f"{pair}{''.join(f'(?:{comma}{other})?' for other, _ in pairs[index + 1 :])}"
+        for index, (pair, _) in enumerate(pairs)
+    ]
+    return f"{_one_of(ways)}?" if len(ways) > 1 else f"(?:{ways[0]})?"
+
+
+def _object_of(value: str, least: int = 0, most: int | None = None) -> str:
+    pair = f"{_STRING}{_SPACE}:{_SPACE}{value}"
+    return rf"\{{{_SPACE}{_several(pair, least, most)}{_SPACE}\}}"
+
+
+def _any(levels: int) -> str:
+    """Any value with so many levels of lists and objects."""
+    scalars = [_STRING, _NUMBER, "true", "false", "null"]
+    if levels == 0:
+        return _one_of(scalars)
+    inner = _any(levels - 1)
+    return _one_of([*scalars, rf"\[{_SPACE}{_several(inner, 0, None)}{_SPACE}\]", _object_of(inner)])
+
+
+def _bounds(given: Mapping[str, Any], least: str, most: str, where: str) -> tuple[int, int | None]:
+    low, high = given.get(least, 0), given.get(most)
+    for name, value in ((least, low), (most, high)):
+        whole = value is None or (_is_of(value, "integer") and value >= 0)
+        require(whole, f"{name} of {where} is {shown(value)}: use a whole number of 0 or more")
+    require(high is None or low <= high, f"{least} of {where} is {low} and {most} {high}: nothing fits")
+    return int(low), None if high is None else int(high)
+
+
+def _string(given: Mapping[str, Any], where: str) -> str:
+    told = [name for name in ("pattern", "format") if name in given]
+    least, most = _bounds(given, "minLength", "maxLength", where)
+    if not told:
+        return f"{_CHARACTER}{{{least},{'' if most is None else most}}}"
+    require(
+        len(told) == 1 and least == 0 and most is None,
+        f"{where} has {' and '.join(told)} beside another limit of its string: leave one of them",
+    )
+    value = given[told[0]]
+    require(isinstance(value, str), f"{told[0]} of {where} is {shown(value)}: use a string")
+    if told == ["format"]:
+        known = ", ".join(_FORMATS)
+        require(value in _FORMATS, f"format of {where} is {shown(value)}: use {known}, or a pattern")
+        return _FORMATS[value]
+    return f"(?:{_pattern(value, where)})"
+
+
+def _pattern(pattern: str, where: str) -> str:
+    """A pattern for the whole string, of characters that JSON writes as they are."""
+    found = ""
+    for text in PIECE.findall(without_anchors(pattern)):
+        if text == '"' or (text[0] == "\\" and text[1:] in ("\\", '"', "n", "r", "t", "f", "v", "")):
+            raise UserError(
+                f"pattern of {where} has {shown(text)}, which JSON writes as two characters: leave it out"
+            )
+        if text[0] == "[" or text == ".":
+            inside = text if text[0] == "[" else "[^\\n]"
+            found += f"[{re.sub(_SHORT, _spelled, inside)}&&{_INNER}]"
+        elif text[0] == "\\" and text[1] in "dws":
+            found += f"[{_CLASSES[text[1]]}]"
+        elif text[0] == "\\" and text[1] in "DWS":
+            found += f"[[^{_CLASSES[text[1].lower()]}]&&{_INNER}]"
+        else:
+            found += text
+    return found
+
+
+def without_anchors(pattern: str) -> str:
+    """``pattern`` without those at its ends, which say nothing where it is to match a whole text."""
+    inner = pattern.removeprefix("^")
+    return inner[:-1] if re.search(r"(?<!\\)(?:\\\\)*\$$", inner) else inner
+
+
+_SHORT = re.compile(r"\\(.)", re.DOTALL)
+
+
+def _spelled(match: re.Match[str]) -> str:
+    """An escape within brackets."""
+    kind = match[1]
+    if kind in _CLASSES:
+        return _CLASSES[kind]
+    return f"[^{_CLASSES[kind.lower()]}]" if kind in "DWS" else match[0]
+
+
+def _number(kind: str, given: Mapping[str, Any], where: str) -> str:
+    """An integer or a number, within bounds that are whole numbers."""
+    bounds = {name: given[name] for name in _OF_TYPE["integer"] if name in given}
+    if not bounds:
+        return _SCALARS[kind]
+    most = 10**_DIGITS - 1
+    for name, value in bounds.items():
+        require(
+            name in _OF_TYPE[kind] and _is_of(value, "integer") and abs(value) <= most,
+            f"{name} of {where} is {shown(value)}, a {kind}: use minimum and maximum that are whole numbers of at most "
+            f"{_DIGITS} digits",
+        )
+    low = max(int(bounds.get("minimum", -most)), int(bounds.get("exclusiveMinimum", -most - 1)) + 1)
+    high = min(int(bounds.get("maximum", most)), int(bounds.get("exclusiveMaximum", most + 1)) - 1)
+    require(low <= high, f"{where} has bounds that nothing fits")
+    parts = [_magnitudes(kind, max(low, 0), high)] if high >= 0 else []
+    if low < 0:
+        parts.append(f"-{_magnitudes(kind, max(-high, 1 if kind == 'integer' else 0), -low)}")
+    return _one_of(parts)
+
+
+def _magnitudes(kind: str, low: int, high: int) -> str:
+    """Numbers without a sign; a fraction may stand behind all but the highest."""
+    if kind == "integer":
+        return _between(low, high)
+    below = [_between(low, high - 1) + _FRACTION] if low < high else []
+    return _one_of([*below, rf"{high}(?:\.0{{1,16}})?"])
+
+
+def _between(low: int, high: int) -> str:
+    """The whole numbers from ``low`` to ``high``, of 0 or more, without leading zeros."""
+    parts = []
+    for size in range(len(str(low)), len(str(high)) + 1):
+        first, last = max(low, 10 ** (size - 1) if size > 1 else 0), min(high, 10**size - 1)
+        parts.append(_of_size(str(first), str(last)))
+    return _one_of(parts)
+
+
+def _of_size(first: str, last: str) -> str:
+    """Digits from ``first`` to ``last``, which are as many."""
+    if first == last:
+        return first
+    rest = len(first) - 1
+    if first[1:] == "0" * rest and last[1:] == "9" * rest:
+        head = f"[{first[0]}-{last[0]}]" if first[0] != last[0] else first[0]
+        return head + (f"[0-9]{{{rest}}}" if rest else "")
+    if first[0] == last[0]:
+        return first[0] + _of_size(first[1:], last[1:])
+    parts = [first[0] + _of_size(first[1:], "9" * rest)]
+    if int(last[0]) - int(first[0]) > 1:
+        parts.append(f"[{int(first[0]) + 1}-{int(last[0]) - 1}]" + (f"[0-9]{{{rest}}}" if rest else ""))
+    return _one_of([*parts, last[0] + _of_size("0" * rest, last[1:])])

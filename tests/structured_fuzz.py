@@ -1,0 +1,178 @@
+"""Random JSON schemas and regular expressions, for answers that must fit them."""
+
+import json
+import random
+import re
+from datetime import datetime, time
+from typing import Any
+
+from specgen.config import StructuredOutputs
+
+_NAMES = ("a", "name", 'the "x"', "größe", "b.c", "n-1", "id", "ok?", "日本", "a\\b")
+_TEXTS = ("x", "yes", "no", 'a"b', "línea\n2", "", "0", "true", "C:\\d", "é(", "[]")
+
+
+def schema(rng: random.Random, depth: int = 2) -> Any:
+    """Of everything that is understood; deeper ones have lists and objects."""
+    kinds = [
+        "string",
+        "integer",
+        "number",
+        "boolean",
+        "null",
+        "enum",
+        "const",
+        "anyOf",
+        "types",
+        "pattern",
+        "format",
+    ]
+    if depth:
+        kinds += ["object", "object", "object", "array", "array", "map", "prefix", "oneOf"]
+    match rng.choice(kinds):
+        case "string":
+            return _bounded(rng, {"type": "string"}, "minLength", "maxLength", 12)
+        case "integer":
+            return {"type": "integer"} | _range(
+                rng, ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+            )
+        case "number":
+            return {"type": "number"} | _range(rng, ("minimum",), ("maximum",))
+        case "enum":
+            return {"enum": [_value(rng, depth) for _ in range(rng.randint(1, 4))]}
+        case "const":
+            return {"const": _value(rng, depth)}
+        case "anyOf":
+            return {"anyOf": [schema(rng, max(depth - 1, 0)) for _ in range(rng.randint(1, 3))]}
+        case "types":
+            return {
+                "type": rng.sample(["string", "null", "boolean", "integer"], rng.randint(1, 3)),
+                "title": "of several",
+            }
+        case "pattern":
+            return {
+                "type": "string",
+                "pattern": rng.choice(
+                    (
+                        r"^[A-Z]{2}\d{1,3}$",
+                        r"^\w+( \w+)?$",
+                        "^(red|green)$",
+                        "^.{1,4}$",
+                        r"^[^,]{2,5}$",
+                        r"^\S+\s\S$",
+                    )
+                ),
+            }
+        case "format":
+            return {"type": "string", "format": rng.choice(("date", "time", "date-time", "uuid"))}
+        case "object":
+            names = rng.sample(_NAMES, rng.randint(1, 4))
+            required = [name for name in names if rng.random() < 0.5]
+            found: dict[str, Any] = {
+                "properties": {name: schema(rng, depth - 1) for name in names},
+                "required": required,
+            }
+            return (
+                {"type": "object"} | found | ({"additionalProperties": False} if rng.random() < 0.5 else {})
+            )
+        case "array":
+            return _bounded(
+                rng, {"type": "array", "items": schema(rng, depth - 1)}, "minItems", "maxItems", 3
+            )
+        case "prefix":
+            return {
+                "type": "array",
+                "prefixItems": [schema(rng, depth - 1) for _ in range(rng.randint(1, 3))],
+            }
+        case "map":
+            found = {"type": "object", "additionalProperties": schema(rng, depth - 1)}
+            return (
+                found
+                | ({"minProperties": 1} if rng.random() < 0.3 else {})
+                | ({"maxProperties": 2} if rng.random() < 0.3 else {})
+            )
+        case "oneOf":
+            tags = rng.sample(_TEXTS, 2)
+            each = [
+                {
+                    "type": "object",
+                    "properties": {"tag": {"const": tag}, "of": schema(rng, 0)},
+                    "required": ["tag"],
+                }
+                for tag in tags
+            ]
+            return {"oneOf": rng.choice((each, [{"type": "string"}, {"type": "integer"}]))}
+        case kind:
+            return {"type": kind}
+
+
+def _bounded(
+    rng: random.Random, given: dict[str, Any], least: str, most: str, largest: int
+) -> dict[str, Any]:
+    low = rng.randint(0, largest)
+    return (
+        given
+        | ({least: low} if rng.random() < 0.4 else {})
+        | ({most: low + rng.randint(0, largest)} if rng.random() < 0.6 else {})
+    )
+
+
+def _range(rng: random.Random, least: tuple[str, ...], most: tuple[str, ...]) -> dict[str, int]:
+    low = rng.choice((0, 1, -1, rng.randint(-10000, 10000)))
+    high = low + rng.choice((0, 1, 9, rng.randint(0, 100000))) + 2
+    return ({rng.choice(least): low} if rng.random() < 0.6 else {}) | (
+        {rng.choice(most): high} if rng.random() < 0.6 else {}
+    )
+
+
+def _value(rng: random.Random, depth: int) -> Any:
+    simple = [rng.choice(_TEXTS), rng.randint(-99, 99), rng.choice((0.5, -1.25, 1e6)), True, False, None]
+    if depth and rng.random() < 0.3:
+        return rng.choice(([_value(rng, 0), _value(rng, 0)], {rng.choice(_NAMES): _value(rng, 0)}, [], {}))
+    return rng.choice(simple)
+
+
+def regex(rng: random.Random, depth: int = 3) -> str:
+    """One that Python and outlines-core read alike."""
+    if depth == 0:
+        return rng.choice(("a", "b", "[a-c]", "[^a-z0-9]", ".", "é", r"\.", "x{2}", "[0-9]", "yes", "-"))
+    inner = [regex(rng, depth - 1) for _ in range(rng.randint(1, 3))]
+    match rng.randint(0, 4):
+        case 0:
+            return f"(?:{'|'.join(inner)})"
+        case 1:
+            return f"(?:{inner[0]})" + rng.choice(("*", "+", "?", "{0,3}", "{2}", "{1,}", "??", "*?"))
+        case _:
+            return "".join(inner)
+
+
+def asked(rng: random.Random) -> StructuredOutputs:
+    kind = rng.random()
+    if kind < 0.7:
+        return StructuredOutputs(json=schema(rng))
+    if kind < 0.9:
+        return StructuredOutputs(regex=regex(rng))
+    return StructuredOutputs(choice=rng.sample([each for each in _TEXTS if each], rng.randint(1, 4)))
+
+
+def fits(asked: StructuredOutputs, text: str) -> bool:
+    """By jsonschema and ``re``."""
+    import jsonschema
+
+    if asked.choice:
+        return text in asked.choice
+    if asked.regex is not None:
+        return re.fullmatch(asked.regex, text) is not None
+    checker = jsonschema.FormatChecker(formats=["date", "uuid"])
+    checker.checks("time", raises=ValueError)(
+        lambda text: bool(time.fromisoformat(text) if isinstance(text, str) else 1)
+    )
+    checker.checks("date-time", raises=ValueError)(
+        lambda text: bool(datetime.fromisoformat(text) if isinstance(text, str) else 1)
+    )
+    value = json.loads(text)
+    return not [
+        *jsonschema.Draft202012Validator(json.loads(str(asked.json)), format_checker=checker).iter_errors(
+            value
+        )
+    ]

@@ -1,0 +1,541 @@
+"""Structured outputs: what is compiled against other readers of it, and answers of engines that fit."""
+
+import json
+import os
+import random
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specgen.config import SamplingParams, StructuredOutputs, UserError
+from specgen.core.sequence import Request
+from specgen.engine import build
+from specgen.text import constraints, regex_program
+from specgen.text.automaton import ByteAutomaton
+from specgen.text.constraints import Constraints, byte_automaton
+from specgen.text.json_schema import json_object_regex, json_regex
+from specgen.text.tokenizer import load_tokenizer
+from tests.commands import printed, refused, rows, specgen, write_rows
+from tests.engines import Outputs, Pair, bundled_requests, generate, page_bytes
+from tests.structured_fuzz import asked as random_asked
+from tests.structured_fuzz import fits, regex
+from tests.tiny_tokenizers import write_byte_fallback, write_byte_level
+
+pytestmark = pytest.mark.xdist_group("structured")
+MANY = int(os.environ.get("SPECGEN_FUZZ", "300"))  # answers of the long fuzz
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """A process for every expression takes most of a second."""
+    if request.function in (
+        test_an_expression_that_cannot_be_compiled,
+        test_an_expression_without_bounds_ends,
+    ):
+        return
+
+    def here(whole: str) -> ByteAutomaton:
+        successors, final = regex_program.compiled(whole)
+        return ByteAutomaton(successors=successors, final=final)
+
+    monkeypatch.setattr(constraints, "run_program", here)
+
+
+def takes(automaton: ByteAutomaton, text: str) -> bool:
+    state = 0
+    for value in text.encode():
+        state = int(automaton.successors[state, value])
+        if state < 0:
+            return False
+    return bool(automaton.final[state])
+
+
+# --- expressions and schemas -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_an_expression_takes_what_it_matches_as_a_whole(seed: int) -> None:
+    rng, num_taken = random.Random(seed), 0
+    for _ in range(10):
+        pattern = regex(rng)
+        automaton = byte_automaton(StructuredOutputs(regex=pattern))
+        for _ in range(60):
+            text = "".join(rng.choices("abcxyes-.é09 ", k=rng.randint(0, 6)))
+            expected = re.fullmatch(pattern, text) is not None
+            assert takes(automaton, text) == expected, (pattern, text)
+            num_taken += expected
+    assert num_taken
+
+
+@pytest.mark.parametrize("pattern", ["a|ab", "(?:|a)", "a??b??", "^yes$", "^a|b$", "yes|yes please", r"a\$"])
+def test_the_first_of_two_alternatives_is_not_preferred(pattern: str) -> None:
+    automaton = byte_automaton(StructuredOutputs(regex=pattern))
+    for text in ("", "a", "b", "ab", "yes", "yes please", "a$"):
+        assert takes(automaton, text) == (re.fullmatch(pattern, text) is not None), text
+
+
+def test_choices_may_begin_alike() -> None:
+    automaton = byte_automaton(StructuredOutputs(choice=["no", "none", "ñ", " no"]))
+    texts = ("no", "none", "ñ", " no", "non", "", "n", "nones", "\xf1"[:0] + "m")
+    assert [takes(automaton, text) for text in texts] == [True] * 4 + [False] * 5
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "tags": {"type": "array", "items": {"enum": ["a", "b c"]}, "maxItems": 2},
+        "note": {"$ref": "#/$defs/note"},
+    },
+    "required": ["name", "age"],
+    "$defs": {"note": {"type": ["string", "null"], "description": "whatever"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"name": "A", "age": 7}', True),
+        ('{"name":"A","age":130,"tags":["a", "b c"],"note":null}', True),
+        ('{"name": "A\\"\\n", "age": 0, "note": "x"}', True),
+        ('{"name": "A", "age": 131}', False),
+        ('{"name": "A", "age": 07}', False),
+        ('{"name": "A", "age": -1}', False),
+        ('{"age": 7, "name": "A"}', False),
+        ('{"name": "A"}', False),
+        ('{"name": "A", "age": 7, "tags": ["a", "a", "a"]}', False),
+        ('{"name": "A", "age": 7, "other": 1}', False),
+        ('{"name": "012345678901234567890", "age": 7}', False),
+        ('{"name": "A", "age": 7,}', False),
+        ('{"name": "A\n", "age": 7}', False),
+        ('{"name": "A", "age": 7} ', False),
+    ],
+)
+def test_texts_of_a_schema(text: str, expected: bool) -> None:
+    assert bool(re.fullmatch(json_regex(json.dumps(SCHEMA)), text)) == expected
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whole_numbers_within_bounds(seed: int) -> None:
+    rng = random.Random(seed)
+    low = rng.choice((0, -1, 1, rng.randint(-1100, 1100)))
+    high = low + rng.choice((0, 1, 9, rng.randint(0, 2000)))
+    pattern = re.compile(json_regex(json.dumps({"type": "integer", "minimum": low, "maximum": high})))
+    for value in range(low - 120, high + 120):
+        assert bool(pattern.fullmatch(str(value))) == (low <= value <= high), value
+    number = re.compile(json_regex(json.dumps({"type": "number", "minimum": low, "maximum": high})))
+    for value in (low, high, low + 0.25, high - 0.5, low - 0.25, high + 0.5, low - 1, high + 1):
+        assert bool(number.fullmatch(f"{value:g}")) == (low <= value <= high), value
+
+
+def test_any_object_has_bounded_levels() -> None:
+    pattern = re.compile(json_object_regex())
+    for text in (
+        "{}",
+        '{"a": [1, {"b": null}]}',
+        '{"a": {"b": {"c": 1.5e3}}, "d": "\\u"}'.replace("\\u", "é"),
+    ):
+        assert pattern.fullmatch(text), text
+    for text in ('{"a": {"b": {"c": {}}}}', "[]", '{"a"}', '{"a": 1, }', "1", '{"a": tru}'):
+        assert not pattern.fullmatch(text), text
+
+
+REFUSED = {
+    '{"type": "string", "minLength": 3, "maxLength": 1}': "nothing fits",
+    '{"type": "strin"}': "type of the schema is 'strin'",
+    '{"type": "array", "uniqueItems": true}': "uniqueItems.*not supported",
+    '{"type": "array", "items": {"not": {"type": "null"}}}': "items of the schema has 'not'|has no type",
+    '{"allOf": [{"type": "null"}, {"type": "null"}]}': "allOf of the schema has 2",
+    '{"oneOf": [{"type": "integer"}, {"type": "number"}]}': "write anyOf",
+    '{"type": "object", "properties": {"a": {"$ref": "#"}}}': "# refers to itself",
+    '{"$ref": "http://x/y"}': "within the schema",
+    '{"$ref": "#/$defs/x"}': "leads nowhere",
+    '{"type": "number", "multipleOf": 2}': "multipleOf",
+    '{"type": "number", "minimum": 0.5}': "minimum of the schema is 0.5",
+    '{"type": "string", "format": "email"}': "'email': use date",
+    '{"type": "string", "pattern": "^a\\"$"}': "JSON writes as two",
+    '{"type": "string", "pattern": "^a", "minLength": 2}': "beside another limit",
+    '{"type": "object", "required": ["z"], "properties": {"a": {}}}': "requires 'z'",
+    '{"type": "object", "patternProperties": {}}': "patternProperties",
+    '{"enum": []}': "use a list of values",
+    '{"type": "integer", "enum": ["a"]}': "no value of the schema is of its type",
+    '{"type": "object", "additionalProperties": {"type": "null"}, "minProperties": 2}': "name the properties",
+    "false": "nothing fits it",
+}
+
+
+@pytest.mark.parametrize("schema", REFUSED)
+def test_a_schema_that_cannot_be_kept_is_refused_by_name(schema: str) -> None:
+    with pytest.raises(UserError, match=REFUSED[schema]):
+        json_regex(schema)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("(?=a)b", "look-around"),
+        ("(", "cannot be compiled"),
+        ("a)(b", "closing parenthesis"),
+        (r"[^\s\S]", "no text matches it"),
+    ],
+)
+@pytest.mark.slow
+def test_an_expression_that_cannot_be_compiled(pattern: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        byte_automaton(StructuredOutputs(regex=pattern))
+
+
+@pytest.mark.slow
+def test_an_expression_without_bounds_ends() -> None:
+    with pytest.raises(UserError, match="too long, or too much memory"):
+        byte_automaton(StructuredOutputs(regex=".{0,30}a.{0,30}"))
+    assert takes(byte_automaton(StructuredOutputs(regex="a|ab")), "ab")
+
+
+# --- tokens ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write", [write_byte_level, write_byte_fallback])
+def test_the_bytes_of_tokens_are_those_of_texts(write: Any, tmp_path: Any) -> None:
+    tokenizer = load_tokenizer(str(write(tmp_path)))
+    texts, drops = tokenizer.token_bytes()
+    assert drops == (write is write_byte_fallback)
+    rng = random.Random(0)
+    for text in ("Ein süßer Tee für 3 € im Café. 日本 🙂", " apples", "a  b\n\n", "Stop", "▁x"):
+        ids = tokenizer.encode_rendered(text)
+        written = b"".join(texts[each] for each in ids).decode()
+        assert tokenizer.decode(ids) == (written[1:] if drops and written[0] == " " else written)
+    whole = [each for each, value in texts.items() if value.isascii()]
+    for _ in range(100):
+        ids = rng.choices(whole, k=8)
+        written = b"".join(texts[each] for each in ids).decode()
+        assert tokenizer.decode(ids) == (written[1:] if drops and written[0] == " " else written)
+
+
+@pytest.mark.parametrize("write", [write_byte_level, write_byte_fallback])
+@pytest.mark.parametrize("seed", range(5))
+def test_walks_over_tokens_write_what_fits(write: Any, seed: int, tmp_path: Any) -> None:
+    """Random walks to an end, and no token is missing that goes on to a text that fits."""
+    tokenizer = load_tokenizer(str(write(tmp_path)))
+    end = tokenizer.eos_token_id
+    assert end is not None
+    compiler = Constraints(tokenizer, tokenizer.vocab_size + 7, [end])
+    rng = random.Random(seed)
+    choices = [" no", "nein €", "no, Tom", "n", "日本", "Stop"]
+    automaton = compiler.automaton(SamplingParams(structured_outputs=StructuredOutputs(choice=choices)), [])
+    assert automaton is not None
+    seen = set()
+    for _ in range(60):
+        state, tokens = automaton.start, list[int]()
+        while end not in tokens:
+            allowed = [each for each in range(tokenizer.vocab_size + 7) if automaton.after(state, each) >= 0]
+            tokens.append(rng.choice(allowed))
+            state = automaton.after(state, tokens[-1])
+        seen.add(tokenizer.decode(tokens))
+    drops = write is write_byte_fallback
+    assert seen <= {*choices, *(["no"] if drops else [])}
+    assert len(seen) > 3
+    for choice in choices:
+        spelled = tokenizer.encode_rendered(choice)
+        if tokenizer.decode(spelled) in choices:
+            assert automaton.walk([*spelled, end]) >= 0, choice
+
+
+# --- engines ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair(demo_pair: Pair) -> Pair:
+    tokenizer = load_tokenizer(str(demo_pair.path / "target"))
+    return replace(demo_pair, models=replace(demo_pair.models, tokenizer=tokenizer))
+
+
+CHOICES = ("The answer is 12.", "The answer is 8", "I do not know, sorry.", "12", "8", "yes", "yes, it is")
+REGEX = r"(The|So) answer is -?[0-9]{1,3}(\.[0-9]+)?( apples| [a-z]+)?\.|I [a-z ]{3,30}\."
+
+
+def of_text(tokenizer: Any, end: int) -> Any:
+    """The processor: a token may come if the text with it is the beginning of one that fits, by other matchers."""
+    import regex as matcher
+
+    pieces = [tokenizer.decode([each]) for each in range(3072)]
+
+    def change(request: Request, tokens: Tensor, logits: Tensor) -> Tensor:
+        output = tokens[0, len(request.prompt_token_ids) :].tolist()
+        if (asked := request.sampling.structured_outputs) is None or end in output:
+            return logits
+        text, only = tokenizer.decode(output), torch.full_like(logits, float("-inf"))
+        for token in torch.argsort(logits[0], descending=True).tolist():
+            if token == end:
+                good = text in asked.choice if asked.choice else matcher.fullmatch(str(asked.regex), text)
+            elif not pieces[token] or tokenizer.is_special(token):
+                good = False
+            elif asked.choice:
+                good = any(each.startswith(text + pieces[token]) for each in asked.choice)
+            else:
+                good = matcher.fullmatch(str(asked.regex), text + pieces[token], partial=True)
+            if good:
+                only[0, token] = logits[0, token]
+                return only
+        raise AssertionError(text)
+
+    return change
+
+
+@pytest.fixture(scope="module")
+def greedy(pair: Pair) -> list[Request]:
+    kinds = (
+        {"structured_outputs": StructuredOutputs(choice=CHOICES)},
+        {},
+        {"structured_outputs": StructuredOutputs(regex=REGEX)},
+        {"structured_outputs": StructuredOutputs(choice=CHOICES[:3])},
+    )
+    free = bundled_requests(12, SamplingParams(max_tokens=24))
+    return [replace(r, sampling=SamplingParams(max_tokens=24, **kinds[i % 4])) for i, r in enumerate(free)]
+
+
+@pytest.fixture(scope="module")
+def expected(pair: Pair, demo_reference: Any, greedy: list[Request]) -> dict[str, tuple[int, ...]]:
+    end = pair.models.tokenizer.eos_token_id
+    return demo_reference.target.texts(greedy, of_text(pair.models.tokenizer, int(end or 0)))
+
+
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+@pytest.mark.parametrize("drafter", [None, "ngram:2", "eagle"])
+@pytest.mark.slow
+def test_greedy_text_equals_transformers_with_another_matcher(
+    pair: Pair, greedy: list[Request], expected: dict[str, tuple[int, ...]], batch: str, drafter: str | None
+) -> None:
+    settings: dict[str, Any] = {"num_spec_tokens": 0} if drafter is None else {"num_spec_tokens": 4}
+    if drafter == "ngram:2":
+        settings["drafter"] = drafter
+    outputs = generate(pair, greedy, drafter_batch=batch, max_batch_size=4, **settings)
+    assert outputs.texts == expected
+    if drafter == "eagle":
+        assert set(outputs.accepted) >= {0, 1, 2}
+
+
+def fuzzed(pair: Pair, count: int, seed: int, **settings: Any) -> tuple[Outputs, list[Request]]:
+    rng = random.Random(seed)
+    prompts = bundled_requests(20, SamplingParams())
+    requests = []
+    for number in range(count):
+        sampling = SamplingParams(
+            max_tokens=rng.choice((12, 48, 96)),
+            temperature=rng.choice((0.0, 0.8, 1.5)),
+            top_p=rng.choice((1.0, 0.9)),
+            repetition_penalty=rng.choice((1.0, 1.0, 1.2)),
+            structured_outputs=None if rng.random() < 0.1 else random_asked(rng),
+        )
+        requests.append(replace(rng.choice(prompts), id=f"{seed}-{number}", sampling=sampling))
+    return generate(pair, requests, **settings), requests
+
+
+def check(pair: Pair, outputs: Outputs, requests: list[Request]) -> int:
+    """How many constrained answers are complete; each fits, and the others are beginnings."""
+    end, num_fitting = pair.models.tokenizer.eos_token_id, 0
+    for request in requests:
+        completion, asked = outputs.completions[request.id], request.sampling.structured_outputs
+        assert completion.error is None, (asked, completion.error)
+        if asked is None:
+            continue
+        if completion.finish_reason == "stop":
+            assert completion.token_ids[-1] == end
+            text = pair.models.tokenizer.decode(completion.token_ids)
+            assert fits(asked, text), (asked, text)
+            num_fitting += 1
+    return num_fitting
+
+
+def test_answers_fit_what_each_row_asks_for(pair: Pair) -> None:
+    outputs, requests = fuzzed(pair, 12, 0, num_spec_tokens=3, max_batch_size=12)
+    assert check(pair, outputs, requests) >= 4
+
+
+@pytest.mark.slow
+def test_many_answers_fit(pair: Pair) -> None:
+    num_fitting, num_asked = 0, 0
+    for seed in range(1, 1 + -(-MANY // 100)):
+        settings: dict[str, Any] = {
+            "num_spec_tokens": seed % 5,
+            "drafter_batch": ("padded", "non-padded")[seed % 2],
+        }
+        settings |= {"drafter": "ngram:2"} if seed % 5 == 4 else {}
+        settings |= {"draft_sampling": "probabilistic"} if seed % 3 == 0 and seed % 5 != 4 else {}
+        outputs, requests = fuzzed(pair, 100, seed, max_batch_size=24, page_size=16, **settings)
+        num_fitting += check(pair, outputs, requests)
+        num_asked += sum(r.sampling.structured_outputs is not None for r in requests)
+    print(f"{num_fitting} of {num_asked} answers are complete, and all of them fit")
+    assert num_fitting > num_asked / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+def test_preemption_and_chunks_change_no_answer(pair: Pair, batch: str) -> None:
+    """States are found again from the tokens."""
+    free, requests = fuzzed(pair, 16, 7, num_spec_tokens=4, drafter_batch=batch, max_batch_size=8)
+    memory = 40 * page_bytes(pair)
+    settings: dict[str, Any] = {"num_spec_tokens": 4, "drafter_batch": batch, "max_batch_size": 8}
+    tight = generate(pair, requests, kv_memory=memory, **settings)
+    assert tight.num_preempted > 2
+    assert tight.texts == free.texts == generate(pair, requests, max_prefill_tokens=7, **settings).texts
+
+
+def test_automata_without_room_wait(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many different ones only some fit; those that nobody needs make room, and the others wait."""
+    kinds = [StructuredOutputs(choice=(f"answer {n}", f"{n} apples", "none")) for n in range(10)]
+    base = bundled_requests(10, SamplingParams(max_tokens=12))
+    requests = [
+        replace(each, sampling=replace(each.sampling, structured_outputs=kind))
+        for each, kind in zip(base, kinds, strict=True)
+    ]
+    free = generate(pair, requests, max_batch_size=8)
+    size = max(of_choice(pair, kind) for kind in kinds)
+    monkeypatch.setattr(build, "LARGEST_AUTOMATON", 2 * size)
+    tight = generate(pair, requests, max_batch_size=8)
+    assert tight.texts == free.texts
+    assert max(row.num_sequences for row in tight.steps) <= 3 < max(row.num_sequences for row in free.steps)
+
+
+def of_choice(pair: Pair, asked: StructuredOutputs) -> int:
+    """Entries of its table."""
+    tokenizer = pair.models.tokenizer
+    compiler = Constraints(tokenizer, 3072, [tokenizer.eos_token_id or 0])
+    found = compiler.automaton(SamplingParams(structured_outputs=asked), ())
+    assert found is not None
+    return int(found.successors.size)
+
+
+def test_an_answer_that_is_cut_says_so(pair: Pair) -> None:
+    asked = StructuredOutputs(choice=("one two three four five six", "12"))
+    request = bundled_requests(1, SamplingParams())[0]
+    words = [
+        replace(request, id=f"{n}", sampling=SamplingParams(max_tokens=n, structured_outputs=asked))
+        for n in (1, 9)
+    ]
+    only = StructuredOutputs(choice=("one two three four five six",))
+    words.append(replace(request, id="cut", sampling=SamplingParams(max_tokens=3, structured_outputs=only)))
+    found = generate(pair, words).completions
+    assert found["cut"].finish_reason == found["cut"].record.reason == "incomplete"
+    assert {found["1"].finish_reason, found["9"].finish_reason} <= {"stop", "length", "incomplete"}
+
+
+def test_what_a_step_was_cut_by_is_counted(pair: Pair) -> None:
+    """N-grams copy what the prompt says, which the choices do not allow."""
+    prompt = pair.models.tokenizer.encode_text("A: yes, it is red. B: yes, it is red. A: yes,")
+    asked = StructuredOutputs(
+        choice=("yes, it was blue and green all day", "yes, it is red. B: yes, it is blue")
+    )
+    sampling = SamplingParams(max_tokens=40, structured_outputs=asked)
+    request = Request(id="a", prompt_token_ids=tuple(prompt), sampling=sampling)
+    completion = generate(pair, [request], drafter="ngram:2", num_spec_tokens=4).completions["a"]
+    steps = completion.record.steps or ()
+    text = completion.token_ids
+    tokenizer, at, cut = pair.models.tokenizer, 1, 0
+    for step in steps:
+        behind = text[: at + step.accepted]
+        rejected = step.drafts[step.accepted :][:1]
+        if rejected:
+            written = tokenizer.decode([*behind, *rejected])
+            cut += not any(each.startswith(written) for each in asked.choice)
+        at += step.emitted
+    assert completion.record.counts.cut == cut > 0
+
+
+def test_drafts_of_a_head_are_ones_that_are_allowed(pair: Pair) -> None:
+    asked = StructuredOutputs(regex=r'\{"answer": [0-9]{1,3}, "unit": "[a-z]{3,9}"\}')
+    base = bundled_requests(6, SamplingParams(max_tokens=40))
+    requests = [replace(r, sampling=replace(r.sampling, structured_outputs=asked)) for r in base]
+    outputs = generate(pair, requests, num_spec_tokens=4)
+    counts = [each.record.counts for each in outputs.completions.values()]
+    assert sum(each.cut for each in counts) < sum(each.num_steps for each in counts) / 4
+    assert outputs.texts == generate(pair, requests, num_spec_tokens=0).texts
+
+
+def test_a_suppressed_answer_is_an_error_and_no_text(pair: Pair) -> None:
+    request = bundled_requests(1, SamplingParams())[0]
+    tokens = pair.models.tokenizer.encode_rendered("yes")
+    every = [each for each in range(3072) if pair.models.tokenizer.decode([each])[:1] == "y"]
+    sampling = SamplingParams(
+        suppress_tokens=tuple({*tokens, *every}), structured_outputs=StructuredOutputs(choice=("yes",))
+    )
+    completion = generate(pair, [replace(request, sampling=sampling)]).completions[request.id]
+    assert "-inf for all that its constraints allow, at output token 1" in str(completion.error)
+
+
+def test_a_compiled_constraint_is_kept(pair: Pair, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sampling = SamplingParams(structured_outputs=StructuredOutputs(regex="a+b"), bad_words=("aa",))
+
+    def compiled() -> Any:
+        return Constraints(pair.models.tokenizer, 3072, [1]).automaton(sampling, ())
+
+    first = compiled()
+    monkeypatch.setattr(constraints, "byte_automaton", None)  # is not asked again
+    again = compiled()
+    assert (first.classes == again.classes).all()
+    assert (first.successors == again.successors).all()
+    (file,) = (tmp_path / "specgen" / "constraints").iterdir()
+    file.write_text(file.read_text()[:-40])
+    with pytest.raises(TypeError):
+        compiled()
+
+
+# --- commands --------------------------------------------------------------------------------------
+
+
+def test_a_command_with_choices_resumes_and_refuses_others(tmp_path: Any) -> None:
+    out, few = tmp_path / "out", ("--num-prompts", 4, "--max-new-tokens", 12, "--output", tmp_path / "out")
+    printed("generate", "--choice", "yes", "--choice", "no", "--bad-word", "maybe", *few)
+    found = rows(out / "completions.jsonl")
+    assert {each["text"] for each in found} <= {"yes", "no"}
+    manifest = json.loads((out / "manifest.json").read_text())["sampling"]
+    assert manifest["structured_outputs"]["choice"] == ["yes", "no"]
+    assert "answers of one of 2 choices" in (out / "report.html").read_text()
+    with refused("choice"):
+        printed("generate", "--choice", "yes", "--bad-word", "maybe", *few)
+    printed("generate", "--config", out / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--json-schema", "nowhere.json"), "'nowhere.json' cannot be read"),
+        (("--json-schema", "{tmp}/bad.json"), r"'uniqueItems', which is not supported"),
+        (("--regex", "a", "--choice", "b"), "regex and choice: give one"),
+        (("--choice", "b", "--ignore-eos"), "ignore_eos is set"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_before_anything_is_written(
+    tmp_path: Any, options: tuple[str, ...], reason: str
+) -> None:
+    (tmp_path / "bad.json").write_text('{"type": "array", "uniqueItems": true}')
+    with refused(reason):
+        printed("generate", *(each.format(tmp=tmp_path) for each in options), "--output", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_with_their_own_constraints(tmp_path: Any) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+    written = [
+        {"id": "a", "prompt": "One or two?", "guided_choice": ["one", "two"]},
+        {"id": "b", "prompt": "One or two?", "structured_outputs": {"json": schema}},
+        {"id": "c", "prompt": "One or two?", "guided_json": {"type": "strin"}},
+        {"id": "d", "prompt": "One or two?", "bad_words": [" the"], "max_tokens": 4},
+        {"id": "e", "prompt": "One or two?", "allowed_token_ids": [99999]},
+    ]
+    out = tmp_path / "out"
+    result = specgen("generate", "--dataset", write_rows(tmp_path / "rows.jsonl", written), "--output", out)
+    assert result.exit_code == 3
+    texts = {each["id"]: each["text"] for each in rows(out / "completions.jsonl")}
+    assert texts["a"] in ("one", "two")
+    assert json.loads(texts["b"])["n"] in (1, 2)
+    errors = {each["id"]: each["error"] for each in rows(out / "errors.jsonl")}
+    assert "type of the schema is 'strin': use one of string, integer" in errors["c"]
+    assert "allowed_token_ids names 99999, which is not in the vocabulary of 3072" in errors["e"]
+    assert set(errors) == {"c", "e"}
