@@ -228,5 +228,6 @@ def test_preemption_and_chunks_change_no_text(
     memory = 26 * page_bytes(demo_pair)
     tight = generate(demo_pair, demo_asked, num_spec_tokens=4, drafter_batch=batch, kv_memory=memory)
     assert tight.num_preempted > 2
+    assert {*tight.begun.values()} == {1}  # none failed and was tried again
     chunks = generate(demo_pair, demo_asked, num_spec_tokens=4, drafter_batch=batch, max_prefill_tokens=7)
     assert tight.texts == chunks.texts == demo_texts

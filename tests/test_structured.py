@@ -383,6 +383,7 @@ def test_preemption_and_chunks_change_no_answer(pair: Pair, batch: str) -> None:
     settings: dict[str, Any] = {"num_spec_tokens": 4, "drafter_batch": batch, "max_batch_size": 8}
     tight = generate(pair, requests, kv_memory=memory, **settings)
     assert tight.num_preempted > 2
+    assert {*tight.begun.values()} == {1}  # none failed and was tried again
     assert tight.texts == free.texts == generate(pair, requests, max_prefill_tokens=7, **settings).texts
 
 

@@ -191,7 +191,7 @@ class Sequence:
                     tokens, ends = tokens[:index], "error"
                     break
                 self.state = after
-            if ends in ("length", "context") and not self._fits:
+            if ends in ("length", "context") and not self.automaton.fits(self.state):
                 ends = "incomplete"
         if self.parts is not None:
             first = self.num_output_tokens
@@ -201,14 +201,6 @@ class Sequence:
             self.logprobs += [TokenLogprobs.of(row, num_top) for row in logprobs[: len(tokens)]]
         self.finish_reason = ends
         return len(tokens)
-
-    @property
-    def _fits(self) -> bool:
-        """Whether its text may end here."""
-        automaton, ends = self.automaton, self.eos_token_ids
-        if automaton is None or self.request.sampling.structured_outputs is None:
-            return True
-        return any(automaton.after(self.state, token) != NOT_ALLOWED for token in ends)
 
     def is_cut(self, drafts: Items[int], accepted: int) -> bool:
         """Whether its automaton does not allow the draft behind the ``accepted`` ones, which are not appended yet."""

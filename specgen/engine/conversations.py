@@ -30,7 +30,8 @@ class RequestOutput:
     ``reasoning``, the part before it of ``num_reasoning_tokens``, which is None where there is none; ``token_ids`` are
     of both, with one entry of ``logprobs`` each where they were asked for; ``prompt_logprobs`` has one of each token of
     the prompt (``prompt_token_ids``), None of the first. ``finish_reason`` is ``stop`` (end of text
-    or a stop string), ``length`` (``max_tokens``, or where ``context_is_full`` the model's context) or ``error``.
+    or a stop string), ``length`` (``max_tokens``, or where ``context_is_full`` the model's context; ``is_incomplete``
+    where that cut an answer before it fits its structured outputs) or ``error``.
     ``category`` and ``endpoint`` are the prompt's. ``metrics`` says how much speculative decoding
     helped this request, and ``record`` its times and every step; one that never ran has neither.
     """

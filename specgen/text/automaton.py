@@ -28,6 +28,11 @@ class Automaton:
     classes: NDArray[np.integer[Any]]  # [V] of every token
     successors: NDArray[np.integer[Any]]  # [S, C] the state behind a token of a class, or NOT_ALLOWED
     start: int = 0
+    ends: tuple[int, ...] = ()  # tokens that end a text that fits; none where any text does
+
+    def fits(self, state: int) -> bool:
+        """Whether a text may end in ``state``."""
+        return not self.ends or any(self.after(state, token) != NOT_ALLOWED for token in self.ends)
 
     def to_json(self) -> dict[str, Any]:
         """For a file of the cache."""
@@ -36,7 +41,7 @@ class Automaton:
             name: b64encode(zlib.compress(each.astype(np.int32).tobytes(), 1)).decode()
             for name, each in parts.items()
         }
-        return packed | {"start": self.start, "num_states": len(self.successors)}
+        return packed | {"start": self.start, "num_states": len(self.successors), "ends": self.ends}
 
     @classmethod
     def of_json(cls, value: Any) -> "Automaton":  # noqa: ANN401
@@ -53,7 +58,12 @@ class Automaton:
             and table.max() < len(table) > value["start"]
         ):
             raise ValueError("its numbers do not fit together")
-        return cls(classes=classes.astype(np.int16), successors=table, start=value["start"])
+        return cls(
+            classes=classes.astype(np.int16),
+            successors=table,
+            start=value["start"],
+            ends=tuple(value["ends"]),
+        )
 
     def after(self, state: int, token: int) -> int:
         """The state behind ``token``, or NOT_ALLOWED."""
@@ -113,7 +123,10 @@ class Automaton:
         require(bool(alive[self.start]), "no text fits all of it")
         numbers = np.append(np.where(alive, np.cumsum(alive) - 1, NOT_ALLOWED), NOT_ALLOWED)
         return Automaton(
-            classes=self.classes, successors=numbers[table[alive]], start=int(numbers[self.start])
+            classes=self.classes,
+            successors=numbers[table[alive]],
+            start=int(numbers[self.start]),
+            ends=tuple(ends),
         )
 
 
