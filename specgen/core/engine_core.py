@@ -516,7 +516,7 @@ class EngineCore:
             sequence.in_flight_min -= 1
             sequence.in_flight_max -= k + 1
             proposed = drafts[: drafts.index(NO_DRAFT)] if NO_DRAFT in drafts else drafts
-            is_cut = sequence.is_cut(proposed, accepted)
+            is_cut = sequence.automaton is not None and sequence.is_cut(proposed, accepted)
             emitted = sequence.append(tokens, logprobs[row])
             self._spec_length.update(levels, len(proposed), accepted)
             made = levels[: levels.index(NO_DRAFT)] if NO_DRAFT in levels else levels
