@@ -3,8 +3,6 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +17,13 @@ from tests.engines import (
     Pair,
     bundled_requests,
     generate,
-    load_pair,
     page_bytes,
     random_requests,
 )
-from tests.marks import mostly_slow
 from tests.reference_heads import DenseTarget, ReferenceHead
 from tests.test_heads import MTP
 from tests.test_mtp import pair_of
-from tests.tiny_checkpoints import write_dflash_head, write_eagle1_head, write_head
+from tests.test_penalties import every_drafter, mixed_acceptance, texts_with
 
 pytestmark = pytest.mark.xdist_group("constraints")  # texts of transformers for all
 Texts = dict[str, tuple[int, ...]]
@@ -150,17 +146,7 @@ def test_the_constraints_of_these_tests_change_texts(
     assert {r.id for r in changed} == {r.id for r in demo_asked if r.sampling.constrained}
 
 
-@pytest.mark.parametrize(
-    ("k", "batch", "ahead"),
-    mostly_slow(
-        [
-            *product((1, 4), ("padded", "non-padded"), (False, True)),
-            *[(0, "padded", True), (2, "non-padded", True), (5, "padded", True)],
-        ],
-        (4, "padded", True),
-        (4, "non-padded", False),
-    ),
-)
+@mixed_acceptance
 def test_greedy_text_with_mixed_acceptance_equals_transformers(
     demo_pair: Pair,
     device_like: Callable[..., None],
@@ -176,21 +162,7 @@ def test_greedy_text_with_mixed_acceptance_equals_transformers(
     assert set(outputs.accepted) >= set(range(min(k, 3) + 1))
 
 
-OTHERS: dict[str, Callable[[Path, Any], None]] = {
-    "eagle-1": write_eagle1_head,
-    "p-eagle": partial(write_head, num_layers=2, mask_token=("ptd_token_id", 4)),
-    "dspark": partial(write_dflash_head, dialect="DeepSpec", markov=("gated", 8)),
-}
-
-
-@pytest.mark.parametrize(
-    ("drafter", "batch"),
-    mostly_slow(
-        product(("eagle3", "ngram:2", *OTHERS), ("padded", "non-padded")),
-        ("ngram:2", "padded"),
-        ("eagle-1", "non-padded"),
-    ),
-)
+@every_drafter
 def test_greedy_text_with_every_kind_of_drafter(
     random_pair: Pair,
     tmp_path: Path,
@@ -199,13 +171,7 @@ def test_greedy_text_with_every_kind_of_drafter(
     drafter: str,
     batch: str,
 ) -> None:
-    pair, settings = random_pair, {"drafter": drafter} if drafter.startswith("ngram") else {}
-    if drafter in OTHERS:
-        (tmp_path / "target").symlink_to(random_pair.path / "target")
-        OTHERS[drafter](tmp_path / "drafter", random_pair.models.target.config)
-        pair = load_pair(tmp_path)
-    outputs = generate(pair, random_asked, drafter_batch=batch, max_batch_size=6, **settings)
-    assert outputs.texts == random_texts
+    assert texts_with(random_pair, tmp_path, random_asked, drafter, batch) == random_texts
 
 
 @pytest.mark.slow

@@ -99,8 +99,12 @@ def test_the_penalties_of_these_tests_change_texts(
 
 # --- greedy ----------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
+OTHERS: dict[str, Callable[[Path, Any], None]] = {
+    "eagle-1": write_eagle1_head,
+    "p-eagle": partial(write_head, num_layers=2, mask_token=("ptd_token_id", 4)),
+    "dspark": partial(write_dflash_head, dialect="DeepSpec", markov=("gated", 8)),
+}
+mixed_acceptance = pytest.mark.parametrize(
     ("k", "batch", "ahead"),
     mostly_slow(
         [
@@ -111,6 +115,27 @@ def test_the_penalties_of_these_tests_change_texts(
         (4, "non-padded", False),
     ),
 )
+every_drafter = pytest.mark.parametrize(
+    ("drafter", "batch"),
+    mostly_slow(
+        product(("eagle3", "ngram:2", *OTHERS), ("padded", "non-padded")),
+        ("ngram:2", "padded"),
+        ("eagle-1", "non-padded"),
+    ),
+)
+
+
+def texts_with(pair: Pair, path: Path, asked: list[Request], drafter: str, batch: str) -> Texts:
+    """Of ``asked`` with the target of ``pair`` and its own or another drafter, which is written to ``path``."""
+    settings = {"drafter": drafter} if drafter.startswith("ngram") else {}
+    if drafter in OTHERS:
+        (path / "target").symlink_to(pair.path / "target")
+        OTHERS[drafter](path / "drafter", pair.models.target.config)
+        pair = load_pair(path)
+    return generate(pair, asked, drafter_batch=batch, max_batch_size=6, **settings).texts
+
+
+@mixed_acceptance
 def test_greedy_text_with_mixed_acceptance_equals_transformers(
     demo_pair: Pair,
     device_like: Callable[..., None],
@@ -126,21 +151,7 @@ def test_greedy_text_with_mixed_acceptance_equals_transformers(
     assert set(outputs.accepted) >= set(range(min(k, 3) + 1))
 
 
-OTHERS: dict[str, Callable[[Path, Any], None]] = {
-    "eagle-1": write_eagle1_head,
-    "p-eagle": partial(write_head, num_layers=2, mask_token=("ptd_token_id", 4)),
-    "dspark": partial(write_dflash_head, dialect="DeepSpec", markov=("gated", 8)),
-}
-
-
-@pytest.mark.parametrize(
-    ("drafter", "batch"),
-    mostly_slow(
-        product(("eagle3", "ngram:2", *OTHERS), ("padded", "non-padded")),
-        ("ngram:2", "padded"),
-        ("eagle-1", "non-padded"),
-    ),
-)
+@every_drafter
 def test_greedy_text_with_every_kind_of_drafter(
     random_pair: Pair,
     tmp_path: Path,
@@ -149,13 +160,7 @@ def test_greedy_text_with_every_kind_of_drafter(
     drafter: str,
     batch: str,
 ) -> None:
-    pair, settings = random_pair, {"drafter": drafter} if drafter.startswith("ngram") else {}
-    if drafter in OTHERS:
-        (tmp_path / "target").symlink_to(random_pair.path / "target")
-        OTHERS[drafter](tmp_path / "drafter", random_pair.models.target.config)
-        pair = load_pair(tmp_path)
-    outputs = generate(pair, random_asked, drafter_batch=batch, max_batch_size=6, **settings)
-    assert outputs.texts == random_texts
+    assert texts_with(random_pair, tmp_path, random_asked, drafter, batch) == random_texts
 
 
 @pytest.mark.slow

@@ -27,7 +27,6 @@ from tests.engines import (
     bundled_requests,
     engine_of,
     generate,
-    load_pair,
     nan_at,
     page_bytes,
     random_requests,
@@ -35,7 +34,7 @@ from tests.engines import (
 from tests.marks import mostly_slow
 from tests.reference_heads import ReferenceHead
 from tests.test_generation_config import models, saying
-from tests.test_penalties import OTHERS
+from tests.test_penalties import every_drafter, texts_with
 
 pytestmark = pytest.mark.xdist_group("row ends")  # texts of transformers for all
 CPU = torch.device("cpu")
@@ -140,14 +139,7 @@ def test_greedy_text_with_mixed_acceptance_equals_transformers(
         assert found.finish_reason == ("stop" if found.token_ids[-1] in ends else "length")
 
 
-@pytest.mark.parametrize(
-    ("drafter", "batch"),
-    mostly_slow(
-        product(("eagle3", "ngram:2", *OTHERS), ("padded", "non-padded")),
-        ("ngram:2", "padded"),
-        ("eagle-1", "non-padded"),
-    ),
-)
+@every_drafter
 def test_greedy_text_with_every_kind_of_drafter(
     random_pair: Pair,
     tmp_path: Path,
@@ -156,13 +148,7 @@ def test_greedy_text_with_every_kind_of_drafter(
     drafter: str,
     batch: str,
 ) -> None:
-    pair, settings = random_pair, {"drafter": drafter} if drafter.startswith("ngram") else {}
-    if drafter in OTHERS:
-        (tmp_path / "target").symlink_to(random_pair.path / "target")
-        OTHERS[drafter](tmp_path / "drafter", random_pair.models.target.config)
-        pair = load_pair(tmp_path)
-    outputs = generate(pair, random_asked, drafter_batch=batch, max_batch_size=6, **settings)
-    assert outputs.texts == random_texts
+    assert texts_with(random_pair, tmp_path, random_asked, drafter, batch) == random_texts
 
 
 @pytest.mark.parametrize("draft_sampling", mostly_slow(["greedy", "probabilistic"], "probabilistic"))
@@ -369,7 +355,6 @@ def check(reference: ReferenceHead, completion: Completion) -> None:
             (4, "non-padded", False, 7),
             (4, "padded", True, 7),
         ],
-        (4, "padded", True, 7),
         (4, "non-padded", False, 7),
     ),
 )
@@ -431,6 +416,7 @@ def test_a_row_of_a_prompt_that_is_not_a_number_is_an_error(random_pair: Pair) -
 # --- rows, commands, Python ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_its_resume_and_its_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
     own = {"min_tokens": 9, "prompt_logprobs": 1, "max_tokens": 200}
     write_rows(
@@ -497,6 +483,7 @@ def test_a_batch_row_gets_them_in_the_form_of_its_endpoint(tmp_path: Path) -> No
     assert "prompt_logprobs" not in bodies["chat"]["choices"][0]
 
 
+@pytest.mark.slow
 def test_min_new_tokens_of_a_checkpoint_is_that_of_transformers(tmp_path: Path) -> None:
     """Tokens that its texts have early are made its end tokens, so that some are held back."""
     import transformers
@@ -557,6 +544,7 @@ def test_wrong_rows_are_errors_of_their_own(row: dict[str, Any], reason: str, tm
     assert reason in error["error"]
 
 
+@pytest.mark.slow
 def test_a_row_may_ask_for_more_than_the_default(tmp_path: Path) -> None:
     prompt = {"id": "a", "prompt": "Tom", "min_tokens": 130, "stop_token_ids": [*range(500)]}
     write_rows(tmp_path / "rows.jsonl", [prompt])

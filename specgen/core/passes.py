@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from specgen.core.graphs import Capture
 from specgen.core.packing import chunk_layout, chunk_tokens
@@ -72,9 +71,7 @@ class Pass:
 
     kind: PassKind
     sequences: list[tuple[Sequence, int | None]]  # who gets something, and the row of its tokens
-    scored: Items[
-        tuple[Sequence, int]
-    ]  # of each row of a score: a text or prompt, and the position of its token
+    scored: Items[tuple[Sequence, int]]  # of each row of it: a text or prompt, and the position of its token
     num_sequences: int
     num_drafts: int  # per sequence
     num_waiting: int  # prompts that had not begun
@@ -156,8 +153,8 @@ class Passes:
         sampling = self._sampling(chunks)
         complete = [i for i, chunk in enumerate(chunks) if chunk.last]
         fresh = [chunk.last and not chunk.sequence.num_output_tokens for chunk in chunks]
-        asked = [chunk.sequence.request.sampling.prompt_logprobs for chunk in chunks]
-        rows, targets, scored = self._scored(chunks)
+        num_top = max(chunk.sequence.request.sampling.prompt_logprobs or 0 for chunk in chunks)
+        scored_rows, targets, scored = self._scored(chunks)
         self._steps.copy_states([(each.state_source, each.sequence.state_slot) for each in chunks])
         state, result = self._steps.prefill(
             chunk_layout(chunks, self._scheduler.page_size, self._device),
@@ -165,7 +162,9 @@ class Passes:
             chunk_tokens(chunks, self._device, shift=1),
             on_device(fresh, self._device, torch.bool),
             sampling,
-            (rows, targets, max(each or 0 for each in asked)) if scored else None,
+            (on_device(scored_rows, self._device), on_device(targets, self._device), num_top)
+            if scored
+            else None,
         )
         self._steps.copy_states([(each.sequence.state_slot, each.state_copy) for each in chunks])
         rows = on_device(complete, self._device)
@@ -225,15 +224,15 @@ class Passes:
         result = self._steps.score(
             chunk_layout(chunks, self._scheduler.page_size, self._device),
             chunk_tokens(chunks, self._device, shift=0),
-            rows,
-            targets,
+            on_device(rows, self._device),
+            on_device(targets, self._device),
         )
         complete: list[tuple[Sequence, int | None]] = [
             (chunk.sequence, None) for chunk in chunks if chunk.last
         ]
         return self._launched("score", complete, len(chunks), result, launch, scored=scored)
 
-    def _scored(self, chunks: list[Chunk]) -> tuple[Tensor, Tensor, list[tuple[Sequence, int]]]:
+    def _scored(self, chunks: list[Chunk]) -> tuple[list[int], list[int], list[tuple[Sequence, int]]]:
         """Rows of ``chunks`` and the tokens behind them whose probabilities are asked for, and their positions."""
         rows, targets, scored, first = list[int](), list[int](), list[tuple[Sequence, int]](), 0
         for chunk in chunks:
@@ -245,7 +244,7 @@ class Passes:
                 targets.append(tokens[position])
                 scored.append((chunk.sequence, position))
             first += chunk.num_rows
-        return on_device(rows, self._device), on_device(targets, self._device), scored
+        return rows, targets, scored
 
     def _launched(
         self,
