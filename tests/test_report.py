@@ -141,6 +141,8 @@ def test_categories_and_turns_only_where_there_are_several():
     }
     assert {turn: group["num_requests"] for turn, group in report["turns"].items()} == {"1": 2, "2": 1}
     assert report["turns"]["1"]["acceptance"][0]["rate"] == 1
+    shown = terminal.render(tables.of_run(fold(events, num_spec_tokens=3), {}))
+    assert re.search("^category +requests +drafts +length +95 % +drafts accepted ", shown, re.MULTILINE)
     alone = as_json(events[:1])
     assert alone["categories"] == {}
     assert alone["turns"] == {}

@@ -103,7 +103,14 @@ FIGURES = (
         tables="runs arm",
         needed=lambda group: group.num_drafts and group.num_steps_without_drafts,
     ),
-    Figure(name="cut_rate", title="  cut by constraints", short="cut", show=percent, tables="runs group"),
+    Figure(
+        name="cut_rate",
+        title="  cut by constraints",
+        short="cut",
+        show=percent,
+        tables="runs group",
+        needed=lambda group: group.cut_rate is not None,
+    ),
     Figure(name="draft_acceptance_rate", short="drafts accepted", show=percent, tables="group"),
     Figure(
         name="tokens_per_step",
