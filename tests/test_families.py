@@ -144,7 +144,9 @@ QUICK = [
 def test_logits_equal_transformers_whole_in_pieces_and_row_by_row(tmp_path: Path, name: str) -> None:
     write, pieces = TARGETS[name]
     ids = ids_of(write(tmp_path))
-    expected, model = right_logits(tmp_path, ids), loaded(tmp_path)
+    # of a Gemma 4 with embeddings by layer, transformers' own float32 is 1.1e-4 off on some processors
+    dtype = torch.float64 if name.startswith(("e2b", "e4b")) else torch.float32
+    expected, model = right_logits(tmp_path, ids, dtype).float(), loaded(tmp_path)
     tied = ("no-experts", "two-shared-latents", *GEMMA4S)
     assert model.config.tied_embeddings == ("tied" in name or (name in tied and name != "no-cap"))
     check_in_pieces(model, ids, expected, *pieces)
