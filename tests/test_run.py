@@ -592,6 +592,19 @@ PROBABILISTIC = ("--draft-sampling", "probabilistic")
             ("--drafter", "ngram", *PROBABILISTIC),
             ["draft-sampling changes nothing without a head that drafts: leave it out"],
         ),
+        (
+            {},
+            (*PROBABILISTIC, "--verification", "block"),
+            [f"draft-sampling and verification change {GREEDY}"],
+        ),
+        (
+            {},
+            ("--verification", "block", "--temperature", 1),
+            [
+                "verification block accepts no more than token where drafts are chosen outright: set --draft-sampling "
+                "probabilistic, with a head that drafts"
+            ],
+        ),
     ],
 )
 def test_options_without_effect_are_said(

@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -16,6 +16,7 @@ from torch import Tensor
 from specgen.config import SamplingParams
 from specgen.core import step as step_module
 from specgen.core.sequence import Request
+from specgen.decoding.outcome import NO_DRAFT
 from specgen.decoding.sampling import (
     ACCEPT,
     DRAFT,
@@ -29,7 +30,7 @@ from specgen.decoding.sampling import (
     target_probs,
     uniform,
 )
-from specgen.decoding.verify import accept_sampled
+from specgen.decoding.verify import accept_block, accept_sampled
 from specgen.models.model_config import TargetConfig
 from tests.engines import Pair, generate, load_pair, random_requests
 from tests.marks import mostly_slow
@@ -151,19 +152,23 @@ def p_values(
 
 
 @pytest.mark.parametrize(
-    ("name", "draft_sampling"),
+    ("name", "draft_sampling", "verification"),
     mostly_slow(
         [
-            *product(FILTERS, ["probabilistic"]),
-            *product(("plain", "biased", "penalised", "constrained"), ["greedy"]),
+            *product(FILTERS, ["probabilistic"], ["token"]),
+            *product(("plain", "biased", "penalised", "constrained"), ["greedy"], ["token"]),
+            *product(("all", "penalised", "constrained"), ["probabilistic"], ["block"]),
+            ("plain", "greedy", "block"),
         ],
-        ("all", "probabilistic"),
+        ("all", "probabilistic", "token"),
     ),
 )
 def test_every_position_has_the_distribution_of_plain_sampling(
-    small_pair: Pair, name: str, draft_sampling: str
+    small_pair: Pair, name: str, draft_sampling: str, verification: str
 ) -> None:
-    values, accepted = p_values(small_pair, FILTERS[name], draft_sampling=draft_sampling)
+    values, accepted = p_values(
+        small_pair, FILTERS[name], draft_sampling=draft_sampling, verification=verification
+    )
     assert min(values) > 1e-4, values
     assert accepted == {(3, 0), (3, 1), (3, 2), (3, 3)}
 
@@ -203,6 +208,70 @@ def test_ngram_drafts_leave_the_distribution_of_plain_sampling(small_pair: Pair,
     values, accepted = p_values(small_pair, FILTERS[name], (7, 2, 0, 4), drafter="ngram")  # likely tokens
     assert min(values) > 1e-4, values
     assert accepted == {(drafts, accepted) for drafts in range(4) for accepted in range(drafts + 1)}
+
+
+Accept = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def judged(accept: Accept, lengths: Sequence[int], number: int = 200_000) -> tuple[float, float]:
+    """The p-value of texts of four tokens, and the mean of accepted drafts, which have ``lengths`` in turn.
+
+    Drafts are of a Markov chain of four tokens, texts of another.
+    """
+    from scipy.stats import chisquare
+
+    random = torch.Generator().manual_seed(3)
+    p, q = (torch.randn(4, 4, generator=random).softmax(-1) for _ in range(2))
+
+    def drawn(rows: Tensor) -> Tensor:
+        return draw(rows, torch.rand(number, generator=random))
+
+    newest, drafts, of_q, of_p = torch.zeros(number, dtype=torch.int64), [], [], []
+    missing = torch.tensor(lengths).repeat(number // len(lengths))
+    for position in range(3):
+        there = position < missing
+        of_p.append(p[newest])
+        of_q.append(q[newest] * there[:, None])
+        newest = torch.where(there, drawn(q[newest]), newest)
+        drafts.append(torch.where(there, newest, NO_DRAFT))
+    of_p.append(p[newest])
+    u_accept, u_emit = (torch.rand(number, width, generator=random) for width in (3, 4))
+    stacked = (torch.stack(each, 1) for each in (drafts, of_q, of_p))
+    accepted, tokens = accept(*stacked, u_accept, u_emit)
+    for position in range(1, 4):  # what comes behind the step is of p alone
+        following = drawn(p[tokens[:, position - 1]])
+        tokens[:, position] = torch.where(position <= accepted, tokens[:, position], following)
+    counts = (tokens @ torch.tensor([64, 16, 4, 1])).bincount(minlength=256).double()
+    expected = torch.einsum("a,ab,bc,cd->abcd", p[0], p, p, p).flatten().double()
+    return float(chisquare(counts, expected / expected.sum() * number).pvalue), float(
+        accepted.double().mean()
+    )
+
+
+@pytest.mark.parametrize("lengths", [(3,), (0, 1, 2, 3)])
+def test_drafts_judged_as_a_block_leave_the_distribution_and_more_are_accepted(
+    lengths: Sequence[int],
+) -> None:
+    (value, by_token), (of_block, by_block) = (
+        judged(each, lengths) for each in (accept_sampled, accept_block)
+    )
+    assert min(value, of_block) > 1e-4
+    assert by_block > 1.03 * by_token
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda drafts, q, *others: accept_block(drafts, q.roll(1, 1), *others),
+        lambda drafts, q, p, u_accept, _: accept_block(drafts, q, p, u_accept, u_accept[:, [0, 1, 2, 2]]),
+        lambda drafts, q, p, u_accept, u_emit: accept_block(
+            drafts, q, p, u_accept[:, :1].expand(-1, 3), u_emit
+        ),
+    ],
+    ids=["of another row", "one number for two ends", "one number for all"],
+)
+def test_blocks_judged_wrongly_are_seen(wrong: Accept) -> None:
+    assert judged(wrong, (3,))[0] < 1e-6
 
 
 @pytest.mark.slow

@@ -39,8 +39,8 @@ _TASKS = typer.Argument(
     help="Tasks of lm-eval, comma-separated; word_problems is bundled.", show_default="those of --study"
 )
 _ENGINE = Only(
-    "generation_config model lora drafter chat_template_kwargs num_spec_tokens draft_sampling max_prefill_tokens "
-    f"kv_memory {ON_A_DEVICE} gpu_memory_utilization prefix_cache"
+    "generation_config model lora drafter chat_template_kwargs num_spec_tokens draft_sampling verification "
+    f"max_prefill_tokens kv_memory {ON_A_DEVICE} gpu_memory_utilization prefix_cache"
 )
 
 

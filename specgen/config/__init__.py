@@ -23,6 +23,7 @@ VERSION = "0.1.0"  # of specgen
 
 DrafterBatchName = Literal["padded", "non-padded"]
 DraftSamplingName = Literal["greedy", "probabilistic"]
+VerificationName = Literal["token", "block"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 KVDtypeName = Literal["auto", "model", "fp8"]
 AttentionName = Literal["auto", "hopper", "trtllm", "flashinfer", "sdpa", "sdpa-static"]
@@ -553,6 +554,12 @@ class EngineConfig:
         "Speculation",
         "A head's drafts by argmax, or sampled at the temperature; the distribution of the text is the same.",
     )
+    verification: VerificationName = option(
+        "token",
+        "Speculation",
+        "How sampled drafts are judged: one after the other, or as a block, which accepts as many or more; the "
+        "distribution of the text is the same.",
+    )
     max_batch_size: int = option(32, "Running", "Sequences per batch.")
     max_prefill_tokens: int = option(2048, "Running", "Prompt tokens per prefill pass.")
     page_size: int = 0  # tokens; 0: the default of the attention backend
@@ -681,7 +688,8 @@ class EngineConfig:
     def to_json(self) -> dict[str, Any]:
         """For a manifest, with the draft length in two fields and the template's names as an object.
 
-        A KV cache in the model's format and one GPU are not named, so that a run of an earlier version goes on.
+        A KV cache in the model's format, verification by token and one GPU are not named, so that a run of an earlier
+        version goes on.
         """
         length, fields = self.draft_length, asdict(self)
         del fields["generation_config"]  # what it does is in the sampling parameters
@@ -689,6 +697,8 @@ class EngineConfig:
             del fields["synthetic_acceptance"]
         if self.kv_dtype != "fp8":
             del fields["kv_dtype"]
+        if self.verification == "token":
+            del fields["verification"]
         if self.lora is None:
             del fields["lora"]
         if self.tensor_parallel == 1:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specgen.attention import Attend, Backend
-from specgen.config import CONFIDENCE_LEVELS, MOST_DRAFTS
+from specgen.config import CONFIDENCE_LEVELS, MOST_DRAFTS, VerificationName
 from specgen.core.graphs import Runner
 from specgen.core.packing import PromptBlocks, block_layout
 from specgen.core.running_batch import Columns
@@ -30,7 +30,7 @@ from specgen.decoding.sampling import (
     token_logprobs,
     uniform,
 )
-from specgen.decoding.verify import accept_by_dice, accept_greedy, accept_sampled
+from specgen.decoding.verify import accept_block, accept_by_dice, accept_greedy, accept_sampled
 from specgen.device import on_device
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
@@ -131,6 +131,7 @@ class Steps:
         backend: Backend,
         drafter: Drafter,
         runner: Runner,
+        verification: VerificationName = "token",
         synthetic_acceptance: tuple[float, ...] = (),
     ) -> None:
         self._target = target
@@ -138,6 +139,7 @@ class Steps:
         self._backend = backend
         self._drafter = drafter
         self.runner = runner
+        self._accept_sampled = accept_block if verification == "block" else accept_sampled
         self._spoilt: set[int] = set()  # pages that are to be cleared
         # of drafts, by position and level; at an address that stays, as captured steps read it
         self._chances = torch.zeros(MOST_DRAFTS, len(CONFIDENCE_LEVELS), device=target.device)
@@ -349,7 +351,7 @@ class Steps:
             if chances is not None:
                 accepted, tokens = accept_by_dice(drafts.tokens, greedy_tokens, chances, dice)
             else:
-                accepted, tokens = accept_sampled(
+                accepted, tokens = self._accept_sampled(
                     drafts.tokens,
                     drafts.probs,
                     target_probs(decisive, greedy_tokens, sampling),

@@ -7,6 +7,7 @@ token is chosen as if the drafts had ended before it.
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specgen.decoding.outcome import NO_DRAFT
 from specgen.decoding.sampling import draw
@@ -47,21 +48,68 @@ def accept_sampled(
     the bonus token is drawn from max(0, p - q), after the last draft from p. Returns accepted ``[B]`` and tokens
     ``[B, K+1]``.
     """
+    proposed, drafts, q, p_draft, q_draft = _at_drafts(drafts, draft_probs, probs)
+    accepted = (proposed & (u_accept * q_draft < p_draft)).long().cumprod(1).sum(1)
+    p_here, q_here = (_behind(accepted, each) for each in (probs, q))
+    return _with_bonus(accepted, drafts, (p_here - q_here).clamp(min=0), p_here, u_emit)
+
+
+def accept_block(
+    drafts: Tensor, draft_probs: Tensor | None, probs: Tensor, u_accept: Tensor, u_emit: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As ``accept_sampled`` in what it takes and returns, and exact too, but drafts are judged together.
+
+    Block verification (Sun et al., 2025, arXiv 2403.10444): on average it accepts as many drafts or more, and as many
+    where drafts were chosen outright. The first i drafts have a share s_i = min(1, s_{i-1} p/q), s_0 = 1. With r_i the
+    sum of max(0, s_i p - q) over the tokens behind them, they pass with probability r_i / (r_i + 1 - s_i), the last
+    with s_i, as nothing was drafted behind it. The longest beginning that passes is accepted, and the bonus token drawn
+    from max(0, s_i p - q).
+    """
+    proposed, drafts, q, p_draft, q_draft = _at_drafts(drafts, draft_probs, probs)
+    ratios = torch.where(proposed, p_draft / q_draft, 0)
+    shares = [torch.ones_like(u_emit[:, 0])]
+    for ratio in ratios.unbind(1):
+        shares.append((shares[-1] * ratio).clamp(max=1))
+    share = torch.stack(shares, 1)
+    residual = (probs * share[..., None]).sub_(q).clamp_(min=0)
+    rest = residual.sum(-1)
+    # 0 / 0, where p is q and so the next draft passes for certain, is no chance to end here
+    passed = pad(u_accept, (1, 0)) < (rest / (rest + 1 - share)).nan_to_num(0)
+    accepted = (passed * torch.arange(share.shape[1], device=drafts.device)).amax(1)
+    return _with_bonus(accepted, drafts, _behind(accepted, residual), _behind(accepted, probs), u_emit)
+
+
+def _at_drafts(
+    drafts: Tensor, draft_probs: Tensor | None, probs: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Which drafts ``[B, K]`` there are, their ids, q ``[B, K+1, V]``, and p and q of the drafts ``[B, K]``.
+
+    q is zero in the row of a missing draft and behind the last one: there nothing is taken from p.
+    """
     proposed, drafts = drafts != NO_DRAFT, drafts.clamp(min=0)
     chosen = drafts[..., None]
-    q = torch.zeros_like(probs)  # behind the last draft its rows stay zero: there nothing is taken from p
+    q = torch.zeros_like(probs)
     if draft_probs is None:
         q[:, :-1].scatter_(-1, chosen, proposed[..., None].to(q.dtype))
     else:
         q[:, :-1] = draft_probs
     p_draft, q_draft = (x[:, :-1].gather(-1, chosen).squeeze(-1) for x in (probs, q))
-    accepted = (proposed & (u_accept * q_draft < p_draft)).long().cumprod(1).sum(1)
+    return proposed, drafts, q, p_draft, q_draft
 
-    here = accepted[:, None, None].expand(-1, 1, probs.shape[-1])
-    p_here = probs.gather(1, here).squeeze(1)
-    residual = (p_here - q.gather(1, here).squeeze(1)).clamp(min=0)
-    # p equal to q up to rounding leaves nothing to draw from, and p is then the right distribution
-    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_here)
-    bonus = draw(residual, u_emit.gather(1, accepted[:, None]).squeeze(1))
+
+def _behind(accepted: Tensor, rows: Tensor) -> Tensor:
+    """Of ``rows`` ``[B, K+1, V]`` those behind the accepted drafts ``[B]``."""
+    return rows.gather(1, accepted[:, None, None].expand(-1, 1, rows.shape[-1])).squeeze(1)
+
+
+def _with_bonus(
+    accepted: Tensor, drafts: Tensor, residual: Tensor, p: Tensor, u_emit: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Accepted ``[B]`` and tokens ``[B, K+1]``, the one behind the accepted drafts drawn from ``residual`` ``[B, V]``.
+
+    Where p equals q up to rounding it leaves nothing to draw from, and ``p`` ``[B, V]`` is then the right distribution.
+    """
+    weights = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)
+    bonus = draw(weights, u_emit.gather(1, accepted[:, None]).squeeze(1))
     tokens = torch.cat([drafts, drafts.new_zeros(len(drafts), 1)], 1)
     return accepted, tokens.scatter(1, accepted[:, None], bonus[:, None])

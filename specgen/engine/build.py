@@ -100,6 +100,7 @@ def assemble(
             backend=backend,
             drafter=drafter,
             runner=runner,
+            verification=config.verification,
             synthetic_acceptance=config.synthetic_chances(),
         ),
         batch=RunningBatch(

@@ -30,6 +30,7 @@ _DECISIVE = (  # for acceptance; the others, such as the batch, the device or a 
     "engine.num_spec_tokens",
     "engine.spec_length",
     "engine.draft_sampling",
+    "engine.verification",
     "engine.dtype",
     "engine.kv_dtype",
     "engine.chat_template_kwargs.",

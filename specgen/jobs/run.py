@@ -330,6 +330,7 @@ class _Work:
             "draft tokens (K)": str(config.draft_length),
             "drafter batch": None if config.head is None else config.drafter_batch,
             "draft sampling": None if config.draft_sampling == "greedy" else config.draft_sampling,
+            "verification": None if config.verification == "token" else f"by {config.verification}",
             "data": f"{job.data.dataset}, {several(self.index.num_prompts, 'prompt')}",
             "shard": None if job.shard == WHOLE else str(job.shard),
             "template": None if template == TemplateKwargs() else str(template),
@@ -554,13 +555,17 @@ def without_effect(job: Job, index: PromptIndex) -> Iterator[str]:
     sampled = drafts.draft_sampling == "probabilistic"
     if sampled and drafts.head is None:
         yield "draft-sampling changes nothing without a head that drafts: leave it out"
+    if drafts.verification == "block" and not (sampled and drafts.head):
+        yield (
+            "verification block accepts no more than token where drafts are chosen outright: set --draft-sampling "
+            "probabilistic, with a head that drafts"
+        )
     rows = any(row.get("temperature") for row in index.sampling)
     if asked.temperature > 0 or rows:
         return
     filters = {"top-p": asked.top_p < 1, "top-k": asked.top_k > 0, "min-p": asked.min_p > 0}
-    given = [
-        name for name, given in (filters | {"draft-sampling": sampled and bool(drafts.head)}).items() if given
-    ]
+    of_drafts = {"draft-sampling": sampled, "verification": sampled and drafts.verification == "block"}
+    given = [name for name, given in (filters | (of_drafts if drafts.head else {})).items() if given]
     if given:
         verb = "changes" if len(given) == 1 else "change"
         yield f"{' and '.join(given)} {verb} nothing at temperature 0, which is greedy: set --temperature"

@@ -279,7 +279,8 @@ class LayerConfig:
     @property
     def kv_spec(self) -> KVSpec:
         """What the cache stores of layers that attend: keys and values of grouped-query attention, or latents."""
-        shapes: dict[tuple[int, int], tuple[int, int]] = {}  # one for equal layers, as a config may claim many
+        # one shape for all equal layers: a config may claim millions
+        shapes: dict[tuple[int, int], tuple[int, int]] = {}
         found = (self.kv_heads(layer) for layer in range(self.num_layers) if self.stores(layer))
         layers = tuple(shapes.setdefault(shape, shape) for shape in found)
         return KVSpec(num_planes=2 if self.latent is None else 1, layers=layers)
