@@ -5,6 +5,8 @@ import os
 import random
 import re
 from dataclasses import replace
+from itertools import count
+from threading import Event
 from typing import Any
 
 import pytest
@@ -14,35 +16,32 @@ from torch import Tensor
 from specgen.config import SamplingParams, StructuredOutputs, UserError
 from specgen.core.sequence import Request
 from specgen.engine import build
-from specgen.text import constraints, regex_program
-from specgen.text.automaton import ByteAutomaton
-from specgen.text.constraints import Constraints, byte_automaton
+from specgen.text import constraints
+from specgen.text.answer_automaton import Answer, byte_automaton, compiled, compiled_apart
+from specgen.text.automaton import Automaton, ByteAutomaton, Thoughts, TokenBytes, without
+from specgen.text.constraints import Constraints
 from specgen.text.json_schema import json_object_regex, json_regex
 from specgen.text.tokenizer import load_tokenizer
 from tests.commands import printed, refused, rows, specgen, write_rows
-from tests.engines import Outputs, Pair, bundled_requests, generate, page_bytes
+from tests.engines import Outputs, Pair, bundled_requests, engine_of, generate, page_bytes
 from tests.structured_fuzz import asked as random_asked
 from tests.structured_fuzz import fits, regex
-from tests.tiny_tokenizers import write_byte_fallback, write_byte_level
+from tests.tiny_tokenizers import (
+    write_byte_fallback,
+    write_byte_level,
+    write_channel,
+    write_harmony,
+    write_think,
+)
 
 pytestmark = pytest.mark.xdist_group("structured")
 MANY = int(os.environ.get("SPECGEN_FUZZ", "300"))  # answers of the long fuzz
 
 
 @pytest.fixture(autouse=True)
-def in_this_process(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """A process for every expression takes most of a second."""
-    if request.function in (
-        test_an_expression_that_cannot_be_compiled,
-        test_an_expression_without_bounds_ends,
-    ):
-        return
-
-    def here(whole: str) -> ByteAutomaton:
-        successors, final = regex_program.compiled(whole)
-        return ByteAutomaton(successors=successors, final=final)
-
-    monkeypatch.setattr(constraints, "run_program", here)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process for every constraint takes most of a second; tests of that have it."""
+    monkeypatch.setattr(constraints, "compiled_apart", compiled)
 
 
 def takes(automaton: ByteAutomaton, text: str) -> bool:
@@ -184,17 +183,38 @@ def test_a_schema_that_cannot_be_kept_is_refused_by_name(schema: str) -> None:
         (r"[^\s\S]", "no text matches it"),
     ],
 )
-@pytest.mark.slow
 def test_an_expression_that_cannot_be_compiled(pattern: str, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         byte_automaton(StructuredOutputs(regex=pattern))
 
 
+def answer(pair: Pair, **asked: Any) -> Answer:
+    texts, drops_space = pair.models.tokenizer.token_bytes()
+    return Answer(
+        asked=StructuredOutputs(**asked),
+        tokens=TokenBytes.of(texts, 3072),
+        ends=(1,),
+        drops_space=drops_space,
+        thoughts=None,
+    )
+
+
+def test_another_process_compiles_the_same(pair: Pair) -> None:
+    words = (without(3072, [(5, 6)]),)
+    here, there = (each(3072, words, answer(pair, regex="a|ab")) for each in (compiled, compiled_apart))
+    assert (here.classes == there.classes).all()
+    assert (here.successors == there.successors).all()
+    assert (here.start, here.ends) == (there.start, there.ends)
+    with pytest.raises(UserError, match=r"^'\(\?=a\)b' cannot be compiled .*look-around"):
+        compiled_apart(3072, words, answer(pair, regex="(?=a)b"))
+    with pytest.raises(RuntimeError, match="TypeError"):  # a bug is no refusal
+        compiled_apart(3072, (None,), answer(pair, regex="a"))  # type: ignore[arg-type]
+
+
 @pytest.mark.slow
-def test_an_expression_without_bounds_ends() -> None:
-    with pytest.raises(UserError, match="too long, or too much memory"):
-        byte_automaton(StructuredOutputs(regex=".{0,30}a.{0,30}"))
-    assert takes(byte_automaton(StructuredOutputs(regex="a|ab")), "ab")
+def test_an_expression_without_bounds_ends(pair: Pair) -> None:
+    with pytest.raises(UserError, match="more than 20 s or 4 GiB"):
+        compiled_apart(3072, (), answer(pair, regex=".{0,30}a.{0,30}"))
 
 
 # --- tokens ----------------------------------------------------------------------------------------
@@ -244,6 +264,71 @@ def test_walks_over_tokens_write_what_fits(write: Any, seed: int, tmp_path: Any)
         spelled = tokenizer.encode_rendered(choice)
         if tokenizer.decode(spelled) in choices:
             assert automaton.walk([*spelled, end]) >= 0, choice
+
+
+# --- behind reasoning ------------------------------------------------------------------------------
+
+DONE = "<|end|><|start|>assistant<|channel|>"
+BEHIND = [  # how a prompt ends, a text behind it, and whether it fits
+    (write_think, "", "<think>Yes? no</think>no", True),
+    (write_think, "", "no", True),
+    (write_think, "", "<think>Yes?</think>Yes", False),
+    (write_think, "", "Yes? no</think>no", False),
+    (write_think, "", "<think>no", False),
+    (write_think, "<think>\n", "Yes? no</think>no", True),
+    (write_think, "<think>\n", "no", False),
+    (write_think, "<think>\n\n</think>\n\n", "no", True),
+    (write_think, "<think>\n\n</think>\n\n", "<think>a</think>no", False),
+    (write_channel, "", "<|channel>thought\nYes?<channel|>no", True),
+    (write_channel, "", "no", True),
+    (write_channel, "", "Yes?<channel|>no", False),
+    (write_channel, "<|channel>thought\n<channel|>", "no", True),
+    (write_channel, "<|channel>thought\n<channel|>", "<|channel>a<channel|>no", False),
+    (write_harmony, "", f"<|channel|>analysis<|message|>Yes?{DONE}final<|message|>no", True),
+    (write_harmony, "", "<|channel|>final<|message|>no", True),
+    (write_harmony, "", "<|channel|><|channel|>final<|message|>no", True),
+    (write_harmony, "", f"<|channel|>analysis<|message|>Yes?{DONE}final<|message|>Yes", False),
+    (write_harmony, "", f"<|channel|>analysis<|message|>Yes?{DONE}final json<|message|>no", False),
+    (write_harmony, "", "<|channel|>analysis<|message|>no", False),
+    (write_harmony, "<|channel|>final<|message|>", "no", True),
+    (write_harmony, "<|channel|>final<|message|>", "<|channel|>final<|message|>no", False),
+]
+
+
+@pytest.mark.parametrize(("write", "prompt", "text", "expected"), BEHIND)
+def test_the_answer_behind_reasoning_is_what_fits(
+    write: Any, prompt: str, text: str, expected: bool, tmp_path: Any
+) -> None:
+    tokenizer = load_tokenizer(str(write(tmp_path)))
+    start = "<|start|>assistant" if write is write_harmony else "What?"
+    end = tokenizer.added_token_id("<|return|>") or tokenizer.eos_token_id
+    compiler = Constraints(tokenizer, tokenizer.vocab_size, [end or 0])
+    sampling = SamplingParams(structured_outputs=StructuredOutputs(choice=("no", "none")))
+    automaton = compiler.automaton(sampling, tokenizer.encode_rendered(start + prompt))
+    assert automaton is not None
+    state = automaton.walk(tokenizer.encode_rendered(text))
+    assert (state >= 0 and automaton.fits(state)) == expected
+
+
+def test_a_text_thinks_as_without_a_constraint(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to a token that is taken for the mark; then it is what fits, with drafts as without."""
+    free = generate(pair, bundled_requests(4, SamplingParams(max_tokens=24)))
+    marks = [token for text in free.texts.values() for token in {*text[4:12]}]
+    mark = max({*marks}, key=marks.count)
+    monkeypatch.setattr(constraints, "thoughts", lambda *_: Thoughts(opener=None, close=(mark,)))
+    choices = (" so, it", "done")
+    sampling = SamplingParams(max_tokens=24, structured_outputs=StructuredOutputs(choice=choices))
+    requests = bundled_requests(4, sampling)
+    found = generate(pair, requests, num_spec_tokens=4)
+    assert found.texts == generate(pair, requests, num_spec_tokens=0).texts
+    answers = set()
+    for name, text in found.texts.items():
+        if mark in text[:12]:
+            at = text.index(mark) + 1
+            assert text[:at] == free.texts[name][:at]
+            answers.add(pair.models.tokenizer.decode(text[at:]))
+    assert answers
+    assert answers <= {*choices}
 
 
 # --- engines ---------------------------------------------------------------------------------------
@@ -403,6 +488,74 @@ def test_automata_without_room_wait(pair: Pair, monkeypatch: pytest.MonkeyPatch)
     assert max(row.num_sequences for row in tight.steps) <= 3 < max(row.num_sequences for row in free.steps)
 
 
+class Compiler:
+    """``compiled_apart`` that waits with the choices of ``slow`` for ``go``, and knows what it was asked."""
+
+    def __init__(self, slow: StructuredOutputs) -> None:
+        self.slow, self.go = slow, Event()
+        self.asked: list[StructuredOutputs] = []
+
+    def __call__(self, vocab_size: int, words: Any, answer: Answer) -> Automaton:
+        self.asked.append(answer.asked)
+        if answer.asked == self.slow:
+            assert self.go.wait(20)
+        if "refused" in answer.asked.choice:
+            raise UserError("it is refused")
+        return compiled(vocab_size, words, answer)
+
+
+def test_requests_whose_constraints_are_ready_go_first(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """And no text depends on it; what cannot be compiled is asked once, and refused for every row."""
+    slow, quick, bad = (
+        StructuredOutputs(choice=(text, "no", "12")) for text in ("The answer is 12.", "yes", "refused")
+    )
+    kinds = [slow, bad, quick, slow, None, quick, bad, slow]
+    requests = [
+        replace(each, sampling=replace(each.sampling, structured_outputs=kind, temperature=0.9))
+        for each, kind in zip(bundled_requests(8, SamplingParams(max_tokens=8)), kinds, strict=True)
+    ]
+    compiler = Compiler(slow)
+    monkeypatch.setattr(constraints, "compiled_apart", compiler)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    core = engine_of(pair, max_batch_size=2)
+    found = []
+    for completion in core.generate(requests):
+        found.append(completion)
+        if len(found) == 5:
+            compiler.go.set()
+    names = [each.request.id for each in found]
+    assert {*names[:5]} == {requests[number].id for number in (1, 2, 4, 5, 6)}
+    assert [name for name in names if name in {requests[n].id for n in (0, 3)}] == [
+        requests[0].id,
+        requests[3].id,
+    ]
+    refused = {each.request.id: each.error for each in found if each.error}
+    assert refused == dict.fromkeys((requests[1].id, requests[6].id), "structured_outputs: it is refused")
+    assert sorted(compiler.asked, key=repr) == sorted((slow, quick, bad), key=repr)
+    one_by_one = [completion for each in requests for completion in core.generate([each])]
+    assert {each.request.id: each.token_ids for each in found} == {
+        each.request.id: each.token_ids for each in one_by_one
+    }
+
+
+def test_a_run_ends_while_nothing_but_a_constraint_is_missing(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    asked = StructuredOutputs(choice=("yes", "no"))
+    compiler = Compiler(asked)
+    monkeypatch.setattr(constraints, "compiled_apart", compiler)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    core = engine_of(pair)
+    (request,) = bundled_requests(1, SamplingParams(max_tokens=8, structured_outputs=asked))
+    looks = count()
+    assert not list(core.generate([request], until=lambda: next(looks) > 2))
+    compiler.go.set()
+    assert [each.finish_reason for each in core.generate([request])] == ["stop"]
+    assert compiler.asked == [asked]
+
+
 def of_choice(pair: Pair, asked: StructuredOutputs) -> int:
     """Entries of its table."""
     tokenizer = pair.models.tokenizer
@@ -477,7 +630,7 @@ def test_a_compiled_constraint_is_kept(pair: Pair, tmp_path: Any, monkeypatch: p
         return Constraints(pair.models.tokenizer, 3072, [1]).automaton(sampling, ())
 
     first = compiled()
-    monkeypatch.setattr(constraints, "byte_automaton", None)  # is not asked again
+    monkeypatch.setattr(constraints, "compiled_apart", None)  # is not asked again
     again = compiled()
     assert (first.classes == again.classes).all()
     assert (first.successors == again.successors).all()

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Items
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 
 import torch
@@ -24,6 +25,7 @@ from specgen.device import use
 from specgen.models.model_config import TargetConfig
 from specgen.record.record_rows import EngineRow, Step, drawn_as
 from specgen.record.startup import phase
+from specgen.text.automaton import Automaton
 from specgen.text.constraints import Constraints
 from specgen.text.reasoning import part_finder, stop_finder
 from specgen.text.tokenizer import Tokenizer
@@ -32,6 +34,8 @@ WARM_UP_TOKENS = 16
 _NO_MEMORY = "no memory for a pass: lower --max-batch-size, --max-prefill-tokens or --gpu-memory-utilization"
 _NONE_ALONE = "the device has no memory for it even alone: lower --gpu-memory-utilization"
 _MAX_SHORTAGES = 3  # of a sequence that is alone: a shortage may be another program's, and pass
+_MOST_UNCOMPILED = 256  # requests that wait for their constraints, while others are pulled
+_PATIENCE = 0.1  # seconds between two looks at whether a run shall end, while nothing runs
 _SCORING = SamplingParams(max_tokens=1)  # says nothing of a text that is scored
 
 
@@ -100,6 +104,8 @@ class EngineCore:
         )
         self._in_flight: deque[Pass] = deque()  # launched and not read yet, the oldest first
         self._completions: list[Completion] = []  # not handed out yet
+        # requests whose constraint is being compiled
+        self._uncompiled: dict[Future[Automaton], list[Request]] = {}
 
     # Runs
 
@@ -125,7 +131,8 @@ class EngineCore:
     ) -> Generator[Completion, None, None]:
         """The completions as they finish, in no fixed order.
 
-        A request is pulled from ``requests`` when the batch has room for it; None: there is none now. ``follow_up``
+        A request is pulled from ``requests`` when the batch has room for it; None: there is none now. While constraints
+        of some are compiled, those behind them go first. ``follow_up``
         may answer a completion with the next request of the same conversation. Once ``until``, which is asked between
         steps, is true, what the passes in flight have finished is yielded, and the other requests are dropped. Where
         ``requests`` raises, or the device is lost, so are they; what had finished is yielded first, without asking
@@ -157,7 +164,9 @@ class EngineCore:
                             break
                         yield (completion := refused)
                 if not finished and not self._has_work:
-                    return
+                    if not self._uncompiled:
+                        return
+                    wait(self._uncompiled, _PATIENCE, FIRST_COMPLETED)
             yield from self.drain()
         finally:  # also where the caller has seen enough, or something failed
             self.abandon()
@@ -241,13 +250,24 @@ class EngineCore:
         return self._scheduler.limits.max_prefill_tokens
 
     def _pull_requests(self, source: Iterator[Request | None]) -> Iterator[Completion]:
-        while self._scheduler.wants_request:
-            request = next(source, None)
-            if request is None:
-                return
+        for request in self._next_requests(source):
             refused = self.submit(request)
             if refused is not None:
                 yield refused
+
+    def _next_requests(self, source: Iterator[Request | None]) -> Iterator[Request]:
+        """Those whose constraints are there, of one constraint in the order of ``source``."""
+        for compiled in [each for each in self._uncompiled if each.done()]:
+            yield from self._uncompiled.pop(compiled)
+        while self._scheduler.wants_request and sum(map(len, self._uncompiled.values())) < _MOST_UNCOMPILED:
+            request = next(source, None)
+            if request is None:
+                return
+            automaton = self._constraints.compiling(request.sampling, request.prompt_token_ids)
+            if automaton is None or (automaton not in self._uncompiled and automaton.done()):
+                yield request
+            else:
+                self._uncompiled.setdefault(automaton, []).append(request)
 
     def _now(self) -> float:
         """Seconds since the engine was warm; the clock counts in nanoseconds."""
@@ -257,10 +277,10 @@ class EngineCore:
 
     def submit(self, request: Request) -> Completion | None:
         """Queue ``request``; a completion with the reason comes back at once if it can never run."""
-        self._peers.broadcast(EngineCore.submit, request)
         sequence = self._new_sequence(request)
         reason = self._refusal(sequence)
-        if reason is None:
+        if reason is None:  # peers, which could come to another limit of what compiles, are not asked
+            self._peers.broadcast(EngineCore.submit, request)
             self._scheduler.submit(sequence)
             return None
         sequence.finish_reason = "error"
@@ -367,6 +387,7 @@ class EngineCore:
         self._scheduler.clear()
         self._batch.reset()
         self._completions.clear()
+        self._uncompiled.clear()
 
     def _take(self) -> list[Completion]:
         taken, self._completions = self._completions, []

@@ -21,6 +21,14 @@ _MOST_CLASSES = 2**15 - 1  # int16 has as many
 NOT_ALLOWED = -1
 
 
+@dataclass(frozen=True, kw_only=True)
+class Thoughts:
+    """The tokens around what a model may think before its answer."""
+
+    opener: int | None  # the first token of a text that thinks; None: the prompt has it
+    close: tuple[int, ...]  # that the answer comes behind
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Automaton:
     """A deterministic automaton over token ids. An end token is a token: where one is allowed a text may end."""
@@ -101,6 +109,37 @@ class Automaton:
         pairs, at = np.unique(table, return_inverse=True)
         numbers = np.array([number_of.get(int(pair), NOT_ALLOWED) for pair in pairs], np.int64)
         return Automaton(classes=classes.astype(np.int64), successors=numbers[at].reshape(table.shape))
+
+    def behind(self, thoughts: Thoughts, ends: Sequence[int]) -> "Automaton":
+        """What this one takes, behind anything that ``thoughts`` close, where they are opened; they hold no ``ends``.
+
+        All but the first two tokens that close have to follow each other: what they begin is no thought.
+        """
+        close, opener = thoughts.close, thoughts.opener
+        tokens = [*dict.fromkeys((*close, *ends, *(() if opener is None else (opener,))))]
+        kinds = np.zeros(len(self.classes), np.int64)
+        kinds[tokens] = np.arange(1, 1 + len(tokens))
+        both, classes = np.unique(self.classes * (1 + len(tokens)) + kinds, return_inverse=True)
+        table = self.successors[:, both // (1 + len(tokens))]
+        first = len(table)  # what has been closed so far is of no token, one, two ...
+
+        def row(others: NDArray[np.integer[Any]], given: dict[int, int]) -> NDArray[np.integer[Any]]:
+            found = others.copy()
+            for token, state in given.items():
+                found[both % (1 + len(tokens)) == 1 + tokens.index(token)] = state
+            return found
+
+        never = dict.fromkeys(ends, NOT_ALLOWED)
+        rows = list[NDArray[np.integer[Any]]]()
+        for at, token in enumerate(close):
+            following = first + at + 1 if at + 1 < len(close) else self.start
+            others = np.full(len(both), first if at < 2 else NOT_ALLOWED)
+            again = {close[0]: first + 1} if at == 1 else {}
+            rows.append(row(others, never | again | {token: following}))
+        if opener is not None:
+            rows.append(row(table[self.start], {opener: first}))
+        start = first if opener is None else first + len(close)
+        return Automaton(classes=classes, successors=np.vstack((table, *rows)), start=start)
 
     def trimmed(self, ends: Sequence[int] = ()) -> "Automaton":
         """Without states from which no text can end by one of ``ends``; with none, from which no text can go on.

@@ -1,36 +1,22 @@
 """The constraints of a request as one token automaton: allowed and bad words, choices, regular expressions, schemas."""
 
 import hashlib
-import io
-import subprocess
-import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from functools import cache, cached_property, reduce
+from concurrent.futures import Future
+from functools import cache, cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import accumulate
-from operator import mul
 from pathlib import Path
+from threading import Semaphore, Thread
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from specgen.config import SamplingParams, StructuredOutputs, UserError, require, shown
+from specgen.config import SamplingParams, UserError, require
 from specgen.storage import CacheFiles
-from specgen.text import automaton, json_schema, regex_program
-from specgen.text.automaton import (
-    NOT_ALLOWED,
-    Automaton,
-    ByteAutomaton,
-    TokenBytes,
-    allowing,
-    anything,
-    not_first,
-    without,
-)
-from specgen.text.json_schema import PIECE, json_object_regex, json_regex, without_anchors
+from specgen.text import answer_automaton, automaton, json_schema
+from specgen.text.answer_automaton import Answer, compiled, compiled_apart
+from specgen.text.automaton import Automaton, Thoughts, TokenBytes, allowing, not_first, without
+from specgen.text.reasoning import thoughts
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -38,79 +24,120 @@ if TYPE_CHECKING:
     from specgen.text.tokenizer import Tokenizer
 
 _KEPT = 256  # automata
+_AT_ONCE = 4  # processes that compile
 KEPT = CacheFiles(kind="constraints", what="a compiled constraint")
 
 
 class Constraints:
-    """Compiles the constraints of requests to a target with ``vocab_size`` tokens, whose texts ``ends`` end."""
+    """Compiles the constraints of requests to a target with ``vocab_size`` tokens, whose texts ``ends`` end.
+
+    Those of answers that fit something are compiled beside the caller, several at once, and kept on disk.
+    """
 
     def __init__(self, tokenizer: "Tokenizer", vocab_size: int, ends: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._ends = [token for token in ends if token < vocab_size]
-        self._kept: OrderedDict[Hashable, Automaton] = OrderedDict()  # the one that was used last comes last
+        # the one that was used last comes last
+        self._kept: OrderedDict[Hashable, Future[Automaton]] = OrderedDict()
+        self._turns = Semaphore(_AT_ONCE)
 
     def automaton(self, sampling: SamplingParams, prompt: Sequence[int]) -> Automaton | None:
-        """What ``sampling`` allows behind ``prompt``; None: everything. ``UserError`` where that cannot be."""
+        """What ``sampling`` allows behind ``prompt``; None: everything. Waits until it is compiled.
+
+        ``UserError`` where that cannot be.
+        """
+        found = self.compiling(sampling, prompt)
+        if found is None:
+            return None
+        error = found.exception()
+        if isinstance(error, UserError):
+            raise UserError(str(error)) from error  # a new one: it may be raised for every row of a run
+        return found.result()
+
+    def compiling(self, sampling: SamplingParams, prompt: Sequence[int]) -> "Future[Automaton] | None":
+        """``automaton``, which may not be there yet: the same object for the same constraint. Raises nothing."""
         if not sampling.constrained:
             return None
         before = self._before(sampling, prompt)
+        first = None if sampling.structured_outputs is None else thoughts(self._tokenizer, prompt)
         key = (
             *(sampling.allowed_token_ids, sampling.bad_words, sampling.bad_words_ids, before),
-            *(sampling.begin_suppress_tokens, sampling.structured_outputs),
+            *(sampling.begin_suppress_tokens, sampling.structured_outputs, first),
         )
-        found = self._kept.pop(key, None) or self._from_disk(sampling, before)
+        found = self._kept.pop(key, None) or self._begun(sampling, before, first)
         self._kept[key] = found
         if len(self._kept) > _KEPT:
             self._kept.popitem(last=False)
         return found
 
-    def _from_disk(self, sampling: SamplingParams, before: tuple[int, ...]) -> Automaton:
-        """What an earlier process has compiled for this tokenizer, or it is compiled and kept."""
-        asked = sampling.structured_outputs
-        if asked is None:
-            return self._compiled(sampling, before)
-        words = (sampling.allowed_token_ids, sampling.bad_words, sampling.bad_words_ids, before)
-        tokens, drops_space = self._tokens
-        parts = (tokens.ids.tobytes(), tokens.data.tobytes(), tokens.lengths.tobytes())
-        rest = (self._vocab_size, self._ends, drops_space, sampling.begin_suppress_tokens)
-        key = repr((_sources(), asked, words, rest))
-        key_bytes = b"".join((key.encode(), *parts))
-        found = KEPT.read(key_bytes, Automaton.of_json)
-        if found is None:
-            found = self._compiled(sampling, before)
-            KEPT.write(key_bytes, found.to_json())
-        return found
+    def _begun(
+        self, sampling: SamplingParams, before: tuple[int, ...], first: Thoughts | None
+    ) -> "Future[Automaton]":
+        """What an earlier process has compiled for this tokenizer, or a thread begins to compile it, and keeps it."""
+        future = Future[Automaton]()
+        try:
+            words = tuple(self._words(sampling, before))
+            answer = self._answer(sampling, first)
+            if answer is None:
+                future.set_result(compiled(self._vocab_size, words, None))
+                return future
+        except UserError as error:
+            future.set_exception(_naming(sampling, error))
+            return future
+        key = self._key(sampling, before, answer)
+        if (found := KEPT.read(key, Automaton.of_json)) is not None:
+            future.set_result(found)
+            return future
 
-    def _compiled(self, sampling: SamplingParams, before: tuple[int, ...]) -> Automaton:
+        def compile_it() -> None:
+            try:
+                with self._turns:
+                    made = compiled_apart(self._vocab_size, words, answer)
+                KEPT.write(key, made.to_json())
+                future.set_result(made)
+            except UserError as error:
+                future.set_exception(_naming(sampling, error))
+            except BaseException as error:  # a bug, of whoever asks for it
+                future.set_exception(error)
+
+        Thread(target=compile_it, daemon=True).start()  # so that nobody waits for it who leaves
+        return future
+
+    def _words(self, sampling: SamplingParams, before: tuple[int, ...]) -> Iterator[Automaton]:
+        """What ``sampling`` says of single tokens and words."""
         size = self._vocab_size
-        parts = list[Automaton]()
         if (allowed := sampling.allowed_token_ids) is not None:
-            parts.append(allowing(size, self._known(allowed, "allowed_token_ids")))
+            yield allowing(size, self._known(allowed, "allowed_token_ids"))
         if sampling.begin_suppress_tokens:
-            parts.append(
-                not_first(size, self._known(sampling.begin_suppress_tokens, "begin_suppress_tokens"))
-            )
+            yield not_first(size, self._known(sampling.begin_suppress_tokens, "begin_suppress_tokens"))
         if sampling.bad_words:
-            words = [each for word in sampling.bad_words for each in self._spellings(word)]
-            parts.append(without(size, words))
+            yield without(size, [each for word in sampling.bad_words for each in self._spellings(word)])
         # a text may always end, as in ``transformers``
         if listed := [each for each in sampling.bad_words_ids if len(each) > 1 or each[0] not in self._ends]:
-            parts.append(without(size, (self._known(each, "bad_words_ids") for each in listed), before))
-        ends = list[int]()
-        try:
-            if (asked := sampling.structured_outputs) is not None:
-                require(
-                    bool(self._ends), "the target has no end token, which an answer that fits would end with"
-                )
-                parts.append(byte_automaton(asked, self._tokens[1]).over_tokens(self._tokens[0], self._ends))
-                ends = self._ends
-            found = reduce(mul, parts).trimmed(ends) if parts else anything(size)
-        except UserError as error:
-            names = " and ".join(_names(sampling))
-            raise UserError(f"{names}: {error}") from error
-        return replace(
-            found, classes=found.classes.astype(np.int16), successors=found.successors.astype(np.int32)
+            yield without(size, (self._known(each, "bad_words_ids") for each in listed), before)
+
+    def _answer(self, sampling: SamplingParams, first: Thoughts | None) -> Answer | None:
+        if sampling.structured_outputs is None:
+            return None
+        require(bool(self._ends), "the target has no end token, which an answer that fits would end with")
+        tokens, drops_space = self._tokens
+        return Answer(
+            asked=sampling.structured_outputs,
+            tokens=tokens,
+            ends=self._ends,
+            drops_space=drops_space,
+            thoughts=first,
+        )
+
+    def _key(self, sampling: SamplingParams, before: tuple[int, ...], answer: Answer) -> bytes:
+        """All that a compiled constraint depends on."""
+        words = (sampling.allowed_token_ids, sampling.bad_words, sampling.bad_words_ids, before)
+        rest = (self._vocab_size, self._ends, answer.drops_space, sampling.begin_suppress_tokens)
+        asked = repr((_sources(), answer.asked, answer.thoughts, words, rest))
+        tokens = answer.tokens
+        return b"".join(
+            (asked.encode(), tokens.ids.tobytes(), tokens.data.tobytes(), tokens.lengths.tobytes())
         )
 
     @cached_property
@@ -149,70 +176,14 @@ class Constraints:
 def _sources() -> str:
     """A digest of the code that compiles: what another version has made is not used."""
     digest = hashlib.sha256(version("outlines_core").encode() if find_spec("outlines_core") else b"")
-    for module in (__file__, automaton.__file__, json_schema.__file__, regex_program.__file__):
+    for module in (__file__, answer_automaton.__file__, automaton.__file__, json_schema.__file__):
         digest.update(Path(str(module)).read_bytes())
     return digest.hexdigest()
 
 
-def byte_automaton(asked: StructuredOutputs, drops_space: bool = False) -> ByteAutomaton:
-    """The texts that fit ``asked``, also with a space before them that a decoder ``drops``. ``UserError`` for none."""
-    if asked.choice:
-        found = _of_choices([choice.encode() for choice in asked.choice])
-    elif asked.regex is not None:
-        found = _of_regex(asked.regex)
-    else:
-        found = _of_regex(json_object_regex() if asked.json is None else json_regex(str(asked.json)))
-    if not drops_space:
-        return found
-    begin = np.where(found.successors[:1] < 0, NOT_ALLOWED, found.successors[:1] + 1)
-    begin[0, ord(" ")] = 1  # where the text really begins
-    moved = np.where(found.successors < 0, NOT_ALLOWED, found.successors + 1)
-    return ByteAutomaton(
-        successors=np.concatenate((begin, moved)), final=np.concatenate((found.final[:1], found.final))
-    )
-
-
-def _of_choices(choices: Sequence[bytes]) -> ByteAutomaton:
-    """A tree of their bytes."""
-    begun = sorted({choice[:size] for choice in choices for size in range(len(choice) + 1)})
-    number_of = {each: number for number, each in enumerate(begun)}
-    successors = np.full((len(begun), 256), NOT_ALLOWED)
-    for each, number in number_of.items():
-        if each:
-            successors[number_of[each[:-1]], each[-1]] = number
-    return ByteAutomaton(
-        successors=successors, final=np.isin(np.arange(len(begun)), [number_of[each] for each in choices])
-    )
-
-
-def _of_regex(regex: str) -> ByteAutomaton:
-    require(
-        find_spec("outlines_core") is not None,
-        "regular expressions and JSON schemas need outlines-core: pip install '.[structured]'",
-    )
-    whole = without_anchors(regex)
-    depth = list(accumulate({"(": 1, ")": -1}.get(piece, 0) for piece in PIECE.findall(whole)))
-    require(min(depth, default=0) >= 0, f"{shown(regex)} has a closing parenthesis without an opening one")
-    return run_program(whole)
-
-
-def run_program(regex: str) -> ByteAutomaton:
-    """What ``regex_program`` makes of ``regex``, in a process of its own."""
-    program = [sys.executable, "-P", regex_program.__file__]
-    ended = subprocess.run(program, input=regex.encode(), capture_output=True, check=False)
-    if ended.returncode:
-        said = ended.stderr.decode(errors="replace").strip().splitlines()
-        reason = said[-1] if said and ended.returncode > 0 else "it takes too long, or too much memory"
-        raise UserError(
-            f"{shown(regex)} cannot be compiled ({reason}): look-around, back-references and word boundaries are not "
-            "supported"
-        )
-    found = np.load(io.BytesIO(ended.stdout))
-    return ByteAutomaton(successors=found["successors"], final=found["final"])
-
-
-def _names(sampling: SamplingParams) -> Iterator[str]:
-    """Of the fields that constrain."""
+def _naming(sampling: SamplingParams, error: UserError) -> UserError:
+    """``error`` behind the names of the fields of ``sampling`` that constrain."""
     off = SamplingParams()
     names = ("allowed_token_ids", "bad_words", "bad_words_ids", "begin_suppress_tokens", "structured_outputs")
-    return (name for name in names if getattr(sampling, name) != getattr(off, name))
+    given = (name for name in names if getattr(sampling, name) != getattr(off, name))
+    return UserError(f"{' and '.join(given)}: {error}")

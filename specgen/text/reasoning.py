@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Literal, Protocol
 
 from specgen.config import SamplingParams
+from specgen.text.automaton import Thoughts
 from specgen.text.tokenizer import StopStrings, Tokenizer, pieces
 
 Part = Literal["reasoning", "answer"]
@@ -26,9 +27,20 @@ _ANSWER = re.compile(r"\s*(assistant)?\s*(<\|channel\|>\s*final\b.*)?", re.DOTAL
 class Reader(Protocol):
     """Follows one generated text token by token."""
 
+    @property
+    def thoughts(self) -> Thoughts | None:
+        """How the text may think before its answer; None where the prompt has begun that. Asked before ``read``."""
+        ...
+
     def read(self, token_id: int) -> tuple[Part, bool]:
         """The part that the next token belongs to, and whether it is text of it: markers are not."""
         ...
+
+
+def thoughts(tokenizer: Tokenizer, prompt: Sequence[int]) -> Thoughts | None:
+    """How the text after ``prompt`` may think before its answer; None where there is no place for it."""
+    reader = new_reader(tokenizer, prompt)
+    return None if reader is None else reader.thoughts
 
 
 def new_reader(tokenizer: Tokenizer, prompt: Sequence[int]) -> Reader | None:
@@ -55,10 +67,12 @@ class _ThinkReader:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._open, self._close = (tokenizer.added_token_id(text) for text in _THINK)
+        self._open, self._close = _marks(tokenizer, _THINK)
         # a question may contain the marker too: only blanks may follow that of the template
-        last = next((token for token in reversed(prompt) if not self._is_blank(token)), None)
+        last = _last(tokenizer, prompt)
         self._state = "reasoning" if last == self._open else "begin"
+        opener = None if last == self._open else self._open
+        self.thoughts = None if last == self._close else Thoughts(opener=opener, close=(self._close,))
 
     def read(self, token_id: int) -> tuple[Part, bool]:
         match self._state:
@@ -69,13 +83,10 @@ class _ThinkReader:
                 if token_id == self._close:
                     self._state = "blank"
                 return "reasoning", token_id != self._close
-            case "blank" if self._is_blank(token_id):
+            case "blank" if self._tokenizer.piece(token_id).isspace():
                 return "answer", False
         self._state = "answer"
         return "answer", True
-
-    def _is_blank(self, token_id: int) -> bool:
-        return self._tokenizer.piece(token_id).isspace()
 
 
 class _ChannelReader:
@@ -86,11 +97,13 @@ class _ChannelReader:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._open, self._close = (tokenizer.added_token_id(text) for text in _CHANNEL)
+        self._open, self._close = _marks(tokenizer, _CHANNEL)
         # a question may contain the marker too, and goes on behind it
         written = tokenizer.decode_with_special(_behind_last(prompt, self._open))
         opened = self._open in prompt and written.strip() in _THOUGHT
         self._state = ("reasoning" if "\n" in written else "name") if opened else "answer"
+        opener, is_over = None if opened else self._open, _last(tokenizer, prompt) == self._close
+        self.thoughts = None if is_over else Thoughts(opener=opener, close=(self._close,))
 
     def read(self, token_id: int) -> tuple[Part, bool]:
         if token_id == self._open:
@@ -121,14 +134,18 @@ class _HarmonyReader:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._start, self._channel, self._message, _ = (tokenizer.added_token_id(text) for text in _HARMONY)
-        self._ends = {tokenizer.added_token_id(text) for text in _HARMONY_ENDS}
+        self._start, self._channel, self._message, _ = _marks(tokenizer, _HARMONY)
+        self._ends = {*_marks(tokenizer, _HARMONY_ENDS)}
         self._header: list[int] = []
         self._part: Part = "reasoning"
         self._in_message = False
         for token in _behind_last(prompt, self._start):
             self._fed(token)
         self._is_first = True
+        self.thoughts: Thoughts | None = None
+        if self._start in prompt and not self._in_answer:
+            final = (self._channel, *tokenizer.encode_rendered("final"), self._message)
+            self.thoughts = Thoughts(opener=None, close=final)
 
     def read(self, token_id: int) -> tuple[Part, bool]:
         if self._is_first and not self._in_message and not self._is_marker(token_id):
@@ -137,6 +154,10 @@ class _HarmonyReader:
         part, is_text = self._part, self._fed(token_id)
         # an end token belongs to its message, and a header to what is before it
         return (part, False) if token_id in self._ends else (self._part, is_text)
+
+    @property
+    def _in_answer(self) -> bool:
+        return self._in_message and self._part == "answer"
 
     def _is_marker(self, token_id: int) -> bool:
         return token_id in (self._start, self._channel, self._message) or token_id in self._ends
@@ -158,6 +179,17 @@ class _HarmonyReader:
         else:
             return True
         return False
+
+
+def _marks(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
+    """The ids of ``texts``, those that are tokens."""
+    found = map(tokenizer.added_token_id, texts)
+    return [token for token in found if token is not None]
+
+
+def _last(tokenizer: Tokenizer, prompt: Sequence[int]) -> int | None:
+    """The last token that is not blank."""
+    return next((token for token in reversed(prompt) if not tokenizer.piece(token).isspace()), None)
 
 
 def _behind_last(token_ids: Sequence[int], marker: int | None) -> Sequence[int]:

@@ -1,0 +1,169 @@
+"""The token automaton of what an answer has to fit, and a program that makes one.
+
+On its own, because an expression may have more states than any memory, and because what compiles holds Python's lock
+for most of the time: the program runs within limits, beside the threads that decode.
+"""
+
+import os
+import pickle
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from importlib.util import find_spec
+from itertools import accumulate
+from operator import mul
+
+import numpy as np
+
+from specgen.config import StructuredOutputs, UserError, require, shown
+from specgen.text.automaton import NOT_ALLOWED, Automaton, ByteAutomaton, Thoughts, TokenBytes, anything
+from specgen.text.json_schema import PIECE, json_object_regex, json_regex, without_anchors
+
+_MEMORY, _SECONDS = 4 << 30, 20  # beyond, the system ends it
+_MOST = 1 << 16  # states of an expression
+_END = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Text that fits ``asked``, written in ``tokens`` and ended by one of ``ends``."""
+
+    asked: StructuredOutputs
+    tokens: TokenBytes
+    ends: Sequence[int]
+    drops_space: bool  # a decoder leaves out a space at the beginning of a text
+    thoughts: Thoughts | None  # that may come before it
+
+
+def compiled(vocab_size: int, words: Sequence[Automaton], answer: Answer | None) -> Automaton:
+    """What ``words`` allow of ``answer``, or without one of any text. ``UserError`` where nothing is left of it."""
+    parts = [*words]
+    if answer is not None:
+        texts = byte_automaton(answer.asked, answer.drops_space)
+        fitting = texts.over_tokens(answer.tokens, answer.ends)
+        parts.append(fitting.behind(answer.thoughts, answer.ends) if answer.thoughts else fitting)
+    found = (
+        reduce(mul, parts).trimmed(() if answer is None else answer.ends) if parts else anything(vocab_size)
+    )
+    return replace(
+        found, classes=found.classes.astype(np.int16), successors=found.successors.astype(np.int32)
+    )
+
+
+def compiled_apart(vocab_size: int, words: Sequence[Automaton], answer: Answer | None) -> Automaton:
+    """The same, in a process of its own. ``UserError`` also where it takes too long, or too much memory."""
+    ended = subprocess.run(
+        [sys.executable, "-P", "-m", "specgen.text.answer_automaton"],
+        input=pickle.dumps((vocab_size, words, answer)),
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+        capture_output=True,
+        check=False,
+        process_group=0,  # a terminal's signals are for this process: an interrupted run has refused nothing
+    )
+    if ended.returncode < 0:
+        raise UserError(
+            f"it takes more than {_SECONDS} s or {_MEMORY >> 30} GiB to compile: ask for less of it"
+        )
+    if ended.returncode:
+        raise RuntimeError(ended.stderr.decode(errors="replace"))
+    found: Automaton | str = pickle.loads(ended.stdout)  # written by ``main``
+    if isinstance(found, str):
+        raise UserError(found)
+    return found
+
+
+def byte_automaton(asked: StructuredOutputs, drops_space: bool = False) -> ByteAutomaton:
+    """The texts that fit ``asked``, also with a space before them that a decoder ``drops``. ``UserError`` for none."""
+    if asked.choice:
+        found = _of_choices([choice.encode() for choice in asked.choice])
+    elif asked.regex is not None:
+        found = _of_regex(asked.regex)
+    else:
+        found = _of_regex(json_object_regex() if asked.json is None else json_regex(str(asked.json)))
+    if not drops_space:
+        return found
+    begin = np.where(found.successors[:1] < 0, NOT_ALLOWED, found.successors[:1] + 1)
+    begin[0, ord(" ")] = 1  # where the text really begins
+    moved = np.where(found.successors < 0, NOT_ALLOWED, found.successors + 1)
+    return ByteAutomaton(
+        successors=np.concatenate((begin, moved)), final=np.concatenate((found.final[:1], found.final))
+    )
+
+
+def _of_choices(choices: Sequence[bytes]) -> ByteAutomaton:
+    """A tree of their bytes."""
+    begun = sorted({choice[:size] for choice in choices for size in range(len(choice) + 1)})
+    number_of = {each: number for number, each in enumerate(begun)}
+    successors = np.full((len(begun), 256), NOT_ALLOWED)
+    for each, number in number_of.items():
+        if each:
+            successors[number_of[each[:-1]], each[-1]] = number
+    return ByteAutomaton(
+        successors=successors, final=np.isin(np.arange(len(begun)), [number_of[each] for each in choices])
+    )
+
+
+def _of_regex(regex: str) -> ByteAutomaton:
+    """Of an expression that matches whole texts.
+
+    outlines-core is asked for the tokens of a vocabulary of single bytes. Its automata prefer what an alternative finds
+    first (``a|ab`` takes no ``ab``) unless the end of the text is asked for, and without a byte in front some take
+    time that doubles with every repetition, so both are, and the byte is left out again.
+    """
+    require(
+        find_spec("outlines_core") is not None,
+        "regular expressions and JSON schemas need outlines-core: pip install '.[structured]'",
+    )
+    from outlines_core import Index, Vocabulary
+
+    whole = without_anchors(regex)
+    depth = list(accumulate({"(": 1, ")": -1}.get(piece, 0) for piece in PIECE.findall(whole)))
+    require(min(depth, default=0) >= 0, f"{shown(regex)} has a closing parenthesis without an opening one")
+    try:
+        index = Index(
+            rf"\x00(?:{whole})\z", Vocabulary(_END, {bytes([value]): [value] for value in range(_END)})
+        )
+    except ValueError as error:
+        reason = "no text matches it" if "no transitions" in str(error) else str(error).partition("\n")[0]
+        raise UserError(
+            f"{shown(regex)} cannot be compiled ({reason}): look-around, back-references and word boundaries are not "
+            "supported"
+        ) from error
+    transitions = index.get_transitions()
+    require(
+        len(transitions) <= _MOST,
+        f"{shown(regex)} has {len(transitions):,} states, and {_MOST:,} are the most: ask for less of it",
+    )
+    begin = transitions[index.get_initial_state()][0]
+    number_of = {
+        state: number
+        for number, state in enumerate(sorted(transitions, key=lambda each: (each != begin, each)))
+    }
+    successors = np.full((len(number_of), _END), NOT_ALLOWED)
+    for state, row in transitions.items():
+        values = [value for value in row if value != _END]
+        successors[number_of[state], values] = [number_of[row[value]] for value in values]
+    finals = [number_of[state] for state in index.get_final_states()]
+    return ByteAutomaton(successors=successors, final=np.isin(np.arange(len(number_of)), finals))
+
+
+def main() -> None:
+    """From standard input to standard output."""
+    vocab_size, words, answer = pickle.load(sys.stdin.buffer)
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
+    found: Automaton | str
+    try:
+        found = compiled(vocab_size, words, answer)
+    except UserError as error:
+        found = str(error)
+    except MemoryError:
+        found = f"it takes more than {_MEMORY >> 30} GiB to compile: ask for less of it"
+    pickle.dump(found, sys.stdout.buffer)
+
+
+if __name__ == "__main__":
+    main()
