@@ -10,7 +10,8 @@ import torch
 
 from specgen.checkpoints.checkpoint import build_target, mtp_part
 from specgen.checkpoints.tensor_reader import TensorReader
-from specgen.config import EngineConfig, UserError
+from specgen.config import LARGEST_AUTOMATON, EngineConfig, UserError
+from specgen.decoding.automaton_tables import Tables
 from specgen.engine.build import new_cache, num_pages, num_state_slots
 from specgen.engine.loading import load_models, open_checkpoints
 from specgen.engine.memory_plan import MemoryPlan, memory_plans
@@ -157,6 +158,15 @@ def test_states_of_a_hybrid_are_counted(tmp_path: Path) -> None:
     code, text = inspected(str(tmp_path), "mtp", "--gpu=1GiB")
     assert code == 0, text
     assert "states" in text
+
+
+def test_tables_of_constraints_are_said(demo_path: Path) -> None:
+    plan = plans(demo_path, None)[0]
+    most = num_state_slots(plan.num_sequences)
+    tables = Tables(most, LARGEST_AUTOMATON, plan.target.vocab_size, torch.device("meta"))
+    assert plan.constraints == tables.classes.nbytes + tables.successors.nbytes
+    _, text = inspected(str(demo_path / "target"), "--gpu=1GiB")
+    assert f"take up to {plan.constraints / GIB:.2f} GiB more" in " ".join(text.split())
 
 
 def test_what_does_not_fit_is_said(demo_path: Path) -> None:

@@ -9,6 +9,11 @@ from torch import Tensor
 NOT_ALLOWED = -1  # in place of a state
 
 
+def table_bytes(most: int, num_entries: int, vocab_size: int) -> int:
+    """What ``Tables`` take of the device once a sequence has an automaton."""
+    return 2 * (most + 1) * vocab_size + 4 * (1 + num_entries)
+
+
 class Tables:
     """Automata on the device, at addresses that stay; there is memory for them once a sequence has one.
 

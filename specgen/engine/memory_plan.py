@@ -13,9 +13,10 @@ from specgen.attention.planning import DECODE_BYTES
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.checkpoints.checkpoint import build_head, build_target, drafter_config, target_config
 from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
-from specgen.config import EngineConfig, KVDtypeName
+from specgen.config import LARGEST_AUTOMATON, EngineConfig, KVDtypeName
+from specgen.decoding.automaton_tables import table_bytes
 from specgen.device import Ranks
-from specgen.engine.build import page_bytes, state_bytes
+from specgen.engine.build import num_state_slots, page_bytes, state_bytes
 from specgen.engine.choices import DTYPES, choose_kv_dtype
 from specgen.engine.loading import open_checkpoints
 from specgen.models.model_config import HeadConfig, TargetConfig
@@ -74,6 +75,12 @@ class MemoryPlan:
     def states(self) -> int:
         """Of recurrent layers, for that many sequences."""
         return state_bytes(self.config, self.target, max(self.num_sequences, 1))
+
+    @property
+    def constraints(self) -> int:
+        """Of the tables of constraints, which a run has if one of its rows is constrained: not in the plan."""
+        slots = num_state_slots(max(self.num_sequences, 1))
+        return table_bytes(slots, LARGEST_AUTOMATON, self.target.vocab_size)
 
     @property
     def kv_cache(self) -> int:
@@ -222,7 +229,8 @@ def of_plans(plans: tuple[MemoryPlan, ...]) -> Iterator[Part]:
     most = max(plan.num_sequences for plan in plans)
     yield (
         f"sequences = of {count(first.length)} tokens, prompt and output, at once: what --max-batch-size can be. "
-        "Passes are estimated here; an engine measures them when it starts."
+        "Passes are estimated here; an engine measures them when it starts. Where answers have to fit something, its "
+        f"tables take up to {max(plan.constraints for plan in plans) / _GIB:.2f} GiB more of what the KV cache has here."
         if most
         else f"Not one sequence of {count(first.length)} tokens fits: a larger GPU is needed, or --tensor-parallel."
     )
