@@ -257,6 +257,18 @@ def test_an_adapter_is_part_of_a_run(target: Path, tmp_path: Path) -> None:
     assert json.loads(text)["scores"][0]["logprob"] != json.loads(plain)["scores"][0]["logprob"]
 
 
+@pytest.mark.slow
+def test_arms_have_the_adapter(target: Path, tmp_path: Path) -> None:
+    path = write_adapter(tmp_path / "adapter", attention_of(target))
+    pair = ("--model", target, "--drafter", "ngram", "--device", "cpu", "--lora", path, "--json")
+    few = ("--num-prompts", 1, "--max-new-tokens", 4, "--repeats", 1)
+    tuned = json.loads(printed("tune", *pair, *few, "--batch", 1, "--k", 1))
+    assert tuned["head"]["LoRA"] == f"{path} changes q_proj (3), v_proj (3)"
+    printed("compare", *pair, *few[:-1], 0, "--output", tmp_path / "heads")
+    manifests = [json.loads(each.read_text()) for each in (tmp_path / "heads").rglob("manifest.json")]
+    assert [each["settings"]["LoRA"] for each in manifests] == [tuned["head"]["LoRA"]]
+
+
 def test_a_checkpoint_is_opened_again_for_another_adapter(target: Path, tmp_path: Path) -> None:
     path = write_adapter(tmp_path / "adapter", attention_of(target))
     plain = EngineConfig(model=str(target), drafter=None, num_spec_tokens=0)

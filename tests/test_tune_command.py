@@ -228,6 +228,7 @@ def test_the_command_to_run_is_one_of_generate(pair: Path) -> None:
     words = shlex.split(command(arm, with_template, job.workload))
     given = words[words.index("--chat-template-kwargs") + 1]
     assert json.loads(given) == {"enable_thinking": False}, "others are other prompts"
+    assert f"--lora {pair}" in command(arm, replace(engine, lora=str(pair)), job.workload)
     for chat, flag in ((True, "--chat"), (False, "--raw")):
         read = replace(job.workload, how=Reading(chat=chat, prompt_field="q"))
         assert f"--prompt-field q {flag} --max-batch-size 8" in command(arm, engine, read)

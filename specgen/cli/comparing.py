@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from specgen.report.references import Reference
 
 _ENGINE = Only(
-    "generation_config model chat_template_kwargs num_spec_tokens drafter_batch draft_sampling verification "
+    "generation_config model lora chat_template_kwargs num_spec_tokens drafter_batch draft_sampling verification "
     f"max_batch_size max_prefill_tokens kv_memory {ON_A_DEVICE} gpu_memory_utilization prefix_cache",
     {"drafter": "ngram"},  # each of --drafter takes its place
 )

@@ -231,7 +231,7 @@ def tune(
     engine: Annotated[
         EngineConfig,
         Only(
-            "generation_config model drafter chat_template_kwargs max_prefill_tokens "
+            "generation_config model lora drafter chat_template_kwargs max_prefill_tokens "
             "device tensor_parallel dtype kv_dtype gpu_memory_utilization",
             _PREFILL,
         ),

@@ -247,7 +247,11 @@ class HeadsRun:
         machine = now(next(iter(configs.values())).device)
         conditions = [
             {
-                name: {key: each for key, each in config.to_json().items() if key not in ("model", "drafter")}
+                name: {
+                    key: each
+                    for key, each in config.to_json().items()
+                    if key not in ("model", "lora", "drafter")
+                }
                 for name, config in configs.items()
             },
             [

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 
+from specgen.checkpoints import lora
 from specgen.checkpoints.fingerprint import fingerprint
 from specgen.checkpoints.inspect_checkpoint import Weights
 from specgen.config import EngineConfig, SamplingParams, UserError, require
@@ -54,6 +55,7 @@ def conditions(config: EngineConfig, models: Models) -> Row:
         **environment(config.device),
         **({} if config.tensor_parallel == 1 else {"tensor parallel": config.tensor_parallel}),
         "model": f"{display.checkpoint_name(config.model)}, {config.formats}, weights {weights}",
+        **({} if config.lora is None else {"LoRA": lora.summary(models.checkpoints["model"])}),
         "drafter": display.checkpoint_name(str(config.drafter)),
     }
 

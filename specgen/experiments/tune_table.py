@@ -361,6 +361,7 @@ def command(arm: Arm, engine: EngineConfig, workload: Workload) -> str:
     is_bundled = (engine.model, engine.drafter) == bundled.pair(None, None, DraftLength(most=1))
     given = {  # option: value, None where it is left out
         "--model": None if is_bundled else engine.model,
+        "--lora": engine.lora,
         "--drafter": None if is_bundled or length.most == 0 else engine.drafter,
         "--dataset": workload.dataset,
         "--data-path": workload.data_path,
