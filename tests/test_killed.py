@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ import pytest
 from specgen.config import UserError
 from specgen.jobs.job import Job
 from specgen.jobs.run import run
+from specgen.prompts.load import DataSource
 from specgen.record import files as run_files
 from specgen.record import results
 from specgen.record.files import RowFile
 from specgen.record.record_rows import PassRow, RequestRow, Session, read_passes
 from specgen.record.results import RunDirectory
 from specgen.report.report import status_of
+from tests.commands import write_rows
 from tests.jobs import Silent, conversations, files, keep_in_memory
 
 add_completion = RunDirectory.add_completion
@@ -171,6 +174,41 @@ def test_a_run_killed_at_any_moment_ends_like_an_uninterrupted_one(
         rows = json.loads((out / "report.json").read_text())["rows"]
         assert rows["target_rejected"] == rows["first_pass_wasted"], "counted over the same steps"
         num_killed, num_runs = num_killed + sum(killed), num_runs + 1
+
+
+ANSWERS: list[dict[str, Any]] = [
+    {"guided_choice": ["yes, it is", "no, it is not", "12"]},
+    {"guided_regex": "(The|So) [a-z ]{3,20}[.]"},
+    {"guided_json": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}},
+    {"guided_json": {"type": "strin"}},
+    {},
+]
+
+
+@pytest.mark.slow
+def test_answers_that_fit_and_samples_are_those_of_an_uninterrupted_run(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever constraint was compiled when, or was kept by the run before."""
+    asked = [{"id": f"a{n}", "prompt": f"Tom has {n} apples.", **ANSWERS[n % 5]} for n in range(10)]
+    write_rows(tmp_path / "rows.jsonl", asked)
+    sampling = replace(job.sampling, temperature=0.8, seed=7, n=2)
+    job = replace(job, sampling=sampling, data=DataSource(dataset=str(tmp_path / "rows.jsonl")))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    began = time.monotonic()
+    assert not work(job, tmp_path / "whole")
+    whole, kills = files(tmp_path / "whole"), moments(time.monotonic() - began)
+    assert len(whole["completions.jsonl"].splitlines()) == 16
+    assert [json.loads(row)["id"] for row in whole["errors.jsonl"].splitlines()] == ["a3", "a3", "a8", "a8"]
+    num_killed = 0
+    for number in count():
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"cache {number}"))
+        killed = [work(job, tmp_path / f"run {number}", next(kills)) for _ in range(2)]
+        work(job, tmp_path / f"run {number}")
+        assert files(tmp_path / f"run {number}") == whole
+        num_killed += sum(killed)
+        if num_killed >= 12:
+            break
 
 
 def require_passes(out: Path) -> None:

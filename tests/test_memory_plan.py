@@ -166,7 +166,7 @@ def test_tables_of_constraints_are_said(demo_path: Path) -> None:
     tables = Tables(most, LARGEST_AUTOMATON, plan.target.vocab_size, torch.device("meta"))
     assert plan.constraints == tables.classes.nbytes + tables.successors.nbytes
     _, text = inspected(str(demo_path / "target"), "--gpu=1GiB")
-    assert f"take up to {plan.constraints / GIB:.2f} GiB more" in " ".join(text.split())
+    assert f"take {plan.constraints / GIB:.2f} GiB more" in " ".join(text.split())
 
 
 def test_what_does_not_fit_is_said(demo_path: Path) -> None:

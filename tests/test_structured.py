@@ -269,35 +269,35 @@ def test_walks_over_tokens_write_what_fits(write: Any, seed: int, tmp_path: Any)
 # --- behind reasoning ------------------------------------------------------------------------------
 
 DONE = "<|end|><|start|>assistant<|channel|>"
-BEHIND = [  # how a prompt ends, a text behind it, and whether it fits
+BEHIND = [  # how a prompt ends, a text behind it, and whether it fits; None: it is not allowed
     (write_think, "", "<think>Yes? no</think>no", True),
     (write_think, "", "no", True),
-    (write_think, "", "<think>Yes?</think>Yes", False),
-    (write_think, "", "Yes? no</think>no", False),
+    (write_think, "", "<think>Yes?</think>Yes", None),
+    (write_think, "", "Yes? no</think>no", None),
     (write_think, "", "<think>no", False),
     (write_think, "<think>\n", "Yes? no</think>no", True),
     (write_think, "<think>\n", "no", False),
     (write_think, "<think>\n\n</think>\n\n", "no", True),
-    (write_think, "<think>\n\n</think>\n\n", "<think>a</think>no", False),
+    (write_think, "<think>\n\n</think>\n\n", "<think>a</think>no", None),
     (write_channel, "", "<|channel>thought\nYes?<channel|>no", True),
     (write_channel, "", "no", True),
-    (write_channel, "", "Yes?<channel|>no", False),
+    (write_channel, "", "Yes?<channel|>no", None),
     (write_channel, "<|channel>thought\n<channel|>", "no", True),
-    (write_channel, "<|channel>thought\n<channel|>", "<|channel>a<channel|>no", False),
+    (write_channel, "<|channel>thought\n<channel|>", "<|channel>a<channel|>no", None),
     (write_harmony, "", f"<|channel|>analysis<|message|>Yes?{DONE}final<|message|>no", True),
     (write_harmony, "", "<|channel|>final<|message|>no", True),
     (write_harmony, "", "<|channel|><|channel|>final<|message|>no", True),
-    (write_harmony, "", f"<|channel|>analysis<|message|>Yes?{DONE}final<|message|>Yes", False),
-    (write_harmony, "", f"<|channel|>analysis<|message|>Yes?{DONE}final json<|message|>no", False),
+    (write_harmony, "", f"<|channel|>analysis<|message|>Yes?{DONE}final<|message|>Yes", None),
+    (write_harmony, "", f"<|channel|>analysis<|message|>Yes?{DONE}final json<|message|>no", None),
     (write_harmony, "", "<|channel|>analysis<|message|>no", False),
     (write_harmony, "<|channel|>final<|message|>", "no", True),
-    (write_harmony, "<|channel|>final<|message|>", "<|channel|>final<|message|>no", False),
+    (write_harmony, "<|channel|>final<|message|>", "<|channel|>final<|message|>no", None),
 ]
 
 
 @pytest.mark.parametrize(("write", "prompt", "text", "expected"), BEHIND)
 def test_the_answer_behind_reasoning_is_what_fits(
-    write: Any, prompt: str, text: str, expected: bool, tmp_path: Any
+    write: Any, prompt: str, text: str, expected: bool | None, tmp_path: Any
 ) -> None:
     tokenizer = load_tokenizer(str(write(tmp_path)))
     start = "<|start|>assistant" if write is write_harmony else "What?"
@@ -307,7 +307,7 @@ def test_the_answer_behind_reasoning_is_what_fits(
     automaton = compiler.automaton(sampling, tokenizer.encode_rendered(start + prompt))
     assert automaton is not None
     state = automaton.walk(tokenizer.encode_rendered(text))
-    assert (state >= 0 and automaton.fits(state)) == expected
+    assert (None if state < 0 else automaton.fits(state)) == expected
 
 
 def test_a_text_thinks_as_without_a_constraint(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,10 +124,35 @@ def test_constrained_texts_are_those_of_one_process(
     sampling = SamplingParams(
         max_tokens=24, temperature=temperature, bad_words_ids=((7, 8),), structured_outputs=asked
     )
+    run(alone, sampling)  # has compiled it: else the requests would wait for that
     several, one = (run(each, sampling) for each in (shared, alone))
     assert several.texts == one.texts
     assert (several.verified, as_rows(several.passes)) == (one.verified, as_rows(one.passes))
     assert {each.finish_reason for each in one.completions.values()} == {"stop"}
+
+
+@pytest.mark.slow
+def test_samples_of_rows_with_their_own_constraints_are_those_of_one_process(
+    shared: Models, alone: Models
+) -> None:
+    """Rank 0 decides which of them go first, as their constraints are compiled, and which are refused."""
+    kinds = [
+        {"choice": ["yes, it is", "no", "12"]},
+        {"regex": "The [a-z]{2,9}[.]"},
+        {"json": {"type": "strin"}},
+    ]
+    prompts = [
+        Prompt(id=f"q{n}", text=f"Tom has {n} apples.", sampling={"structured_outputs": kinds[n % 3]})
+        for n in range(9)
+    ]
+    sampling, found = SamplingParams(max_tokens=16, temperature=0.9, n=2, seed=3), []
+    for models in (shared, alone):
+        engine = Engine(ranks_config(models.peers.ranks.size, max_batch_size=4), models=models)
+        outputs = list(engine.generate(prompts, sampling))
+        found.append({(each.id, each.sample): (each.text, each.error) for each in outputs})
+    assert found[0] == found[1]
+    assert len(found[0]) == 18
+    assert sum(error is not None for _, error in found[0].values()) == 6
 
 
 @pytest.mark.slow

@@ -229,8 +229,8 @@ def of_plans(plans: tuple[MemoryPlan, ...]) -> Iterator[Part]:
     most = max(plan.num_sequences for plan in plans)
     yield (
         f"sequences = of {count(first.length)} tokens, prompt and output, at once: what --max-batch-size can be. "
-        "Passes are estimated here; an engine measures them when it starts. Where answers have to fit something, its "
-        f"tables take up to {max(plan.constraints for plan in plans) / _GIB:.2f} GiB more of what the KV cache has here."
+        "Passes are estimated here; an engine measures them when it starts. Where answers have to fit something, "
+        f"its tables take {max(plan.constraints for plan in plans) / _GIB:.2f} GiB more of what the KV cache has here."
         if most
         else f"Not one sequence of {count(first.length)} tokens fits: a larger GPU is needed, or --tensor-parallel."
     )
