@@ -9,12 +9,15 @@ from itertools import count
 from threading import Event
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from specgen.config import SamplingParams, StructuredOutputs, UserError
 from specgen.core.sequence import Request
+from specgen.decoding.automaton_tables import Tables
+from specgen.decoding.sampling import SamplingBatch
 from specgen.engine import build
 from specgen.text import constraints
 from specgen.text.answer_automaton import Answer, byte_automaton, compiled, compiled_apart
@@ -562,7 +565,7 @@ def of_choice(pair: Pair, asked: StructuredOutputs) -> int:
     compiler = Constraints(tokenizer, 3072, [tokenizer.eos_token_id or 0])
     found = compiler.automaton(SamplingParams(structured_outputs=asked), ())
     assert found is not None
-    return int(found.successors.size)
+    return found.num_entries
 
 
 def test_an_answer_that_is_cut_says_so(pair: Pair) -> None:
@@ -579,8 +582,14 @@ def test_an_answer_that_is_cut_says_so(pair: Pair) -> None:
     assert {found["1"].finish_reason, found["9"].finish_reason} <= {"stop", "length", "incomplete"}
 
 
-def test_what_a_step_was_cut_by_is_counted(pair: Pair) -> None:
+def copies(self: SamplingBatch, drafts: Tensor) -> tuple[Tensor, Tensor]:
+    """``SamplingBatch.fitting`` that looks at nothing."""
+    return drafts, torch.zeros_like(drafts, dtype=torch.bool)
+
+
+def test_what_a_step_was_cut_by_is_counted(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """N-grams copy what the prompt says, which the choices do not allow."""
+    monkeypatch.setattr(SamplingBatch, "fitting", copies)
     prompt = pair.models.tokenizer.encode_text("A: yes, it is red. B: yes, it is red. A: yes,")
     asked = StructuredOutputs(
         choice=("yes, it was blue and green all day", "yes, it is red. B: yes, it is blue")
@@ -599,6 +608,85 @@ def test_what_a_step_was_cut_by_is_counted(pair: Pair) -> None:
             cut += not any(each.startswith(written) for each in asked.choice)
         at += step.emitted
     assert completion.record.counts.cut == cut > 0
+
+
+def test_the_longest_forced_token_is_known(pair: Pair) -> None:
+    regex = r'\{"answer": (12|13), "unit": "apples"\}( again)?'
+    automaton = compiled(3072, (), answer(pair, regex=regex))
+    texts, _ = pair.models.tokenizer.token_bytes()
+    assert automaton.forced is not None
+    num_forced = 0
+    for state, forced in enumerate(automaton.forced):
+        allowed = [token for token in range(3072) if automaton.after(state, token) >= 0]
+        spelled = [texts[token] if token not in automaton.ends else b"" for token in allowed]
+        longest = max(spelled, key=len)
+        expected = len(allowed) == 1 or all(text and longest.startswith(text) for text in spelled)
+        assert (forced >= 0) == expected, (state, spelled)
+        if expected:
+            assert spelled[allowed.index(forced)] == longest
+            num_forced += 1
+    assert num_forced > len(automaton.forced) / 3
+    assert (automaton.forced < 0).sum() > 0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_drafts_end_or_are_forced_where_they_do_not_fit(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    classes, successors = rng.integers(0, 3, 5), rng.integers(-1, 4, (4, 3))
+    forced = rng.integers(-1, 5, 4)
+    forced = np.array(
+        [token if token >= 0 and successors[s, classes[token]] >= 0 else -1 for s, token in enumerate(forced)]
+    )
+    automaton = Automaton(classes=classes, successors=successors, forced=forced)
+    tables = Tables(3, 100, 5, torch.device("cpu"))
+    tables.fill(2, 7, classes, automaton.table)
+    drafts = rng.integers(0, 5, (8, 4))
+    drafts[np.arange(4) >= rng.integers(0, 6, (8, 1))] = -1
+    begin = [(2, state) for state in range(4)] * 2
+    begin[0] = (0, 0)  # everything is allowed
+    batch = SamplingBatch.of(
+        [SamplingParams(allowed_token_ids=(0,))] * 8,
+        range(8),
+        torch.device("cpu"),
+        places=[(number, number and 7 + 4 * state) for number, state in begin],
+        tables=tables,
+    )
+    found, are_forced = batch.fitting(torch.tensor(drafts))
+    for row, (number, state) in enumerate(begin):
+        expected, flags, is_copied = list[int](), list[bool](), True
+        for token in drafts[row].tolist():
+            fits = token >= 0 and (not number or automaton.after(state, token) >= 0)
+            is_copied = is_copied and fits
+            chosen = token if is_copied else int(forced[state]) if number else -1
+            chosen = -1 if -1 in expected else chosen
+            expected.append(chosen)
+            flags.append(not is_copied)
+            state = automaton.after(state, chosen) if number and chosen >= 0 else state
+        assert found[row].tolist() == expected
+        assert are_forced[row].tolist() == flags
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_ngrams_draft_what_is_allowed_and_forced(
+    pair: Pair, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = StructuredOutputs(regex=r'\{"answer": [0-9]{1,3}, "unit": "[a-z]{3,9}"\}')
+    sampling = SamplingParams(max_tokens=24, structured_outputs=asked, temperature=temperature)
+    free, *requests = bundled_requests(4, sampling)  # one of them without
+    requests.append(replace(free, sampling=replace(sampling, structured_outputs=None)))
+    settings = {"drafter": "ngram:2", "num_spec_tokens": 4, "max_batch_size": 4}
+    fitting = generate(pair, requests, **settings)
+    monkeypatch.setattr(SamplingBatch, "fitting", copies)
+    plain = generate(pair, requests, **settings)
+    if temperature == 0:
+        assert fitting.texts == plain.texts == generate(pair, requests, num_spec_tokens=0).texts
+        accepted = [
+            sum(sum(step.accepted for step in each.record.steps or ()) for each in found.completions.values())
+            for found in (fitting, plain)
+        ]
+        assert accepted[0] > accepted[1] + 4
+    assert not any(each.record.counts.cut for each in fitting.completions.values())
+    assert fitting.verified[free.id] == plain.verified[free.id]  # whose drafts nothing changes
 
 
 def test_drafts_of_a_head_are_ones_that_are_allowed(pair: Pair) -> None:
@@ -634,6 +722,7 @@ def test_a_compiled_constraint_is_kept(pair: Pair, tmp_path: Any, monkeypatch: p
     again = compiled()
     assert (first.classes == again.classes).all()
     assert (first.successors == again.successors).all()
+    assert (first.forced == again.forced).all()
     (file,) = (tmp_path / "specgen" / "constraints").iterdir()
     file.write_text(file.read_text()[:-40])
     with pytest.raises(TypeError):

@@ -203,9 +203,9 @@ class Passes:
             return 0, 0
         if not place.filled:
             assert self._batch.tables is not None
-            self._batch.tables.fill(place.number, place.first, automaton.classes, automaton.successors)
+            self._batch.tables.fill(place.number, place.first, automaton.classes, automaton.table)
             place.filled = True
-        return place.number, place.first + sequence.state * automaton.successors.shape[1]
+        return place.number, place.first + sequence.state * (1 + automaton.successors.shape[1])
 
     def decode(self, plan: StepPlan, launch: Launch) -> Pass:
         """One step of all running sequences."""

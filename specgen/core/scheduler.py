@@ -212,7 +212,7 @@ class Scheduler:
             self._allocator.release(sequence.pages)
             return False
         if sequence.automaton is not None:
-            sequence.place = self._places.take(sequence.automaton, sequence.automaton.successors.size)
+            sequence.place = self._places.take(sequence.automaton, sequence.automaton.num_entries)
             if sequence.place is None:
                 self._allocator.release(sequence.pages)
                 return False

@@ -7,18 +7,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 NOT_ALLOWED = -1  # in place of a state
+_NONE = 2  # entries of the automaton that allows everything
 
 
 def table_bytes(most: int, num_entries: int, vocab_size: int) -> int:
     """What ``Tables`` take of the device once a sequence has an automaton."""
-    return 2 * (most + 1) * vocab_size + 4 * (1 + num_entries)
+    return 2 * (most + 1) * vocab_size + 4 * (_NONE + num_entries)
 
 
 class Tables:
     """Automata on the device, at addresses that stay; there is memory for them once a sequence has one.
 
-    A state is the index of its first successor, so one look-up by state and class gives the next. States of the
-    automaton that allows everything are 0, and so is its class of every token.
+    A state is the index of its forced token, behind which its successors are, so one look-up by state and class gives
+    the next. The state of the automaton that allows everything is 0, and its class of every token 1.
     """
 
     def __init__(self, most: int, num_entries: int, vocab_size: int, device: torch.device) -> None:
@@ -33,17 +34,19 @@ class Tables:
 
     @property
     def successors(self) -> Tensor:
-        """[entries] int32: states, or NOT_ALLOWED."""
+        """[entries] int32: states, or NOT_ALLOWED; at a state, the token that is forced there, or NOT_ALLOWED."""
         return self._made()[1]
 
-    def fill(self, number: int, first: int, classes: NDArray[Any], successors: NDArray[Any]) -> None:
-        """Put that of ``classes`` ``[V]`` and ``successors`` ``[S, C]`` at ``number`` and from entry ``first`` on.
+    def fill(self, number: int, first: int, classes: NDArray[Any], table: NDArray[Any]) -> None:
+        """Put that of ``classes`` ``[V]`` and ``table`` ``[S, 1 + C]`` at ``number`` and from entry ``first`` on.
 
-        Behind the passes that are in flight.
+        The table has forced tokens in front of successors. Behind the passes that are in flight.
         """
-        states = (first + successors * successors.shape[1]).reshape(-1)
-        states[successors.reshape(-1) < 0] = NOT_ALLOWED
-        self.classes[number].copy_(self._staged(classes, torch.int16), non_blocking=True)
+        states = first + table * table.shape[1]
+        states[:, 0] = table[:, 0]
+        states[table < 0] = NOT_ALLOWED
+        states = states.reshape(-1)
+        self.classes[number].copy_(self._staged(1 + classes, torch.int16), non_blocking=True)
         self.successors[first : first + len(states)].copy_(
             self._staged(states, torch.int32), non_blocking=True
         )
@@ -54,9 +57,8 @@ class Tables:
 
     def _made(self) -> tuple[Tensor, Tensor]:
         if self._tensors is None:
-            classes = torch.zeros(self._shape, dtype=torch.int16, device=self._device)
-            self._tensors = (
-                classes,
-                torch.zeros(1 + self._num_entries, dtype=torch.int32, device=self._device),
-            )
+            classes = torch.ones(self._shape, dtype=torch.int16, device=self._device)
+            successors = torch.zeros(_NONE + self._num_entries, dtype=torch.int32, device=self._device)
+            successors[0] = NOT_ALLOWED
+            self._tensors = classes, successors
         return self._tensors

@@ -23,6 +23,7 @@ from specgen.decoding.sampling import SamplingBatch
 
 _STORED = torch.int32  # NGRAM_BYTES wide
 _BEFORE = -1  # in place of tokens before the first; no text has it
+_FORCED = 0.97  # confidence in drafts that constraints force: a level that no share of few last tokens is in
 _AT_ONCE = 1 << 22  # positions searched at once, which bounds the memory of a search to some 100 MiB
 
 
@@ -58,7 +59,10 @@ class NgramDrafter:
     def propose(
         self, state: DraftState, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch
     ) -> Drafts:
-        """K drafts for every sequence whose last token occurred before, or as far as an end; none for the others."""
+        """K drafts for every sequence whose last token occurred before, or as far as an end; none for the others.
+
+        With constraints, as far as they are allowed, and what is forced: see ``SamplingBatch.fitting``.
+        """
         if num_drafts == 0:
             return no_drafts(state.tokens)
         width = block_tables.shape[1] * self._texts.shape[1]
@@ -70,9 +74,13 @@ class NgramDrafter:
             )
         ]
         drafts, matched = (torch.cat(each) for each in zip(*found, strict=True))
+        confidence = (matched[:, None] / self._longest).expand_as(drafts)
+        if sampling.form.constrained:
+            drafts, forced = sampling.fitting(drafts)
+            confidence = torch.where(forced, _FORCED, confidence)
         is_end = (drafts[..., None] == self._ends).any(-1).long()
         drafts = drafts.masked_fill(is_end.cumsum(1) > is_end, NO_DRAFT)
-        confidence = torch.where(drafts == NO_DRAFT, -1, matched[:, None] / self._longest)
+        confidence = torch.where(drafts == NO_DRAFT, -1, confidence)
         return Drafts(tokens=drafts, probs=None, confidence=confidence)
 
     def draft_rows(self, num_drafts: int) -> int:

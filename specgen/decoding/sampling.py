@@ -213,10 +213,31 @@ class SamplingBatch:
 
     def following(self, states: Tensor, tokens: Tensor) -> Tensor:
         """The states ``[B]`` behind ``tokens`` ``[B]`` in ``states`` ``[B]``, the same for what is not allowed."""
-        assert self.tables is not None
-        kinds = self.tables.classes[self.automata, tokens]
-        found = self.tables.successors.index_select(0, states + kinds)
+        found = self.successors(states, tokens)
         return torch.where(found < 0, states, found)
+
+    def successors(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """The states ``[B]`` behind ``tokens`` ``[B]`` in ``states`` ``[B]``, below 0 where one is not allowed."""
+        assert self.tables is not None
+        return self.tables.successors.index_select(0, states + self.tables.classes[self.automata, tokens])
+
+    def fitting(self, drafts: Tensor) -> tuple[Tensor, Tensor]:
+        """``drafts`` ``[B, n]`` up to the first that is not allowed or missing; from there on tokens that are forced.
+
+        Also says which these are, ``[B, n]``. A forced token is the only text that may follow, so far as it goes.
+        """
+        assert self.tables is not None
+        states, copied = self.states, torch.ones_like(self.states, dtype=torch.bool)
+        found, forced = list[Tensor](), list[Tensor]()
+        for tokens in drafts.unbind(1):
+            copied = copied & (tokens >= 0) & (self.successors(states, tokens.clamp(min=0)) >= 0)
+            chosen = torch.where(copied, tokens, self.tables.successors.index_select(0, states).long())
+            if found:
+                chosen = torch.where(found[-1] < 0, found[-1], chosen)
+            found.append(chosen)
+            forced.append(~copied)
+            states = self.following(states, chosen.clamp(min=0))
+        return torch.stack(found, 1), torch.stack(forced, 1)
 
 
 def token_counts(

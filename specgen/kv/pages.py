@@ -216,7 +216,7 @@ class Place:
 class Places:
     """Hands out places in tables for ``most`` automata. Those that nobody needs stay until theirs is needed.
 
-    Number 0 and state 0 are of the automaton that allows everything.
+    Number 0 and entries 0 and 1 are of the automaton that allows everything.
     """
 
     def __init__(self, most: int, num_entries: int) -> None:
@@ -241,8 +241,8 @@ class Places:
         while True:
             taken = sorted((each.first, each.end) for each in self._places.values())
             ends, begins = (
-                [1, *(end for _, end in taken)],
-                [*(first for first, _ in taken), 1 + self.num_entries],
+                [2, *(end for _, end in taken)],
+                [*(first for first, _ in taken), 2 + self.num_entries],
             )
             gap = next((end for end, begin in zip(ends, begins, strict=True) if begin - end >= size), None)
             numbers = {*range(1, self.most + 1)} - {each.number for each in self._places.values()}

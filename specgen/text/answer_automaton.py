@@ -19,7 +19,15 @@ from operator import mul
 import numpy as np
 
 from specgen.config import StructuredOutputs, UserError, require, shown
-from specgen.text.automaton import NOT_ALLOWED, Automaton, ByteAutomaton, Thoughts, TokenBytes, anything
+from specgen.text.automaton import (
+    NOT_ALLOWED,
+    Automaton,
+    ByteAutomaton,
+    Thoughts,
+    TokenBytes,
+    anything,
+    require_size,
+)
 from specgen.text.json_schema import PIECE, json_object_regex, json_regex, without_anchors
 
 _MEMORY, _SECONDS = 4 << 30, 20  # beyond, the system ends it
@@ -48,6 +56,8 @@ def compiled(vocab_size: int, words: Sequence[Automaton], answer: Answer | None)
     found = (
         reduce(mul, parts).trimmed(() if answer is None else answer.ends) if parts else anything(vocab_size)
     )
+    found = found if answer is None else found.with_forced(answer.tokens)
+    require_size(len(found.successors), 1 + found.successors.shape[1])
     return replace(
         found, classes=found.classes.astype(np.int16), successors=found.successors.astype(np.int32)
     )

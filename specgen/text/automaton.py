@@ -8,7 +8,7 @@ one text are one automaton.
 import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from specgen.config import LARGEST_AUTOMATON, UserError, require
 
 Numbers = NDArray[np.int64]
 _MOST_CLASSES = 2**15 - 1  # int16 has as many
+_FEW = 32  # tokens, of which one may be all that the others begin
 NOT_ALLOWED = -1
 
 
@@ -37,6 +38,18 @@ class Automaton:
     successors: NDArray[np.integer[Any]]  # [S, C] the state behind a token of a class, or NOT_ALLOWED
     start: int = 0
     ends: tuple[int, ...] = ()  # tokens that end a text that fits; none where any text does
+    forced: NDArray[np.integer[Any]] | None = None  # [S] of every state, see ``with_forced``
+
+    @property
+    def table(self) -> NDArray[np.integer[Any]]:
+        """[S, 1 + C]: forced tokens, or NOT_ALLOWED, in front of the successors."""
+        forced = np.full(len(self.successors), NOT_ALLOWED) if self.forced is None else self.forced
+        return np.column_stack((forced, self.successors))
+
+    @property
+    def num_entries(self) -> int:
+        """Of ``table``."""
+        return len(self.successors) + self.successors.size
 
     def fits(self, state: int) -> bool:
         """Whether a text may end in ``state``."""
@@ -44,7 +57,7 @@ class Automaton:
 
     def to_json(self) -> dict[str, Any]:
         """For a file of the cache."""
-        parts = {"classes": self.classes, "successors": self.successors}
+        parts = {"classes": self.classes, "table": self.table}
         packed = {
             name: b64encode(zlib.compress(each.astype(np.int32).tobytes(), 1)).decode()
             for name, each in parts.items()
@@ -55,15 +68,16 @@ class Automaton:
     def of_json(cls, value: Any) -> "Automaton":  # noqa: ANN401
         """What ``to_json`` has written; any exception for anything else."""
         try:
-            packed = [zlib.decompress(b64decode(value[name])) for name in ("classes", "successors")]
+            packed = [zlib.decompress(b64decode(value[name])) for name in ("classes", "table")]
         except zlib.error as error:
             raise ValueError(str(error)) from error
-        classes, successors = (np.frombuffer(each, np.int32) for each in packed)
-        table = successors.reshape(value["num_states"], -1)
+        classes, entries = (np.frombuffer(each, np.int32) for each in packed)
+        forced, table = np.split(entries.reshape(value["num_states"], -1), [1], axis=1)
         if not (
             classes.min() >= 0
             and classes.max() < table.shape[1]
             and table.max() < len(table) > value["start"]
+            and forced.max() < len(classes)
         ):
             raise ValueError("its numbers do not fit together")
         return cls(
@@ -71,6 +85,7 @@ class Automaton:
             successors=table,
             start=value["start"],
             ends=tuple(value["ends"]),
+            forced=forced[:, 0],
         )
 
     def after(self, state: int, token: int) -> int:
@@ -140,6 +155,24 @@ class Automaton:
             rows.append(row(table[self.start], {opener: first}))
         start = first if opener is None else first + len(close)
         return Automaton(classes=classes, successors=np.vstack((table, *rows)), start=start)
+
+    def with_forced(self, tokens: "TokenBytes") -> "Automaton":
+        """With the longest token that is allowed, where all others are beginnings of it, or NOT_ALLOWED.
+
+        An end is none behind which text might go on.
+        """
+        text_of = {int(token): tokens.text(index) for index, token in enumerate(tokens.ids)}
+        allowed = self.successors >= 0
+        num_allowed = allowed @ np.bincount(self.classes, minlength=allowed.shape[1])
+        members = [np.nonzero(self.classes == kind)[0] for kind in range(allowed.shape[1])]
+        forced = np.full(len(allowed), NOT_ALLOWED)
+        for state in np.nonzero((num_allowed > 0) & (num_allowed <= _FEW))[0]:
+            listed = np.concatenate([members[kind] for kind in np.nonzero(allowed[state])[0]])
+            texts = {int(token): text_of.get(int(token), b"") for token in listed}
+            longest = max(texts, key=lambda token: len(texts[token]))
+            if len(texts) == 1 or all(text and texts[longest].startswith(text) for text in texts.values()):
+                forced[state] = longest
+        return replace(self, forced=forced)
 
     def trimmed(self, ends: Sequence[int] = ()) -> "Automaton":
         """Without states from which no text can end by one of ``ends``; with none, from which no text can go on.
@@ -304,6 +337,10 @@ class TokenBytes:
     data: NDArray[np.uint8]  # one after another
     offsets: Numbers  # [n] where each begins
     lengths: Numbers  # [n]
+
+    def text(self, index: int) -> bytes:
+        """Of the token at ``index`` of ``ids``."""
+        return self.data[self.offsets[index] : self.offsets[index] + self.lengths[index]].tobytes()
 
     @classmethod
     def of(cls, texts: dict[int, bytes], vocab_size: int) -> "TokenBytes":
