@@ -18,6 +18,7 @@ from specgen.text.tokenizer import Message, Tokenizer, load_tokenizer
 from tests.commands import printed, refused, rows, specgen, write_rows
 from tests.engines import Pair, nan_at
 from tests.test_evaluation import config, lm, models, path  # noqa: F401  # fixtures
+from tests.test_urls import lines, put
 
 pytestmark = pytest.mark.xdist_group("eval_command")  # which imports as much
 TARGET = data_directory() / "demo" / "target"
@@ -195,5 +196,46 @@ def test_shards_are_the_whole(scored: dict[str, list[dict[str, Any]]], tmp_path:
         printed("score", "--dataset", data, "--output", out, "--shard", f"{index}/2")
         found |= {row["id"]: len(row["scores"]) for row in rows(out / ROWS)}
     assert found == {name: len(scores) for name, scores in scored.items()}
+    assert specgen("merge", tmp_path / "all", tmp_path / "1", tmp_path / "0").exit_code == 0
+    merged = {row["id"]: row["scores"] for row in rows(tmp_path / "all" / ROWS)}
+    assert [*merged] == [*scored]
+    for name, scores in merged.items():
+        for mine, theirs in zip(scores, scored[name], strict=True):
+            assert mine["logprobs"] == pytest.approx(theirs["logprobs"], abs=1e-5)
+    printed("score", "--dataset", data, "--output", tmp_path / "all")  # is finished
     with refused("shard and restart are about a directory"):
         raise specgen("score", "--dataset", data, "--shard", "0/2").exception or AssertionError
+
+
+def test_merged_scores_keep_errors_and_refuse_what_does_not_fit(tmp_path: Path) -> None:
+    asked = [*ROWS_ASKED, {"id": "none", "prompt": "a"}]
+    data, other = (write_rows(tmp_path / f"{n}.jsonl", asked[:n]) for n in (5, 4))
+    for index in range(2):
+        code = specgen("score", "--dataset", data, "--output", tmp_path / f"{index}", "--shard", f"{index}/2")
+        assert code.exit_code == (0 if index else 3)
+    assert specgen("merge", tmp_path / "all", tmp_path / "0", tmp_path / "1").exit_code == 3
+    assert [row["id"] for row in rows(tmp_path / "all" / "errors.jsonl")] == ["none"]
+    printed("score", "--dataset", other, "--output", tmp_path / "2", "--shard", "1/2")
+    for shards, reason in (
+        (("0",), r"shard 1/2 is missing"),
+        (("0", "2"), "are not shards of one run: they differ in"),
+        (("0", "0"), "are both shard 0/2"),
+        (("0", "1"), "output .*all' exists"),
+    ):
+        out = tmp_path / ("all" if "exists" in reason else "new")
+        with refused(reason):
+            raise specgen("merge", out, *(tmp_path / each for each in shards)).exception or AssertionError
+    left = (tmp_path / "1" / ROWS).read_bytes().splitlines(keepends=True)
+    (tmp_path / "1" / ROWS).write_bytes(left[0])
+    with refused("have 4 rows for 5 requests: one of them is not finished"):
+        raise specgen("merge", tmp_path / "new", tmp_path / "0", tmp_path / "1").exception or AssertionError
+    (tmp_path / "1" / "requests.jsonl").unlink()
+    with refused("has no requests.jsonl: give finished shards of `score --shard`"):
+        raise specgen("merge", tmp_path / "new", tmp_path / "0", tmp_path / "1").exception or AssertionError
+    assert not [each for each in tmp_path.iterdir() if each.name.startswith((".", "new"))]
+
+
+def test_rows_may_be_in_a_store(scored: dict[str, list[dict[str, Any]]]) -> None:
+    put("memory://in/score.jsonl", lines(ROWS_ASKED[:1]))
+    found = json.loads(printed("score", "--dataset", "memory://in/score.jsonl"))
+    assert found["scores"][0]["logprob"] == pytest.approx(scored["one"][0]["logprob"], abs=1e-5)

@@ -174,16 +174,23 @@ def merge(
     format: FormatName = FORMAT,
     as_json: bool = AS_JSON,
 ) -> None:
-    """Merge the shards of a run: rows in the order of the prompts, and one report.
+    """Merge the shards of a run, or of scores: rows in the order of the prompts, and one report.
 
     Exit code 3 if a request failed.
     """
-    from specgen.jobs.merge import merge  # imports torch
+    from specgen.jobs.merge import merge, merge_scores  # imports torch
+    from specgen.jobs.score import FILE
     from specgen.record.mirror import mirrored
     from specgen.report.tables import figures
 
     place = location(output)
     with _on_this_machine(directories) as shards:
+        if (shards[0] / FILE).exists():
+            require(
+                not isinstance(place, Url),
+                f"output is {output!r} and the shards are scores: name a directory",
+            )
+            raise typer.Exit(3 if merge_scores(Path(place), shards) else 0)
         if isinstance(place, Url):
             with mirrored(place) as whole:
                 result = merge(whole.path, shards, format)

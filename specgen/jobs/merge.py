@@ -5,30 +5,44 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
 
 from specgen.config import FormatName, require
+from specgen.config.json_fields import load_json
+from specgen.jobs import score
 from specgen.jobs.prompt_index import REQUESTS, read_requests
 from specgen.jobs.run_output import FinishedRun, RunResult
 from specgen.jobs.shards import WHOLE, Shard, parse_shard
-from specgen.record.files import id_of, replacement, whole_lines, write_json
+from specgen.record.files import id_of, replacement, whole_lines, writable, write_json
 from specgen.record.provenance import FREE_IN_A_RUN, differences
 from specgen.record.record_rows import require_present_version
 from specgen.record.results import clear, directory, discarded_unless_done
 from specgen.report.report import Report, load, status_of
 
 _NEEDED = ("completions.jsonl", "errors.jsonl", "passes.jsonl", "status.json", REQUESTS)
+Found = TypeVar("Found", bound="_Scores")
 _SHOWN = 5  # missing shards named in an error
 _FREE = (*FREE_IN_A_RUN, "data.shard")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ShardRun:
-    """The directory of a finished shard."""
+class _Scores:
+    """The directory of a shard of `specgen score`."""
 
     path: Path
     shard: Shard
     manifest: Mapping[str, Any]
+
+    @property
+    def has_baseline(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ShardRun(_Scores):
+    """The directory of a finished shard of `specgen generate`."""
+
     status: Mapping[str, Any]
     report: Report
 
@@ -83,9 +97,35 @@ def _open(path: Path) -> _ShardRun:
     return _ShardRun(path=path, shard=shard, manifest=manifest, status=status, report=report)
 
 
-def _all_of_one_run(runs: Sequence[_ShardRun]) -> list[_ShardRun]:
+def merge_scores(output: Path, directories: Sequence[Path]) -> int:
+    """The same for the shards of `specgen score`; returns how many rows failed."""
+    require(not output.exists(), f"output {str(output)!r} exists: name a new directory")
+    shards = _all_of_one_run([_open_scores(path) for path in directories])
+    with writable(output):
+        output.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=output.absolute().parent, prefix=f".{output.name}.") as temporary:
+            whole = Path(temporary) / "whole"
+            whole.mkdir()
+            _join_rows(whole, [each.path for each in shards], shards, (score.ROWS, score.ERRORS))
+            manifest = shards[0].manifest
+            write_json(whole / score.FILE, {**manifest, "data": {**manifest["data"], "shard": str(WHOLE)}})
+            whole.rename(output)
+    return sum(1 for _ in whole_lines(output / score.ERRORS))
+
+
+def _open_scores(path: Path) -> _Scores:
+    found = [path / name for name in (score.FILE, score.ROWS, score.ERRORS, REQUESTS)]
+    missing = [file.name for file in found if not file.exists()]
+    require(
+        not missing, f"{str(path)!r} has no {', '.join(missing)}: give finished shards of `score --shard`"
+    )
+    manifest = load_json(path / score.FILE, "copy the directory as it was left")
+    return _Scores(path=path, shard=parse_shard(manifest["data"]["shard"]), manifest=manifest)
+
+
+def _all_of_one_run(runs: Sequence[Found]) -> list[Found]:
     """``runs`` in the order of their shards, checked to be all those of one run."""
-    first, by_index = runs[0], dict[int, _ShardRun]()
+    first, by_index = runs[0], dict[int, Found]()
     for run in runs:
         _require_same_run(first, run)
         twin = by_index.setdefault(run.shard.index, run)
@@ -101,7 +141,7 @@ def _all_of_one_run(runs: Sequence[_ShardRun]) -> list[_ShardRun]:
     return [by_index[index] for index in sorted(by_index)]
 
 
-def _require_same_run(first: _ShardRun, run: _ShardRun) -> None:
+def _require_same_run(first: _Scores, run: _Scores) -> None:
     other = differences(first.manifest, run.manifest, _FREE)
     if first.shard.count != run.shard.count:
         other.append(f"shards {first.shard.count} -> {run.shard.count}")
@@ -116,9 +156,18 @@ def _require_same_run(first: _ShardRun, run: _ShardRun) -> None:
 def _join(into: Path, sources: Sequence[Path], runs: Sequence[_ShardRun]) -> None:
     """Merge the files of ``sources``, one per shard, in ``into``."""
     into.mkdir(exist_ok=True)
+    _join_rows(into, sources, runs, ("completions.jsonl", "errors.jsonl"))
+    with replacement(into / "passes.jsonl") as file:
+        for source in sources:
+            with (source / "passes.jsonl").open("rb") as passes:
+                shutil.copyfileobj(passes, file)
+
+
+def _join_rows(into: Path, sources: Sequence[Path], runs: Sequence[_Scores], names: tuple[str, str]) -> None:
+    """Merge the rows of the files ``names``, one of which has an answer to each request."""
     requests = [run.path / REQUESTS for run in runs]
     num_requests, num_rows = sum(len(ids) for path in requests for ids in read_requests(path)), 0
-    for name in ("completions.jsonl", "errors.jsonl"):
+    for name in names:
         rows = [_lines_by_row(source / name, ids) for source, ids in zip(sources, requests, strict=True)]
         with replacement(into / name) as file:
             for line in _interleaved(rows):
@@ -126,12 +175,8 @@ def _join(into: Path, sources: Sequence[Path], runs: Sequence[_ShardRun]) -> Non
                 file.write(line)
     require(
         num_rows == num_requests,
-        f"the shards have {num_rows} rows for {num_requests} requests: one of their files was changed or cut",
+        f"the shards have {num_rows} rows for {num_requests} requests: one of them is not finished, or was changed",
     )
-    with replacement(into / "passes.jsonl") as file:
-        for source in sources:
-            with (source / "passes.jsonl").open("rb") as passes:
-                shutil.copyfileobj(passes, file)
 
 
 def _lines_by_row(path: Path, requests: Path) -> Iterator[list[bytes]]:

@@ -17,10 +17,10 @@ from specgen.engine.build import build_engine, require_memory
 from specgen.engine.choices import resolve
 from specgen.engine.loading import load_models, open_checkpoints
 from specgen.jobs.job import Job
-from specgen.jobs.prompt_index import PromptIndex, index_prompts
+from specgen.jobs.prompt_index import REQUESTS, PromptIndex, index_prompts
 from specgen.prompts import Prompt, PromptSet, Rejected, failure, prompt_ids
 from specgen.prompts.fields import character_string, checked_list
-from specgen.record.files import RowFile
+from specgen.record.files import RowFile, write_json_lines
 from specgen.record.interrupt import StoppedError
 from specgen.record.progress import Progress, Tally
 from specgen.record.provenance import FREE_IN_A_RUN, manifest, with_recorded_date
@@ -100,6 +100,8 @@ def score(
             models.tokenizer.require_chat_template()
         core = build_engine(config, models, discard, expected=SamplingParams())
         require_same(path / FILE, asked, free=FREE_IN_A_RUN, remedy=_REMEDY)
+        if job.shard.count > 1:
+            write_json_lines(path / REQUESTS, filter(None, index.rows))
         (path / ERRORS).unlink(missing_ok=True)
         rows, errors = RowFile(path / ROWS), RowFile(path / ERRORS)
         try:
