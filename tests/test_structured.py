@@ -559,6 +559,26 @@ def test_a_run_ends_while_nothing_but_a_constraint_is_missing(
     assert compiler.asked == [asked]
 
 
+def test_what_is_being_compiled_is_not_begun_again(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """However many others were asked for meanwhile."""
+    slow, *others = (SamplingParams(structured_outputs=StructuredOutputs(choice=(text,))) for text in "abc")
+    assert slow.structured_outputs is not None
+    compiler = Compiler(slow.structured_outputs)
+    monkeypatch.setattr(constraints, "compiled_apart", compiler)
+    monkeypatch.setattr(constraints, "_KEPT", 1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked = Constraints(pair.models.tokenizer, 3072, [1])
+    first = asked.compiling(slow, ())
+    for each in others:
+        asked.automaton(each, ())
+    assert asked.compiling(slow, ()) is first
+    compiler.go.set()
+    assert asked.automaton(slow, ()) is not None
+    assert compiler.asked.count(slow.structured_outputs) == 1
+
+
 def of_choice(pair: Pair, asked: StructuredOutputs) -> int:
     """Entries of its table."""
     tokenizer = pair.models.tokenizer

@@ -68,7 +68,8 @@ class Constraints:
         found = self._kept.pop(key, None) or self._begun(sampling, before, first)
         self._kept[key] = found
         if len(self._kept) > _KEPT:
-            self._kept.popitem(last=False)
+            oldest = next((each for each, future in self._kept.items() if future.done()), key)
+            del self._kept[oldest]
         return found
 
     def _begun(
