@@ -213,14 +213,6 @@ def test_heads_need_an_embedding_of_their_own(tmp_path: Path) -> None:
     assert "the head has no embedding, and whether it takes the target's, which is scaled" in reason
 
 
-@pytest.mark.parametrize("name", ["Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"])
-def test_an_assistant_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    write_gemma4(tmp_path)
-    change_text(tmp_path, architectures=[name])
-    with refused(f"{name}.*layers that read a target's keys and values.* are not built"):
-        target_config(open_checkpoint(str(tmp_path)))
-
-
 # ---- planted errors: each must change logits
 
 
@@ -261,7 +253,7 @@ def _first_quarter(plant: pytest.MonkeyPatch) -> None:
 
 
 def _unscaled(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(gemma4, "_scaled", lambda embedded, width: embedded)
+    plant.setattr(gemma4, "scaled", lambda embedded, width: embedded)
 
 
 def _window_off_by_one(plant: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import save_file
 
 from specgen.models.gemma4 import Gemma4Config
 from tests.tiny_checkpoints import change_json, read
@@ -78,6 +79,95 @@ def write_gemma4(
                 each.copy_(std * noise)
     model.save_pretrained(path)
     return cast(Gemma4Config, read(path))
+
+
+def write_assistant(
+    path: Path,
+    target: Gemma4Config,
+    *,
+    ordered: tuple[int, int] = (0, 0),
+    std: float = 0.2,
+    seed: int = 1,
+    **changes: Any,
+) -> None:
+    """A random assistant as published, 32 wide; ``ordered``: centroids, and how many of them are chosen."""
+    torch.manual_seed(seed)
+    width, wide, vocab = 32, target.hidden_size, target.vocab_size
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    heads, size = target.global_kv_heads
+    text = {name: _COMMON[name] for name in ("rope_parameters", "sliding_window")} | {
+        "model_type": "gemma4_text",
+        "attention_k_eq_v": target.keys_are_values,
+        "final_logit_softcapping": None,
+        "global_head_dim": size,
+        "num_global_key_value_heads": heads,
+        "head_dim": target.head_dim,
+        "num_key_value_heads": target.num_kv_heads,
+        "num_attention_heads": target.num_heads,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": width,
+        "hidden_size_per_layer_input": 0,
+        "intermediate_size": 48,
+        "layer_types": kinds,
+        "max_position_embeddings": 256,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 4,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": vocab,
+        "vocab_size_per_layer_input": 0,
+    }
+    tensors = {
+        "model.embed_tokens.weight": torch.randn(vocab, width) * std,
+        "model.norm.weight": 1 + 0.2 * torch.randn(width),
+        "pre_projection.weight": torch.randn(width, 2 * wide) * std,
+        "post_projection.weight": torch.randn(wide, width) * std,
+    }
+    for index, kind in enumerate(kinds):
+        numbers = target.num_heads * (size if kind == "full_attention" else target.head_dim)
+        tensors |= gemma4_layer(f"model.layers.{index}.", width, 48, {"q": numbers, "o": numbers}, std)
+        tensors[f"model.layers.{index}.self_attn.q_norm.weight"] = 1 + 0.2 * torch.randn(
+            numbers // target.num_heads
+        )
+    config: dict[str, Any] = {
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "model_type": "gemma4_assistant",
+        "dtype": "float32",
+        "backbone_hidden_size": wide,
+        "use_ordered_embeddings": ordered != (0, 0),
+        "tie_word_embeddings": True,
+        "text_config": text,
+    }
+    if ordered != (0, 0):
+        config |= {"num_centroids": ordered[0], "centroid_intermediate_top_k": ordered[1]}
+        tensors["masked_embedding.centroids.weight"] = torch.randn(ordered[0], width) * std
+        tensors["masked_embedding.token_ordering"] = torch.randperm(vocab)
+    write_files(path, tensors, config | changes)
+
+
+def gemma4_layer(
+    prefix: str, width: int, inner: int, heads: dict[str, int], std: float
+) -> dict[str, torch.Tensor]:
+    """A layer's tensors but for norms of heads; ``heads`` are the rows of projections, of "o" the columns."""
+    names = (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    )
+    shapes = {f"self_attn.{name}_proj": (rows, width) for name, rows in heads.items() if name != "o"}
+    shapes |= {"self_attn.o_proj": (width, heads["o"]), "mlp.down_proj": (width, inner)}
+    shapes |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (inner, width))
+    return {
+        **{f"{prefix}{name}.weight": 1 + 0.2 * torch.randn(width) for name in names},
+        **{f"{prefix}{name}.weight": torch.randn(shape) * std for name, shape in shapes.items()},
+        f"{prefix}layer_scalar": 0.8 + 0.1 * torch.randn(1),
+    }
+
+
+def write_files(path: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    save_file({name: each.contiguous() for name, each in tensors.items()}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config))
 
 
 def as_on_the_hub(path: Path) -> None:

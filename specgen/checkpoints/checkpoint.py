@@ -20,6 +20,7 @@ from specgen.models.config_keys import generation_defaults
 from specgen.models.dflash import MASK_ID_TENSOR, DFlashConfig, other_names
 from specgen.models.families import FAMILIES, HEAD_FAMILIES, family_of, head_family_of, is_head
 from specgen.models.fp8_config import with_modelopt, without_quantization
+from specgen.models.gemma4_assistant import TOKEN_ORDERING, AssistantConfig
 from specgen.models.llama import EMBEDDINGS, text_prefix
 from specgen.models.model_config import HeadConfig, LayerConfig, TargetConfig
 from specgen.models.mtp import mtp_layers
@@ -137,11 +138,13 @@ def drafter_config(checkpoint: Checkpoint, num_target_layers: int | None) -> Hea
 
 def draft_to_target(checkpoint: Checkpoint, config: HeadConfig) -> Tensor:
     """The target's id of each draft id of a head, [Vd] int64, checked."""
-    for name in ("d2t", "t2d"):
+    for name in ("d2t", "t2d", TOKEN_ORDERING):
         info = checkpoint.tensors.get(name)
         if info is not None and info.dtype not in _TABLES:
             known = ", ".join(_TABLES)
             raise UserError(f"{checkpoint.name}: {name} is stored as {info.dtype}: use one of {known}")
+    if isinstance(config, AssistantConfig) and config.num_centroids:
+        return _ordered(config.vocab_size, checkpoint.read(TOKEN_ORDERING))
     return vocabulary_map(config, checkpoint.read("d2t"), checkpoint.read("t2d"))
 
 
@@ -279,12 +282,12 @@ def misfits(target: TargetConfig, head: HeadConfig) -> tuple[str, ...]:
             f"the head reads the input of layer {outside[0]}, but the target has layers 0 to "
             f"{target.num_layers - 1}: use the target that the head was trained on ({head.aux_rule})"
         )
-    if not head.own_embedding and head.hidden_size != target.hidden_size:
+    if not head.own_embedding and head.embedding_size != target.hidden_size:
         reasons.append(
-            f"the head has no embedding and is {head.hidden_size} wide, but the target's embedding is "
+            f"the head has no embedding and is {head.embedding_size} wide, but the target's embedding is "
             f"{target.hidden_size} wide: use a head that carries embed_tokens.weight"
         )
-    if target.scaled_embedding and not head.own_embedding:
+    if target.scaled_embedding and not head.own_embedding and not head.reads_target_kv:
         reasons.append(
             "the head has no embedding, and whether it takes the target's, which is scaled there, as it is or scaled "
             "is not known: use a head that carries embed_tokens.weight, or --drafter ngram"
@@ -295,7 +298,19 @@ def misfits(target: TargetConfig, head: HeadConfig) -> tuple[str, ...]:
             f"the head has no output weights and drafts {ours[0]} tokens from states {ours[1]} wide, but the target's "
             f"are for {theirs[0]} tokens and {theirs[1]} wide: use a head that carries lm_head.weight"
         )
-    return tuple(reasons)
+    return (*reasons, *(() if reasons else head.misfits(target)))
+
+
+def _ordered(vocab_size: int, order: Tensor | None) -> Tensor:
+    """The tokens group by group, [V] int64, of an assistant with centroids."""
+    fits = order is not None and torch.equal(order.long().sort().values, torch.arange(vocab_size))
+    require(
+        fits,
+        f"use_ordered_embeddings is true, and {TOKEN_ORDERING} is {'not there' if order is None else 'wrong'}: it must "
+        f"have each of the {vocab_size} tokens once",
+    )
+    assert order is not None
+    return order.long()
 
 
 def vocabulary_map(config: HeadConfig, d2t: Tensor | None, t2d: Tensor | None) -> Tensor:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import prod
 from textwrap import fill
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from specgen.models.fp8_config import FP8, kv_scheme
 from specgen.models.llama import visual_tensors
 from specgen.models.model_config import HeadConfig, LayerConfig, TargetConfig
 from specgen.models.mtp import MtpConfig, mtp_layers
+from specgen.models.protocols import no_target
 
 _SCALES = ("_scale", "_scale_inv")  # of FP8
 _META = torch.device("meta")  # reads no weights
@@ -94,9 +94,11 @@ class Inspection:
     def facts(self) -> dict[str, str]:
         kept = ", also in layers with a window: their pages are kept in full"
         fp8 = " in FP8, as the checkpoint says" * self.weights.fp8_kv
-        kv_cache = (
-            f"{self.weights.kv_bytes_per_token:,} bytes per token{fp8}{kept * any(self.config.windows)}"
-        )
+        kv_cache = "none of its own"
+        if self.weights.kv_bytes_per_token:
+            kv_cache = (
+                f"{self.weights.kv_bytes_per_token:,} bytes per token{fp8}{kept * any(self.config.windows)}"
+            )
         number = f"{self.num_mtp_layers} layer{'s' * (self.num_mtp_layers > 1)}"
         mtp = {"MTP": f"{number}, used by --drafter mtp"} if self.num_mtp_layers else {}
         visual = f"{self.num_visual_tensors} tensors of the part for images and sounds are not loaded: prompts are text"
@@ -231,11 +233,10 @@ def _target(checkpoint: Checkpoint) -> Inspection:
 
 def _head(checkpoint: Checkpoint, num_target_layers: int | None) -> Inspection:
     config, nothing = drafter_config(checkpoint, num_target_layers), torch.empty(0, device=_META)
-    target: Any = SimpleNamespace(embedding=nothing)  # only the head's own tensors are checked
     return _inspect(
         checkpoint,
         config,
-        lambda: build_head(config, _reader(checkpoint), target, nothing),
+        lambda: build_head(config, _reader(checkpoint), no_target(), nothing),
         lambda: draft_to_target(checkpoint, config),
     )
 

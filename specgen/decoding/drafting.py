@@ -7,7 +7,7 @@ of the K that draft, and without drafts there is none. A head that drafts in one
 behind the newest row (P-EAGLE), or behind the newest token at its own position (DFlash).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -24,7 +24,7 @@ from specgen.decoding.outcome import (
     StateColumn,
     no_drafts,
 )
-from specgen.decoding.sampling import DRAFT, SamplingBatch, constrained, draft_probs, draw, uniform
+from specgen.decoding.sampling import DRAFT, SamplingBatch, biased, constrained, draft_probs, draw, uniform
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
 from specgen.models.protocols import Head, OnePass
@@ -93,7 +93,9 @@ class NoDrafter:
 
 
 class HeadDrafter:
-    """A head with its own cache; pages are shared with the target. Its state is the fused feature, ``[B, H]``.
+    """A head with its own cache, or over the target's if that is all it reads; both have the same pages.
+
+    Its state is the fused feature, ``[B, H]``.
 
     With ``sampled_drafts`` drafts are drawn at the request's temperature, else they are the argmax.
     """
@@ -109,7 +111,7 @@ class HeadDrafter:
         target_vocab_size: int,
         dtype: torch.dtype,
     ) -> None:
-        hidden = StateColumn(shape=(head.config.hidden_size,), dtype=dtype)
+        hidden = StateColumn(shape=(head.config.state_size,), dtype=dtype)
         self.aux_layers = head.config.aux_layers
         self.reads_output = head.config.reads_output
         self.state_columns: tuple[StateColumn, ...] = (hidden,)
@@ -121,9 +123,11 @@ class HeadDrafter:
         self._target_vocab_size = target_vocab_size
 
     def observe(self, outcome: Outcome) -> tuple[DraftState, int]:
-        """Keys and values of the accepted rows into the cache."""
+        """Keys and values of the accepted rows into the cache, if it is the head's own."""
         given = self._batch.prepare(outcome)
         hidden = self._head.fuse(given.features)
+        if self._head.config.reads_target_kv:
+            return given.state(hidden), 0
         self._head.write_kv(given.tokens, hidden, self._attend(given.layout))
         return given.state(hidden), given.layout.num_rows
 
@@ -151,15 +155,22 @@ class HeadDrafter:
         """A pass per draft, all but the first fed the head's own hidden state and draft."""
         ids, (hidden,) = state.tokens, state.columns
         states = sampling.states
-        every = state.positions + torch.arange(-1, num_drafts - 1, device=ids.device)[:, None]  # [K, B]
-        for index, positions in enumerate(every):
+        for index, attend in enumerate(self._passes(state.positions - 1, num_drafts, block_tables)):
             head = self._head.of_pass(index)
-            layout = Layout.uniform(block_tables, positions, 1, self._cache.page_size)
-            hidden, normed = head.forward(ids, hidden, self._attend(layout))
+            hidden, normed = head.forward(ids, hidden, attend)
             chosen = self._choose(head.logits(normed)[:, None], state, index, sampling, states)
             ids = chosen.ids[:, 0]
             states = sampling.following(states, ids) if sampling.form.constrained else states
             yield chosen
+
+    def _passes(self, newest: Tensor, num_drafts: int, block_tables: Tensor) -> Iterable[Attend]:
+        """Of a row a sequence, at its ``newest`` stored position [B], and the next ones behind it, or there too."""
+        steps = torch.arange(1 if self._head.config.reads_target_kv else num_drafts, device=newest.device)
+        found = (
+            self._attend(Layout.uniform(block_tables, positions, 1, self._cache.page_size))
+            for positions in newest + steps[:, None]
+        )
+        return [*found] * num_drafts if self._head.config.reads_target_kv else found
 
     def _at_once(
         self, masks: OnePass, state: DraftState, k: int, block_tables: Tensor, sampling: SamplingBatch
@@ -207,6 +218,10 @@ class HeadDrafter:
         With constraints n is 1, and what they do not allow in ``states`` ``[B]`` is left out, if anything is left then.
         """
         draft_to_target = self._head.draft_to_target
+        if sampling.form.num_biases:  # what they forbid would be drafted in vain
+            zeros = logits.new_zeros(*logits.shape[:2], self._target_vocab_size)
+            added = biased(zeros, state.positions + first, sampling).clamp_(min=_UNLIKELY)
+            logits = logits + added[..., draft_to_target]
         if sampling.form.constrained:
             logits = constrained(logits, states[:, None], sampling, _UNLIKELY, draft_to_target)
         if not self._sampled_drafts:

@@ -88,15 +88,16 @@ def assemble(
     # the last steps of a text may run past its end, and past the pages it has
     longest = min(target.config.max_positions, num_pages * config.page_size) + 3 * num_rows
     num_sequences = min(config.max_batch_size, num_pages)  # each has a page or more
-    drafter = _drafter(config, models, backend, allocator)
     states = _states(config, target.config, num_sequences, target.device)
+    cache = new_cache(target.config, allocator, target_kv_dtype(config), target.device, states)
+    drafter = _drafter(config, models, backend, allocator, cache)
     # passes in flight will end some
     places = Places(num_state_slots(num_sequences), LARGEST_AUTOMATON)
     return EngineCore(
         config=target.config,
         steps=Steps(
             target=target,
-            cache=new_cache(target.config, allocator, target_kv_dtype(config), target.device, states),
+            cache=cache,
             backend=backend,
             drafter=drafter,
             runner=runner,
@@ -178,7 +179,9 @@ def new_cache(
     )
 
 
-def _drafter(config: EngineConfig, models: Models, backend: Backend, allocator: PageAllocator) -> Drafter:
+def _drafter(
+    config: EngineConfig, models: Models, backend: Backend, allocator: PageAllocator, target_cache: KVCache
+) -> Drafter:
     if config.draft_length.most == 0:
         return NoDrafter()
     if config.ngram is not None:
@@ -197,9 +200,13 @@ def _drafter(config: EngineConfig, models: Models, backend: Backend, allocator: 
         )
         logging.getLogger("specgen").warning(text, trained, asked)
     non_padded = NonPaddedBatch() if backend.capabilities.needs_host_lens else PackedBatch()
+    of_target, of_head = models.target, models.head.config
+    cache = target_cache
+    if not of_head.reads_target_kv:
+        cache = new_cache(of_head, allocator, of_target.dtype, of_target.device)
     return HeadDrafter(
         head=models.head,
-        cache=new_cache(models.head.config, allocator, models.target.dtype, models.target.device),
+        cache=cache,
         backend=backend,
         batch=PaddedBatch() if config.drafter_batch == "padded" else non_padded,
         sampled_drafts=config.draft_sampling != "greedy",

@@ -242,7 +242,8 @@ def attention_uses(config: EngineConfig, checkpoints: Checkpoints) -> list[Use]:
         head = drafter_config(checkpoints["drafter"], None).shared(config.tensor_parallel)
         # its prefill writes keys and values alone
         rows = tuple(sorted({head.pass_rows(each) for each in lengths if each}))
-        uses += _uses(config, head, DTYPES[config.dtype], rows, prefills=False)
+        pages = target_kv_dtype(config) if head.reads_target_kv else DTYPES[config.dtype]
+        uses += _uses(config, head, pages, rows, prefills=False)
     return uses
 
 

@@ -4,8 +4,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from specgen.engine.build import num_state_slots, page_bytes, state_bytes
 from specgen.engine.choices import DTYPES, choose_kv_dtype
 from specgen.engine.loading import open_checkpoints
 from specgen.models.model_config import HeadConfig, TargetConfig
-from specgen.models.protocols import Target
+from specgen.models.protocols import no_target
 from specgen.report.display import count
 from specgen.report.table import Column, Table
 from specgen.report.terminal import Part
@@ -190,7 +189,7 @@ def _head(checkpoint: Checkpoint, config: EngineConfig, target: TargetConfig) ->
     ranks, nothing = Ranks(size=config.tensor_parallel), torch.empty(0, device=_META)
     reader = replace(_reader(checkpoint, config), ranks=ranks)
     known = drafter_config(checkpoint, target.num_layers)
-    build_head(known, reader, cast(Target, SimpleNamespace(embedding=nothing)), nothing)
+    build_head(known, reader, no_target(), nothing)
     return known.shared(ranks.size), sum(reader.taken.values())
 
 

@@ -17,6 +17,7 @@ from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.device import synchronize, use
 from specgen.engine.loading import Models
 from specgen.models.dflash import DFlashConfig
+from specgen.models.gemma4_assistant import AssistantConfig
 from specgen.models.model_config import LayerConfig, Seen
 from specgen.record.record_rows import EngineRow, PassRow, RequestRow
 
@@ -201,13 +202,17 @@ class StepBytes:
         build_head(whole, drafter, models.target, models.head.draft_to_target)
         fused = 0 if head.fc_each_pass else _bytes(drafter, "fc.weight")
         borrowed = 0 if _bytes(drafter, "lm_head.weight", "shared_head.head.weight") else lm_head
+        if isinstance(head, AssistantConfig):  # its output weights are its embedding
+            borrowed = round(_bytes(drafter, "embed_tokens.weight") * head.output_share)
         mixtures, turns = ExpertSize.of(head, width), head.num_layers if head.takes_turns else 1
-        kv = KVBytes.of(head, width)
+        kv = KVBytes.of(head, (kv_width if head.reads_target_kv else None) or width)
         per_draft = sum(size for name, size in drafter.taken.items() if name.startswith(_PER_DRAFT))
         own = _read_whole(drafter) - fused - (mixtures.total_bytes if mixtures else 0)
         return replace(
             sizes,
-            head_fill=_fill_bytes(drafter, 0 if isinstance(head, DFlashConfig) else head.num_layers - 1),
+            head_fill=0
+            if head.reads_target_kv
+            else _fill_bytes(drafter, 0 if isinstance(head, DFlashConfig) else head.num_layers - 1),
             head_pass=own // turns + borrowed - per_draft,
             head_draft=per_draft,
             head_experts=None

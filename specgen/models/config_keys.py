@@ -253,6 +253,17 @@ GEMMA4_UNIFIED = Keys(
     defaults={name: value for name, value in GEMMA4.defaults.items() if name not in _UNIFIED}
     | {"sliding_window": 1024},
 )
+# Of layers like a Gemma 4's in heads, which have neither
+GEMMA4_HEADS = replace(
+    GEMMA4_UNIFIED,
+    read=GEMMA4_UNIFIED.read | {"draft_vocab_size"},
+    defaults={name: value for name, value in GEMMA4_UNIFIED.defaults.items() if name != "sliding_window"},
+)
+GEMMA4_ASSISTANT = replace(
+    GEMMA4_HEADS,
+    read=GEMMA4_HEADS.read
+    | _names("backbone_hidden_size use_ordered_embeddings num_centroids centroid_intermediate_top_k"),
+)
 _SECTIONS = ("transformer_layer_config", "eagle_config", "dflash_config")  # of heads
 HEADS = Keys(
     read=LLAMA.read

@@ -13,6 +13,7 @@ from specgen.models import (
     dflash,
     eagle,
     gemma4,
+    gemma4_assistant,
     hybrid_targets,
     llama,
     llama4,
@@ -133,6 +134,14 @@ HEAD_FAMILIES: Mapping[str, HeadFamily] = {
         build=Eagle1Head.build,
         ignored=eagle.EAGLE1_IGNORED,
     ),
+    "Gemma 4 assistant": HeadFamily(
+        recognize=gemma4_assistant.is_assistant,
+        refusal=gemma4_assistant.NOT_ASSISTANT,
+        config=gemma4_assistant.AssistantConfig.from_hf,
+        build=gemma4_assistant.AssistantHead.build,
+        ignored=gemma4_assistant.ASSISTANT_IGNORED,
+        keys=config_keys.GEMMA4_ASSISTANT,
+    ),
     "MTP": HeadFamily(
         recognize=mtp.is_mtp,
         refusal=mtp.NOT_MTP,
@@ -143,10 +152,7 @@ HEAD_FAMILIES: Mapping[str, HeadFamily] = {
     ),
 }
 # Architectures that are asked for and not built, and what they need.
-_ASSISTANT = "layers that read a target's keys and values"
 _NOT_BUILT = {
-    "Gemma4AssistantForCausalLM": _ASSISTANT,
-    "Gemma4UnifiedAssistantForCausalLM": _ASSISTANT,
     "DeepseekV4ForCausalLM": "sparse attention with compressed positions and hyper-connections",
 }
 

@@ -16,11 +16,12 @@ from specgen.attention import Attend, LayerAttention
 from specgen.config import require, shown
 from specgen.models import llama
 from specgen.models.config_fields import LARGEST_COUNT, Raw, count, flag, items, number, section
+from specgen.models.config_keys import GEMMA4_HEADS, known_keys
 from specgen.models.layers import Projection, kv_scale, load_norm, norm_weight
 from specgen.models.llama import Vocabulary
 from specgen.models.loader import Loader
 from specgen.models.mlp import Mixture
-from specgen.models.model_config import MixtureConfig, TargetConfig
+from specgen.models.model_config import LayerConfig, MixtureConfig, TargetConfig
 from specgen.models.rotary import RopeConfig, inverse_frequencies, rope_of
 from specgen.ops import Map, Norm, Ops, Rope
 from specgen.ops.reference import gelu_and_mul, whole
@@ -42,10 +43,9 @@ _OWN = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma4Config(TargetConfig):
-    """A target; ``num_kv_heads``, ``head_dim`` and ``rope`` are those of layers with a window."""
+class Gemma4Layers(LayerConfig):
+    """Of a target or a head; ``num_kv_heads``, ``head_dim`` and ``rope`` are those of layers with a window."""
 
-    scaled_embedding: ClassVar[bool] = True
     global_kv_heads: tuple[int, int]  # of the others: heads of keys, and their width
     global_rope: RopeConfig
     keys_are_values: bool  # in these others: what keys are made of, in front of its norm
@@ -57,15 +57,20 @@ class Gemma4Config(TargetConfig):
     def kv_heads(self, layer: int) -> tuple[int, int]:
         return self.global_kv_heads if self.window(layer) is None else super().kv_heads(layer)
 
+    def rope_of(self, layer: int) -> RopeConfig:
+        return self.global_rope if self.window(layer) is None else self.rope
+
     def stores(self, layer: int) -> bool:
         return layer < self.num_layers - self.num_shared
 
     def source(self, layer: int) -> int:
         """The layer whose keys and values ``layer`` sees: mostly itself."""
-        if self.stores(layer):
-            return layer
+        return layer if self.stores(layer) else self.last_stored(self.window(layer) is not None)
+
+    def last_stored(self, windowed: bool) -> int:
+        """The last layer with keys and values of its own, of those with a window or of the others."""
         first = self.num_layers - self.num_shared
-        return max(each for each in range(first) if self.window(each) == self.window(layer))
+        return max(each for each in range(first) if (self.window(each) is not None) == windowed)
 
     def cache_index(self, layer: int) -> int:
         return self.source(layer)  # all that store are in front of those that do not
@@ -78,24 +83,45 @@ class Gemma4Config(TargetConfig):
         return self
 
     def facts(self) -> dict[str, str]:
-        heads, width = self.global_kv_heads
-        num_global, values = self.windows.count(None), ", which are values too" * self.keys_are_values
-        of_kinds = {
-            "attention": f"{self._attention()}, in {self.num_layers - num_global} of {self.num_layers} layers with a "
-            f"window of {max(each or 0 for each in self.windows):,} positions; {heads} KV heads{values}, {width} wide, "
-            "in the others",
-            "rotary": f"{self.rope}; in layers without a window {self.global_rope}",
-        }
-        wide = f", {2 * self.intermediate_size} wide" * self.double_wide
-        shared = f"the last {self.num_shared} layers see keys and values of earlier ones{wide}"
+        shared = f"the last {self.num_shared} layers see keys and values of earlier ones"
         more = {
             "MLP": (f"{self.intermediate_size} wide beside the experts", self.mixture is not None),
-            "shared KV": (shared, self.num_shared),
+            "shared KV": (
+                shared + f", {2 * self.intermediate_size} wide" * self.double_wide,
+                self.num_shared,
+            ),
             "own inputs": (f"{self.layer_inputs} numbers of each token for every layer", self.layer_inputs),
             "logits": (f"capped at {self.logit_cap or 0:g}", self.logit_cap),
         }
-        found = super().facts() | of_kinds | {name: text for name, (text, there) in more.items() if there}
+        found = super().facts() | self._of_kinds()
+        found |= {name: text for name, (text, there) in more.items() if there}
         return {name: text for name, text in found.items() if name != "windows"}
+
+    def _of_kinds(self) -> dict[str, str]:
+        heads, width = self.global_kv_heads
+        values = ", which are values too" * self.keys_are_values
+        windowed = [each for each in self.windows if each is not None]
+        if not windowed:
+            attention = f"{self.num_heads} heads, {heads} KV heads{values}, {width} wide"
+            return {"attention": attention, "rotary": str(self.global_rope)}
+        return {
+            "attention": f"{self._attention()}, in {len(windowed)} of {self.num_layers} layers with a "
+            f"window of {max(windowed):,} positions; {heads} KV heads{values}, {width} wide, in the others",
+            "rotary": f"{self.rope}; in layers without a window {self.global_rope}",
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Config(Gemma4Layers, TargetConfig):
+    """A target."""
+
+    scaled_embedding: ClassVar[bool] = True
+
+
+def head_layers(config: Raw) -> dict[str, Any]:
+    """Of a head whose layers are like a Gemma 4's, from its ``config.json``: the fields of ``Gemma4Layers``."""
+    found = read_gemma4({**known_keys(config, GEMMA4_HEADS), "num_kv_shared_layers": 0})
+    return {each.name: getattr(found, each.name) for each in fields(Gemma4Layers)}
 
 
 def read_gemma4(config: Raw) -> Gemma4Config:
@@ -233,24 +259,21 @@ class Gemma4Attention:
 
     @classmethod
     def build(
-        cls, config: Gemma4Config, index: int, prefix: str, rope: Rope, load: Loader, ops: Ops
+        cls,
+        config: Gemma4Layers,
+        index: int,
+        prefix: str,
+        width: int,
+        layer: LayerAttention,
+        load: Loader,
+        ops: Ops,
     ) -> "Gemma4Attention":
-        """Load ``{prefix}self_attn.*``; ``rope`` is that of layers without a window."""
-        size, window, hidden = config.kv_heads(index)[1], config.window(index), config.hidden_size
-        out = {f"{prefix}self_attn.o_proj": hidden}
-        source = f"{config.prefix}layers.{config.source(index)}.self_attn."
+        """Load ``{prefix}self_attn.*``, whose inputs are ``width`` wide."""
+        out, size = {f"{prefix}self_attn.o_proj": config.hidden_size}, config.kv_heads(index)[1]
         return cls(
-            qkv=_projection(config, index, f"{prefix}self_attn.", load, ops),
+            qkv=_projection(config, index, f"{prefix}self_attn.", width, load, ops),
             out=ops.linear(load.linear(out, config.num_heads * size, bias=config.o_bias)),
-            layer=LayerAttention(
-                index=config.cache_index(index),
-                scale=1.0,
-                window=window,
-                k_scale=kv_scale("k", source, load),
-                v_scale=kv_scale("v", source, load),
-                rope=rope if window is None else None,
-                stores=config.stores(index),
-            ),
+            layer=layer,
         )
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
@@ -258,14 +281,30 @@ class Gemma4Attention:
         return self.out(attend(self.layer, self.qkv(x)))
 
 
-def _projection(config: Gemma4Config, index: int, prefix: str, load: Loader, ops: Ops) -> Projection:
+def _layer_attention(config: Gemma4Config, index: int, rope: Rope, load: Loader) -> LayerAttention:
+    """Of a target's layer; ``rope`` is that of layers without a window."""
+    window, source = config.window(index), f"{config.prefix}layers.{config.source(index)}.self_attn."
+    return LayerAttention(
+        index=config.cache_index(index),
+        scale=1.0,
+        window=window,
+        k_scale=kv_scale("k", source, load),
+        v_scale=kv_scale("v", source, load),
+        rope=rope if window is None else None,
+        stores=config.stores(index),
+    )
+
+
+def _projection(
+    config: Gemma4Layers, index: int, prefix: str, width: int, load: Loader, ops: Ops
+) -> Projection:
     """Where keys are values, their rows are there twice, and differ by their norms."""
     (kv, size), heads, twice = config.kv_heads(index), {"q": config.num_heads}, False
     if config.stores(index):
         twice = config.keys_are_values and config.window(index) is None
         heads |= {"k": kv} if twice else {"k": kv, "v": kv}
     rows = {f"{prefix}{name}_proj": number * size for name, number in heads.items()}
-    weight = load.linear(rows, config.hidden_size, bias=config.qkv_bias)
+    weight = load.linear(rows, width, bias=config.qkv_bias)
     norms = [
         norm_weight(config, f"{prefix}{name}_norm", size, load).repeat(heads[name], 1)
         for name in ("q", "k")
@@ -315,7 +354,7 @@ class ExpertsBeside:
 
     @classmethod
     def build(
-        cls, config: Gemma4Config, mixture: MixtureConfig, prefix: str, load: Loader, ops: Ops
+        cls, config: Gemma4Layers, mixture: MixtureConfig, prefix: str, load: Loader, ops: Ops
     ) -> "ExpertsBeside":
         """Load what ``{prefix}*`` has of experts."""
         hidden = config.hidden_size
@@ -352,7 +391,7 @@ class LayerInput:
     norm: Norm
 
     @classmethod
-    def build(cls, config: Gemma4Config, prefix: str, load: Loader, ops: Ops) -> "LayerInput":
+    def build(cls, config: Gemma4Layers, prefix: str, load: Loader, ops: Ops) -> "LayerInput":
         hidden, width = config.hidden_size, config.layer_inputs
         return cls(
             gate=ops.linear(load.linear({f"{prefix}per_layer_input_gate": width}, hidden)),
@@ -386,13 +425,13 @@ class LayerInputs:
 
     def __call__(self, token_ids: Tensor, stream: Tensor, width: int) -> Tensor:
         """Of ``token_ids`` [rows], embedded in ``stream`` [rows, H]: [rows, L, D]."""
-        found = _scaled(F.embedding(token_ids, self.table), width)
+        found = scaled(F.embedding(token_ids, self.table), width)
         projected = self.project(stream) * stream.shape[1] ** -0.5
         normed = self.norm(projected.view(-1, width)).view_as(found)
         return ((normed + found) * 2**-0.5).view(len(found), -1, width)
 
 
-def _scaled(embedded: Tensor, width: int) -> Tensor:
+def scaled(embedded: Tensor, width: int) -> Tensor:
     """Times the root of ``width``, which is rounded first."""
     return embedded * torch.tensor(width**0.5, dtype=embedded.dtype).item()
 
@@ -409,16 +448,14 @@ class Gemma4Block:
     scale: Tensor  # [1], of the stream
 
     @classmethod
-    def build(cls, config: Gemma4Config, index: int, rope: Rope, load: Loader, ops: Ops) -> "Gemma4Block":
-        """Load every tensor of layer ``index``."""
-        prefix, hidden, mixture = (
-            f"{config.prefix}layers.{index}.",
-            config.hidden_size,
-            config.mixture_of(index),
-        )
+    def build(
+        cls, config: Gemma4Layers, index: int, prefix: str, layer: LayerAttention, load: Loader, ops: Ops
+    ) -> "Gemma4Block":
+        """Load every tensor ``{prefix}*`` of layer ``index``."""
+        hidden, mixture = config.hidden_size, config.mixture_of(index)
         return cls(
             norms=tuple(load_norm(config, f"{prefix}{name}", hidden, load, ops) for name in _NORMS),
-            attention=Gemma4Attention.build(config, index, prefix, rope, load, ops),
+            attention=Gemma4Attention.build(config, index, prefix, hidden, layer, load, ops),
             mlp=GeluMLP.build(hidden, config.mlp_width(index), f"{prefix}mlp.", load, ops),
             experts=None if mixture is None else ExpertsBeside.build(config, mixture, prefix, load, ops),
             own=LayerInput.build(config, prefix, load, ops) if config.layer_inputs else None,
@@ -465,7 +502,17 @@ class Gemma4:
         embedding = load(f"{root}embed_tokens.weight", (config.vocab_size, hidden))
         turned = inverse_frequencies(config.global_rope, width, embedding.device)
         rope = ops.rope(turned, config.global_rope.concentration)
-        blocks = (Gemma4Block.build(config, index, rope, load, ops) for index in range(config.num_layers))
+        blocks = (
+            Gemma4Block.build(
+                config,
+                index,
+                f"{root}layers.{index}.",
+                _layer_attention(config, index, rope, load),
+                load,
+                ops,
+            )
+            for index in range(config.num_layers)
+        )
         return cls(
             config=config,
             embedding=embedding,
@@ -488,7 +535,7 @@ class Gemma4:
         self, token_ids: Tensor, attend: Attend, aux_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor]:
         """See ``Llama.forward``; the input of layer 0 is the scaled embedding."""
-        stream = _scaled(F.embedding(token_ids, self.embedding), self.config.hidden_size)
+        stream = scaled(F.embedding(token_ids, self.embedding), self.config.hidden_size)
         own, kept = None, {0: stream} if 0 in aux_layers else {}
         if self.layer_inputs is not None:
             own = self.layer_inputs(token_ids, stream, self.config.layer_inputs)
@@ -498,6 +545,10 @@ class Gemma4:
                 kept[index + 1] = stream
         features = [kept[index] for index in aux_layers]
         return self.norm(stream), torch.cat(features, -1) if features else stream[:, :0]
+
+    def stored(self, windowed: bool) -> LayerAttention:
+        """Of the last layer with keys and values of its own that has a window, or has none."""
+        return self.blocks[self.config.last_stored(windowed)].attention.layer
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See ``Llama.logits``."""

@@ -490,6 +490,7 @@ class HeadConfig(LayerConfig):
     takes_fp8: ClassVar[bool] = False
     takes_turns: ClassVar[bool] = False  # its layers, a pass each
     splits: ClassVar[bool] = True  # over ranks, as the target's layers do
+    reads_target_kv: ClassVar[bool] = False  # and stores none: its rows all see what the target has stored
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -519,6 +520,21 @@ class HeadConfig(LayerConfig):
     def title(self) -> str:
         """What it is, with an article."""
         return f"an {self.family} head"
+
+    @property
+    def embedding_size(self) -> int:
+        """Of a token's row in the table that its passes read."""
+        return self.hidden_size
+
+    @property
+    def state_size(self) -> int:
+        """Of the hidden state that its first pass takes."""
+        return self.target_hidden_size if self.reads_output else self.hidden_size
+
+    def misfits(self, target: "TargetConfig") -> tuple[str, ...]:
+        """Why it cannot draft for ``target``, beside what any head's config says, with the remedy."""
+        del target
+        return ()
 
     def facts(self) -> dict[str, str]:
         share = self.draft_vocab_size / self.vocab_size

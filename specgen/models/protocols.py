@@ -2,12 +2,13 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from specgen.attention import Attend
+from specgen.attention import Attend, LayerAttention
 from specgen.models.llama import Vocabulary
 from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.rotary import rope_of
@@ -100,3 +101,9 @@ class Head(ABC):
 def logits_of(target: Target) -> Map:
     """The output layer of ``target``, for heads without their own; found as they draft, as an outline has none."""
     return lambda hidden: target.logits(hidden)
+
+
+def no_target() -> Any:  # noqa: ANN401  it has what heads ask of a target when they are built
+    """In place of a ``Target`` where a head's own tensors are all that is looked at."""
+    layer = LayerAttention(index=0, scale=1.0)
+    return SimpleNamespace(embedding=torch.empty(0, device="meta"), stored=lambda windowed: layer)
