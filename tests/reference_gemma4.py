@@ -161,3 +161,76 @@ class ReferenceAssistant(ReferenceGemma4Head):
         order = self.t["masked_embedding.token_ordering"].long().view(len(fitting), -1)
         listed = order[fitting.topk(self.raw["centroid_intermediate_top_k"]).indices].flatten()
         return torch.full_like(logits, -torch.inf).index_copy(0, listed, logits[listed])
+
+
+class ReferenceDeepSpec(ReferenceGemma4Head):
+    """What DeepSpec's heads for a Gemma 4 have in common: features, tables and layers without windows."""
+
+    def __init__(self, path: Path, target: DenseTarget) -> None:
+        super().__init__(path, target)
+        self.embedding = self.t.get("embed_tokens.weight", target.embedding.double())
+        self.lm_head = self.t.get("lm_head.weight", target.lm_head.double())
+        self.aux: list[int] = [index + 1 for index in self.raw["target_layer_ids"]]
+        self.size: int = self.raw["global_head_dim"]
+
+    def fused(self, streams: list[Tensor]) -> Tensor:
+        return torch.cat([streams[index] for index in self.aux], -1) @ self.t["fc.weight"].T
+
+    def chosen(self, normed: Tensor, before: int) -> int:
+        return int(self.capped(self.lm_head @ normed).argmax())
+
+
+class ReferenceGemma4Eagle3(ReferenceDeepSpec):
+    """One layer; ids are shifted left by one against the states, positions are not."""
+
+    def propose(self, tokens: tuple[int, ...], k: int) -> tuple[int, ...]:
+        hidden, ids, proposed = self.fused(self.states(tokens)[0]), [*tokens[1:]], list[int]()
+        for _ in range(k):
+            stream = self.run(torch.tensor(ids), hidden)[-1:]
+            proposed.append(self.chosen(self.norm(stream, "norm")[0], ids[-1]))
+            hidden, ids = torch.cat((hidden, self.recycled(stream))), [*ids, proposed[-1]]
+        return tuple(proposed)
+
+    def recycled(self, stream: Tensor) -> Tensor:
+        return stream
+
+    def run(self, ids: Tensor, hidden: Tensor) -> Tensor:
+        embedded = self.norm(self.scaled(self.embedding[ids]), "layers.0.input_layernorm")
+        x = torch.cat((embedded, self.norm(hidden, "layers.0.hidden_norm")), -1)
+        at, prefix = torch.arange(len(ids)), "layers.0.self_attn."
+        keys, values = self.keys(x, prefix, at, GLOBAL, self.size)
+        q = self.queries(x, prefix, at, GLOBAL, self.size)
+        seen = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+        return self.behind_attention(hidden, self.attended(q, keys, values, seen), "layers.0.")
+
+
+class ReferenceGemma4DSpark(ReferenceDeepSpec):
+    """A block of the newest token and masks over the text's features, whose rows see one another."""
+
+    def propose(self, tokens: tuple[int, ...], k: int) -> tuple[int, ...]:
+        states = self.norm(self.fused(self.states(tokens)[0]), "hidden_norm")
+        ids = torch.tensor([tokens[-1]] + [self.raw["mask_token_id"]] * (k - 1))
+        stream, text = self.scaled(self.embedding[ids]), torch.arange(len(states))
+        at = len(states) + torch.arange(k)
+        for index in range(self.raw["num_hidden_layers"]):
+            prefix = f"layers.{index}.self_attn."
+            x = self.norm(stream, f"layers.{index}.input_layernorm")
+            stored = self.keys(states, prefix, text, GLOBAL, self.size)
+            own = self.keys(x, prefix, at, GLOBAL, self.size)
+            keys, values = (torch.cat(both) for both in zip(stored, own, strict=True))
+            q = self.queries(x, prefix, at, GLOBAL, self.size)
+            seen = torch.ones(k, len(keys), dtype=torch.bool)
+            stream = self.behind_attention(stream, self.attended(q, keys, values, seen), f"layers.{index}.")
+        proposed, before = list[int](), tokens[-1]
+        for row in self.norm(stream, "norm"):
+            proposed.append(before := self.chosen(row, before))
+        return tuple(proposed)
+
+    def chosen(self, normed: Tensor, before: int) -> int:
+        logits = self.capped(self.lm_head @ normed)
+        if self.raw["markov_rank"]:
+            logits = (
+                logits
+                + self.t["markov_head.markov_w2.weight"] @ self.t["markov_head.markov_w1.weight"][before]
+            )
+        return int(logits.argmax())

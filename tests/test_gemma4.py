@@ -28,7 +28,7 @@ from tests.dense import DenseAttend
 from tests.families import ids_of, loaded, of_transformers, paged_logits
 from tests.marks import mostly_slow
 from tests.test_families import GEMMA4S
-from tests.tiny_checkpoints import change_tensors, write_head
+from tests.tiny_checkpoints import change_tensors, write_dflash_head
 from tests.tiny_gemma4 import WINDOW, as_on_the_hub, change_text, write_gemma4
 
 CPU = torch.device("cpu")
@@ -203,10 +203,10 @@ def test_one_gpu_is_all_that_is_built(tmp_path: Path) -> None:
         config.shared(2)
 
 
-def test_heads_need_an_embedding_of_their_own(tmp_path: Path) -> None:
+def test_heads_of_which_nobody_says_the_scale_need_an_embedding(tmp_path: Path) -> None:
     config = write_gemma4(tmp_path / "target")
-    write_head(tmp_path / "own", config, dialect="speculators", own_embedding=True)
-    write_head(tmp_path / "shared", config)
+    write_dflash_head(tmp_path / "own", config, "DeepSpec", own=True)
+    write_dflash_head(tmp_path / "shared", config, "DeepSpec")
     fits = describe(str(tmp_path / "target"), str(tmp_path / "own"))
     assert fits.misfits == ()
     (reason,) = describe(str(tmp_path / "target"), str(tmp_path / "shared")).misfits
@@ -253,7 +253,7 @@ def _first_quarter(plant: pytest.MonkeyPatch) -> None:
 
 
 def _unscaled(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(gemma4, "scaled", lambda embedded, width: embedded)
+    plant.setattr(gemma4, "root_of", lambda width, dtype: 1.0)
 
 
 def _window_off_by_one(plant: pytest.MonkeyPatch) -> None:

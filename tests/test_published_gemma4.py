@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from specgen.checkpoints.checkpoint import build_target, target_config
+from specgen.checkpoints.checkpoint import build_head, build_target, drafter_config, misfits, target_config
 from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.experiments.bound import KVBytes
 from specgen.models.config_keys import unread_keys
-from specgen.models.families import family_of
+from specgen.models.families import family_of, unread
 from specgen.models.gemma4 import Gemma4Config
+from specgen.models.protocols import no_target
 from tests.test_published import META, Shape, checkpoint_of
 
 _COMMON: dict[str, Any] = {
@@ -208,3 +209,152 @@ def test_layers_of_the_small_sizes_see_the_last_that_store() -> None:
             assert config.source(layer) == config.cache_index(layer) == expected
             wide = size == "E2B" and layer >= first
             assert config.mlp_width(layer) == config.intermediate_size * (1 + wide)
+
+
+# ---- heads
+
+
+def assistant(size: str, width: int) -> dict[str, Any]:
+    """As published; its text part is a smaller one of the target's kind."""
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    own: dict[str, Any] = {
+        "hidden_size": width,
+        "intermediate_size": 8 * width,
+        "layer_types": kinds,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 4,
+        "final_logit_softcapping": None,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "enable_moe_block": False,
+        "use_double_wide_mlp": False,
+        "num_attention_heads": 4 if size == "E4B" else TEXTS[size]["num_attention_heads"],
+    }
+    kind = "Gemma4Unified" if size == "12B" else "Gemma4"
+    experts = ("num_experts", "top_k_experts", "moe_intermediate_size")
+    return {
+        "architectures": [f"{kind}AssistantForCausalLM"],
+        "backbone_hidden_size": TEXTS[size]["hidden_size"],
+        "centroid_intermediate_top_k": 32,
+        "dtype": "bfloat16",
+        "model_type": "gemma4_assistant",
+        "num_centroids": 2048,
+        "text_config": {name: value for name, value in TEXTS[size].items() if name not in experts} | own,
+        "tie_word_embeddings": True,
+        "transformers_version": "5.7.0",
+        "use_ordered_embeddings": size[0] == "E",
+    }
+
+
+def assistant_tensors(raw: dict[str, Any]) -> Iterator[tuple[str, str, Shape]]:
+    text, wide = raw["text_config"], raw["backbone_hidden_size"]
+    width, inner = text["hidden_size"], text["intermediate_size"]
+    yield "model.embed_tokens.weight", "bfloat16", (262144, width)
+    yield "model.norm.weight", "bfloat16", (width,)
+    yield "pre_projection.weight", "bfloat16", (width, 2 * wide)
+    yield "post_projection.weight", "bfloat16", (wide, width)
+    if raw["use_ordered_embeddings"]:
+        yield "masked_embedding.centroids.weight", "bfloat16", (2048, width)
+        yield "masked_embedding.token_ordering", "int64", (262144,)
+    for layer, kind in enumerate(text["layer_types"]):
+        size = 512 if kind == "full_attention" else 256
+        numbers = text["num_attention_heads"] * size
+        shapes: dict[str, Shape] = {
+            **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (width,)),
+            **dict.fromkeys(("pre_feedforward_layernorm", "post_feedforward_layernorm"), (width,)),
+            "self_attn.q_proj": (numbers, width),
+            "self_attn.q_norm": (size,),
+            "self_attn.o_proj": (width, numbers),
+            "mlp.gate_proj": (inner, width),
+            "mlp.up_proj": (inner, width),
+            "mlp.down_proj": (width, inner),
+        }
+        yield f"model.layers.{layer}.layer_scalar", "bfloat16", (1,)
+        for name, shape in shapes.items():
+            yield f"model.layers.{layer}.{name}.weight", "bfloat16", shape
+
+
+# Parameters in millions, where they are published
+ASSISTANTS = {"E4B": 78.5, "12B": 422.5, "26B": None, "31B": None}
+
+
+@pytest.mark.parametrize(("size", "millions"), ASSISTANTS.items())
+def test_published_assistants_are_complete(size: str, millions: float | None) -> None:
+    raw = assistant(size, 256 if size == "E4B" else 1024)
+    checkpoint = checkpoint_of(raw, list(assistant_tensors(raw)))
+    config = drafter_config(checkpoint, None)
+    reader = TensorReader(checkpoint=checkpoint, dtype=torch.bfloat16, device=META)
+    build_head(config, reader, no_target(), torch.empty(0, device=META))
+    assert len(checkpoint.tensors) == (50 if size == "E4B" else 48)
+    floats = (prod(each.shape) for each in checkpoint.tensors.values() if each.dtype == "bfloat16")
+    assert millions is None or sum(floats) / 1e6 == pytest.approx(millions, abs=0.5)
+    assert config.kv_spec.bytes_per_token(2) == 0
+    assert unread(raw, checkpoint.tensors.keys()) == ()
+    of_target = checkpoint_of(published(size), [(name, "bfloat16", shape) for name, shape in tensors(size)])
+    assert misfits(target_config(of_target), config) == ()
+
+
+def deepspec(kind: str) -> tuple[dict[str, Any], list[tuple[str, str, Shape]]]:
+    """DeepSpec's head for the 12B: its config, and names and shapes as its code makes them."""
+    ids, num_layers = [5, 17, 29, 41, 46], 1 if kind == "Eagle3" else 5
+    raw: dict[str, Any] = TEXTS["12B"] | {
+        "architectures": [f"Gemma4{kind}Model"],
+        "layer_types": ["full_attention"] * num_layers,
+        "num_hidden_layers": num_layers,
+        "num_target_layers": 48,
+        "target_layer_ids": ids,
+        "target_model_name_or_path": "google/gemma-4-12B-it",
+        "target_model_type": "gemma4_unified",
+        "target_text_model_type": "gemma4_unified_text",
+        "tie_word_embeddings": False,
+    }
+    shapes: dict[str, Shape] = {
+        **dict.fromkeys(("embed_tokens", "lm_head"), (262144, 3840)),
+        "fc": (3840, 5 * 3840),
+        "norm": (3840,),
+        "hidden_norm" if kind == "DSpark" else "layers.0.hidden_norm": (3840,),
+    }
+    read = 3840 * (2 if kind == "Eagle3" else 1)
+    for layer in range(num_layers):
+        own: dict[str, Shape] = {
+            **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (3840,)),
+            **dict.fromkeys(("pre_feedforward_layernorm", "post_feedforward_layernorm"), (3840,)),
+            "self_attn.q_proj": (16 * 512, read),
+            "self_attn.k_proj": (512, read),
+            "self_attn.o_proj": (3840, 16 * 512),
+            **dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), (512,)),
+            **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (15360, 3840)),
+            "mlp.down_proj": (3840, 15360),
+        }
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in own.items()}
+    stored = [(f"{name}.weight", "bfloat16", shape) for name, shape in shapes.items()]
+    stored += [(f"layers.{layer}.layer_scalar", "bfloat16", (1,)) for layer in range(num_layers)]
+    if kind == "Eagle3":
+        raw |= {"ttt_length": 7, "step_loss_decay": 1.0, "draft_num_hidden_layers": 1}
+        return raw, stored
+    raw |= {"block_size": 7, "mask_token_id": 4, "num_anchors": 512, "markov_rank": 256}
+    raw |= {
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+    stored += [(f"markov_head.markov_w{n}.weight", "bfloat16", (262144, 256)) for n in (1, 2)]
+    stored += [
+        ("confidence_head.proj.weight", "bfloat16", (1, 4096)),
+        ("confidence_head.proj.bias", "bfloat16", (1,)),
+    ]
+    return raw, stored
+
+
+@pytest.mark.parametrize("kind", ["Eagle3", "DSpark"])
+def test_published_heads_of_layers_like_the_target_are_complete(kind: str) -> None:
+    raw, stored = deepspec(kind)
+    checkpoint = checkpoint_of(raw, stored)
+    config = drafter_config(checkpoint, 48)
+    reader = TensorReader(checkpoint=checkpoint, dtype=torch.bfloat16, device=META)
+    build_head(config, reader, no_target(), torch.empty(0, device=META))
+    assert config.aux_layers == (6, 18, 30, 42, 47)
+    assert config.kv_spec.layers == ((1, 512),) * config.num_layers
+    assert unread(raw, checkpoint.tensors.keys()) == ()
+    of_target = checkpoint_of(published("12B"), [(name, "bfloat16", shape) for name, shape in tensors("12B")])
+    assert misfits(target_config(of_target), config) == ()

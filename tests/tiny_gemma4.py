@@ -144,17 +144,91 @@ def write_assistant(
     write_files(path, tensors, config | changes)
 
 
+def write_deepspec(
+    path: Path,
+    target: Gemma4Config,
+    kind: str = "eagle3",
+    *,
+    markov: int = 0,
+    own: bool = True,
+    std: float = 0.2,
+    seed: int = 1,
+    **changes: Any,
+) -> None:
+    """A random head as DeepSpec writes them for Gemma 4, ``kind`` "eagle3" or "dspark"; ``markov``: its rank."""
+    torch.manual_seed(seed)
+    width, vocab = target.hidden_size, target.vocab_size
+    kv, size = target.global_kv_heads
+    num_layers, ids = (1, [0, 1, 3, 4]) if kind == "eagle3" else (2, [0, 2, 4])
+    numbers, read = target.num_heads * size, 2 * width if kind == "eagle3" else width
+    tensors = {
+        "fc.weight": torch.randn(width, len(ids) * width) * std,
+        "norm.weight": 1 + 0.2 * torch.randn(width),
+        ("layers.0." if kind == "eagle3" else "") + "hidden_norm.weight": 1 + 0.2 * torch.randn(width),
+    }
+    if own:
+        tensors |= {f"{name}.weight": torch.randn(vocab, width) * std for name in ("embed_tokens", "lm_head")}
+    heads = {"q": numbers, "k": kv * size, "o": numbers}
+    heads |= {} if target.keys_are_values else {"v": kv * size}
+    for index in range(num_layers):
+        prefix = f"layers.{index}."
+        tensors |= gemma4_layer(prefix, width, 48, heads, std, read)
+        tensors |= {f"{prefix}self_attn.{name}_norm.weight": 1 + 0.2 * torch.randn(size) for name in "qk"}
+    config = {name: _COMMON[name] for name in ("rope_parameters", "sliding_window", "eos_token_id")} | {
+        "architectures": ["Gemma4Eagle3Model" if kind == "eagle3" else "Gemma4DSparkModel"],
+        "model_type": "gemma4_text",
+        "attention_k_eq_v": target.keys_are_values,
+        "final_logit_softcapping": 3.0,
+        "global_head_dim": size,
+        "num_global_key_value_heads": kv,
+        "head_dim": target.head_dim,
+        "num_key_value_heads": target.num_kv_heads,
+        "num_attention_heads": target.num_heads,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": width,
+        "hidden_size_per_layer_input": 0,
+        "intermediate_size": 48,
+        "layer_types": ["full_attention"] * num_layers,
+        "max_position_embeddings": 256,
+        "num_hidden_layers": num_layers,
+        "num_target_layers": target.num_layers,
+        "rms_norm_eps": 1e-6,
+        "target_layer_ids": ids,
+        "tie_word_embeddings": False,
+        "use_bidirectional_attention": "vision",
+        "vocab_size": vocab,
+    }
+    if kind == "dspark":
+        config |= {"block_size": 5, "mask_token_id": 4, "markov_rank": markov, "num_anchors": 8}
+    if markov:
+        config |= {
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+        }
+        tensors |= {
+            "markov_head.markov_w1.weight": torch.randn(vocab, markov),
+            "markov_head.markov_w2.weight": torch.randn(vocab, markov) * 0.5,
+            "confidence_head.proj.weight": torch.randn(1, width + markov) * std,
+            "confidence_head.proj.bias": torch.randn(1),
+        }
+    write_files(path, tensors, config | changes)
+
+
 def gemma4_layer(
-    prefix: str, width: int, inner: int, heads: dict[str, int], std: float
+    prefix: str, width: int, inner: int, heads: dict[str, int], std: float, read: int | None = None
 ) -> dict[str, torch.Tensor]:
-    """A layer's tensors but for norms of heads; ``heads`` are the rows of projections, of "o" the columns."""
+    """A layer's tensors but for norms of heads; ``heads`` are the rows of projections, of "o" the columns.
+
+    Its attention has inputs ``read`` wide, or as the stream.
+    """
     names = (
         "input_layernorm",
         "post_attention_layernorm",
         "pre_feedforward_layernorm",
         "post_feedforward_layernorm",
     )
-    shapes = {f"self_attn.{name}_proj": (rows, width) for name, rows in heads.items() if name != "o"}
+    shapes = {f"self_attn.{name}_proj": (rows, read or width) for name, rows in heads.items() if name != "o"}
     shapes |= {"self_attn.o_proj": (width, heads["o"]), "mlp.down_proj": (width, inner)}
     shapes |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (inner, width))
     return {

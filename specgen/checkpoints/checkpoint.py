@@ -287,7 +287,7 @@ def misfits(target: TargetConfig, head: HeadConfig) -> tuple[str, ...]:
             f"the head has no embedding and is {head.embedding_size} wide, but the target's embedding is "
             f"{target.hidden_size} wide: use a head that carries embed_tokens.weight"
         )
-    if target.scaled_embedding and not head.own_embedding and not head.reads_target_kv:
+    if target.scaled_embedding and not head.own_embedding and head.takes_scaled is None:
         reasons.append(
             "the head has no embedding, and whether it takes the target's, which is scaled there, as it is or scaled "
             "is not known: use a head that carries embed_tokens.weight, or --drafter ngram"

@@ -289,6 +289,15 @@ DFLASH = Keys(
         "speculators_model_type speculators_config speculators_version max_window_layers"
     )
 )
+_OF_TRAINING = _names(  # of DeepSpec's files
+    "target_model_type target_text_model_type target_model_name_or_path ttt_length step_loss_decay "
+    "draft_num_hidden_layers num_anchors"
+)
+GEMMA4_DFLASH = replace(GEMMA4_HEADS, read=GEMMA4_HEADS.read | DFLASH.read | _OF_TRAINING)
+GEMMA4_EAGLE3 = replace(
+    GEMMA4_HEADS,
+    read=GEMMA4_HEADS.read | {"num_target_layers", "target_layer_ids", "target_hidden_size"} | _OF_TRAINING,
+)
 
 
 def known_keys(config: Raw, keys: Keys) -> dict[str, Any]:

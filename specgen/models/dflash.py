@@ -34,7 +34,7 @@ NOT_DFLASH = "no hidden_norm.weight: the checkpoint is not a DFlash or DSpark he
 MASK_TENSOR, MASK_ID_TENSOR = "mask_embedding", "mask_embedding.token_id"  # of a file beside the weights
 DFLASH_IGNORED = frozenset({"d2t", "t2d", "rotary_emb.inv_freq", MASK_ID_TENSOR})
 _NESTED = "dflash_config"
-_DSPARK = ("Qwen3DSparkModel", "DSparkDraftModel")
+_DSPARK = ("Qwen3DSparkModel", "DSparkDraftModel", "Gemma4DSparkModel")
 _IDS, _SPECULATORS_IDS = "target_layer_ids", "aux_hidden_state_layer_ids"
 _SELECTOR = "candidate_selector."
 # Names in some checkpoints, by their beginnings, and those that are used here
@@ -45,6 +45,11 @@ _SPELLINGS = {
     f"{_SELECTOR}predecessor_codebook.weight": f"{_SELECTOR}predecessor_codebook",
     f"{_SELECTOR}successor_codebook.weight": f"{_SELECTOR}successor_codebook",
 }
+_SCALE = "input_embedding_scale"
+_SCALED_BY_TARGET = (
+    "the target's, scaled where that scales it, as in z-lab's own code; vLLM does not, so where acceptance is poor "
+    f"set {_SCALE} to 1 in config.json"
+)
 _OWN_MEANING = ("is_causal", "final_logit_softcapping")  # keys that other models are refused for
 # Settings of heads that compute otherwise, at the values that change nothing
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -113,7 +118,7 @@ class DFlashConfig(HeadConfig):
     conv_group: int = 1  # numbers of a row that share a weight which depends on the row
     num_candidates: int = 0  # of each draft, of DFlash2's selector; 0: there is none
     selector_rank: int = 0
-    embedding_scale: float = 1.0
+    embedding_scale: float | None = None  # None: not said
     logit_scale: float = 1.0
     logit_cap: float | None = None  # logits are tanh(logits / cap) * cap
 
@@ -184,7 +189,6 @@ class DFlashConfig(HeadConfig):
             dialect="speculators" if speculators else "DeepSpec" if _is_dspark(config) else "z-lab",
             draft_vocab_size=count({**layer, **config}, "draft_vocab_size", count(layer, "vocab_size")),
             target_hidden_size=count(config, "target_hidden_size", count(layer, "hidden_size")),
-            num_layers=num_layers,
             aux_layers=aux_layers,
             aux_rule=aux_rule,
             own_embedding="embed_tokens.weight" in tensors,
@@ -199,14 +203,31 @@ class DFlashConfig(HeadConfig):
             markov_kind=cast(MarkovKind, kind),
             confidence=confidence,
             confidence_reads_token=confidence and flag(flags, "confidence_head_with_markov"),
-            qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in tensors),
-            windows=windows,
             dtype=dtype_name(config),
             **_second_version(flags, tensors),
-            # of layers alone: a Markov head has some too
-            **head_biases(layer, {name for name in tensors if name.startswith("layers.")}),
-            **layer_settings({name: value for name, value in layer.items() if name not in _OWN_MEANING}),
+            **cls.layers(
+                {name: value for name, value in layer.items() if name not in _OWN_MEANING},
+                {name for name in tensors if name.startswith("layers.")},  # a Markov head has biases too
+            ),
         )
+
+    @staticmethod
+    def layers(config: Raw, tensors: Set[str]) -> dict[str, Any]:
+        """The fields that are of its layers alone, from what ``config.json`` says of these."""
+        return {
+            "num_layers": count(config, "num_hidden_layers"),
+            "windows": layer_windows(config),
+            "qk_norm": any(name.endswith("self_attn.q_norm.weight") for name in tensors),
+            **head_biases(config, tensors),
+            **layer_settings(config),
+        }
+
+    @property
+    def takes_scaled(self) -> bool | None:
+        """As z-lab's own code takes it, unless the file says a scale; engines give speculators' the table as it is."""
+        if self.embedding_scale is not None or self.dialect == "speculators":
+            return False
+        return True if self.dialect == "z-lab" else None
 
     def facts(self) -> dict[str, str]:
         causal = [index for index, causal in enumerate(self.causal_layers) if causal]
@@ -220,8 +241,9 @@ class DFlashConfig(HeadConfig):
         markov = f"{self.markov_kind}, rank {self.markov_rank}" if self.markov_rank else "none"
         before = " and the token before" * self.confidence_reads_token
         cap = "" if self.logit_cap is None else f", capped at {self.logit_cap:g}"
-        scaled = f"embeddings by {self.embedding_scale:g}, logits by {self.logit_scale:g}{cap}"
-        is_scaled = (self.embedding_scale, self.logit_scale, self.logit_cap) != (1.0, 1.0, None)
+        scale = 1.0 if self.embedding_scale is None else self.embedding_scale
+        scaled = f"embeddings by {scale:g}, logits by {self.logit_scale:g}{cap}"
+        is_scaled = (scale, self.logit_scale, self.logit_cap) != (1.0, 1.0, None)
         facts = {
             "dialect": self.dialect,
             "features": "the target's residual stream at the inputs of layers "
@@ -240,14 +262,15 @@ class DFlashConfig(HeadConfig):
             if self.confidence
             else "of the softmax",
         }
-        return {name: text for name, text in facts.items() if text} | super().facts()
+        shared = {"embedding": _SCALED_BY_TARGET} if self.takes_scaled and not self.own_embedding else {}
+        return {name: text for name, text in facts.items() if text} | super().facts() | shared
 
 
 def _second_version(flags: Raw, tensors: Set[str]) -> dict[str, Any]:
     """The settings that DFlash2 has in addition, whose parts are found by their tensors, and scales."""
     cap = flags.get("final_logit_softcapping")
     found: dict[str, Any] = {
-        "embedding_scale": number(flags, "input_embedding_scale", 1.0),
+        "embedding_scale": None if flags.get(_SCALE) is None else number(flags, _SCALE),
         "logit_scale": number(flags, "output_multiplier", 1.0),
         "logit_cap": number(flags, "final_logit_softcapping") if cap else None,
     }
@@ -487,6 +510,7 @@ class DFlashHead(Head):
 
     config: DFlashConfig
     embedding: Tensor  # [V, H]; the target's unless the checkpoint has its own
+    embedding_scale: float
     mask_embedding: Tensor | None  # [H]; None: that of the mask token's id
     fc: Map  # [rows, num_features * Ht] -> [rows, H]
     hidden_norm: Norm
@@ -501,18 +525,10 @@ class DFlashHead(Head):
         cls, config: DFlashConfig, load: Loader, target: Target, draft_to_target: Tensor, ops: Ops
     ) -> "DFlashHead":
         """Load every tensor of the head; embedding and output weights are the target's unless it has its own."""
-        hidden, table = config.hidden_size, target.embedding
-        if config.own_embedding:
-            table = load("embed_tokens.weight", (config.vocab_size, hidden))
+        hidden = config.hidden_size
         prefixes = [f"layers.{index}." for index in range(config.num_layers)]
         norm = partial(load_norm, config, size=hidden, load=load, ops=ops)
-        num_features = len(config.aux_layers)
         return cls(
-            config=config,
-            embedding=table,
-            mask_embedding=load(MASK_TENSOR, (hidden,)) if config.own_mask else None,
-            fc=ops.linear(load.linear({"fc": hidden}, num_features * config.target_hidden_size)),
-            hidden_norm=norm("hidden_norm"),
             context=_context(config, prefixes, load, ops),
             blocks=tuple(
                 Block.build(config, index, prefix, load, ops, hidden) for index, prefix in enumerate(prefixes)
@@ -527,15 +543,35 @@ class DFlashHead(Head):
             norms=tuple(
                 norm(name) for name in (*(f"{prefix}input_layernorm" for prefix in prefixes), "norm")
             ),
-            lm_head=ops.linear(load.linear({"lm_head": config.draft_vocab_size}, hidden))
+            **cls.around(config, load, target, draft_to_target, ops),
+        )
+
+    @staticmethod
+    def around(
+        config: DFlashConfig, load: Loader, target: Target, draft_to_target: Tensor, ops: Ops
+    ) -> dict[str, Any]:
+        """The fields of all but its layers."""
+        hidden, table, scale = config.hidden_size, target.embedding, 1.0
+        if config.own_embedding:
+            table = load("embed_tokens.weight", (config.vocab_size, hidden))
+        elif config.takes_scaled:
+            scale = target.embedding_scale
+        return {
+            "config": config,
+            "embedding": table,
+            "embedding_scale": scale if config.embedding_scale is None else config.embedding_scale,
+            "mask_embedding": load(MASK_TENSOR, (hidden,)) if config.own_mask else None,
+            "fc": ops.linear(load.linear({"fc": hidden}, len(config.aux_layers) * config.target_hidden_size)),
+            "hidden_norm": load_norm(config, "hidden_norm", hidden, load, ops),
+            "lm_head": ops.linear(load.linear({"lm_head": config.draft_vocab_size}, hidden))
             if config.own_lm_head
             else logits_of(target),
-            one_pass=OnePass(mask_token_id=config.mask_token_id, first=0),
-            markov=Selector.build(config, load, draft_to_target, ops)
+            "one_pass": OnePass(mask_token_id=config.mask_token_id, first=0),
+            "markov": Selector.build(config, load, draft_to_target, ops)
             if config.num_candidates
             else Markov.build(config, load, ops),
-            **cls.common(config, draft_to_target, ops),
-        )
+            **Head.common(config, draft_to_target, ops),
+        }
 
     def fuse(self, features: Tensor) -> Tensor:
         return self.hidden_norm(self.fc(features))
@@ -548,15 +584,18 @@ class DFlashHead(Head):
             assert isinstance(block.attention, Attention)
             attend.write_kv(block.attention.layer, layer.flatten(1, 2))
 
-    def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """A block; no state goes in but the cache."""
-        del hidden
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The rows of a block, [rows] -> [rows, H]."""
         stream = F.embedding(token_ids, self.embedding)
         if self.mask_embedding is not None:
             is_mask = token_ids[:, None] == self.config.mask_token_id
             stream = torch.where(is_mask, self.mask_embedding, stream)
-        if self.config.embedding_scale != 1.0:
-            stream = stream * self.config.embedding_scale
+        return stream if self.embedding_scale == 1.0 else stream * self.embedding_scale
+
+    def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """A block; no state goes in but the cache."""
+        del hidden
+        stream = self.embed(token_ids)
         normed = self.norms[0](stream)
         for index, (block, norm) in enumerate(zip(self.blocks, self.norms[1:], strict=True)):
             if not self.convs:

@@ -99,6 +99,11 @@ class Eagle3Config(HeadConfig):
         return super().title if self.mask_token_id is None else "a P-EAGLE head"
 
     @property
+    def takes_scaled(self) -> bool:
+        """Either is the same: a norm comes first."""
+        return False
+
+    @property
     def num_features(self) -> int:
         """How many of the target's hidden states are fused; three by default."""
         return 1 if self.reads_output else len(self.aux_layers) or 3

@@ -14,6 +14,7 @@ from specgen.models import (
     eagle,
     gemma4,
     gemma4_assistant,
+    gemma4_heads,
     hybrid_targets,
     llama,
     llama4,
@@ -104,6 +105,22 @@ def _mtp_config(raw: Raw, tensors: Set[str], num_target_layers: int | None) -> M
 
 
 HEAD_FAMILIES: Mapping[str, HeadFamily] = {
+    "DFlash Gemma-4": HeadFamily(  # in front of those that have all of its tensors but one
+        recognize=gemma4_heads.is_gemma4_dflash,
+        refusal=gemma4_heads.NOT_GEMMA4_HEAD,
+        config=gemma4_heads.Gemma4DFlashConfig.from_hf,
+        build=gemma4_heads.Gemma4DFlashHead.build,
+        ignored=dflash.DFLASH_IGNORED,
+        keys=config_keys.GEMMA4_DFLASH,
+    ),
+    "EAGLE3 Gemma-4": HeadFamily(
+        recognize=gemma4_heads.is_gemma4_eagle3,
+        refusal=gemma4_heads.NOT_GEMMA4_HEAD,
+        config=gemma4_heads.Gemma4EagleConfig.from_hf,
+        build=gemma4_heads.Gemma4EagleHead.build,
+        ignored=eagle.EAGLE3_IGNORED,
+        keys=config_keys.GEMMA4_EAGLE3,
+    ),
     "DFlash": HeadFamily(
         recognize=dflash.is_dflash,
         refusal=dflash.NOT_DFLASH,
@@ -183,7 +200,7 @@ def head_family_of(config: Raw, tensors: Set[str]) -> HeadFamily:
     model = next((name for name in architectures(config) if name in FAMILIES), None)
     is_whole = model is not None and any(name.endswith("embed_tokens.weight") for name in tensors)
     require(not is_whole, f"it is a whole model, {model}")
-    raise UserError("; ".join(family.refusal for family in HEAD_FAMILIES.values()))
+    raise UserError("; ".join(dict.fromkeys(family.refusal for family in HEAD_FAMILIES.values())))
 
 
 def unread(config: Raw, tensors: Set[str]) -> tuple[str, ...]:

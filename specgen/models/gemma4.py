@@ -271,7 +271,7 @@ class Gemma4Attention:
         """Load ``{prefix}self_attn.*``, whose inputs are ``width`` wide."""
         out, size = {f"{prefix}self_attn.o_proj": config.hidden_size}, config.kv_heads(index)[1]
         return cls(
-            qkv=_projection(config, index, f"{prefix}self_attn.", width, load, ops),
+            qkv=projection(config, index, f"{prefix}self_attn.", width, config.num_heads, load, ops),
             out=ops.linear(load.linear(out, config.num_heads * size, bias=config.o_bias)),
             layer=layer,
         )
@@ -295,24 +295,25 @@ def _layer_attention(config: Gemma4Config, index: int, rope: Rope, load: Loader)
     )
 
 
-def _projection(
-    config: Gemma4Layers, index: int, prefix: str, width: int, load: Loader, ops: Ops
+def projection(
+    config: Gemma4Layers, index: int, prefix: str, width: int, num_queries: int, load: Loader, ops: Ops
 ) -> Projection:
-    """Where keys are values, their rows are there twice, and differ by their norms."""
-    (kv, size), heads, twice = config.kv_heads(index), {"q": config.num_heads}, False
+    """Of ``num_queries`` heads, or of keys and values alone, if there are some: see ``Gemma4Attention``.
+
+    Where keys are values, their rows are there twice, and differ by their norms.
+    """
+    (kv, size), twice = config.kv_heads(index), False
+    heads = {"q": num_queries} if num_queries else {}
     if config.stores(index):
         twice = config.keys_are_values and config.window(index) is None
         heads |= {"k": kv} if twice else {"k": kv, "v": kv}
     rows = {f"{prefix}{name}_proj": number * size for name, number in heads.items()}
     weight = load.linear(rows, width, bias=config.qkv_bias)
-    norms = [
-        norm_weight(config, f"{prefix}{name}_norm", size, load).repeat(heads[name], 1)
-        for name in ("q", "k")
-        if name in heads
-    ]
-    norms += [torch.ones_like(each) for each in norms[1:]]  # of values, without a weight
+    normed = [name for name in ("q", "k") if name in heads]
+    norms = [norms_of(config, f"{prefix}{name}_norm", size, heads[name], load) for name in normed]
+    norms += [torch.ones_like(norms[-1])] * ("k" in heads)  # of values, without a weight
     if twice:
-        keys = range(heads["q"] * size, sum(rows.values()))
+        keys = range(num_queries * size, sum(rows.values()))
         weight = weight.reordered([*range(sum(rows.values())), *keys])
     return Projection(
         linear=ops.linear(weight),
@@ -321,6 +322,11 @@ def _projection(
         num_heads=sum(map(len, norms)),
         head_dim=size,
     )
+
+
+def norms_of(config: Gemma4Layers, name: str, size: int, heads: int, load: Loader) -> Tensor:
+    """The weight ``name`` of a norm, for each of so many heads: [heads, size]."""
+    return norm_weight(config, name, size, load).repeat(heads, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -425,15 +431,15 @@ class LayerInputs:
 
     def __call__(self, token_ids: Tensor, stream: Tensor, width: int) -> Tensor:
         """Of ``token_ids`` [rows], embedded in ``stream`` [rows, H]: [rows, L, D]."""
-        found = scaled(F.embedding(token_ids, self.table), width)
+        found = F.embedding(token_ids, self.table) * root_of(width, stream.dtype)
         projected = self.project(stream) * stream.shape[1] ** -0.5
         normed = self.norm(projected.view(-1, width)).view_as(found)
         return ((normed + found) * 2**-0.5).view(len(found), -1, width)
 
 
-def scaled(embedded: Tensor, width: int) -> Tensor:
-    """Times the root of ``width``, which is rounded first."""
-    return embedded * torch.tensor(width**0.5, dtype=embedded.dtype).item()
+def root_of(width: int, dtype: torch.dtype) -> float:
+    """The root of ``width``, rounded to ``dtype``: what embeddings so wide are multiplied by."""
+    return torch.tensor(width**0.5, dtype=dtype).item()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -449,13 +455,20 @@ class Gemma4Block:
 
     @classmethod
     def build(
-        cls, config: Gemma4Layers, index: int, prefix: str, layer: LayerAttention, load: Loader, ops: Ops
+        cls,
+        config: Gemma4Layers,
+        index: int,
+        prefix: str,
+        layer: LayerAttention,
+        load: Loader,
+        ops: Ops,
+        width: int | None = None,
     ) -> "Gemma4Block":
-        """Load every tensor ``{prefix}*`` of layer ``index``."""
+        """Load ``{prefix}*`` of layer ``index``; ``width`` is of its attention's inputs, if not the stream's."""
         hidden, mixture = config.hidden_size, config.mixture_of(index)
         return cls(
             norms=tuple(load_norm(config, f"{prefix}{name}", hidden, load, ops) for name in _NORMS),
-            attention=Gemma4Attention.build(config, index, prefix, hidden, layer, load, ops),
+            attention=Gemma4Attention.build(config, index, prefix, width or hidden, layer, load, ops),
             mlp=GeluMLP.build(hidden, config.mlp_width(index), f"{prefix}mlp.", load, ops),
             experts=None if mixture is None else ExpertsBeside.build(config, mixture, prefix, load, ops),
             own=LayerInput.build(config, prefix, load, ops) if config.layer_inputs else None,
@@ -464,8 +477,12 @@ class Gemma4Block:
 
     def __call__(self, stream: Tensor, own: Tensor | None, attend: Attend) -> Tensor:
         """The stream [rows, H] behind the layer, whose own input, if there are any, is [rows, D]."""
-        before, after, before_mlp, after_mlp = self.norms
-        stream = stream + after(self.attention(before(stream), attend))
+        return self.behind(stream, self.attention(self.norms[0](stream), attend), own)
+
+    def behind(self, stream: Tensor, attended: Tensor, own: Tensor | None = None) -> Tensor:
+        """The same from what the attention returns, [rows, H]."""
+        _, after, before_mlp, after_mlp = self.norms
+        stream = stream + after(attended)
         dense = self.mlp(before_mlp(stream))
         if self.experts is not None:
             dense = self.experts(stream, dense)
@@ -531,11 +548,15 @@ class Gemma4:
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
 
+    @property
+    def embedding_scale(self) -> float:
+        return root_of(self.config.hidden_size, self.dtype)
+
     def forward(
         self, token_ids: Tensor, attend: Attend, aux_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor]:
         """See ``Llama.forward``; the input of layer 0 is the scaled embedding."""
-        stream = scaled(F.embedding(token_ids, self.embedding), self.config.hidden_size)
+        stream = F.embedding(token_ids, self.embedding) * self.embedding_scale
         own, kept = None, {0: stream} if 0 in aux_layers else {}
         if self.layer_inputs is not None:
             own = self.layer_inputs(token_ids, stream, self.config.layer_inputs)

@@ -15,7 +15,7 @@ from specgen.attention import Attend, LayerAttention
 from specgen.config import require, shown
 from specgen.kv.layout import Layout
 from specgen.models.config_fields import Raw, architectures, count, flag
-from specgen.models.gemma4 import Gemma4, Gemma4Block, Gemma4Config, Gemma4Layers, head_layers, scaled
+from specgen.models.gemma4 import Gemma4, Gemma4Block, Gemma4Config, Gemma4Layers, head_layers
 from specgen.models.layers import load_norm
 from specgen.models.loader import Loader
 from specgen.models.model_config import HeadConfig, TargetConfig
@@ -55,6 +55,10 @@ class AssistantConfig(Gemma4Layers, HeadConfig):
     @property
     def embedding_size(self) -> int:
         return self.target_hidden_size
+
+    @property
+    def takes_scaled(self) -> bool:
+        return True
 
     @property
     def output_share(self) -> float:
@@ -220,7 +224,7 @@ class AssistantHead(Head):
         """Nothing: the target has stored all that is read."""
 
     def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        embedded = scaled(F.embedding(token_ids, self.target.embedding), self.config.target_hidden_size)
+        embedded = F.embedding(token_ids, self.target.embedding) * self.target.embedding_scale
         stream = self.enter(torch.cat((embedded, hidden), -1))
         for block in self.blocks:
             stream = block(stream, None, attend)

@@ -2,6 +2,7 @@
 
 from collections.abc import Set
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -93,6 +94,7 @@ class Vocabulary:
 class Llama:
     """A target of any family of the table: how they differ (norms of q and k, mixtures, ...) is data of its layers."""
 
+    embedding_scale: ClassVar[float] = 1.0  # of what enters the first layer
     config: TargetConfig
     embedding: Tensor  # [V, H]
     blocks: tuple[Block, ...]

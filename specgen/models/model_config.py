@@ -527,6 +527,11 @@ class HeadConfig(LayerConfig):
         return self.hidden_size
 
     @property
+    def takes_scaled(self) -> bool | None:
+        """Whether it takes the embedding of a target that scales it as that does, or as it is; None: not known."""
+        return None
+
+    @property
     def state_size(self) -> int:
         """Of the hidden state that its first pass takes."""
         return self.target_hidden_size if self.reads_output else self.hidden_size

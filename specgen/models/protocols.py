@@ -27,6 +27,8 @@ class Target(Protocol):
     @property
     def embedding(self) -> Tensor: ...
     @property
+    def embedding_scale(self) -> float: ...
+    @property
     def rope(self) -> Rope: ...
     @property
     def vocabulary(self) -> Vocabulary: ...
@@ -106,4 +108,5 @@ def logits_of(target: Target) -> Map:
 def no_target() -> Any:  # noqa: ANN401  it has what heads ask of a target when they are built
     """In place of a ``Target`` where a head's own tensors are all that is looked at."""
     layer = LayerAttention(index=0, scale=1.0)
-    return SimpleNamespace(embedding=torch.empty(0, device="meta"), stored=lambda windowed: layer)
+    nothing = torch.empty(0, device="meta")
+    return SimpleNamespace(embedding=nothing, embedding_scale=1.0, stored=lambda windowed: layer)
