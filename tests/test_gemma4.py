@@ -197,10 +197,17 @@ def test_each_shape_of_heads_is_checked(tmp_path: Path, monkeypatch: pytest.Monk
         choose_attention(config, checkpoints)
 
 
-def test_one_gpu_is_all_that_is_built(tmp_path: Path) -> None:
+def test_ranks_share_both_kinds_of_heads(tmp_path: Path) -> None:
     config = write_gemma4(tmp_path)
-    with refused("tensor-parallel is 2: a Gemma 4 runs on one GPU"):
-        config.shared(2)
+    shares = [config.shared(count) for count in (2, 4)]
+    assert [(each.num_heads, each.num_kv_heads, each.global_kv_heads) for each in shares] == [
+        (2, 1, (1, 16)),
+        (1, 1, (1, 16)),
+    ]
+    with refused("tensor-parallel is 3, which does not divide this model's heads and widths"):
+        config.shared(3)
+    with refused("tensor-parallel is 4"):
+        replace(config, global_kv_heads=(6, 16)).shared(4)
 
 
 def test_heads_of_which_nobody_says_the_scale_need_an_embedding(tmp_path: Path) -> None:

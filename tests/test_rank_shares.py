@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
 from specgen.config import UserError
 from specgen.device import SINGLE_RANK, Ranks
 from specgen.models.llama import Llama
+from specgen.models.protocols import no_target
 from specgen.ops import bind_ops, experts, fp8
 from specgen.ops.reference import RmsNorm
 from specgen.ops.weight import Weight
@@ -42,6 +42,7 @@ from tests.tiny_checkpoints import (
     write_target,
 )
 from tests.tiny_fp8 import quantize
+from tests.tiny_gemma4 import write_gemma4
 from tests.tiny_hybrids import write_hybrid
 from tests.tiny_latents import write_latent
 from tests.tiny_llama4 import write_eagle_llama4, write_llama4
@@ -64,6 +65,19 @@ def stacked(path: Path) -> None:
 def experts_in_fp8(path: Path, form: str) -> None:
     widths = {"hidden_size": 128, "head_dim": 128, "num_hidden_layers": 2, "moe_intermediate_size": 512}
     write_qwen3_moe(path, **widths, num_key_value_heads=4)
+    quantize(path, form, spread=1.0)
+
+
+def gemma4_in_fp8(path: Path, form: str) -> None:
+    widths = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4}
+    heads = {
+        "head_dim": 128,
+        "global_head_dim": 256,
+        "num_key_value_heads": 4,
+        "num_global_key_value_heads": 2,
+    }
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    write_gemma4(path, std=0.05, num_hidden_layers=3, layer_types=kinds, **widths, **heads)
     quantize(path, form, spread=1.0)
 
 
@@ -126,6 +140,12 @@ TARGETS: dict[str, Callable[[Path], object]] = {
     "vision-language hybrid": partial(write_hybrid, architecture="Qwen3_5MoeForConditionalGeneration"),
     "hybrid by key head": partial(write_hybrid, architecture="Qwen3NextForCausalLM", attention_bias=True),
     "llama4": write_llama4,
+    "gemma4 31b": write_gemma4,
+    "gemma4 e2b": partial(write_gemma4, size="e2b"),
+    "gemma4 12b": partial(write_gemma4, size="12b"),
+    "gemma4 with experts": partial(write_gemma4, size="26b", moe_intermediate_size=32),
+    "gemma4 in FP8": partial(gemma4_in_fp8, form="dynamic"),
+    "gemma4 in blocks": partial(gemma4_in_fp8, form="block"),
     "llama4 with dense layers": partial(
         write_llama4, architecture="Llama4ForConditionalGeneration", interleave_moe_layer_step=2
     ),
@@ -197,6 +217,8 @@ QUICK = (
     "hybrid",
     "hybrid by key head",
     "llama4",
+    "gemma4 e2b",
+    "gemma4 with experts",
     "gpt-oss in MXFP4",
     "latents",
     "a scale per channel",
@@ -214,7 +236,8 @@ QUICK_IN_FOUR = ("one KV head", "vocabulary that is not divided evenly")
             for size in (2, 4)
             for target in TARGETS
             # whose experts are 32 wide, or which have two key heads
-            if size == 2 or not any(each in target for each in ("qwen3-moe", "hybrid", "llama4"))
+            if size == 2
+            or not any(each in target for each in ("qwen3-moe", "hybrid", "llama4", "with experts"))
         ],
         *((target, 2) for target in QUICK),
         *((target, 4) for target in QUICK_IN_FOUR),
@@ -284,8 +307,9 @@ def test_a_rank_reads_its_share_of_a_head(tmp_path: Path, kind: str) -> None:
     for size in (1, 2, 3):
         ranks = Ranks(size=size)
         reader = TensorReader(checkpoint=head, dtype=torch.float32, device=META, ranks=ranks)
-        outline: Any = SimpleNamespace(embedding=torch.empty(0, device=META))
-        assert build_head(config, reader, outline, torch.empty(0, device=META)).config == config.shared(size)
+        assert build_head(config, reader, no_target(), torch.empty(0, device=META)).config == config.shared(
+            size
+        )
         taken.append(dict(reader.taken))
     whole, share, of_three = taken
     split = {name for name in whole if share[name] != whole[name]}

@@ -165,7 +165,8 @@ def load_drafter(checkpoint: Checkpoint, target: Target) -> Head:
 
     ``UserError`` also where the two do not fit.
     """
-    config = _fitting_config(checkpoint, target.config)
+    ranks = target.vocabulary.ops.ranks
+    config = _fitting_config(checkpoint, target.config, ranks.size)
     ids = draft_to_target(checkpoint, config)
     if target.device.type != "meta":  # a pair without weights still knows its vocabularies
         ids = ids.to(target.device)
@@ -174,7 +175,7 @@ def load_drafter(checkpoint: Checkpoint, target: Target) -> Head:
             checkpoint=checkpoint,
             dtype=target.dtype,
             device=target.device,
-            ranks=target.vocabulary.ops.ranks,
+            ranks=ranks,
             upload=upload,
         )
         return build_head(config, reader, target, ids)
@@ -185,9 +186,10 @@ def check_fit(target: Checkpoint, head: Checkpoint) -> None:
     _fitting_config(head, target_config(target))
 
 
-def _fitting_config(checkpoint: Checkpoint, target: TargetConfig) -> HeadConfig:
+def _fitting_config(checkpoint: Checkpoint, target: TargetConfig, num_ranks: int = 1) -> HeadConfig:
+    """Of the whole head; ``target`` is one of so many shares."""
     config = drafter_config(checkpoint, target.num_layers)
-    for reason in misfits(target, config):
+    for reason in misfits(target, config.shared(num_ranks)):
         raise UserError(f"{checkpoint.name} cannot draft for this target: {reason}")
     return config
 
@@ -228,6 +230,11 @@ def _share(config: LayerConfig, ranks: Ranks, vocab_size: int | None = None) -> 
         fused_experts="out, in" if config.mixture is None else config.mixture.fused,
         fp8=config.fp8,
         delta_keys=0 if config.delta is None else config.delta.num_key_heads * config.delta.key_dim,
+        other_kv_heads={
+            layer: heads
+            for layer in range(config.num_layers)
+            if (heads := config.kv_heads(layer)[0]) != config.num_kv_heads
+        },
     )
 
 

@@ -7,8 +7,8 @@ has around its layers - every rank has whole.
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -81,6 +81,9 @@ class RankShare:
     fused_experts: Fused
     fp8: Fp8Config | None  # of the linear layers that are stored in it
     delta_keys: int = 0  # numbers of all key heads of a Gated DeltaNet
+    other_kv_heads: Mapping[int, int] = field(
+        default_factory=dict
+    )  # by layer, of those that have not as many
 
     def cut(self, name: str, shape: tuple[int, ...]) -> Cut | None:
         """Of the tensor ``name``, of which a layer wants ``shape``; None: all of it.
@@ -100,7 +103,9 @@ class RankShare:
     def _cut(self, name: str, shape: tuple[int, ...], unit: int = 1) -> Cut | None:
         """``cut`` of a tensor that has one for each ``unit`` of a weight's rows and columns."""
         if _KV.search(name):
-            return self._of_kv(shape)
+            layer = re.search(r"\blayers\.(\d+)\.", name)
+            number = self.other_kv_heads.get(int(layer[1])) if layer else None
+            return self._of_kv(shape, number or self.num_kv_heads)
         if name == _LM_HEAD:
             return None if self.vocab_size is None else self._of_vocabulary(self.vocab_size, shape, unit)
         if _DELTA.search(name):
@@ -126,9 +131,9 @@ class RankShare:
         ranges = (slice(start, start + each) for start, each in zip(starts, sizes, strict=True))
         return Cut(stored=stored, dim=dim, ranges=tuple(ranges))
 
-    def _of_kv(self, shape: tuple[int, ...]) -> Cut:
-        """Heads of keys and values: where there are fewer than ranks, several ranks have the same one."""
-        size, count = self.ranks.size, self.num_kv_heads
+    def _of_kv(self, shape: tuple[int, ...], count: int) -> Cut:
+        """Of ``count`` heads of keys and values: where there are fewer than ranks, several ranks have the same one."""
+        size = self.ranks.size
         heads = max(count // size, 1)  # of a rank
         start = self.ranks.rank * count // size * shape[0] // heads
         stored = (shape[0] * count // heads, *shape[1:])

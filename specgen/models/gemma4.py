@@ -5,7 +5,7 @@ in some sizes inputs of each layer beside the stream, layers without keys and va
 """
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from specgen.attention import Attend, LayerAttention
 from specgen.config import require, shown
+from specgen.device import Ranks
 from specgen.models import llama
 from specgen.models.config_fields import LARGEST_COUNT, Raw, count, flag, items, number, section
 from specgen.models.config_keys import GEMMA4_HEADS, known_keys
@@ -25,6 +26,7 @@ from specgen.models.model_config import LayerConfig, MixtureConfig, TargetConfig
 from specgen.models.rotary import RopeConfig, inverse_frequencies, rope_of
 from specgen.ops import Map, Norm, Ops, Rope
 from specgen.ops.reference import gelu_and_mul, whole
+from specgen.ops.weight import Weight
 
 # ---- configs
 
@@ -78,9 +80,14 @@ class Gemma4Layers(LayerConfig):
     def mlp_width(self, layer: int) -> int:
         return self.intermediate_size * (2 if self.double_wide and not self.stores(layer) else 1)
 
+    @property
+    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
+        return (*super().kv_shapes, self.global_kv_heads)
+
     def shared(self, count: int) -> Self:
-        require(count == 1, f"tensor-parallel is {count}: a Gemma 4 runs on one GPU, leave it out")
-        return self
+        found, (heads, width) = super().shared(count), self.global_kv_heads
+        parts = self.num_heads // found.num_heads  # 1: of a head that stays whole
+        return replace(found, global_kv_heads=(max(heads // parts, 1), width))
 
     def facts(self) -> dict[str, str]:
         shared = f"the last {self.num_shared} layers see keys and values of earlier ones"
@@ -235,6 +242,7 @@ def _mixture(config: Raw, num_layers: int) -> MixtureConfig:
         layers=(True,) * num_layers,
         weights="normalized",
         router="router.proj",
+        beside_mlp=True,
         activation="gelu tanh",
     )
 
@@ -272,13 +280,19 @@ class Gemma4Attention:
         out, size = {f"{prefix}self_attn.o_proj": config.hidden_size}, config.kv_heads(index)[1]
         return cls(
             qkv=projection(config, index, f"{prefix}self_attn.", width, config.num_heads, load, ops),
-            out=ops.linear(load.linear(out, config.num_heads * size, bias=config.o_bias)),
+            out=_summed(load.linear(out, config.num_heads * size, bias=config.o_bias), ops),
             layer=layer,
         )
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
         """[rows, H] -> [rows, H]."""
         return self.out(attend(self.layer, self.qkv(x)))
+
+
+def _summed(weight: Weight, ops: Ops) -> Map:
+    """``weight``, of whose inputs every rank has a share: a norm of the sum comes next."""
+    linear, ranks = ops.linear(weight), ops.ranks
+    return linear if ranks.size == 1 else lambda x: ranks.sum(linear(x))
 
 
 def _layer_attention(config: Gemma4Config, index: int, rope: Rope, load: Loader) -> LayerAttention:
@@ -339,7 +353,7 @@ class GeluMLP:
         """Load ``{prefix}*`` of a layer ``hidden`` wide; gate and up are ``inner`` wide."""
         gate_up = load.linear({prefix + "gate_proj": inner, prefix + "up_proj": inner}, hidden)
         down = load.linear({prefix + "down_proj": hidden}, inner)
-        return cls(gate_up=ops.linear(gate_up), down=ops.linear(down))
+        return cls(gate_up=ops.linear(gate_up), down=_summed(down, ops))
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, H] -> [rows, H]."""
@@ -356,6 +370,7 @@ class ExpertsBeside:
     expert_scale: Tensor  # [E], of their weights
     norm: Norm  # of the experts' inputs
     mixture: Mixture
+    ranks: Ranks
     out_norm: Norm
 
     @classmethod
@@ -376,6 +391,7 @@ class ExpertsBeside:
             expert_scale=load.float32(f"{prefix}router.per_expert_scale", (mixture.num_experts,)),
             norm=norm("pre_feedforward_layernorm_2"),
             mixture=Mixture.build(mixture, hidden, prefix, load, ops),
+            ranks=ops.ranks,
             out_norm=norm("post_feedforward_layernorm_2"),
         )
 
@@ -384,8 +400,8 @@ class ExpertsBeside:
         mixture, read = self.mixture, self.router_norm(stream) * self.router_scale * stream.shape[1] ** -0.5
         ids, weights = mixture.choice(mixture.router(read))
         weights = (weights * self.expert_scale[ids]).to(stream.dtype)
-        parts = mixture.experts(self.norm(stream), ids, weights)
-        return self.mlp_norm(dense) + self.out_norm(whole(parts))
+        found = self.ranks.sum(whole(mixture.experts(self.norm(stream), ids, weights)))
+        return self.mlp_norm(dense) + self.out_norm(found)
 
 
 @dataclass(frozen=True, kw_only=True)

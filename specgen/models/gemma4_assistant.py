@@ -60,6 +60,9 @@ class AssistantConfig(Gemma4Layers, HeadConfig):
     def takes_scaled(self) -> bool:
         return True
 
+    def num_shares(self, count: int) -> int:
+        return count  # as of what it reads
+
     @property
     def output_share(self) -> float:
         """Of the output weights, what a draft reads."""

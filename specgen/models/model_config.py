@@ -99,6 +99,7 @@ class MixtureConfig:
     mxfp4: bool = False
     shared_width: int = 0  # of the expert that all tokens go through; 0: there is none
     shared_gate: bool = False  # it counts by the sigmoid of a gate's logit
+    beside_mlp: bool = False  # which these layers have too
     # see Gating
     activation: Activation = "swish"
     alpha: float = 1.0
@@ -304,6 +305,11 @@ class LayerConfig:
             num_taps=delta.num_taps,
         )
 
+    @property
+    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Heads of keys and values and their width, of each kind of layer."""
+        return ((self.num_kv_heads, self.head_dim),)
+
     def attends(self, layer: int) -> bool:
         """Whether ``layer`` has keys and values, and no recurrent state."""
         return self.delta is None or not self.delta.layers[layer]
@@ -346,13 +352,13 @@ class LayerConfig:
 
     def _can_share(self, count: int) -> bool:
         """Whether ``count`` ranks have equal parts, with separate scales where blocks of a weight share one."""
-        kv, mixture, delta = self.num_kv_heads, self.mixture, self.delta
+        mixture, delta, shapes = self.mixture, self.delta, self.kv_shapes
         block = GROUP if self.fp8 is not None and self.fp8.weights == "block" else 1
-        widths = [self.num_heads * self.head_dim, max(kv, count) * self.head_dim]
+        widths = [max(heads, count) * size for kv, size in shapes for heads in (self.num_heads, kv)]
         if self.latent is not None:  # kv_b_proj and o_proj; a head's own keys are always whole
             widths += [self.num_heads * (self.latent.nope_dim + self.latent.value_dim)]
             widths += [self.num_heads * self.latent.value_dim]
-        if mixture is None or not all(mixture.layers):
+        if mixture is None or mixture.beside_mlp or not all(mixture.layers):
             widths.append(self.intermediate_size)
         heads = [self.num_heads]
         if delta is not None:
@@ -363,7 +369,8 @@ class LayerConfig:
         whole = all(width % (count * block) == 0 for width in widths)
         whole = whole and all(number % count == 0 for number in heads)
         experts = mixture is None or mixture.width % (count * max(block, mixture.multiple)) == 0
-        return count == 1 or (whole and experts and (kv % count == 0 or count % kv == 0))
+        stored = all(kv % count == 0 or count % kv == 0 for kv, _ in shapes)
+        return count == 1 or (whole and experts and stored)
 
     def facts(self) -> dict[str, str]:
         """How the config was understood: printed texts by label."""
