@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,13 @@ from specgen.checkpoints.checkpoint import open_checkpoint, target_config
 from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.config import SamplingParams
 from specgen.core.sequence import Request
+from specgen.engine.build import kv_page_bytes
+from specgen.engine.choices import attention_uses
+from specgen.engine.memory_plan import memory_plans
+from specgen.experiments.bound import StepBytes
 from specgen.models.gemma4_assistant import TOKEN_ORDERING
 from tests.commands import refused
-from tests.engines import Outputs, Pair, generate, load_pair, page_bytes, random_requests
+from tests.engines import Outputs, Pair, config_of, generate, load_pair, page_bytes, random_requests
 from tests.marks import mostly_slow
 from tests.reference_gemma4 import GLOBAL, SLIDING, ReferenceAssistant
 from tests.reference_heads import DenseTarget
@@ -259,6 +264,47 @@ def test_tokens_that_are_never_chosen_are_never_drafted(cases: Callable[[str], C
     assert outputs.texts == generate(case.pair, asked, num_spec_tokens=0).texts
     for steps in outputs.verified.values():
         assert all(least not in drafts for drafts, *_ in steps)
+
+
+# ---- what it reads of the target's cache
+
+
+def test_scales_and_planes_are_those_of_the_layers_that_store(tmp_path: Path) -> None:
+    """Of the E2B: the last three of six store none."""
+    write_assistant(tmp_path / "drafter", write_gemma4(tmp_path / "target", "e2b"))
+    scales = {1: 0.5, 2: 0.25, 4: 3.0, 5: 7.0}
+    named = {f"model.layers.{layer}.self_attn.k_scale": torch.tensor(each) for layer, each in scales.items()}
+    change_tensors(tmp_path / "target", dict(named))
+    pair = load_pair(tmp_path)
+    head: Any = pair.models.head
+    layers = [block.attention.layer for block in head.blocks]
+    assert [(each.index, each.k_scale, each.window, each.stores) for each in layers] == [
+        *[(1, 0.5, WINDOW + 1, False)] * 3,
+        (2, 0.25, None, False),
+    ]
+    config = config_of(pair, kv_dtype="fp8")
+    assert {use.heads.kv_dtype for use in attention_uses(config, pair.models.checkpoints)} == {
+        torch.float8_e4m3fn
+    }
+    asked = requests()[:2]
+    plain, drafted = (generate(pair, asked, kv_dtype="fp8", num_spec_tokens=k) for k in (0, K))
+    assert drafted.texts == plain.texts
+
+
+def test_a_cache_has_no_bytes_of_it_and_a_step_reads_the_target_s(tmp_path: Path) -> None:
+    write_assistant(tmp_path / "drafter", write_gemma4(tmp_path / "target"), ordered=(16, 4))
+    pair = load_pair(tmp_path)
+    config = config_of(pair)
+    assert kv_page_bytes(config, pair.models) == config.page_size * 768 * 1
+    sizes = StepBytes.of(pair.models)
+    assert sizes.head_fill == 0
+    assert sizes.head_kv.at(100) == 2 * 4 * (3 * 2 * 8 * WINDOW + 16 * 100)
+    stored = pair.models.checkpoints["drafter"].tensors
+    table = prod(stored["model.embed_tokens.weight"].shape)
+    weights = sum(prod(info.shape) for info in stored.values() if info.dtype == "float32")
+    assert sizes.head_pass == 4 * (weights - table + table * 4 // 16)
+    (*_, plan) = memory_plans(str(tmp_path / "target"), str(tmp_path / "drafter"), 16 << 30)
+    assert plan.kv_bytes_per_token == 768 // 2
 
 
 # ---- pairs and files

@@ -74,7 +74,7 @@ def test_compare_has_them_side_by_side(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def drafts(path: Path, head: str, ranks: Ranks) -> torch.Tensor:
-    """Four behind each of two texts, by the target's and the head's share."""
+    """Four behind each of two texts, by the target's and the head's share, and how likely each is: [2, 2, 4]."""
     target = load_target(open_checkpoint(str(path / "target")), torch.float32, CPU, ranks)
     loaded, backend = load_drafter(open_checkpoint(str(path / head)), target), SdpaBackend(CPU)
     size: dict[str, Any] = {"num_pages": 9, "page_size": 8, "dtype": torch.float32, "device": CPU}
@@ -102,7 +102,8 @@ def drafts(path: Path, head: str, ranks: Ranks) -> torch.Tensor:
         all_kept=True,
     )
     state, _ = drafter.observe(outcome)
-    return drafter.propose(state, 4, tables, SamplingBatch.of([SamplingParams()] * 2, [0, 0], CPU)).tokens
+    found = drafter.propose(state, 4, tables, SamplingBatch.of([SamplingParams()] * 2, [0, 0], CPU))
+    return torch.stack((found.tokens.float(), found.confidence))
 
 
 @pytest.mark.parametrize("size", ["e2b", "12b"])
@@ -111,10 +112,11 @@ def test_drafts_of_ranks_are_those_of_one(tmp_path: Path, size: str) -> None:
     written(tmp_path, size)
     for head in HEADS:
         alone = drafts(tmp_path, head, SINGLE_RANK)
-        assert len(alone.unique()) > 3
+        assert len(alone[1].unique()) == 8
         for count in (2, 4):
             found = together(count, lambda ranks, head=head: drafts(tmp_path, head, ranks))  # type: ignore[misc]
-            assert all(torch.equal(each, alone) for each in found), (head, count)
+            for each in found:
+                torch.testing.assert_close(each, alone, atol=1e-5, rtol=1e-4, msg=f"{head}, {count} ranks")
 
 
 @pytest.mark.slow
