@@ -205,7 +205,8 @@ class HeadDrafter:
         return self._head.config.pass_rows(num_drafts) if at_once else num_drafts
 
     def clear(self, pages: Tensor) -> None:
-        self._cache.clear(pages)
+        if not self._head.config.reads_target_kv:
+            self._cache.clear(pages)
 
     def _attend(self, layout: Layout) -> Attend:
         return Attend(self._backend, self._cache, layout, self._head.rope)
