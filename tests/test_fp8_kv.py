@@ -228,7 +228,8 @@ def test_scales_of_another_format_are_not_used_for_fp8(pair: Pair) -> None:
 
 def test_reports_say_why_the_cache_is_fp8(pair: Pair, demo_pair: Pair) -> None:
     def note(pair: Pair, name: str) -> dict[str, str]:
-        return kv_note(resolve(asked(pair, name), pair.models.checkpoints), asked(pair, name))
+        checkpoints = pair.models.checkpoints
+        return kv_note(resolve(asked(pair, name), checkpoints), asked(pair, name), checkpoints)
 
     assert note(pair, "auto") == {"KV cache": "FP8 (e4m3), as the checkpoint says; the head's in float32"}
     assert note(demo_pair, "fp8") == {"KV cache": "FP8 (e4m3), as asked; the head's in float32"}

@@ -17,7 +17,7 @@ from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.config import SamplingParams
 from specgen.core.sequence import Request
 from specgen.engine.build import kv_page_bytes
-from specgen.engine.choices import attention_uses
+from specgen.engine.choices import attention_uses, kv_note
 from specgen.engine.memory_plan import memory_plans
 from specgen.experiments.bound import StepBytes
 from specgen.models.gemma4_assistant import TOKEN_ORDERING
@@ -286,6 +286,7 @@ def test_scales_and_planes_are_those_of_the_layers_that_store(tmp_path: Path) ->
     assert {use.heads.kv_dtype for use in attention_uses(config, pair.models.checkpoints)} == {
         torch.float8_e4m3fn
     }
+    assert kv_note(config, config, pair.models.checkpoints) == {"KV cache": "FP8 (e4m3), as asked"}
     asked = requests()[:2]
     plain, drafted = (generate(pair, asked, kv_dtype="fp8", num_spec_tokens=k) for k in (0, K))
     assert drafted.texts == plain.texts

@@ -167,12 +167,13 @@ def target_kv_dtype(config: EngineConfig) -> torch.dtype:
     return FP8 if config.kv_dtype == "fp8" else DTYPES[config.dtype]
 
 
-def kv_note(config: EngineConfig, asked: EngineConfig) -> dict[str, str]:
+def kv_note(config: EngineConfig, asked: EngineConfig, checkpoints: Checkpoints) -> dict[str, str]:
     """What a report says of the KV cache of a resolved ``config``; nothing where it is in the model's format."""
     if config.kv_dtype != "fp8":
         return {}
     why = "as asked" if asked.kv_dtype == "fp8" else "as the checkpoint says"
-    head = f"; the head's in {config.dtype}" if config.head is not None else ""
+    drafter = None if config.head is None else drafter_config(checkpoints["drafter"], None)
+    head = "" if drafter is None or drafter.reads_target_kv else f"; the head's in {config.dtype}"
     return {"KV cache": f"FP8 (e4m3), {why}{head}"}
 
 

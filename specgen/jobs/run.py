@@ -338,7 +338,7 @@ class _Work:
             "rows set their own": own or None,
             "generation config": self.generation.sentence(job.given) or None,
             "runs on": f"{devices(config.device, config.tensor_parallel)}, {config.dtype}",
-            **kv_note(config, job.engine),
+            **kv_note(config, job.engine, checkpoints),
             "attention": f"{attention_note(config, checkpoints)}: {why}",
             "workers": None if job.cluster is None else f"{job.cluster.num_workers} on Ray, at once",
             "CUDA graphs": None if is_cpu else config.cuda_graphs,
