@@ -155,7 +155,7 @@ class HeadDrafter:
         """A pass per draft, all but the first fed the head's own hidden state and draft."""
         ids, (hidden,) = state.tokens, state.columns
         states = sampling.states
-        for index, attend in enumerate(self._passes(state.positions - 1, num_drafts, block_tables)):
+        for index, attend in enumerate(self._passes(state.positions, num_drafts, block_tables)):
             head = self._head.of_pass(index)
             hidden, normed = head.forward(ids, hidden, attend)
             chosen = self._choose(head.logits(normed)[:, None], state, index, sampling, states)
@@ -164,13 +164,17 @@ class HeadDrafter:
             yield chosen
 
     def _passes(self, newest: Tensor, num_drafts: int, block_tables: Tensor) -> Iterable[Attend]:
-        """Of a row a sequence, at its ``newest`` stored position [B], and the next ones behind it, or there too."""
-        steps = torch.arange(1 if self._head.config.reads_target_kv else num_drafts, device=newest.device)
+        """Of a row a sequence: the first in front of its ``newest`` token's position [B], where the last is stored.
+
+        The next ones are each behind the one before; those of a head that stores nothing are all there.
+        """
+        stays = self._head.config.reads_target_kv
+        steps = torch.arange(-1, 0 if stays else num_drafts - 1, device=newest.device)
         found = (
             self._attend(Layout.uniform(block_tables, positions, 1, self._cache.page_size))
             for positions in newest + steps[:, None]
         )
-        return [*found] * num_drafts if self._head.config.reads_target_kv else found
+        return [*found] * num_drafts if stays else found
 
     def _at_once(
         self, masks: OnePass, state: DraftState, k: int, block_tables: Tensor, sampling: SamplingBatch
