@@ -10,11 +10,13 @@ import torch
 from specgen.config import SamplingParams
 from specgen.core.graphs import Runner, bucket
 from specgen.core.packing import PromptBlocks
+from specgen.models.gemma4 import Gemma4Config
 from specgen.models.model_config import TargetConfig
 from tests.engines import Outputs, Pair, generate, load_pair, random_requests
 from tests.marks import on_gpu
 from tests.test_gpu import EXACT, FAST, MODES
 from tests.tiny_checkpoints import write_dflash_head, write_eagle1_head, write_head, write_target
+from tests.tiny_gemma4 import write_assistant, write_deepspec, write_gemma4
 
 pytestmark = on_gpu()
 PAGED = FAST | {"page_size": 16}  # so that texts cross pages
@@ -40,6 +42,13 @@ HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
     "DFlash2": lambda path, target: write_dflash_head(path, target, second=(2, 8, 3)),
 }
 
+OF_GEMMA4: dict[str, Callable[[Path, Gemma4Config], None]] = {
+    "assistant": write_assistant,
+    "assistant-centroids": lambda path, target: write_assistant(path, target, ordered=(16, 5)),
+    "EAGLE3-Gemma-4": write_deepspec,
+    "DSpark-Gemma-4": lambda path, target: write_deepspec(path, target, "dspark", markov=8),
+}
+
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TargetConfig]:
@@ -48,14 +57,18 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TargetConfig
     return path, write_target(path, hidden_size=256, head_dim=64)  # an EAGLE-1 config has no head_dim
 
 
-@pytest.fixture(params=HEADS)
+@pytest.fixture(params=[*HEADS, *OF_GEMMA4])
 def pair_on(
     request: pytest.FixtureRequest, target: tuple[Path, TargetConfig], tmp_path: Path
 ) -> Callable[..., Pair]:
     """Loads the target and a head of that kind in a dtype to a device."""
-    path, config = target
-    (tmp_path / "target").symlink_to(path)
-    HEADS[request.param](tmp_path / "drafter", config)
+    if request.param in OF_GEMMA4:
+        widths = {"head_dim": 64, "global_head_dim": 128}
+        OF_GEMMA4[request.param](tmp_path / "drafter", write_gemma4(tmp_path / "target", "12b", **widths))
+    else:
+        path, config = target
+        (tmp_path / "target").symlink_to(path)
+        HEADS[request.param](tmp_path / "drafter", config)
     return lambda dtype, device: load_pair(tmp_path, dtype, device)
 
 
