@@ -514,15 +514,6 @@ def test_an_eos_token_that_the_model_has_not_is_refused(tmp_path: Path, target_p
         assert reason.endswith(f"correct it in {file}")
 
 
-def test_a_target_named_as_the_head_is_distinguished_by_its_path(target_path: Path) -> None:
-    with pytest.raises(UserError) as caught:
-        drafter_config(open_checkpoint(str(target_path)), None)
-    assert str(caught.value) == (
-        f"{target_path} is not a draft head (it is a whole model, LlamaForCausalLM): name one with --drafter, or use "
-        "--drafter ngram"
-    )
-
-
 def test_a_gguf_is_called_that(tmp_path: Path) -> None:
     file = tmp_path / "model-Q4_K_M.gguf"
     file.write_bytes(b"GGUF")
@@ -695,11 +686,7 @@ def test_heads_that_would_draft_badly_are_refused(
         _load_head(tmp_path, target)
 
 
-def test_a_target_is_refused_as_head_and_a_head_as_target(
-    tmp_path: Path, target: Llama, target_path: Path
-) -> None:
-    with pytest.raises(UserError, match="it is a whole model, LlamaForCausalLM"):
-        _load_head(target_path, target)
+def test_a_head_is_refused_as_target(tmp_path: Path, target: Llama) -> None:
     write_head(tmp_path, target.config)
     with pytest.raises(UserError, match="is a draft head and no target: name it with --drafter"):
         _load(tmp_path)

@@ -44,7 +44,14 @@ ONLY: Imports = {
     "decoding": {"config", "device", "kv", "attention", "models"},
     "text": {"config", "storage"},
     "prompts": {"config", "record", "storage", "text"},  # of record, the ids of turns
-    "checkpoints": {"config", "device", "ops", "models", "storage"},
+    "checkpoints": {
+        "config",
+        "device",
+        "ops",
+        "models",
+        "storage",
+        "text",
+    },  # of text, tokens of a draft model
     "report": {"config", "text", "record"},  # of text, the pieces of a page's tokens
 }
 HEAVY = ("torch", "ray", "transformers", "datasets", "flashinfer", "lm_eval", "scipy", "pyarrow")

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -173,12 +174,17 @@ def test_every_position_has_the_distribution_of_plain_sampling(
     assert accepted == {(3, 0), (3, 1), (3, 2), (3, 3)}
 
 
+def write_model(path: Path, target: TargetConfig, **shape: Any) -> None:
+    write_target(path, **shape)
+
+
 OTHER_HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
     "p-eagle": partial(write_head, num_layers=2, mask_token=("ptd_token_id", 4), draft_vocab_size=7, std=0.1),
     "two-layers": partial(write_head, num_layers=2, windows=[None, 3], draft_vocab_size=7, std=0.1),
     "eagle-1": partial(write_eagle1_head, qkv_bias=True, std=0.1),
     "dflash": partial(write_dflash_head, draft_vocab_size=7, std=0.1),
     "dflash2": partial(write_dflash_head, second=(2, 8, 5), std=0.1),
+    "draft model": partial(write_model, vocab_size=VOCAB, num_layers=2, std=0.1, seed=1),
     "dspark": partial(write_dflash_head, dialect="DeepSpec", markov=("vanilla", 4), own=True, std=0.1),
 }
 
@@ -189,6 +195,7 @@ OTHER_HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
     [
         *(("p-eagle", "probabilistic"), ("two-layers", "greedy"), ("eagle-1", "probabilistic")),
         *(("dflash", "probabilistic"), ("dflash2", "probabilistic"), ("dspark", "probabilistic")),
+        *(("draft model", "probabilistic"), ("draft model", "greedy")),
     ],
 )
 def test_every_kind_of_head_leaves_the_distribution_of_plain_sampling(

@@ -18,7 +18,8 @@ from specgen.models import llama4
 from specgen.models.config_fields import count, text_part
 from specgen.models.config_keys import generation_defaults
 from specgen.models.dflash import MASK_ID_TENSOR, DFlashConfig, other_names
-from specgen.models.families import FAMILIES, HEAD_FAMILIES, family_of, head_family_of, is_head
+from specgen.models.draft_model import DraftModel, DraftModelConfig
+from specgen.models.families import FAMILIES, HEAD_FAMILIES, family_of, head_family_of, is_head, is_model
 from specgen.models.fp8_config import with_modelopt, without_quantization
 from specgen.models.gemma4_assistant import TOKEN_ORDERING, AssistantConfig
 from specgen.models.llama import EMBEDDINGS, text_prefix
@@ -116,8 +117,10 @@ def has_own_output(checkpoint: Checkpoint) -> bool:
 
 
 def drafter_config(checkpoint: Checkpoint, num_target_layers: int | None) -> HeadConfig:
-    """The config of a head for a target of ``num_target_layers`` (None: unknown)."""
+    """The config of a head for a target of ``num_target_layers`` (None: unknown), or of a draft model."""
     names, config = checkpoint.tensors.keys(), checkpoint.config
+    if is_model(config, names):
+        return DraftModelConfig.of(target_config(checkpoint))
     if not any(info.dtype == E4M3 for info in checkpoint.tensors.values()):  # copied from its target's config
         config = without_quantization(config)
     try:
@@ -143,6 +146,8 @@ def draft_to_target(checkpoint: Checkpoint, config: HeadConfig) -> Tensor:
         if info is not None and info.dtype not in _TABLES:
             known = ", ".join(_TABLES)
             raise UserError(f"{checkpoint.name}: {name} is stored as {info.dtype}: use one of {known}")
+    if isinstance(config, DraftModelConfig):
+        return torch.arange(config.draft_vocab_size)
     if isinstance(config, AssistantConfig) and config.num_centroids:
         return _ordered(config.vocab_size, checkpoint.read(TOKEN_ORDERING))
     return vocabulary_map(config, checkpoint.read("d2t"), checkpoint.read("t2d"))
@@ -188,7 +193,7 @@ def check_fit(target: Checkpoint, head: Checkpoint) -> None:
 
 def _fitting_config(checkpoint: Checkpoint, target: TargetConfig, num_ranks: int = 1) -> HeadConfig:
     """Of the whole head; ``target`` is one of so many shares."""
-    config = drafter_config(checkpoint, target.num_layers)
+    config = drafter_config(checkpoint, target.num_layers).over(target)
     for reason in misfits(target, config.shared(num_ranks)):
         raise UserError(f"{checkpoint.name} cannot draft for this target: {reason}")
     return config
@@ -209,6 +214,10 @@ def build_target(config: TargetConfig, reader: TensorReader) -> Target:
 
 def build_head(config: HeadConfig, reader: TensorReader, target: Target, draft_to_target: Tensor) -> Head:
     """The head of ``config`` from the tensors of ``reader``, or a rank's share; ``UserError`` for unused ones."""
+    if isinstance(config, DraftModelConfig):  # whole on every rank
+        alone = replace(reader, ranks=SINGLE_RANK)
+        ops = bind_ops(reader.device, reader.dtype, SINGLE_RANK)
+        return DraftModel.over(config, build_target(config.model, alone), draft_to_target, ops)
     family, ranks = HEAD_FAMILIES[config.family], reader.ranks
     if config.num_shares(ranks.size) == 1:
         ranks = SINGLE_RANK
@@ -272,6 +281,8 @@ def _download(name: str) -> Path:
 
 def misfits(target: TargetConfig, head: HeadConfig) -> tuple[str, ...]:
     """Each reason why ``head`` cannot draft for ``target``, with the remedy; empty if they fit."""
+    if head.is_model:
+        return head.misfits(target)
     reasons = []
     if head.target_hidden_size != target.hidden_size:
         reasons.append(

@@ -1,6 +1,6 @@
 """``specgen inspect``: what a checkpoint is, how it is read, and whether target and head fit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from textwrap import fill
@@ -23,12 +23,14 @@ from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
 from specgen.config import MTP, NGRAM_BYTES, UserError, ngram_length, require, shown, under
 from specgen.models.config_fields import architectures
 from specgen.models.config_keys import listed
+from specgen.models.draft_model import DraftModelConfig
 from specgen.models.families import is_head, unread
 from specgen.models.fp8_config import FP8, kv_scheme
 from specgen.models.llama import visual_tensors
 from specgen.models.model_config import HeadConfig, LayerConfig, TargetConfig
 from specgen.models.mtp import MtpConfig, mtp_layers
 from specgen.models.protocols import no_target
+from specgen.text.tokenizer import load_tokenizer
 
 _SCALES = ("_scale", "_scale_inv")  # of FP8
 _META = torch.device("meta")  # reads no weights
@@ -185,8 +187,8 @@ class Description:
         if self.misfits:
             lines += ["This cannot run:", *(f"  - {reason}" for reason in self.misfits)]
         elif len(self.parts) == 2:
-            both = "Target and n-grams" if isinstance(self.parts[1], Ngrams) else "Target and head"
-            lines.append(f"{both} fit; together {self.kv_bytes_per_token:,} bytes of KV cache per token.")
+            both, size = f"Target and {_drafter(self.parts[1])}", f"{self.kv_bytes_per_token:,} bytes"
+            lines.append(f"{both} fit; together {size} of KV cache per token.")
         else:
             lines += ["Complete and supported."]
         if any(isinstance(part, Inspection) for part in self.parts):
@@ -204,21 +206,30 @@ def describe(path: str, other: str | None = None, adapter: str | None = None) ->
     names = [name for name in (path, other) if name is not None]
     ngrams = [Ngrams(length=n) for name in names if (n := ngram_length(name)) is not None]
     checkpoints = [open_checkpoint(name) for name in names if ngram_length(name) is None and name != MTP]
+    drafts = [_is_head(each) for each in checkpoints]
+    if drafts == [False, False]:
+        drafts = [False, True]  # the second is a draft model
     if adapter is not None:
-        checkpoints = [each if _is_head(each) else with_lora(each, adapter) for each in checkpoints]
+        checkpoints = [
+            each if drafting else with_lora(each, adapter)
+            for each, drafting in zip(checkpoints, drafts, strict=True)
+        ]
         require(any(each.lora for each in checkpoints), f"lora is {adapter!r} and no target is named: add it")
     if MTP in names:
         require(len(checkpoints) == 1, "mtp is part of a target's checkpoint: name the target beside it")
         checkpoints.append(mtp_part(checkpoints[0]))
-    targets = [_target(checkpoint) for checkpoint in checkpoints if not _is_head(checkpoint)]
+        drafts.append(True)
+    targets = [_target(each) for each, drafting in zip(checkpoints, drafts, strict=True) if not drafting]
     known = targets[0].config.num_layers if targets else None
-    heads = [_head(checkpoint, known) for checkpoint in checkpoints if _is_head(checkpoint)]
+    heads = [_head(each, known) for each, drafting in zip(checkpoints, drafts, strict=True) if drafting]
     found = [(part.name, problem) for part in (*targets, *heads) for problem in part.problems]
     reasons = [under(name, problem) for name, problem in found]
     if ngrams and not targets and len(names) == 2:
         reasons.append("both draft and neither is a target: give one target and one drafter")
     elif len(checkpoints) == 2:
         reasons += _pair_misfits(targets, heads)
+        if heads and isinstance(heads[0].config, DraftModelConfig):
+            reasons += _of_tokens(checkpoints)
     return Description(parts=(*targets, *heads, *ngrams), misfits=tuple(reasons), given=tuple(names))
 
 
@@ -258,7 +269,7 @@ def _inspect(
     weights = Weights.of(checkpoint, config)
     names = checkpoint.tensors.keys()
     own = mtp_layers(config.num_layers, names) if isinstance(config, TargetConfig) else ()
-    has_own_config = isinstance(config, HeadConfig) and not isinstance(config, MtpConfig)
+    has_own_config = isinstance(config, HeadConfig) and not isinstance(config, MtpConfig | DraftModelConfig)
     return Inspection(
         name=checkpoint.name,
         config=config,
@@ -281,10 +292,26 @@ def _pair_misfits(targets: list[Inspection], heads: list[Inspection]) -> tuple[s
     return misfits(target, head)
 
 
+def _of_tokens(checkpoints: Sequence[Checkpoint]) -> Iterator[str]:
+    """Why the tokens of a target and a draft model are not the same, if they are not."""
+    try:
+        ours, theirs = (load_tokenizer(str(each.path)) for each in checkpoints)
+    except UserError as error:
+        yield str(error)
+    else:
+        yield from filter(None, [ours.difference(theirs)])
+
+
 def _kind(part: Inspection | Ngrams) -> str:
     if isinstance(part, Ngrams):
         return "drafts from the text so far"
     return part.config.title if isinstance(part.config, HeadConfig) else "a target"
+
+
+def _drafter(part: Inspection | Ngrams) -> str:
+    if isinstance(part, Ngrams):
+        return "n-grams"
+    return "draft model" if isinstance(part.config, DraftModelConfig) else "head"
 
 
 def _line(label: str, value: str, width: int) -> str:

@@ -506,8 +506,9 @@ class EngineConfig:
     drafter: str | None = option(
         MISSING,
         "Models",
-        "EAGLE, DFlash or DSpark head: a directory, URL or hub id. Or ngram[:N]: no head; n-gram lookup of "
-        f"up to N tokens (default {_NGRAM}) in the text so far. Or mtp: the target's own MTP layers.",
+        "EAGLE, DFlash or DSpark head, or a smaller model of the same vocabulary: a directory, URL or hub id. Or "
+        f"ngram[:N]: no head; n-gram lookup of up to N tokens (default {_NGRAM}) in the text so far. Or mtp: the "
+        "target's own MTP layers.",
         shown="the bundled head",
     )
     lora: str | None = option(

@@ -188,6 +188,7 @@ class Steps:
                 layout=layout,
                 keep=layout.query_lens,
                 all_kept=True,
+                token_ids=token_ids,
             )
         )
         return state, StepResult(

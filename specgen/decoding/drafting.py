@@ -242,3 +242,40 @@ class HeadDrafter:
         """Probabilities over the draft vocabulary ``[B, n, Vd]``, laid out over the target's ``[B, n, V]``."""
         full = probs.new_zeros(*probs.shape[:2], self._target_vocab_size)
         return full.index_copy_(2, self._head.draft_to_target, probs)
+
+
+class ModelDrafter(HeadDrafter):
+    """A language model of the target's vocabulary; its state is the hidden state behind the newest token, ``[B, H]``.
+
+    Ids stand at their own positions. What the target accepted, the newest token included, goes through it in one pass,
+    which gives the first draft too; the others take a pass of one row each.
+    """
+
+    def observe(self, outcome: Outcome) -> tuple[DraftState, int]:
+        given = self._batch.prepare(outcome)
+        ids, layout, last = given.tokens, given.layout.shifted(), given.last
+        if (
+            outcome.token_ids is not None
+        ):  # a prompt, of which nothing is in the cache: its rows, then the next token's
+            self._head.write_kv(outcome.token_ids, given.features, self._attend(given.layout))
+            ids, last = ids[last], torch.arange(len(last), device=last.device)
+            layout = Layout.uniform(layout.block_tables, given.end, 1, layout.page_size)
+        hidden, _ = self._head.forward(ids, given.features, self._attend(layout))
+        state = DraftState(tokens=given.tokens[given.last], positions=given.end, columns=(hidden[last],))
+        return state, given.layout.num_rows
+
+    def _one_by_one(
+        self, state: DraftState, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch
+    ) -> Iterator[Chosen]:
+        (hidden,), ids, states = state.columns, state.tokens, sampling.states
+        for index in range(num_drafts):
+            if index > 0:
+                layout = Layout.uniform(block_tables, state.positions + index, 1, self._cache.page_size)
+                hidden, _ = self._head.forward(ids, hidden, self._attend(layout))
+            chosen = self._choose(self._head.logits(hidden)[:, None], state, index, sampling, states)
+            ids = chosen.ids[:, 0]
+            states = sampling.following(states, ids) if sampling.form.constrained else states
+            yield chosen
+
+    def draft_rows(self, num_drafts: int) -> int:
+        return max(num_drafts - 1, 0)

@@ -24,6 +24,7 @@ class Outcome:
     layout: Layout
     keep: Tensor  # [B] int64, at least 1
     all_kept: bool = False  # a prefill: nothing was rejected
+    token_ids: Tensor | None = None  # [rows] of a prefill: what its rows are of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from specgen.core.sequence import Request
 from specgen.core.spec_length import BestPlan, FixedPlan, StepPlan
 from specgen.core.step import Steps
 from specgen.decoding.automaton_tables import Tables
-from specgen.decoding.drafting import Drafter, HeadDrafter, NoDrafter
+from specgen.decoding.drafting import Drafter, HeadDrafter, ModelDrafter, NoDrafter
 from specgen.decoding.ngram import NgramDrafter
 from specgen.decoding.outcome import NonPaddedBatch, PackedBatch, PaddedBatch
 from specgen.decoding.sampling import SamplingForm
@@ -204,7 +204,7 @@ def _drafter(
     cache = target_cache
     if not of_head.reads_target_kv:
         cache = new_cache(of_head, allocator, of_target.dtype, of_target.device)
-    return HeadDrafter(
+    return (ModelDrafter if of_head.is_model else HeadDrafter)(
         head=models.head,
         cache=cache,
         backend=backend,

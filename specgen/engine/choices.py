@@ -241,10 +241,10 @@ def attention_uses(config: EngineConfig, checkpoints: Checkpoints) -> list[Use]:
         uses += [replace(each, num_sequences=MOST_BLOCKS, chained=True) for each in short]
     if config.head is not None:
         head = drafter_config(checkpoints["drafter"], None).shared(config.tensor_parallel)
-        # its prefill writes keys and values alone
-        rows = tuple(sorted({head.pass_rows(each) for each in lengths if each}))
+        # its prefill writes keys and values alone, unless it is a model
+        of_head = {head.pass_rows(each) for each in lengths if each} | set(rows if head.is_model else ())
         pages = target_kv_dtype(config) if head.reads_target_kv else DTYPES[config.dtype]
-        uses += _uses(config, head, pages, rows, prefills=False)
+        uses += _uses(config, head, pages, tuple(sorted(of_head)), prefills=head.is_model)
     return uses
 
 

@@ -140,8 +140,17 @@ def _load(
     dtype, tokenizer = DTYPES[config.dtype], load_chat_tokenizer(config, checkpoints)
     target, head = load_target(checkpoints["model"], dtype, device, ranks), None
     if config.head is not None:
-        head = load_drafter(checkpoints["drafter"], target)
+        head = _drafting(checkpoints["drafter"], target, tokenizer)
     return Models(target=target, head=head, tokenizer=tokenizer, checkpoints=checkpoints, peers=peers)
+
+
+def _drafting(checkpoint: Checkpoint, target: Target, tokenizer: Tokenizer) -> Head:
+    """The head of ``checkpoint``, or the draft model, whose tokens must be those of ``tokenizer``."""
+    head = load_drafter(checkpoint, target)
+    if head.config.is_model:
+        reason = tokenizer.difference(load_tokenizer(str(checkpoint.path)))
+        require(reason is None, f"{checkpoint.name} cannot draft for this target: {reason}")
+    return head
 
 
 def over_target(models: Models, config: EngineConfig, checkpoints: Checkpoints) -> Models:
@@ -170,7 +179,7 @@ def over_target(models: Models, config: EngineConfig, checkpoints: Checkpoints) 
         if config.head != MTP and models.peers.ranks.rank == 0:
             _note_unread(checkpoints["drafter"])
         with models.peers.loading(config):
-            head = load_drafter(checkpoints["drafter"], target)
+            head = _drafting(checkpoints["drafter"], target, models.tokenizer)
         models = replace(models, head=head, checkpoints=checkpoints)
     if models.tokenizer.template_kwargs == config.template_kwargs:
         return models

@@ -161,6 +161,7 @@ class StepBytes:
     head_fill: int = 0  # weights of the drafter KV fill: all that the last layer's keys and values need
     head_pass: int = 0  # weights per drafting pass, without experts
     head_experts: ExpertSize | None = None  # of such a pass
+    head_is_model: bool = False  # whose KV fill is a whole pass, and gives the first draft
     head_in_parallel: bool = False  # one pass of K rows per sequence drafts them all
     head_draft: int = 0  # weights per draft beside that pass: a Markov head's
     head_kv: KVBytes = KVBytes(layers=())  # per pass
@@ -204,6 +205,8 @@ class StepBytes:
         borrowed = 0 if _bytes(drafter, "lm_head.weight", "shared_head.head.weight") else lm_head
         if isinstance(head, AssistantConfig):  # its output weights are its embedding
             borrowed = round(_bytes(drafter, "embed_tokens.weight") * head.output_share)
+        if head.is_model:
+            borrowed = 0 if _bytes(drafter, "lm_head.weight") else _bytes(drafter, "embed_tokens.weight")
         mixtures, turns = ExpertSize.of(head, width), head.num_layers if head.takes_turns else 1
         kv = KVBytes.of(head, (kv_width if head.reads_target_kv else None) or width)
         per_draft = sum(size for name, size in drafter.taken.items() if name.startswith(_PER_DRAFT))
@@ -212,12 +215,15 @@ class StepBytes:
             sizes,
             head_fill=0
             if head.reads_target_kv
+            else own + borrowed
+            if head.is_model
             else _fill_bytes(drafter, 0 if isinstance(head, DFlashConfig) else head.num_layers - 1),
             head_pass=own // turns + borrowed - per_draft,
             head_draft=per_draft,
             head_experts=None
             if mixtures is None
             else replace(mixtures, num_layers=mixtures.num_layers // turns),
+            head_is_model=head.is_model,
             head_in_parallel=models.head.one_pass is not None,
             head_kv=replace(kv, layers=kv.layers[: head.num_layers // turns]),
         )
@@ -247,14 +253,14 @@ class StepBytes:
         }
         if k == 0 or self.head_pass == 0:
             return parts
-        passes = 1 if self.head_in_parallel else k
+        passes, each = (1, batch * k) if self.head_in_parallel else (k - self.head_is_model, batch)
+        read = batch * self.head_kv.at(context)
+        fill = work(self.head_fill, read * self.head_is_model, rows)
         return parts | {
-            "KV fill": work(self.head_fill, 0, rows),
-            "draft loop": work(
-                passes * self.head_pass, passes * batch * self.head_kv.at(context), batch * k // passes
-            )
+            "KV fill": fill + _experts(self.head_experts, 1, rows) if self.head_is_model else fill,
+            "draft loop": work(passes * self.head_pass, passes * read, each)
             + work(k * self.head_draft, 0, batch)
-            + _experts(self.head_experts, passes, batch * k // passes),
+            + _experts(self.head_experts, passes, each),
         }
 
 

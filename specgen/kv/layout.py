@@ -181,6 +181,11 @@ class Layout:
         rows = kept.positions - self.starts[kept.sequences] + self.first_rows[kept.sequences]
         return rows.clamp(max=self.num_rows - 1), kept
 
+    def shifted(self) -> "Layout":
+        """The same rows, each a position later."""
+        host = self.host and replace(self.host, starts=tuple(start + 1 for start in self.host.starts))
+        return replace(self, starts=self.starts + 1, host=host)
+
     def split_in_chunks(self, size: int) -> "Layout":
         """The same rows in their order, a sequence for each chunk of ``size`` positions that has some of one's rows.
 

@@ -190,6 +190,16 @@ def is_head(config: Raw, tensors: Set[str]) -> bool:
     return any(family.recognize(config, tensors) for family in HEAD_FAMILIES.values())
 
 
+def is_model(config: Raw, tensors: Set[str]) -> bool:
+    """Whether a checkpoint is no head but a whole model of a known family."""
+    known = any(name in FAMILIES for name in architectures(config))
+    return (
+        known
+        and not is_head(config, tensors)
+        and any(name.endswith("embed_tokens.weight") for name in tensors)
+    )
+
+
 def head_family_of(config: Raw, tensors: Set[str]) -> HeadFamily:
     """The first family that recognizes the head; ``UserError`` if none does."""
     for family in HEAD_FAMILIES.values():
@@ -197,9 +207,6 @@ def head_family_of(config: Raw, tensors: Set[str]) -> HeadFamily:
             return family
     name = next(iter(architectures(config)), "")
     require(name not in _NOT_BUILT, f"{name}: {_NOT_BUILT.get(name)} are not built")
-    model = next((name for name in architectures(config) if name in FAMILIES), None)
-    is_whole = model is not None and any(name.endswith("embed_tokens.weight") for name in tensors)
-    require(not is_whole, f"it is a whole model, {model}")
     raise UserError("; ".join(dict.fromkeys(family.refusal for family in HEAD_FAMILIES.values())))
 
 

@@ -497,6 +497,7 @@ class HeadConfig(LayerConfig):
     takes_fp8: ClassVar[bool] = False
     takes_turns: ClassVar[bool] = False  # its layers, a pass each
     splits: ClassVar[bool] = True  # over ranks, as the target's layers do
+    is_model: ClassVar[bool] = False  # a target's: what the target accepts goes through all of it
     reads_target_kv: ClassVar[bool] = False  # and stores none: its rows all see what the target has stored
 
     def __post_init__(self) -> None:
@@ -542,6 +543,11 @@ class HeadConfig(LayerConfig):
     def state_size(self) -> int:
         """Of the hidden state that its first pass takes."""
         return self.target_hidden_size if self.reads_output else self.hidden_size
+
+    def over(self, target: "TargetConfig") -> Self:
+        """The same for ``target``."""
+        del target
+        return self
 
     def misfits(self, target: "TargetConfig") -> tuple[str, ...]:
         """Why it cannot draft for ``target``, beside what any head's config says, with the remedy."""

@@ -154,6 +154,21 @@ class Tokenizer:
         """The id of the token ``text`` that is never part of other text, special or not; or None."""
         return self._added.get(text)
 
+    def difference(self, other: "Tokenizer") -> str | None:
+        """How the vocabulary of ``other``, of a draft model, differs, by its first such token; None: it does not."""
+        ours, theirs = (
+            {number: piece for piece, number in each._pretrained.get_vocab().items()}
+            for each in (self, other)
+        )
+        for number in sorted(ours.keys() | theirs.keys()):
+            if ours.get(number) != theirs.get(number):
+                said = [repr(each[number]) if number in each else "none" for each in (theirs, ours)]
+                return (
+                    f"token {number} is {said[0]} in the draft model's tokenizer and {said[1]} in the target's: use a "
+                    "model of the target's own vocabulary"
+                )
+        return None
+
     def is_special(self, token_id: int) -> bool:
         """Whether ``decode`` leaves this token of the vocabulary out."""
         return token_id in self._special
