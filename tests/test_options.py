@@ -196,7 +196,7 @@ NAMES = {
     "num_spec_tokens max_new_tokens generation_config batch_sizes device tensor_parallel dtype kv_dtype "
     "attention cuda_graphs output as_json quiet",
     evaluate: "tasks study arms limit num_fewshot apply_chat_template data_path "
-    "confirm_run_unsafe_code model lora drafter chat_template_kwargs num_spec_tokens draft_sampling "
+    "confirm_run_unsafe_code model lora drafter chat_template_kwargs num_spec_tokens draft_sampling verification "
     "seed n max_new_tokens generation_config max_batch_size "
     "max_prefill_tokens kv_memory device tensor_parallel dtype "
     "kv_dtype attention cuda_graphs gpu_memory_utilization prefix_cache log_samples output quiet",
@@ -206,7 +206,7 @@ NAMES = {
     experts.experts: "shapes rows repeats dtype device output as_json quiet",
     kernels.kernels: "num_seqs max_seq_lens num_heads num_kv_heads head_dim latents num_spec_tokens page_size repeats "
     "dtype kv_dtype device output as_json quiet",
-    tune: "batch k drafter_batch attention cuda_graphs repeats precision budget dry_run model drafter dataset "
+    tune: "batch k drafter_batch attention cuda_graphs repeats precision budget dry_run model lora drafter dataset "
     "data_path num_prompts split prompt_field chat prompt_tokens chat_template_kwargs synthetic_acceptance output_lens "
     "max_new_tokens generation_config max_prefill_tokens "
     "device tensor_parallel dtype kv_dtype gpu_memory_utilization output as_json quiet",
