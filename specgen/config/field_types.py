@@ -1,15 +1,17 @@
-"""What a program gives to the fields of a configuration, held to the fields' types."""
+"""The fields of a configuration: as options of commands, and held to their types where a program sets them."""
 
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import field, fields
 from functools import cache, wraps
 from types import NoneType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from specgen.config.errors import UserError, require, shown
 
+# The groups of --help, in their order
+Group = Literal["Study", "Table", "Models", "Prompts", "Speculation", "Sampling", "Running", "Results"]
 Reader = Callable[[object, str], object]
 _Config = TypeVar("_Config")
 # What vLLM calls settings of ours: taken as options, in files of options and by ``EngineConfig``
@@ -19,6 +21,27 @@ VLLM_NAMES = {
     "max_num_batched_tokens": "max_prefill_tokens",
     "tensor_parallel_size": "tensor_parallel",
 }
+
+
+def option(
+    default: object,
+    group: Group,
+    text: str,
+    *,
+    name: str | None = None,
+    shown: str | None = None,
+    metavar: str | None = None,
+    least: int | None = None,
+    off: str | None = None,
+    parse: Callable[[str], object] | None = None,
+) -> Any:  # noqa: ANN401
+    """A field or parameter that is an option of commands; ``text`` is its help.
+
+    ``name`` is the option's where it differs from the field's, ``shown`` the default in ``--help``, and ``parse``
+    converts the text of the command line. ``off`` is the switch beside that of a truth value.
+    """
+    help = {"group": group, "text": text, "name": name, "shown": shown, "metavar": metavar, "least": least}
+    return field(default=default, metadata=help | {"off": off, "parse": parse})
 
 
 def with_vllm_names(config: type[_Config]) -> type[_Config]:
