@@ -20,7 +20,8 @@ from specgen.core.sequence import Request
 from specgen.engine.choices import resolve
 from specgen.engine.loading import load_models, open_checkpoints, outline
 from specgen.experiments.bound import StepBytes
-from specgen.experiments.workload import RANDOM, KnownText, Workload, make_prompts
+from specgen.experiments.tune_job import RANDOM, Workload
+from specgen.experiments.workload import KnownText, make_prompts
 from specgen.report.intervals import wilson
 from tests.commands import printed, write_rows
 from tests.engines import Outputs, Pair, generate, load_pair

@@ -14,8 +14,8 @@ from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.experiments import turns
 from specgen.experiments.heads_job import HeadsJob, HeadsRun
 from specgen.experiments.rounds import PLAIN
-from specgen.experiments.tune import TuneJob, tune
-from specgen.experiments.workload import Workload
+from specgen.experiments.tune import tune
+from specgen.experiments.tune_job import TuneJob, Workload
 from specgen.prompts.load import DataSource
 from tests.commands import write_rows
 from tests.jobs import Silent

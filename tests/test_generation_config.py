@@ -30,7 +30,7 @@ from specgen.experiments.heads_job import HeadsJob, HeadsRun
 from specgen.experiments.plans import prepare
 from specgen.experiments.studies import Study, named_arms
 from specgen.experiments.study import StudyJob, StudyRun
-from specgen.experiments.workload import Workload
+from specgen.experiments.tune_job import Workload
 from specgen.prompts import Prompt
 from specgen.prompts.load import DataSource
 from tests.commands import printed, rows, specgen, write_rows

@@ -27,7 +27,7 @@ from specgen.engine.arms import Arm
 from specgen.engine.choices import attention_note, gemm_modules, modules_of, needed_modules
 from specgen.engine.loading import open_checkpoints
 from specgen.experiments import plans
-from specgen.experiments.workload import Workload
+from specgen.experiments.tune_job import Workload
 from specgen.models.model_config import LatentConfig
 from specgen.ops import jit_modules
 from specgen.ops.block_fp8 import FEWEST_ROWS

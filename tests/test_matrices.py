@@ -19,8 +19,8 @@ from specgen.engine.engine import Engine
 from specgen.experiments import plans
 from specgen.experiments import tune as tuning
 from specgen.experiments.output import BenchTable
-from specgen.experiments.tune import TuneJob, set_up, tune
-from specgen.experiments.workload import Workload
+from specgen.experiments.tune import set_up, tune
+from specgen.experiments.tune_job import TuneJob, Workload
 from specgen.report.terminal import render
 from tests.commands import printed, refused
 from tests.engines import engine_config
@@ -39,8 +39,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fixed(pair: Path, *lengths: int, dice: tuple[float, ...] | float = (), **changes) -> TuneJob:
     """Arms that have all their repeats, one where it is not said otherwise."""
     one = {"batches": (2,), "drafter_batches": ("padded",), "workload": SMALL, "repeats": 1, "precision": 0.0}
-    job = job_of(pair, draft_lengths=tuple(map(DraftLength.of, lengths)), **one | changes)
-    return replace(job, engine=replace(job.engine, synthetic_acceptance=dice))
+    return job_of(pair, draft_lengths=tuple(map(DraftLength.of, lengths)), synthetic=dice, **one | changes)
 
 
 def last(job: TuneJob, output: Path | None = None) -> BenchTable:
@@ -95,7 +94,7 @@ def test_the_bundled_matrices_are_those_of_the_sources(monkeypatch) -> None:
 def test_the_command_line_wins_over_a_matrix_and_one_value_is_no_axis(monkeypatch) -> None:
     job = asked(monkeypatch, "--config", "vllm-25196", "--attention", "sdpa", "--batch", "4", "--k", "3")
     assert names(job) == ["batch 4, plain", "batch 4, K 3, non-padded", "batch 4, K 3, padded"]
-    assert (job.engine.attention, job.workload.num_prompts, job.workload.dataset) == ("sdpa", 200, "sharegpt")
+    assert (job.base.attention, job.workload.num_prompts, job.workload.dataset) == ("sdpa", 200, "sharegpt")
     with refused("attention has 'foo': use some of auto, hopper, trtllm"):
         asked(monkeypatch, "--attention", "sdpa,foo")
     with refused(r"config 'vllm-2519' \(did you mean vllm-25196\?\) cannot be read .*: name a YAML file"):
@@ -113,7 +112,7 @@ def test_all_arms_of_settings_have_all_repeats_and_their_ratios(pair: Path, monk
         )
 
     timed = install(monkeypatch, took)
-    job = fixed(pair, 2, repeats=3, settings={"attention": ("sdpa", "sdpa-static")})
+    job = fixed(pair, 2, repeats=3, attentions=("sdpa", "sdpa-static"))
     job = replace(job, drafter_batches=("padded", "non-padded"))
     table = last(job)
     assert len(timed.order) == 6 * (1 + 3)
@@ -163,13 +162,13 @@ def test_fixed_arms_in_groups_have_all_repeats(pair: Path, monkeypatch) -> None:
 
 
 def test_settings_that_cannot_run_are_notes(pair: Path) -> None:
-    job = fixed(pair, 2, settings={"attention": ("trtllm", "sdpa")})
+    job = fixed(pair, 2, attentions=("trtllm", "sdpa"))
     table = last(job)
     assert [(row["attention"], row["K"]) for row in table.rows] == [("sdpa", 0), ("sdpa", 2)]
     assert [note.partition(":")[0] for note in table.notes if "trtllm" in note] == ["not run"] * 2
     assert table.rows[1]["x_plain"] is not None
     with pytest.raises(UserError, match=r"no arm can run here: .*: use --attention auto"):
-        last(replace(job, settings={"attention": ("trtllm", "hopper")}))
+        last(replace(job, attentions=("trtllm", "hopper")))
 
 
 # --- real engines ---------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from specgen.cli.evaluating import evaluate, score, verify
 from specgen.cli.help import Command
 from specgen.cli.main import app
 from specgen.cli.measuring import tune
-from specgen.cli.options import Only, numbers, with_options
+from specgen.cli.options import Only, with_options
 from specgen.config import (
     VLLM_NAMES,
     DraftLength,
@@ -22,6 +22,7 @@ from specgen.config import (
     SamplingParams,
     UserError,
     bundled,
+    counts,
     option,
     parse_bytes,
 )
@@ -185,10 +186,10 @@ def test_invalid_choices_are_refused():
 
 def test_sizes_and_lists_of_numbers():
     assert [parse_bytes(text) for text in ("12", "1.5KiB", "2 GB")] == [12, 1536, 2 * 10**9]
-    assert numbers("n", "1, 8") == (1, 8)
+    assert counts("n", "1, 8") == (1, 8)
     for text in ("", "1,", "0", "a"):
         with pytest.raises(UserError, match="write comma-separated numbers of at least 1"):
-            numbers("n", text)
+            counts("n", text)
 
 
 NAMES = {

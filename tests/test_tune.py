@@ -17,9 +17,9 @@ from specgen.engine.arms import Arm
 from specgen.experiments import tune as tuning
 from specgen.experiments.output import BenchTable
 from specgen.experiments.rounds import Ranking
-from specgen.experiments.tune import TuneJob, tune
+from specgen.experiments.tune import tune
+from specgen.experiments.tune_job import TuneJob, Workload
 from specgen.experiments.tune_table import sentence
-from specgen.experiments.workload import Workload
 from tests.commands import refused
 from tests.timed_engines import RUN, Timed, install, job_of, rounds_of, usual, write_tiny
 

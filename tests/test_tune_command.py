@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from specgen.cli.measuring import draft_lengths, seconds
 from specgen.config import DraftLength, EngineConfig, UserError
 from specgen.engine.arms import Arm
 from specgen.experiments import plans
 from specgen.experiments import workload as workloads
+from specgen.experiments.tune_job import Workload, draft_lengths, seconds
 from specgen.experiments.tune_table import command
-from specgen.experiments.workload import Workload
 from specgen.prompts.formats import Reading
 from specgen.report.display import duration
 from tests.commands import specgen

@@ -17,7 +17,8 @@ from specgen.engine.build import build_engine
 from specgen.engine.loading import Models
 from specgen.engine.warm_engine import WarmEngine
 from specgen.experiments import workload as workloads
-from specgen.experiments.workload import KnownText, Workload, kv_bytes, make_prompts
+from specgen.experiments.tune_job import Workload
+from specgen.experiments.workload import KnownText, kv_bytes, make_prompts
 from specgen.prompts.load import RAW
 from specgen.text.tokenizer import load_tokenizer
 from tests.commands import refused

@@ -15,8 +15,7 @@ from specgen.core.sequence import Completion, Request
 from specgen.engine.warm_engine import Run
 from specgen.experiments import plans, turns
 from specgen.experiments.rounds import Repeat, Rounds
-from specgen.experiments.tune import TuneJob
-from specgen.experiments.workload import Workload
+from specgen.experiments.tune_job import TuneJob, Workload
 from tests.engines import engine_config
 from tests.streams import RECORD
 

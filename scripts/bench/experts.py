@@ -12,9 +12,9 @@ from programs import OUTPUT, DeviceSpeed, program_of, publish
 from torch import Tensor
 
 from specgen.cli.main import main
-from specgen.cli.options import AS_JSON, Only, numbers, repeating, with_options
+from specgen.cli.options import AS_JSON, Only, repeating, with_options
 from specgen.cli.progress_bar import QUIET
-from specgen.config import EngineConfig, option, require
+from specgen.config import EngineConfig, counts, option, require
 from specgen.engine.choices import DTYPES, choose_device, choose_dtype
 from specgen.experiments.bound import copy_bandwidth, matrix_flops
 from specgen.experiments.output import BenchTable, Plot
@@ -341,7 +341,7 @@ def experts(
     defaults = _EXPERTS[device.type]
     job = ExpertJob(
         shapes=tuple(name.strip() for name in (shapes or defaults[0]).split(",")),
-        rows=numbers("rows", rows or defaults[1]),
+        rows=counts("rows", rows or defaults[1]),
         repeats=repeats,
         dtype=dtype,
         device=device,

@@ -27,9 +27,9 @@ from specgen.attention.hopper import HopperBackend
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.cli.main import main
-from specgen.cli.options import AS_JSON, Only, numbers, repeating, with_options
+from specgen.cli.options import AS_JSON, Only, repeating, with_options
 from specgen.cli.progress_bar import QUIET
-from specgen.config import EngineConfig, option, require
+from specgen.config import EngineConfig, counts, option, require
 from specgen.device import on_device
 from specgen.engine.choices import DTYPES, FP8, choose_device, choose_dtype
 from specgen.experiments.bound import copy_bandwidth
@@ -509,8 +509,8 @@ def kernels(
             page_size=page_size,
             max_query_len=num_spec_tokens + 1,
         ),
-        num_seqs=numbers("num-seqs", num_seqs or defaults[0]),
-        max_seq_lens=numbers("max-seq-lens", max_seq_lens or defaults[1]),
+        num_seqs=counts("num-seqs", num_seqs or defaults[0]),
+        max_seq_lens=counts("max-seq-lens", max_seq_lens or defaults[1]),
         num_spec_tokens=num_spec_tokens,
         repeats=repeats,
         device=device,

@@ -21,9 +21,9 @@ from programs import OUTPUT, DeviceSpeed, program_of, publish
 from torch.profiler import ProfilerActivity, profile
 
 from specgen.cli.main import main
-from specgen.cli.options import AS_JSON, ON_A_DEVICE, Only, numbers, repeating, with_options
+from specgen.cli.options import AS_JSON, ON_A_DEVICE, Only, repeating, with_options
 from specgen.cli.progress_bar import QUIET
-from specgen.config import EngineConfig, option, require
+from specgen.config import EngineConfig, counts, option, require
 from specgen.config.errors import DeviceLost
 from specgen.device import synchronize
 from specgen.engine.choices import attention_note, resolve, target_kv_dtype
@@ -37,7 +37,8 @@ from specgen.experiments.bound import (
 )
 from specgen.experiments.output import BenchTable, Plot
 from specgen.experiments.plans import conditions, free_memory
-from specgen.experiments.workload import RANDOM, Workload, kv_bytes, make_prompts
+from specgen.experiments.tune_job import RANDOM, Workload
+from specgen.experiments.workload import kv_bytes, make_prompts
 from specgen.record.record_rows import EngineRow, PassRow, RequestRow
 from specgen.report import display
 from specgen.report.table import Column, Row, Table
@@ -543,7 +544,7 @@ def step(
     lower bounds."""
     job = StepJob(
         engine=replace(engine, prefix_cache=False),
-        batch_sizes=numbers("batch-sizes", batch_sizes),
+        batch_sizes=counts("batch-sizes", batch_sizes),
         prompt_tokens=prompt_tokens,
     )
     publish("step", explain(job), output, as_json, repeating(ctx), quiet)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specgen.cli.options import AS_JSON, ON_A_DEVICE, Only, numbers, repeating, with_options
+from specgen.cli.options import AS_JSON, ON_A_DEVICE, Only, repeating, with_options
 from specgen.cli.printing import (
     kept_in,
     print_failures,
@@ -22,7 +22,7 @@ from specgen.cli.printing import (
     stoppable,
 )
 from specgen.cli.progress_bar import QUIET, progress
-from specgen.config import EngineConfig, SamplingParams, option, require
+from specgen.config import EngineConfig, SamplingParams, counts, option, require
 from specgen.jobs.job import Job
 from specgen.jobs.shards import WHOLE
 from specgen.prompts.load import DataSource
@@ -192,7 +192,7 @@ def verify(
 
     Exit code 1 if texts diverge by more than the rounding of the dtype explains, or if no step had drafts to test.
     """
-    sizes = numbers("batch-sizes", batch_sizes)
+    sizes = counts("batch-sizes", batch_sizes)
     config = None if output is None else output.with_suffix(".config.yaml")
     for file in (output, config):
         require(

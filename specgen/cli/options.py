@@ -119,7 +119,8 @@ def _field_options(config: type, only: Only) -> dict[str, Parameter]:
         each, kind = known[name]
         own: Any = only.defaults.get(name, each.default)
         if isinstance(own, Field):
-            kind, default, help = type(own.default), own.default, own.metadata
+            kind = kind if own.default is None else type(own.default)
+            default, help = own.default, own.metadata
         else:
             default, help = own, each.metadata
         if default is MISSING:  # ``_configuration`` supplies another
@@ -141,7 +142,9 @@ def _leaves(config: type) -> Iterator[tuple[Field[Any], Any]]:
 def _option(name: str, kind: Any, default: Any, help: Mapping[str, Any]) -> Parameter:  # noqa: ANN401
     """The parameter ``name`` of a command as an option; ``help`` is the metadata of ``config.option``."""
     if help["parse"] is not None:
-        kind, default = (str | None, None) if default is None else (str, str(default))
+        many = isinstance(default, tuple)
+        text = ",".join(map(str, default)) if many else str(default)
+        kind, default = (str | None, None) if default is None else (str, text)
     elif isinstance(default, tuple):
         kind, default = list[str], list(default)
     switch = f"--{help['name'] or name}".replace("_", "-")
@@ -185,16 +188,6 @@ def given_fields(ctx: typer.Context) -> frozenset[str]:
     """The fields of ``SamplingParams`` that the command line sets, or the file of --config."""
     options = {each.name: each.metadata.get("name") or each.name for each in fields(SamplingParams)}
     return frozenset(name for name, option in options.items() if is_given(ctx, option))
-
-
-def numbers(name: str, text: str) -> tuple[int, ...]:
-    """The numbers of option ``name``, such as ``1,8,32``; ``UserError`` for anything else."""
-    parts = [part.strip() for part in text.split(",")]
-    require(
-        all(part.isdecimal() and int(part) >= 1 for part in parts),
-        f"{name} is {text!r}: write comma-separated numbers of at least 1, such as 1,8,32",
-    )
-    return tuple(int(part) for part in parts)
 
 
 def settings_of(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:

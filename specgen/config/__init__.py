@@ -17,6 +17,7 @@ from specgen.config.errors import under as under
 from specgen.config.field_types import VLLM_NAMES as VLLM_NAMES
 from specgen.config.field_types import Group as Group
 from specgen.config.field_types import check_types, with_vllm_names
+from specgen.config.field_types import counts as counts
 from specgen.config.field_types import option as option
 from specgen.config.sampling_params import MAX_LOGIT_BIASES as MAX_LOGIT_BIASES
 from specgen.config.sampling_params import MAX_LOGPROBS as MAX_LOGPROBS

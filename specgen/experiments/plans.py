@@ -25,7 +25,8 @@ from specgen.engine.choices import Checkpoints, needed_modules, resolve, target_
 from specgen.engine.generation_config import FILE, GenerationConfig, generation_config
 from specgen.engine.loading import Models, load_models, open_checkpoints, outline
 from specgen.experiments.bound import StepBytes, copy_bandwidth, matrix_flops
-from specgen.experiments.workload import KnownText, Prompts, Workload, kv_bytes, make_prompts
+from specgen.experiments.tune_job import Workload
+from specgen.experiments.workload import KnownText, Prompts, kv_bytes, make_prompts
 from specgen.ops.jit_modules import compile_missing
 from specgen.record.provenance import busy, cpu_name, machine_state, manifest, versions, with_recorded_date
 from specgen.report import display

@@ -7,14 +7,11 @@ many others as fit. See ``Search`` for who takes part in a round.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
-from typing import Any
 
-from specgen.config import DrafterBatchName, DraftLength, EngineConfig, require
 from specgen.engine.arms import Arm
 from specgen.engine.build import room_for_turns
 from specgen.engine.choices import attention_note
@@ -30,85 +27,19 @@ from specgen.experiments.plans import (
     with_kv_size,
 )
 from specgen.experiments.rounds import Rounds, Search, kept_rounds, record_of, seen_rounds
-from specgen.experiments.tune_table import NAME, TERMS, command, dropped, label, tune_table
+from specgen.experiments.tune_job import TuneJob
+from specgen.experiments.tune_table import NAME, TERMS, command, dropped, tune_table
 from specgen.experiments.turns import Turn, Turns, Watch, ignore
-from specgen.experiments.workload import Workload
 from specgen.report import display
 from specgen.report.table import Row
 from specgen.report.terminal import Part
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuneJob:
-    """One run of ``specgen tune``; ``engine`` is the configuration that arms change.
-
-    With a ``precision`` of 0 every arm has all ``repeats``; otherwise a speed-up is measured until its interval is
-    plus or minus that share, and arms that cannot win are dropped.
-    """
-
-    batches: tuple[int, ...]
-    draft_lengths: tuple[DraftLength, ...]  # that of plain decoding need not be among them
-    drafter_batches: tuple[DrafterBatchName, ...]
-    settings: Mapping[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # of ``SETTINGS``, where there are several
-    workload: Workload
-    engine: EngineConfig
-    repeats: int  # of an arm, at most
-    precision: float  # half of the width of a ratio's interval, as a share of it
-    budget: float | None = None  # seconds
-
-    def __post_init__(self) -> None:
-        require(self.repeats >= 1, f"repeats is {self.repeats}: use at least 1")
-        require(
-            0 <= self.precision < 1,
-            f"precision is {self.precision}: use a share below 1, such as 0.02, or 0 for all repeats of every arm",
-        )
-        prompts, largest = self.workload.num_prompts, max(self.batches)
-        require(
-            prompts is None or prompts >= largest,
-            f"num-prompts is {prompts}, which never fill a batch of {largest}: use at least {largest}",
-        )
-        require(
-            any(length.most for length in self.draft_lengths),
-            "k is 0 alone, and plain decoding is measured anyway: name a K of at least 1, or auto",
-        )
-
-    def by_batch(self) -> dict[int, list[Arm]]:
-        """The arms of each batch size, plain decoding first."""
-        return {batch: list(self._arms(batch)) for batch in self.batches}
-
-    def _arms(self, batch: int) -> Iterator[Arm]:
-        for values in product(*self.settings.values()):
-            for drafts in self._drafts():
-                changes = dict(zip(self.settings, values, strict=True)) | drafts
-                yield Arm(name=f"batch {batch}, {label(changes)}", changes={"batch": batch, **changes})
-
-    def _drafts(self) -> Iterator[dict[str, Any]]:
-        yield {"K": 0}
-        for length in (length for length in self.draft_lengths if length.most):
-            k: int | str = length.kind if length.auto else length.most
-            # n-grams have no drafter batch
-            modes = [{"drafter_batch": mode} for mode in self.drafter_batches if self.engine.ngram is None]
-            yield from ({"K": k, **mode} for mode in modes or [{}])
-
-    def to_json(self) -> dict[str, Any]:
-        """What the manifest of the engine and the data does not say of the job."""
-        axes = {"batch": self.batches, "k": self.draft_lengths, "drafter_batch": self.drafter_batches}
-        axes |= self.settings
-        return {
-            **{name: ", ".join(map(str, values)) for name, values in axes.items()},
-            "workload": self.workload.to_json(),
-            "repeats": self.repeats,
-            "precision": self.precision,
-        }
 
 
 def set_up(job: TuneJob, output: Path | None = None) -> Setup:
     """The arms, prompts and memory of ``job``, before a weight is read."""
     arms = [arm for arms in job.by_batch().values() for arm in arms]
     record = None if output is None else record_of(output, NAME)
-    return prepare(arms, job.engine, job.workload, record=record)
+    return prepare(arms, job.base, job.workload, record=record)
 
 
 def forecast_of(job: TuneJob, output: Path | None) -> Iterator[Part]:
@@ -231,7 +162,7 @@ class _Tuning:
         if missing:
             further = "the same command goes on" if self._rounds.are_kept else "with --output it can go on"
             notes.append(f"not measured yet: {'; '.join(missing)}: {further}")
-        engine = self._job.engine
+        engine = self._job.base
         run = (
             None
             if engine.synthetic_acceptance

@@ -5,14 +5,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain, product
 from operator import itemgetter
-from typing import Any
 
 from specgen.config import DraftLength, EngineConfig, TemplateKwargs, bundled
 from specgen.engine.arms import Arm
 from specgen.experiments.output import BenchTable, Plot, Value, selected
 from specgen.experiments.plans import Roofline
 from specgen.experiments.rounds import DROPPING, Ranking, Repeat, Repeats, disturbed
-from specgen.experiments.workload import Workload
+from specgen.experiments.tune_job import SETTINGS, Workload, label
 from specgen.report import display
 from specgen.report.charts import DRAFT_LENGTHS
 from specgen.report.grid import Figure, Grid
@@ -20,7 +19,6 @@ from specgen.report.intervals import Estimate
 from specgen.report.table import Column, Row, Table
 
 NAME = "tune"  # of its files
-SETTINGS = ("attention", "cuda_graphs")  # of the engine that arms may differ in, beside batch size and drafts
 _CHOSEN = ("auto", "uniform")  # by the engine at every step
 _PLAIN = "-"  # the drafter batch of plain decoding
 _OF_PLAIN: Mapping[str, Value] = {"K": 0, "drafter_batch": _PLAIN}
@@ -278,13 +276,6 @@ _RUN_AS_MEASURED = (  # options of ``generate`` that are kept where they are not
     "max_prefill_tokens",
     "generation_config",
 )
-
-
-def label(changes: Mapping[str, Any]) -> str:
-    """What an arm changes beside the batch size: ``plain``, ``K 2, padded``, ``attention sdpa, plain``."""
-    parts = [f"{name} {changes[name]}" for name in SETTINGS if name in changes]
-    parts.append("plain" if changes["K"] == 0 else f"K {changes['K']}")
-    return ", ".join([*parts, *([changes["drafter_batch"]] if "drafter_batch" in changes else [])])
 
 
 def sentence(batch: int, ranking: Ranking, arms: Mapping[str, Arm]) -> str:

@@ -3,83 +3,28 @@
 import itertools
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
-from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Self
 
 from specgen.config import EngineConfig, SamplingParams, UserError, require
 from specgen.config.json_fields import load_json
-from specgen.config.urls import Url
 from specgen.core.sequence import Completion, Request
 from specgen.engine import step_costs
 from specgen.engine.build import kv_page_bytes, rows_behind, state_bytes
 from specgen.engine.conversations import first_turns, greedy
 from specgen.engine.generation_config import GenerationConfig
 from specgen.engine.loading import Models
-from specgen.prompts import DataSource, Message, Prompt, Rejected, failure, prompt_ids
-from specgen.prompts.formats import AS_IT_IS, Reading
+from specgen.experiments.tune_job import RANDOM, Workload
+from specgen.prompts import Message, Prompt, Rejected, failure, prompt_ids
 from specgen.prompts.load import RAW
 from specgen.record.record_rows import turn_id
 from specgen.report.display import several
 from specgen.text.tokenizer import Tokenizer
 
-RANDOM = "random"  # the data set of random tokens
-OutputLens = Literal["fixed", "data"]
 _WARM_UP = 192  # positions per sequence during warm-up
 _SHOWN = 3  # reasons in an error
 _NOTHING = GenerationConfig()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """Prompts and output length. With ``num_prompts`` None there are ``per_slot`` for each of the batch.
-
-    All requests wait from the start and the batch is the concurrency: a request that ends makes room for the next.
-    ``output_lens`` says how long texts are: ``fixed``, up to ``max_new_tokens`` or an end that the model finds; or
-    ``data``, exactly as long as the data set's own answer, later turns included, and at most ``max_new_tokens``.
-    ``how`` says how rows become prompts.
-    """
-
-    dataset: str
-    data_path: Path | Url | None = None
-    num_prompts: int | None = None
-    per_slot: int = 4  # with fewer the batch is seldom full
-    prompt_tokens: int = 100  # per random prompt
-    max_new_tokens: int = 256
-    output_lens: OutputLens = "fixed"
-    how: Reading = AS_IT_IS
-
-    def __post_init__(self) -> None:
-        require(
-            self.output_lens in get_args(OutputLens),
-            f"output-lens is {self.output_lens!r}: use one of {', '.join(get_args(OutputLens))}",
-        )
-        require(
-            self.output_lens == "fixed" or self.dataset != RANDOM,
-            "output-lens is 'data' but prompts are random: name a data set that has answers",
-        )
-        require(
-            self.how == AS_IT_IS or self.dataset != RANDOM,
-            "split, prompt-field, chat or raw is given but prompts are random: name a data set",
-        )
-        require(
-            self.data_path is None or self.dataset != RANDOM,
-            f"data-path is {self.data_path} but prompts are random: name a data set",
-        )
-        for field in ("num_prompts", "prompt_tokens", "max_new_tokens"):
-            value = getattr(self, field)
-            require(value is None or value >= 1, f"{field.replace('_', '-')} is {value}: use at least 1")
-
-    def to_json(self) -> dict[str, Any]:
-        """All fields but the path of the data, which a manifest names itself."""
-        found = asdict(self)
-        del found["data_path"]
-        return found
-
-    def count(self, batch: int) -> int:
-        """The number of prompts at this batch size."""
-        return self.num_prompts or self.per_slot * batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +62,7 @@ def make_prompts(
             description=f"{several(count, 'prompt')} of {workload.prompt_tokens} random tokens",
             notes=(),
         )
-    data = DataSource(
-        dataset=workload.dataset, data_path=workload.data_path, num_prompts=count, how=workload.how
-    )
-    opened = data.open()
+    opened = replace(workload, num_prompts=count).open()
     prompts = list(opened)
     if workload.output_lens == "data":
         asked, failures = recorded_turns(
