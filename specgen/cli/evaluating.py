@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,6 +23,15 @@ from specgen.cli.printing import (
 )
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import EngineConfig, SamplingParams, counts, option, require
+from specgen.experiments.studies import (
+    ALL_NAMED,
+    OF_NGRAMS,
+    Asking,
+    Limits,
+    Study,
+    load_study,
+    named_arms,
+)
 from specgen.jobs.job import Job
 from specgen.jobs.shards import WHOLE
 from specgen.prompts.load import DataSource
@@ -31,7 +40,6 @@ from specgen.record.interrupt import breakable, interruptible
 from specgen.report.display import several
 
 if TYPE_CHECKING:
-    from specgen.experiments.studies import Study
     from specgen.experiments.study import StudyJob
 
 _FAILURES_SHOWN = 3  # of an audit
@@ -62,38 +70,8 @@ def evaluate(
         "Which of padded, non-padded and baseline (plain decoding), comma-separated.",
         shown="all three, or those of --study",
     ),
-    limit: int | None = option(None, "Study", "Only the first N documents of each task.", shown="all"),
-    num_fewshot: int | None = option(None, "Study", "Examples before each question.", shown="the task's"),
-    apply_chat_template: bool = option(
-        False, "Study", "Render prompts as a chat, examples as earlier turns."
-    ),
-    data_path: Path | None = option(
-        None, "Study", "Directory with the train and test files of gsm8k, instead of the hub."
-    ),
-    confirm_run_unsafe_code: bool = option(
-        False,
-        "Study",
-        "Let tasks such as humaneval run code that the model has written, on this machine; HF_ALLOW_CODE_EVAL=1 says "
-        "it to the evaluator too.",
-    ),
-    sampling: Annotated[SamplingParams, Only("seed")],
-    n: int | None = option(
-        None,
-        "Sampling",
-        "Texts of each question, which differ where the task or an arm samples: for pass@k, and votes.",
-        shown="the task's repeats",
-        least=1,
-    ),
-    max_new_tokens: int | None = option(
-        None,
-        "Sampling",
-        "Longest text in tokens, reasoning included.",
-        shown="the task's, or else 256",
-        least=1,
-    ),
-    max_batch_size: int | None = option(
-        None, "Running", "Sequences per batch.", shown="32, or that of --study"
-    ),
+    limits: Limits,
+    how: Asking,
     engine: Annotated[EngineConfig, _ENGINE],
     log_samples: bool = option(False, "Results", "Write every question and answer to --output too."),
     output: Path | None = option(
@@ -105,31 +83,19 @@ def evaluate(
     quiet: bool = QUIET,
 ) -> None:
     """Whether speculation changed the answers, and how much faster it was: lm-eval's tasks, arm by arm, compared."""
-    changes: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "max_batch_size": max_batch_size}
-    given = {name: value for name, value in changes.items() if value is not None}
-    chosen = replace(_study(tasks, study, arms, engine), **given)
     require(output is not None or not log_samples, "log-samples needs a directory: name one with --output")
+    chosen = limits.over(_study(tasks, study, arms, engine))
     os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's own bars; read when tqdm is imported
     from specgen.experiments.study import StudyJob  # imports torch and lm-eval
 
-    job = StudyJob(
-        study=chosen,
-        engine=replace(engine, max_batch_size=chosen.max_batch_size or engine.max_batch_size),
-        apply_chat_template=apply_chat_template,
-        data_path=data_path,
-        seed=sampling.seed,
-        max_new_tokens=max_new_tokens,
-        n=n,
-        confirm_run_unsafe_code=confirm_run_unsafe_code,
-    )
+    batch = chosen.max_batch_size or engine.max_batch_size
+    job = StudyJob(study=chosen, engine=replace(engine, max_batch_size=batch), **vars(how))
     with stoppable(breakable, partial(kept_in, output)):
         _run(job, output, output if log_samples else None, repeating(ctx), quiet)
 
 
-def _study(tasks: str | None, study: str | None, arms: str | None, engine: EngineConfig) -> "Study":
+def _study(tasks: str | None, study: str | None, arms: str | None, engine: EngineConfig) -> Study:
     """The study of a file, whose tasks and arms options replace, or the named arms on ``tasks``."""
-    from specgen.experiments.studies import ALL_NAMED, OF_NGRAMS, Study, load_study, named_arms
-
     require(tasks is not None or study is not None, "no task is given: try word_problems, or use --study")
     names = None if tasks is None else tuple(name.strip() for name in tasks.split(","))
     if study is None:

@@ -1,11 +1,11 @@
 """Studies as data: tasks, number of questions, and the arms to compare."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from specgen.config import EngineConfig, UserError, choices, require, shown
+from specgen.config import EngineConfig, UserError, choices, option, require, shown
 from specgen.config.bundled import evaluation_directory
 from specgen.config.errors import did_you_mean
 from specgen.config.field_types import number, whole
@@ -59,25 +59,71 @@ def arm_of(value: object) -> Arm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Study:
-    """Arms on the same questions; ``source`` is the address of the design. None means lm-eval's default."""
+class Limits:
+    """How much is asked, where a study or a command says so; None of ``limit`` and shots means lm-eval's default."""
+
+    limit: int | None = option(None, "Study", "Only the first N documents of each task.", shown="all")
+    num_fewshot: int | None = option(None, "Study", "Examples before each question.", shown="the task's")
+    max_batch_size: int | None = option(
+        None, "Running", "Sequences per batch.", shown="32, or that of --study"
+    )
+
+    def __post_init__(self) -> None:
+        for field, least in (("limit", 1), ("num_fewshot", 0), ("max_batch_size", 1)):
+            value, name = getattr(self, field), field.replace("_", "-")
+            require(value is None or whole(value, name) >= least, f"{name} is {value}: use at least {least}")
+
+    def over(self, study: "Study") -> "Study":
+        """``study`` with those that are said."""
+        return replace(study, **{name: value for name, value in vars(self).items() if value is not None})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asking:
+    """How the tasks of a study are asked, whatever they are; None is as the task says."""
+
+    apply_chat_template: bool = option(False, "Study", "Render prompts as a chat, examples as earlier turns.")
+    data_path: Path | None = option(
+        None, "Study", "Directory with the train and test files of gsm8k, instead of the hub."
+    )
+    confirm_run_unsafe_code: bool = option(
+        False,
+        "Study",
+        "Let tasks such as humaneval run code that the model has written, on this machine; HF_ALLOW_CODE_EVAL=1 says "
+        "it to the evaluator too.",
+    )
+    seed: int = option(0, "Sampling", "With the request's id it determines all random numbers.")
+    n: int | None = option(
+        None,
+        "Sampling",
+        "Texts of each question, which differ where the task or an arm samples: for pass@k, and votes.",
+        shown="the task's repeats",
+        least=1,
+    )
+    max_new_tokens: int | None = option(
+        None,
+        "Sampling",
+        "Longest text in tokens, reasoning included.",
+        shown="the task's, or else 256",
+        least=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study(Limits):
+    """Arms on the same questions; ``source`` is the address of the design."""
 
     name: str
     tasks: tuple[str, ...]
     arms: tuple[Arm, ...]
     source: str = ""
-    limit: int | None = None  # questions per task
-    num_fewshot: int | None = None
-    max_batch_size: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         names = [arm.name for arm in self.arms]
         require(bool(self.tasks), "tasks is empty: name at least one")
         require(bool(names), "arms is empty: name at least one")
         require(len(set(names)) == len(names), f"arms are named {', '.join(names)}: give each its own name")
-        for field, least in (("limit", 1), ("num_fewshot", 0), ("max_batch_size", 1)):
-            value, name = getattr(self, field), field.replace("_", "-")
-            require(value is None or whole(value, name) >= least, f"{name} is {value}: use at least {least}")
 
     @classmethod
     def from_json(cls, name: str, value: Mapping[str, Any]) -> Self:

@@ -31,7 +31,7 @@ from specgen.engine.loading import Models, described, load_chat_tokenizer, load_
 from specgen.experiments import study_tables
 from specgen.experiments.audit import Judge
 from specgen.experiments.language_model import SpecgenLM
-from specgen.experiments.studies import Study
+from specgen.experiments.studies import Asking, Study
 from specgen.experiments.study_comparison import ArmRun, StudyComparison, answers, compare, reference_of
 from specgen.record import columns
 from specgen.record.files import write_json, write_text
@@ -208,17 +208,11 @@ _MAX_TOKENS = 256  # default limit of an answer, as in lm-eval
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyJob:
+class StudyJob(Asking):
     """One run of ``specgen eval``; ``engine`` is the configuration that arms change."""
 
     study: Study
     engine: EngineConfig
-    apply_chat_template: bool
-    data_path: Path | None = None  # a local copy of GSM8K
-    seed: int = 0
-    max_new_tokens: int | None = None  # instead of the tasks'
-    n: int | None = None  # samples of each document, instead of the tasks'
-    confirm_run_unsafe_code: bool = False
 
     def __post_init__(self) -> None:
         kwargs = self.engine.template_kwargs
