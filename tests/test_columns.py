@@ -112,7 +112,7 @@ def test_parts_that_do_not_add_up_are_damage(tmp_path: Path) -> None:
         found["record"]["parts"]["steps"]["answer"]["level_reached"][3] = 1
 
     a_run(tmp_path, [replace(row, parts=parts)], damage)
-    with refused("the row of 'a' is damaged .*the parts of the text have steps"):
+    with refused("the row of 'a' is damaged .*the parts of the text have StepCounts"):
         columns.read(tmp_path)
 
 

@@ -29,7 +29,7 @@ from specgen.text.tokenizer import Tokenizer
 from tests.commands import write_rows
 from tests.forked import Ended, generate_with_pair, run_cli, write_pair
 from tests.marks import mostly_slow
-from tests.streams import fold
+from tests.streams import fold, request
 
 BUG = f"specgen: this is a bug in specgen {__version__}: report it with the traceback above, the command, "
 
@@ -189,10 +189,9 @@ def test_a_table_that_cannot_be_written_is_one_line(tmp_path: Path, small_files:
 def test_parquet_that_cannot_be_written_is_one_line(tmp_path: Path, small_files: None) -> None:
     from specgen.jobs.run_output import export_parquet
 
-    metrics = {"acceptance_histogram": [0], "per_step_accepted": []}
-    rows = [
-        {"id": str(n), "prompt": os.urandom(999).hex(), "text": "", "metrics": metrics} for n in range(99)
-    ]
+    (found,) = request("a", [(1, 1)])
+    own = {"text": "", "metrics": {"num_spec_tokens": 1}, "record": found.to_json()}
+    rows = [{"id": str(n), "prompt": os.urandom(999).hex(), **own} for n in range(99)]
     with (
         pytest.raises(UserError, match=r"File too large"),
         directory(tmp_path / "run", "manifest.json") as path,

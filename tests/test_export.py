@@ -6,16 +6,16 @@ import pytest
 from pyarrow import parquet
 
 from specgen.jobs.run_output import Served, export_openai, export_parquet
-from specgen.record.record_rows import Step, StepCounts
 from specgen.report.acceptance import RequestMetrics, metrics_of
 from tests.streams import request
 
 TEXTS = {1: "Hi", 2: " you", 3: "\N{REPLACEMENT CHARACTER}"}
 SERVED = Served(model="m", created=1_700_000_000, token_text=TEXTS.__getitem__)
-STEPS = [Step(0, (1, 2), accepted, 1) for accepted in (2, 0)]
 
 
-def row(row_id: str, *, metrics: RequestMetrics | None = None, **more) -> dict:
+def row(row_id: str, *, drafts: int = 2, **more) -> dict:
+    (found,) = request(row_id, [(drafts, drafts), (drafts, 0)])
+    metrics = metrics_of(found.counts, (), drafts).to_row()
     return {
         "id": row_id,
         "prompt": "?",
@@ -24,9 +24,8 @@ def row(row_id: str, *, metrics: RequestMetrics | None = None, **more) -> dict:
         "finish_reason": "length",
         "turn": 1,
         "num_prompt_tokens": 5,
-        "metrics": json.loads(
-            json.dumps((metrics or metrics_of(StepCounts.of(STEPS, 2), (2, 0), 2)).to_json())
-        ),
+        "metrics": metrics,
+        "record": found.to_json(),
         **more,
     }
 
@@ -82,7 +81,7 @@ def test_the_lists_of_metrics_are_those_of_the_record(tmp_path):
 
 
 def test_a_text_completion_without_speculation(tmp_path):
-    plain = row("a", endpoint="/v1/completions", metrics=metrics_of(StepCounts.of([], 0), (), 0))
+    plain = row("a", endpoint="/v1/completions", drafts=0)
     body = lines(export(tmp_path, [plain])[0])[0]["response"]["body"]
     assert body["object"] == "text_completion"
     assert body["choices"] == [{"index": 0, "text": "Hi you", "logprobs": None, "finish_reason": "length"}]
@@ -174,7 +173,9 @@ def test_a_table_is_read_by_datasets_as_it_was_written(tmp_path):
         "reasoning",
         "num_reasoning_tokens",
     )
-    expected = {**dict.fromkeys(names), "sample": 0, **rows[0]}
+    metrics = json.loads(json.dumps(RequestMetrics.of_samples([full])))
+    expected = {**dict.fromkeys(names), "sample": 0, **full, "metrics": metrics}
+    del expected["record"]
     assert table[0] == expected
     assert table[1]["logprobs"][0] == {
         "chosen": -0.5,

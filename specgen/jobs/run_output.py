@@ -326,7 +326,7 @@ def export_parquet(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
 
 def _table_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """``row`` with all metrics, and log-probabilities as objects: a list of a column cannot mix ids and floats."""
-    found = {"sample": 0, **row, "metrics": RequestMetrics.of_row(row)}
+    found = {"sample": 0, **row, "metrics": RequestMetrics.of_samples([row])}
     for name in ("logprobs", "prompt_logprobs"):
         if name in row:
             found[name] = [

@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import accumulate, repeat
+from itertools import repeat
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -20,10 +20,7 @@ from numpy.typing import NDArray
 from specgen.config import CONFIDENCE_LEVELS, require
 from specgen.record.files import Rows
 from specgen.record.record_rows import (
-    ONLY_SESSION,
-    Count,
     Line,
-    Record,
     RequestRow,
     StepCounts,
     conversation_of,
@@ -35,7 +32,6 @@ NO_CATEGORY = "(none)"
 _CHUNK = 1024  # rows whose counts are lists before they are columns
 _BY_POSITION = ("drafted", "reached", "accepted")
 _NO_TEXT = hash(None)
-_Line = TypeVar("_Line")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,7 +110,6 @@ class Run:
     prompt: Array  # a digest
     tokens: Array  # a digest
     reasoning: Counts | None = None
-    without_record: str | None = None  # the first row of an earlier version, which has counts alone
 
     def __len__(self) -> int:
         return len(self.names)
@@ -170,16 +165,13 @@ def read(directory: Path, num_spec_tokens: int | None = None, rows: Rows | None 
     """
     rows, found = Rows(directory / "completions.jsonl") if rows is None else rows, _Columns()
     for name, content in rows.lines():
-        line = _line(name, content, _decode_line)
+        line = _line(name, content)
         if line.token_ids is None:
             continue
-        if line.record is None:
-            found.without_record = found.without_record or name
-            line.record = _of_earlier(_line(name, content, _decode_earlier).metrics)
-        several = line.record.num_turns > 1 or found.without_record is not None or line.sample is not None
-        unit = conversation_of(line.id, line.turn) if several else ""
+        several, own = line.sample is not None, line.id
         line.id, line.sample = name, None  # the same string, of which there are as many as rows
         row = line.request()
+        unit = conversation_of(own, line.turn) if several or row.num_turns > 1 else ""
         found.add(row, unit, hash(line.prompt), hash(tuple(line.token_ids)))
     return found.run(num_spec_tokens)
 
@@ -201,45 +193,19 @@ def of(requests: Iterable[RequestRow], num_spec_tokens: int, prompts: Iterable[s
     return found.run(num_spec_tokens)
 
 
-def _line(name: str, content: bytes, decoder: msgspec.json.Decoder[_Line]) -> _Line:
+def _line(name: str, content: bytes) -> Line:
     try:
         try:
-            return decoder.decode(content)
+            return _decode(content)
         except msgspec.ValidationError:
             raise
         except (msgspec.DecodeError, ValueError):
-            return msgspec.convert(json.loads(content), decoder.type)  # which takes NaN too
+            return msgspec.convert(json.loads(content), Line)  # which takes NaN too
     except ValueError as error:
         raise damaged(name, error) from error
 
 
-class _EarlierMetrics(msgspec.Struct):
-    acceptance_histogram: Annotated[list[Count], msgspec.Meta(min_length=1)]
-    num_draft_tokens: Count
-    num_steps_without_drafts: Count
-
-
-class _EarlierLine(msgspec.Struct):
-    metrics: _EarlierMetrics | None = None
-
-
-_decode_line, _decode_earlier = msgspec.json.Decoder(Line), msgspec.json.Decoder(_EarlierLine)
-
-
-def _of_earlier(metrics: _EarlierMetrics | None) -> Record:
-    """What a row of a version without records says: what was accepted; where not every step drafted K, not where."""
-    metrics = metrics or _EarlierMetrics([0], 0, 0)
-    histogram = metrics.acceptance_histogram
-    # [K + 1]: steps that accepted so many drafts or more
-    steps, *accepted = [*accumulate(reversed(histogram))][::-1]
-    is_whole = metrics.num_draft_tokens == steps * len(accepted)
-    drafted = [steps] * len(accepted) if is_whole else [steps, *accepted[1:]]  # at least
-    counts = StepCounts(
-        drafted, drafted, accepted, histogram, metrics.num_steps_without_drafts if accepted else 0
-    )
-    return Record(
-        session=ONLY_SESSION, arrival=0.0, first_token=None, ended=0.0, num_cached_tokens=0, counts=counts
-    )
+_decode = msgspec.json.Decoder(Line).decode
 
 
 def _with_one_prompt(unit: Array, turn: Array, prompt: Array) -> Array:
@@ -268,7 +234,6 @@ class _Columns:
     """Columns that grow, row by row."""
 
     def __init__(self) -> None:
-        self.without_record: str | None = None
         self._names: list[str] = []
         self._units: dict[str, int] = {}
         self._codes: tuple[dict[Any, int], ...] = ({}, {}, {})  # of category, reason, session
@@ -342,7 +307,6 @@ class _Columns:
             names=self._names,
             counts=Counts(**_joined(counts, k)),
             reasoning=Counts(**_joined(parts, k)) if has_parts else None,
-            without_record=self.without_record,
             **found,
         )
 

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
 
@@ -112,6 +113,15 @@ class StepCounts(msgspec.Struct, forbid_unknown_fields=True):
             sum([step.is_cut for step in steps]),
         )
 
+    def __add__(self, other: "StepCounts") -> "StepCounts":
+        """Those of both, of which one may have a smaller K."""
+        pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(other), strict=True)
+        added: list[Any] = [
+            [*map(sum, zip_longest(ours, theirs, fillvalue=0))] if isinstance(ours, list) else ours + theirs
+            for ours, theirs in pairs
+        ]
+        return StepCounts(*added)
+
     @property
     def num_steps(self) -> int:
         """Steps with drafts."""
@@ -214,12 +224,11 @@ class RequestRow:
 
     def to_json(self, *, with_steps: bool = True) -> dict[str, Any]:
         """The ``record`` of a row, which has the other fields itself; see ``of_row``."""
-        steps = None
+        own = {name: getattr(self, name) for name in Record.__struct_fields__}
+        found: dict[str, Any] = msgspec.to_builtins(Record(**own))
         if with_steps and self.steps is not None:
             numbers, drafts, accepted, *_ = zip(*self.steps, strict=True) if self.steps else ((), (), ())
-            steps = _Steps(list(numbers), list(drafts), list(accepted))
-        own = {name: getattr(self, name) for name in Record.__struct_fields__}
-        found: dict[str, Any] = msgspec.to_builtins(_WholeRecord(**own, steps=steps))
+            found["steps"] = msgspec.to_builtins(_Steps(list(numbers), list(drafts), list(accepted)))
         return found
 
     @staticmethod
@@ -228,17 +237,12 @@ class RequestRow:
 
         So it is for one that another program has damaged.
         """
-        require(
-            "record" in row,
-            f"the row of {row.get('id')!r} has no record, as in earlier versions: generate into a new directory",
-        )
         try:
-            found = msgspec.convert(row, _WholeLine)
-            assert found.record is not None
-            arrays = found.record.steps
-            return found.request(None if arrays is None else _steps(arrays, len(found.token_ids or ())))
+            line, arrays = msgspec.convert(row, Line), (row.get("record") or {}).get("steps")
+            steps = None if arrays is None else _steps(arrays, len(line.token_ids or ()))
         except ValueError as error:
             raise damaged(row.get("id"), error) from error
+        return line.request(steps)
 
     def moved(self, seconds: float) -> Self:
         """The same of a run in which so many seconds came before what is here counted from 0."""
@@ -295,21 +299,15 @@ class Record(msgspec.Struct, omit_defaults=True):
         """``ValueError`` for a session that no process has named, and for parts that do not add up."""
         int(self.session.rpartition("-")[2])
         if self.parts is not None:
-            both = [msgspec.structs.astuple(self.parts.steps[part]) for part in PARTS]
-            for whole, *parts in zip(msgspec.structs.astuple(self.counts), *both, strict=True):
-                added = [*map(sum, zip(*parts, strict=True))] if isinstance(whole, list) else sum(parts)
-                if added != whole:
-                    raise ValueError(f"the parts of the text have steps {added}, the whole {whole}")
+            reasoning, answer = (self.parts.steps[part] for part in PARTS)
+            if reasoning + answer != self.counts:
+                raise ValueError(f"the parts of the text have {reasoning + answer}, the whole {self.counts}")
 
 
 class _Steps(msgspec.Struct):
     numbers: list[int] = msgspec.field(name="pass")
     drafts: list[list[int]]
     accepted: list[int]
-
-
-class _WholeRecord(Record, kw_only=True):
-    steps: _Steps | None = None
 
 
 class Line(msgspec.Struct, kw_only=True):
@@ -328,9 +326,12 @@ class Line(msgspec.Struct, kw_only=True):
     record: Record | None = None
 
     def request(self, steps: Sequence[Step] | None = None) -> RequestRow:
-        """The request of a row with a record."""
+        """The request of the row; ``UserError`` for one without a record."""
         record = self.record
-        assert record is not None
+        require(
+            record is not None,
+            f"the row of {self.id!r} has no record, as in earlier versions: generate into a new directory",
+        )
         return RequestRow(
             name=sample_id(self.id, self.sample),
             reason=self.ended_by or self.finish_reason,
@@ -344,14 +345,11 @@ class Line(msgspec.Struct, kw_only=True):
         )
 
 
-class _WholeLine(Line, kw_only=True):
-    record: _WholeRecord | None = None
-
-
-def _steps(arrays: _Steps, num_tokens: int) -> list[Step]:
+def _steps(arrays: object, num_tokens: int) -> list[Step]:
     """The steps of a text; the last may have given less than it accepted, as the text ended within it."""
+    each = msgspec.convert(arrays, _Steps)
     left, found = num_tokens - 1, []  # the first token is the prefill's
-    for number, drafts, accepted in zip(arrays.numbers, arrays.drafts, arrays.accepted, strict=True):
+    for number, drafts, accepted in zip(each.numbers, each.drafts, each.accepted, strict=True):
         emitted = min(accepted + 1, left)
         found.append(Step(number, drafts, accepted, emitted))
         left -= emitted

@@ -3,8 +3,9 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
+from functools import cached_property, reduce
+from itertools import chain, pairwise
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -42,42 +43,16 @@ class RequestMetrics:
         return {name: number for name, number in vars(self).items() if not isinstance(number, tuple)}
 
     @classmethod
-    def of_row(cls, row: Mapping[str, Any]) -> dict[str, Any]:
-        """All of it, from a row of ``completions.jsonl``; one of an earlier version has the lists itself.
+    def of_samples(cls, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """All of it, from a row of ``completions.jsonl``, or of the samples of a prompt together.
 
         Steps that were not kept are none in ``per_step_accepted``.
         """
-        found: dict[str, Any] = row["metrics"]
-        if "acceptance_histogram" in found:
-            return found
-        request = RequestRow.of_row(row)
-        per_step = (step.accepted for step in request.steps or () if step.drafts)
-        return metrics_of(request.counts, per_step, found["num_spec_tokens"]).to_json()
-
-    @classmethod
-    def of_samples(cls, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """``of_row`` of the samples of a prompt together."""
-        found = [cls.of_row(row) for row in rows]
-        total = {
-            name: sum((each[name] for each in found), 0)
-            for name, value in found[0].items()
-            if isinstance(value, int) and name != "num_spec_tokens"
-        }
-        steps, accepted, drafted = (
-            total[name] for name in ("num_spec_steps", "num_accepted_draft_tokens", "num_draft_tokens")
-        )
-        return (
-            found[0]
-            | total
-            | {
-                "mean_acceptance_length": 1 + accepted / steps if steps else None,
-                "draft_acceptance_rate": accepted / drafted if drafted else None,
-                "acceptance_histogram": [
-                    *map(sum, zip(*(each["acceptance_histogram"] for each in found), strict=True))
-                ],
-                "per_step_accepted": [step for each in found for step in each["per_step_accepted"]],
-            }
-        )
+        requests = [RequestRow.of_row(row) for row in rows]
+        steps = chain.from_iterable(request.steps or () for request in requests)
+        counts = reduce(add, (request.counts for request in requests))
+        per_step = (step.accepted for step in steps if step.drafts)
+        return metrics_of(counts, per_step, rows[0]["metrics"]["num_spec_tokens"]).to_json()
 
 
 @dataclass(frozen=True, kw_only=True)

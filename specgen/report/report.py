@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import msgspec
 
-from specgen.config import UserError, require
+from specgen.config import UserError
 from specgen.config.json_fields import load_json
 from specgen.record import columns
 from specgen.record.columns import NO_CATEGORY, Array, Run
@@ -178,12 +178,8 @@ class Report(Speculation):
 def report_of(run: Run, passes: Iterable[Row], *, num_errors: int = 0) -> Report:
     """The report of a run's columns and, in one pass over them, of its ``passes``.
 
-    ``num_errors`` requests failed, which are in no other number. ``UserError`` for a run of an earlier version.
+    ``num_errors`` requests failed, which are in no other number.
     """
-    require(
-        run.without_record is None,
-        f"the row of {run.without_record!r} has no record, as in earlier versions: generate into a new directory",
-    )
     sums = PassSums()
     sums.clock.add_requests(run)
     sums.add(passes)
