@@ -76,7 +76,7 @@ def of_a_tune() -> str:
                 "x_best_ci95": (0.77, 0.91),
             }
             named: dict[str, Any] = {"batch": batch, "K": k, "drafter_batch": mode, "speed": 1234.5, **ratio}
-            named |= {"tpot": 12.34, "per_user": 123.4, "acceptance_length": 2.41, "in_batch": 120.4}
+            named |= {"tpot": 12.34, "acceptance_length": 2.41, "in_batch": 120.4}
             rows.append(
                 named | {"repeats": 10, "same_texts": 1.0, "wrong_tokens": 0, "verdict": "no different"}
             )

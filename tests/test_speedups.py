@@ -10,11 +10,9 @@ import msgspec
 import pytest
 from scipy import stats
 
-from specgen.engine.arms import Arm
 from specgen.experiments.bound import KVBytes, StepBytes
-from specgen.experiments.plans import Roofline
 from specgen.experiments.rounds import Ranking, Repeat, Repeats, half_width
-from specgen.experiments.tune_table import best_line, tune_table, wall_tables
+from specgen.experiments.tune_table import wall_tables
 from specgen.experiments.turns import balanced_order, digest
 from specgen.report.timings import LatencyStats, WallTime
 
@@ -120,30 +118,6 @@ def test_few_repeats_decide_nothing() -> None:
     del slow[2]
     fewer = Ranking(plain="plain", arms={"slow": repeats(slow), "fast": repeats(fast)})
     assert not fewer.cannot_win("slow")
-
-
-def test_the_best_line_has_the_arms_that_none_beats_in_both() -> None:
-    points = {"a": (10, 5), "b": (8, 9), "c": (7, 8), "d": (8, 8), "e": (2, 9), "f": (1, 20), "g": (None, 30)}
-    rows = {name: {"K": 1, "per_user": x, "speed": y} for name, (x, y) in points.items()}
-    table = best_line(rows)
-    assert [row["arm"] for row in table.rows] == ["f", "b", "a"]
-    assert [(row["per_user"], row["speed"]) for row in table.rows] == [(1, 20), (8, 9), (10, 5)]
-    assert best_line({}).rows == ()
-
-
-@pytest.mark.parametrize(("number", "named"), [(1, []), (2, ["fast"])])
-def test_arms_of_one_repeat_are_on_no_front(number: int, named: list[str]) -> None:
-    arms = {name: Arm(name=name, changes={"batch": 1, "K": k}) for k, name in enumerate(("plain", "fast"))}
-    runs = {
-        name: Repeats(each={str(n): replace(repeat(seconds), tpot=SPREAD) for n in range(number)})
-        for name, seconds in (("plain", 2.0), ("fast", 1.0))
-    }
-    runs["plain"] = Repeats(
-        each={n: replace(each, tpot=replace(SPREAD, median=4.0)) for n, each in runs["plain"].each.items()}
-    )
-    roofline = Roofline(sizes=SIZES, bytes_per_second=1e10, flops_per_second=2e12, known=None)
-    table = tune_table(arms, {1: Ranking(plain="plain", arms=runs)}, {}, (), roofline, None)
-    assert [row["arm"] for row in table.more[0].rows] == named
 
 
 def test_the_wall_time_is_that_of_the_middle_repeat() -> None:

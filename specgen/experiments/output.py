@@ -59,7 +59,6 @@ class BenchTable(Table):
     answers: tuple[str, ...] = ()  # what was found, in sentences
     notes: tuple[str, ...] = ()  # such as what was not measured and why
     details: tuple[Table, ...] = ()  # below the rows, not in the CSV
-    more: tuple[Table, ...] = ()  # of the page alone
     shown: int | None = (
         None  # of the columns, those on a terminal, where that is not the whole table with ``details``
     )
@@ -116,7 +115,7 @@ class BenchTable(Table):
             settings={name: text for name, text in conditions.items() if name in _WHAT},
             notes={name: text for name, text in conditions.items() if name not in _WHAT},
             notes_title="How it was measured",
-            tables=[*self._plotted(), *self.details, *self.more, every],
+            tables=[*self._plotted(), *self.details, every],
             sentence="\n".join(self.answers),
             findings=self.notes,
             # the device is one of the conditions, and the load is the bench's own by now

@@ -206,7 +206,6 @@ def _conditions(job: TuneJob, setup: Setup, roofline: Roofline) -> Row:
         "95 %": "Student's t for the mean logarithm of the ratios within a round; Welch's test for arms never in the "
         "same round. Picking the best of 15 equal arms, the interval holds the truth in 82-85 % of cases (94 % with 2)",
         "in_batch": "mean sequences in a decode step, below the batch size because the batch empties at the end",
-        "per_user": "1 / median time per output token",
         "acceptance": "share of the steps that accepted more than 0, 1, ... drafts",
         "same_texts": None
         if config.synthetic_acceptance

@@ -4,7 +4,6 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain, product
-from operator import itemgetter
 
 from specgen.config import DraftLength, EngineConfig, TemplateKwargs, bundled
 from specgen.engine.arms import Arm
@@ -14,7 +13,6 @@ from specgen.experiments.rounds import DROPPING, Ranking, Repeat, Repeats, distu
 from specgen.experiments.tune_job import SETTINGS, Workload, label
 from specgen.report import display
 from specgen.report.charts import DRAFT_LENGTHS
-from specgen.report.grid import Figure, Grid
 from specgen.report.intervals import Estimate
 from specgen.report.table import Column, Row, Table
 
@@ -23,7 +21,6 @@ _CHOSEN = ("auto", "uniform")  # by the engine at every step
 _PLAIN = "-"  # the drafter batch of plain decoding
 _OF_PLAIN: Mapping[str, Value] = {"K": 0, "drafter_batch": _PLAIN}
 _SPREADS, _PARTS = ("ttft", "tpot", "itl"), ("mean", "median", "p99")
-_USERS = ("per_user", "speed")  # of one and of all
 _KEYS = ("batch", *SETTINGS, "K", "drafter_batch")
 COLUMNS = (
     *(Column(name=name) for name in _KEYS if name not in SETTINGS),
@@ -31,7 +28,6 @@ COLUMNS = (
     Column(name="x_plain", show=display.ratio, interval="x_plain_ci95"),
     Column(name="x_best", show=display.ratio, interval="x_best_ci95"),
     Column(name="tpot", unit="ms"),
-    Column(name="per_user", unit="tokens/s", show=display.rate),
     Column(name="acceptance_length"),
     Column(name="in_batch", show=display.rate),
     Column(name="repeats"),
@@ -68,7 +64,6 @@ def tune_table(
         if name in ranking.arms
     }
     busy, others = disturbed(repeats)
-    judged = {name: rows[name] for each in known.values() if each.is_judged for name in each.arms}
     sentences = [sentence(batch, ranking, arms) for batch, ranking in known.items()]
     sentences += busy  # where the speeds are
     bests = [ranking.best for ranking in known.values() if ranking.is_judged]
@@ -87,7 +82,6 @@ def tune_table(
         answers=tuple(sentences),
         notes=(*_doubts(rows), *others, *notes),
         details=tuple(wall_tables({name: repeats[name] for name in rows}, roofline.flops_per_second)),
-        more=(best_line(judged),),
         shown=len(brief) if all(ranking.drops for ranking in rankings.values()) else None,
         num_keys=sum(column.name in _KEYS for column in brief),
     )
@@ -135,7 +129,6 @@ def _row(
         **_ratio("x_plain", name, plain, ranking),
         **_ratio("x_best", name, ranking.best, ranking),
         "tpot": _milliseconds(repeats.tpot),
-        "per_user": 1 / repeats.tpot if repeats.tpot else None,
         "acceptance_length": repeats.acceptance_length,
         "in_batch": repeats.median(lambda repeat: repeat.mean_sequences),
         "repeats": len(repeats.each),
@@ -242,27 +235,6 @@ def _plots(rows: Sequence[Row]) -> Iterator[Plot]:
                 reference=1.0 if y == "x_plain" else None,
                 order=DRAFT_LENGTHS if series == "K" else (),
             )
-
-
-def best_line(rows: Mapping[str, Row]) -> Table:
-    """The arms that no other arm beats in both tokens per second for one user and for all (the Pareto front)."""
-    points = {
-        name: [row[each] for each in _USERS] for name, row in rows.items() if row["per_user"] is not None
-    }
-    front = {
-        name: point
-        for name, point in points.items()
-        if not any(
-            other[0] >= point[0] and other[1] >= point[1] and other != point for other in points.values()
-        )
-    }
-    speeds = [Figure(name=name, unit="tokens/s", show=display.rate, of=itemgetter(name)) for name in _USERS]
-    groups = [({"arm": name}, rows[name]) for name in sorted(front, key=lambda name: front[name])]
-    return Grid(groups=groups, figures=speeds).table(
-        [Column(name="arm", title="")],
-        "Tokens per second for one user and for all",
-        note="Pareto front: no other setting is better for one user and in total",
-    )
 
 
 _RUN_AS_MEASURED = (  # options of ``generate`` that are kept where they are not its defaults
