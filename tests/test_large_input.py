@@ -1,4 +1,4 @@
-"""The start of a run over many rows: what is on disk while they are read, how long a row takes, and the kept index."""
+"""The start of a run over many rows: what is on disk while they are read, and how long a row takes."""
 
 import json
 import sys
@@ -12,11 +12,11 @@ import pytest
 from specgen.config import UserError
 from specgen.jobs import run
 from specgen.jobs.job import Job
-from specgen.jobs.prompt_index import PromptIndex, index_prompts, keep_index, kept_index
+from specgen.jobs.prompt_index import index_prompts
 from specgen.jobs.shards import WHOLE, Shard
 from specgen.prompts import DataSource
 from specgen.record.interrupt import StoppedError
-from specgen.record.results import LOCK, PROMPTS, locked
+from specgen.record.results import LOCK, locked
 from tests.commands import write_rows
 from tests.jobs import Silent, conversations, keep_in_memory, of_field_q
 
@@ -54,27 +54,14 @@ def status(out: Path) -> dict[str, Any]:
     return found
 
 
-def seconds_to_load(path: Path, index: PromptIndex) -> float:
-    began = time.process_time()
-    again = kept_index(path, "key")
-    taken = time.process_time() - began
-    assert again == index
-    return taken
-
-
-def test_a_row_takes_microseconds_and_a_kept_index_less(batch: Path, tmp_path: Path) -> None:
+def test_a_row_takes_microseconds(batch: Path) -> None:
     prompts, warnings = DataSource(dataset=str(batch)).open(), list[int]()
     began = time.process_time()
     index = index_prompts("batch", prompts, WHOLE, warnings.append)
     read = time.process_time() - began
     assert warnings == list(range(1000, NUM_ROWS + 1, 1000))
-    keep_index(tmp_path / "kept", "key", index)
-    # Python may search its garbage in one
-    kept = min(seconds_to_load(tmp_path / "kept", index) for _ in range(3))
     assert (index.num_requests, index.rows[7], index.has_chats) == (NUM_ROWS, ("r7",), True)
     assert read < LONGEST * NUM_ROWS
-    assert kept < read / 5
-    assert kept_index(tmp_path / "kept", "other") is None
 
 
 def test_a_row_takes_few_calls(batch: Path) -> None:
@@ -108,13 +95,6 @@ def test_the_digest_is_of_what_is_asked_and_not_of_the_order_of_its_fields(tmp_p
     )
     assert asked not in {digest('{"id": "a", "prompt": "x", ' + each + "}\n") for each in others}
     assert asked != digest('{"id": "a", "prompt": "y", "seed": 1, "top_p": 0.5}\n')
-
-
-def test_an_index_that_is_damaged_is_not_used(tmp_path: Path) -> None:
-    assert kept_index(tmp_path / "kept", "key") is None
-    for damage in (b"", b"\xff", b"[1]", b'{"key":"key","index":{}}'):
-        (tmp_path / "kept").write_bytes(damage)
-        assert kept_index(tmp_path / "kept", "key") is None
 
 
 def test_the_key_is_of_the_content_and_of_how_it_is_read(tmp_path: Path) -> None:
@@ -193,7 +173,7 @@ def test_a_mistake_in_the_rows_leaves_no_directory_and_no_change(job: Job, tmp_p
 
 
 @pytest.mark.parametrize("shard", [WHOLE, Shard(index=1, count=2)])
-def test_a_resume_reads_the_index_and_not_the_rows(
+def test_a_resume_reads_the_same_rows(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard: Shard
 ) -> None:
     rows = [
@@ -208,7 +188,6 @@ def test_a_resume_reads_the_index_and_not_the_rows(
         write(job, "abcd")
     first = run.run(job, tmp_path / "run", Silent())
     read = (tmp_path / "run" / "errors.jsonl").read_bytes()
-    monkeypatch.setattr(run, "index_prompts", None)
     warnings = list[str]()
     progress = Silent()
     monkeypatch.setattr(progress, "warn", warnings.append)
@@ -216,9 +195,6 @@ def test_a_resume_reads_the_index_and_not_the_rows(
     assert again.report.num_requests == first.report.num_requests == 2
     assert (tmp_path / "run" / "errors.jsonl").read_bytes() == read, "a duplicate does not become a prompt"
     assert len([each for each in warnings if "temprature" in each]) == (shard == WHOLE)
-    monkeypatch.undo()
-    keep_in_memory(monkeypatch, job.engine)
     write(job, "abcx")
     with pytest.raises(UserError, match=r"differs in (files of the prompts: .*\(|the prompts: other rows)"):
         run.run(job, tmp_path / "run", Silent())
-    assert (tmp_path / "run" / PROMPTS).exists()

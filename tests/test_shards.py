@@ -19,7 +19,6 @@ from specgen.jobs.run import run
 from specgen.jobs.shards import Shard, parse_shard, scheduled_shard
 from specgen.record import files as run_files
 from specgen.record.interrupt import StoppedError
-from specgen.record.results import PROMPTS
 from tests.commands import refused, specgen
 from tests.jobs import Silent, conversations, files, keep_in_memory, untimed
 from tests.streams import recorded, reported, request
@@ -74,7 +73,7 @@ def outcome(directory: Path) -> dict[str, Any]:
     baseline = found["report.json"].pop("baseline")
     kept = found["manifest.json"], found["report.json"], baseline["identical"], baseline["num_compared"]
     rows = [untimed(directory / name / "completions.jsonl") for name in ("", "baseline")]
-    names = {path.relative_to(directory) for path in directory.rglob("*")} - {Path(PROMPTS)}  # for a resume
+    names = {path.relative_to(directory) for path in directory.rglob("*")}
     counts = {name: found["status.json"][name] for name in ("state", "total", "done", "failed")}
     return {"kept": kept, "rows": rows, "errors": found["errors.jsonl"], "names": names, "counts": counts}
 

@@ -1,4 +1,4 @@
-"""One pass over the prompts before a run: ids of the shard, and a digest of the input; kept for a resume."""
+"""One pass over the prompts before a run: ids of the shard, and a digest of the input."""
 
 import hashlib
 import json
@@ -8,13 +8,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from specgen.config import SamplingParams, UserError, first_line, require, shown
 from specgen.jobs.shards import Shard
 from specgen.prompts import Prompt, Rejected, content_of
 from specgen.prompts.prompt import sample_ids, several_turns
-from specgen.record.files import replacement, sample_id
+from specgen.record.files import sample_id
 
 REQUESTS = "requests.jsonl"  # of a shard: one line per input row, with the ids of its turns
 
@@ -31,7 +29,6 @@ def read_requests(path: Path) -> Iterator[list[str]]:
             ) from error
 
 
-_encode = msgspec.json.Encoder().encode
 _ONE_EACH = SamplingParams()
 _STRIDE = 1000  # rows between two calls of ``seen``
 _KINDS: Mapping[str, Callable[[Any], Hashable]] = {
@@ -63,7 +60,6 @@ class PromptIndex:
     digest: str  # SHA-256 over prompts and rejected rows of the input, in order
     has_chats: bool
     sampling: tuple[Mapping[str, Any], ...]  # rows' own parameters, one per kind
-    notes: tuple[str, ...] = ()  # what the user may not have meant
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -86,21 +82,6 @@ class PromptIndex:
     def pending(self, done: Container[str]) -> Iterator[Sequence[str]]:
         """Per row of the input its ids if it belongs to the shard and has a turn that is not ``done``, else none."""
         return (turns if any(turn not in done for turn in turns) else () for turns in self.rows)
-
-
-def kept_index(path: Path, key: str | None) -> PromptIndex | None:
-    """The index that ``keep_index`` wrote to ``path`` under the same ``key``, if it did."""
-    try:
-        kept_key, index = msgspec.json.decode(path.read_bytes(), type=tuple[str, PromptIndex])
-    except (FileNotFoundError, msgspec.DecodeError, ValueError):  # none yet, or emptied by a power failure
-        return None
-    return index if kept_key == key else None
-
-
-def keep_index(path: Path, key: str, index: PromptIndex) -> None:
-    """Write ``index`` for a resume, atomically; ``key`` is equal where the same input is read in the same way."""
-    with replacement(path) as file:
-        file.write(_encode((key, index)) + b"\n")
 
 
 def index_prompts(

@@ -12,7 +12,7 @@ from typing import Any
 from specgen.checkpoints import lora
 from specgen.checkpoints.checkpoint import target_config
 from specgen.checkpoints.fingerprint import files_of, fingerprint, state_of
-from specgen.config import VERSION, EngineConfig, TemplateKwargs, UserError, require, shown
+from specgen.config import EngineConfig, TemplateKwargs, UserError, require, shown
 from specgen.config.errors import DeviceLost
 from specgen.config.json_fields import load_json
 from specgen.config.urls import Url
@@ -33,11 +33,11 @@ from specgen.engine.loading import (
     open_checkpoints,
 )
 from specgen.jobs.job import Job
-from specgen.jobs.prompt_index import REQUESTS, PromptIndex, index_prompts, keep_index, kept_index
+from specgen.jobs.prompt_index import REQUESTS, PromptIndex, index_prompts
 from specgen.jobs.ray_engine import RayEngine
 from specgen.jobs.run_output import MAIN_FILES, FinishedRun, RunResult, complete_run
 from specgen.jobs.shards import WHOLE
-from specgen.prompts import Prompt, PromptSet, failure
+from specgen.prompts import Prompt, failure
 from specgen.prompts.load import RAW
 from specgen.prompts.prompt import asked_digest, sample_ids
 from specgen.record.files import Rows, whole_lines, write_json, write_json_lines, write_text
@@ -55,7 +55,6 @@ from specgen.record.provenance import (
 )
 from specgen.record.record_rows import EngineRow, RequestRow
 from specgen.record.results import (
-    PROMPTS,
     RunDirectory,
     directory,
     rename_aside,
@@ -139,8 +138,6 @@ def _run(
                 if job.config is not None:  # the last command's: a resumed run may have another batch size
                     write_text(path / "config.yaml", job.config)
                 status.write("preparing")
-                if work.unkept is not None:
-                    keep_index(path / PROMPTS, work.unkept, work.index)
                 if job.shard.count > 1:
                     write_json_lines(path / REQUESTS, filter(None, work.index.rows))
                 with _kept_while_lost(path):
@@ -154,22 +151,6 @@ def _run(
         return run.result(work.first)
 
 
-def _index(
-    job: Job, path: Path, prompts: PromptSet, content: str | None, seen: Callable[[int], None]
-) -> tuple[PromptIndex, str | None]:
-    """The index of ``prompts``, and if it is new the key under which ``path`` is to keep it, if it can."""
-    samples = f"{job.sampling.n} {'sampled' if job.sampling.temperature > 0 else 'greedy'}"
-    key = None if content is None else f"{VERSION}, {content}, {job.data.dataset}, {job.shard}, {samples}"
-    index = kept_index(path / PROMPTS, key)
-    if index is not None:
-        return index, None
-    file, dataset = job.data.data_path, job.data.dataset
-    read_as = f"{file}, read as {dataset}," if file else dataset
-    with fewer_gc_passes():  # what a row leaves is no garbage
-        index = index_prompts(read_as, prompts, job.shard, seen, job.sampling)
-    return replace(index, notes=tuple(prompts.notes.sentences())), key
-
-
 def _with_rows_for(index: PromptIndex, config: EngineConfig) -> EngineConfig:
     """``config`` with no more rows than the prompts can use, which take memory."""
     return replace(config, max_batch_size=min(config.max_batch_size, bucket(index.num_conversations)))
@@ -178,7 +159,7 @@ def _with_rows_for(index: PromptIndex, config: EngineConfig) -> EngineConfig:
 class _Work:
     """A job at work: its prompts through an engine, and for a baseline through a plain one.
 
-    It is checked when it is made: its whole input is read, or the index that an earlier process left in ``path``.
+    It is checked when it is made: its whole input is read.
     """
 
     def __init__(
@@ -204,7 +185,10 @@ class _Work:
         with phase("rows"):
             self.prompts = job.data.open()
             self.content = self.prompts.key()
-            self.index, self.unkept = _index(job, path, self.prompts, self.content, self._read)
+            file, dataset = job.data.data_path, job.data.dataset
+            read_as = f"{file}, read as {dataset}," if file else dataset
+            with fewer_gc_passes():  # what a row leaves is no garbage
+                self.index = index_prompts(read_as, self.prompts, job.shard, self._read, job.sampling)
             selected = self.prompts.select(self.index.rows)
             self.first = list(islice((row for row in selected if isinstance(row, Prompt)), _NUM_SHOWN))
         if job.engine.template_kwargs != TemplateKwargs():
@@ -217,7 +201,7 @@ class _Work:
             load_chat_tokenizer(config, self.checkpoints)
         if job.cluster is None:
             require_memory(_with_rows_for(self.index, config))
-        for sentence in (*self.index.notes, *without_effect(job, self.index)):
+        for sentence in (*self.prompts.notes.sentences(), *without_effect(job, self.index)):
             progress.warn(sentence)
         if said := self.generation.sentence(job.given):
             progress.note(f"{FILE}: {said}")

@@ -25,7 +25,7 @@ from specgen.config import UserError, first_line, require
 from specgen.config.urls import Url
 from specgen.record.files import as_json
 from specgen.record.provenance import timestamp
-from specgen.record.results import PROMPTS, locked
+from specgen.record.results import locked
 from specgen.storage import Store, cache_directory, file_digest
 
 MANIFEST = "parts.json"  # whose conditional replacement is what commits, and what refuses a second writer
@@ -37,7 +37,7 @@ _AT_ONCE = 8  # requests
 _STATUS = "status.json"  # for others to look at: it is written over, and no resume needs it
 # What a resume needs. Passes are last, so that those of every completion are there.
 _FILES = (
-    *("manifest.json", "config.yaml", PROMPTS, "requests.jsonl"),
+    *("manifest.json", "config.yaml", "requests.jsonl"),
     *("lost.jsonl", "errors.jsonl", "completions.jsonl"),
     *("baseline/lost.jsonl", "baseline/errors.jsonl", "baseline/completions.jsonl"),
     *("passes.jsonl", "baseline/passes.jsonl"),

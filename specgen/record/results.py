@@ -34,9 +34,8 @@ _SYNC_INTERVAL = 1.0  # seconds of work that a power loss may cost
 _KEPT = "what is done is kept; fix that and run the same command again"
 _NO_RIGHT = "give the right to write there, or name another directory"
 _NO_ROOM = "name a directory elsewhere with --output, or in TMPDIR"
-PROMPTS = ".prompts.json"  # the index of the input, which a resume need not read again
 _BEFORE_MANIFEST = {
-    name + end for name in (LOCK, "manifest.json", "status.json", PROMPTS) for end in ("", ".partial")
+    name + end for name in (LOCK, "manifest.json", "status.json") for end in ("", ".partial")
 } - {"manifest.json"}
 
 _RUN_FILES = (  # what ``specgen generate`` writes, but for its manifest and what may be there before that
