@@ -43,7 +43,6 @@ _RANGES: tuple[tuple[str, str, float, float, str], ...] = (
         "prompt_logprobs",
         *(0, MAX_LOGPROBS, f"use 0 (only the prompt's) to {MAX_LOGPROBS}"),
     ),
-    ("min_tokens", "min-tokens", 0, _LARGEST_COUNT, "use 0 to max_tokens (--max-new-tokens)"),
     (
         "repetition_penalty",
         "repetition-penalty",
@@ -156,9 +155,9 @@ class SamplingParams:
         for stop in self.stop_strings:
             if not is_text(stop):
                 _refuse("stop", stop, "it holds a lone surrogate, which is not a character")
-        if self.min_tokens > self.max_tokens:
+        if not 0 <= self.min_tokens <= self.max_tokens:
             _refuse(
-                "min-tokens", self.min_tokens, f"use at most max_tokens (--max-new-tokens), {self.max_tokens}"
+                "min-tokens", self.min_tokens, f"use 0 to max_tokens (--max-new-tokens), {self.max_tokens}"
             )
         self._check_logit_bias()
         if self.constrained:

@@ -8,7 +8,7 @@ from dataclasses import fields
 from functools import lru_cache
 from math import inf
 from operator import itemgetter
-from typing import Any
+from typing import Any, get_type_hints
 
 from specgen.config import SamplingParams, StructuredOutputs, UserError, check_own, require, shown
 from specgen.text.tokenizer import Message
@@ -180,11 +180,9 @@ def _top_k(value: object, what: str) -> int:
     return 0 if asked == -1 else asked
 
 
-def _stop(value: object, what: str) -> tuple[str, ...]:
-    if value == []:
-        return ()  # none of those of the run
-    strings = [value] if isinstance(value, str) else checked_list(value, what)
-    return tuple(character_string(item, what) for item in strings)
+def _each(read: Callable[[object, str], Any], value: object, what: str) -> tuple[Any, ...]:
+    """The elements of a list, of which there may be none."""
+    return tuple(read(item, what) for item in ([] if value == [] else checked_list(value, what)))
 
 
 def _logit_bias(value: object, what: str) -> tuple[tuple[int, float], ...]:
@@ -206,18 +204,6 @@ def _token_id(key: object, what: str) -> int:
     return int(str(key))
 
 
-def _token_ids(value: object, what: str) -> tuple[int, ...]:
-    return () if value == [] else token_ids(value, what)  # none of those of the run
-
-
-def _bad_words(value: object, what: str) -> tuple[str, ...]:
-    return tuple(character_string(item, what) for item in ([] if value == [] else checked_list(value, what)))
-
-
-def _bad_words_ids(value: object, what: str) -> tuple[tuple[int, ...], ...]:
-    return tuple(token_ids(item, what) for item in ([] if value == [] else checked_list(value, what)))
-
-
 def _response_format(value: object, what: str) -> StructuredOutputs | None:
     """OpenAI's: ``{"type": "json_schema", "json_schema": {"schema": ...}}``, ``json_object`` or ``text``."""
     kind = value.get("type") if isinstance(value, dict) else None
@@ -235,33 +221,26 @@ def _grammar(value: object, what: str) -> StructuredOutputs:
     raise UserError(f"{what} is not supported: use guided_json, guided_regex or guided_choice")
 
 
-_READERS: dict[str, Callable[[object, str], Any]] = {
-    "max_tokens": whole,
-    "temperature": number,
-    "top_p": number,
+# By the type of a field of ``SamplingParams``; an empty list means none of those of the run
+_OF_TYPE: dict[object, Callable[[object, str], Any]] = {
+    int: whole,
+    int | None: whole,
+    float: number,
+    bool: flag,
+    tuple[int, ...]: lambda value, what: () if value == [] else token_ids(value, what),
+    tuple[int, ...] | None: token_ids,
+    tuple[str, ...]: lambda value, what: _each(character_string, value, what),
+    tuple[tuple[int, ...], ...]: lambda value, what: _each(token_ids, value, what),
+}
+_READERS = {
+    **{name: _OF_TYPE[kind] for name, kind in get_type_hints(SamplingParams).items() if kind in _OF_TYPE},
     "top_k": _top_k,
-    "min_p": number,
-    "repetition_penalty": number,
-    "presence_penalty": number,
-    "frequency_penalty": number,
-    "seed": whole,
-    "n": whole,
-    "stop": _stop,
-    "ignore_eos": flag,
+    "stop": lambda value, what: _each(character_string, [value] if isinstance(value, str) else value, what),
     "logit_bias": _logit_bias,
-    "suppress_tokens": _token_ids,
-    "stop_token_ids": _token_ids,
-    "min_tokens": whole,
-    "logprobs": whole,
-    "prompt_logprobs": whole,
-    "allowed_token_ids": token_ids,
-    "bad_words": _bad_words,
-    "bad_words_ids": _bad_words_ids,
-    "begin_suppress_tokens": _token_ids,
     "structured_outputs": StructuredOutputs.of,
     "response_format": _response_format,
-    "guided_json": lambda value, what: StructuredOutputs(json=value),  # type: ignore[arg-type]
-    "guided_regex": lambda value, what: StructuredOutputs(regex=value),  # type: ignore[arg-type]
-    "guided_choice": lambda value, what: StructuredOutputs(choice=value),  # type: ignore[arg-type]
+    "guided_json": lambda value, what: StructuredOutputs(json=value),
+    "guided_regex": lambda value, what: StructuredOutputs(regex=value),
+    "guided_choice": lambda value, what: StructuredOutputs(choice=value),
     "guided_grammar": _grammar,
 }
