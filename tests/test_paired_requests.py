@@ -74,10 +74,8 @@ def test_intervals_cover_and_tests_keep_their_level():
 
 def test_pairing_finds_what_separate_intervals_do_not():
     groups = simulated(np.random.default_rng(3), 80, 0.07)
-    ours, others = Ratio(), Ratio()
-    for hits, trials, other_hits, other_trials in groups:
-        ours.add(hits, trials)
-        others.add(other_hits, other_trials)
+    hits, trials, *rest = np.array(groups).T
+    ours, others = Ratio(hits, trials), Ratio(*rest)
     assert ours.mean_interval()[0] < others.mean_interval()[1]
     assert paired_ratio(groups).p < 0.01
 

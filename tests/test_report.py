@@ -118,9 +118,7 @@ def test_the_interval_of_the_length_stays_possible():
 
 
 def test_the_interval_of_a_short_length_is_that_of_its_requests():
-    ratio = Ratio()
-    for accepted in (1, 0, 1, 1, 0, 1):
-        ratio.add(accepted, 2)
+    ratio = Ratio(np.array([1, 0, 1, 1, 0, 1]), np.array([2] * 6))
     events = [event for n in range(6) for event in request(str(n), [(3, int(n not in (1, 4))), (3, 0)])]
     low, high = ratio.mean_interval()
     assert 0 < low < high < 1

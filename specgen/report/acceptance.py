@@ -210,7 +210,7 @@ class Acceptance:
 
     def ratio(self, hits: Array, trials: Array) -> Ratio:
         """The ratio of two columns ``[n]``, unit by unit."""
-        return Ratio.of(self.per_unit(hits), self.per_unit(trials))
+        return Ratio(self.per_unit(hits), self.per_unit(trials))
 
     @property
     def length(self) -> Ratio:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, variance
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,37 +43,17 @@ def wilson(share: float, trials: float) -> Interval:
 
 
 class Ratio:
-    """Sum of hits over sum of trials, accumulated group by group in constant memory.
+    """Sum of ``hits`` over sum of ``trials``, both ``[groups]``; a group without trials carries no information.
 
     Steps of a conversation are correlated, conversations independent. The variance is that of the ratio estimator,
     linearized over groups (Cochran, Sampling Techniques, 3rd ed. 1977, chapter 6):
     ``n/(n-1) * sum((hits - rate*trials)^2) / sum(trials)^2``.
     """
 
-    def __init__(self) -> None:
-        self.groups = 0
-        self.hits = 0
-        self.trials = 0
-        # sums of hits*hits, hits*trials, trials*trials; integers, so there is no cancellation
-        self._squares = (0, 0, 0)
-
-    def add(self, hits: int, trials: int) -> None:
-        """Add one group; a group without trials carries no information and is ignored."""
-        if trials == 0:
-            return
-        self.groups += 1
-        self.hits += hits
-        self.trials += trials
-        hh, ht, tt = self._squares
-        self._squares = (hh + hits * hits, ht + hits * trials, tt + trials * trials)
-
-    @classmethod
-    def of(cls, hits: "NDArray[np.int64]", trials: "NDArray[np.int64]") -> Self:
-        """The ratio of all groups at once, ``[groups]``."""
-        found = cls()
-        found.groups, found.hits, found.trials = int((trials > 0).sum()), int(hits.sum()), int(trials.sum())
-        found._squares = int(hits @ hits), int(hits @ trials), int(trials @ trials)
-        return found
+    def __init__(self, hits: "NDArray[np.int64]", trials: "NDArray[np.int64]") -> None:
+        self.groups, self.hits, self.trials = int((trials > 0).sum()), int(hits.sum()), int(trials.sum())
+        # integers, so there is no cancellation
+        self._squares = int(hits @ hits), int(hits @ trials), int(trials @ trials)
 
     @property
     def rate(self) -> float | None:
