@@ -38,9 +38,8 @@ def test_turns_and_samples_of_one_prompt_are_one_unit(tmp_path: Path) -> None:
         *request(turn_id("lost", 2), [(2, 0)], turn=2, num_turns=2),
     ]
     prompts = {"a": "same", "b": "other", "c": "same"}
-    run = columns.read(
-        a_run(tmp_path, rows, lambda row: row.update(prompt=prompts.get(row["id"], row["id"])))
-    )
+    a_run(tmp_path, rows, lambda row: row.update(prompt=prompts.get(row["id"], row["id"])))
+    run = columns.read(tmp_path, 2)
     assert run.unit.tolist() == [0, 1, 0, 1, 4]
     length = Acceptance(run).length
     assert (length.groups, length.hits, length.trials) == (3, 3, 5)
@@ -113,7 +112,7 @@ def test_parts_that_do_not_add_up_are_damage(tmp_path: Path) -> None:
 
     a_run(tmp_path, [replace(row, parts=parts)], damage)
     with refused("the row of 'a' is damaged .*the parts of the text have StepCounts"):
-        columns.read(tmp_path)
+        columns.read(tmp_path, 2)
 
 
 def test_infinite_log_probabilities_are_read(tmp_path: Path) -> None:

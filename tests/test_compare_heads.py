@@ -277,7 +277,7 @@ def test_categories_are_corrected_over_the_rows_that_the_table_shows(tmp_path: P
 
 def test_two_runs_have_the_same_p_in_report(tmp_path: Path) -> None:
     found = comparison(tmp_path, a=simulated(0.5, 1), b=simulated(0.56, 2))
-    (shared,) = shared_requests([columns.read(tmp_path / head) for head in "ab"])
+    (shared,) = shared_requests([columns.read(tmp_path / head, K) for head in "ab"])
     (pair,) = found.pairs
     assert (pair.length, *pair.positions) == shared.figures
     assert pair.length.p == pair.length.paired.p, "one test needs no correction"

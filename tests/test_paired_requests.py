@@ -31,13 +31,16 @@ def a_directory(path, rows, end="\n"):
     return path
 
 
+ROW = row("a", [1])["record"]
+
+
 @pytest.fixture
 def compared(tmp_path_factory):
     def compare(*runs) -> tuple[SharedRequests, ...]:
         root = tmp_path_factory.mktemp("runs")
-        return shared_requests(
-            [columns.read(a_directory(root / str(at), rows)) for at, rows in enumerate(runs)]
-        )
+        most = [max(len(each.get("record", ROW)["counts"]["drafted"]) for each in rows) for rows in runs]
+        paths = [a_directory(root / str(at), rows) for at, rows in enumerate(runs)]
+        return shared_requests(list(map(columns.read, paths, most)))
 
     return compare
 
@@ -160,7 +163,7 @@ def test_rows_of_an_evaluation_have_texts_alone(compared):
 def test_a_run_without_rows_shares_none(tmp_path):
     rows = a_directory(tmp_path / "rows", [row("a", [3])])
     nothing = SharedRequests(num_requests=0, num_identical=0, figures=())
-    some, none = columns.read(rows), columns.read(tmp_path)
+    some, none = columns.read(rows, 3), columns.read(tmp_path, 3)
     assert shared_requests([some, none]) == shared_requests([none, some]) == (nothing,)
     assert shared_requests([some]) == ()
 
@@ -168,10 +171,10 @@ def test_a_run_without_rows_shares_none(tmp_path):
 def test_a_torn_last_line_is_left_out_and_a_damaged_row_refused(tmp_path):
     whole = a_directory(tmp_path / "whole", [row("a", [3]), row("b", [1])])
     torn = a_directory(tmp_path / "torn", [row("a", [3])], end='\n{"id": "b", "prompt": {}')
-    assert len(columns.read(torn)) == 1 < len(columns.read(whole))
+    assert len(columns.read(torn, 3)) == 1 < len(columns.read(whole, 3))
     bad = a_directory(tmp_path / "bad", [row("a", [3]), row("b", [1]) | {"prompt": {}}])
     with refused(r"completions.jsonl: the row of 'b' is damaged .*prompt.*: remove that line"):
-        columns.read(bad)
+        columns.read(bad, 3)
 
 
 def test_rows_of_earlier_versions_are_refused(compared):

@@ -128,11 +128,11 @@ REWRITTEN = {
 @pytest.mark.parametrize("how", REWRITTEN)
 def test_files_that_another_program_has_rewritten_are_the_same_run(tmp_path: Path, how: str) -> None:
     write_session(tmp_path, [*FIRST, *request("z", [(2, 1)])])
-    expected, shared = report_in(tmp_path), shared_requests([columns.read(tmp_path)] * 2)
+    expected, shared = report_in(tmp_path), shared_requests([columns.read(tmp_path, 2)] * 2)
     for name in ("completions.jsonl", "passes.jsonl"):
         lines = (tmp_path / name).read_text(encoding="utf-8").splitlines()
         (tmp_path / name).write_text(REWRITTEN[how](lines), encoding="utf-8", newline="")
-    assert shared_requests([columns.read(tmp_path)] * 2) == shared
+    assert shared_requests([columns.read(tmp_path, 2)] * 2) == shared
     assert len(Rows(tmp_path / "completions.jsonl")) == 2, "also before a process repairs it"
     assert report_in(tmp_path) == expected
 
@@ -189,7 +189,7 @@ def test_a_stopped_run_is_reported_from_the_requests_that_are_done(stopped):
     text = " ".join(render(of_run(report, {})).split())
     assert "This run is not finished (interrupted, 1 of 9 requests done)" in text
     both = render(
-        of_runs([("run", report), ("again", report)], {}, shared_requests([columns.read(stopped)] * 2))
+        of_runs([("run", report), ("again", report)], {}, shared_requests([columns.read(stopped, 3)] * 2))
     )
     assert both.count("not finished") == 2
 

@@ -186,12 +186,12 @@ def test_a_request_with_a_failed_sample_has_failed(four: Path, tmp_path: Path) -
 
 
 def test_a_prompt_is_one_unit_of_a_report(four: Path, tmp_path: Path) -> None:
-    assert len({*columns.read(four).unit.tolist()}) == 3
+    assert len({*columns.read(four, 4).unit.tolist()}) == 3
     untold = [{**row, "prompt": ""} for row in rows(four / "completions.jsonl")]
     for row in untold:
         del row["prompt"]
     write_rows(tmp_path / "completions.jsonl", untold)
-    found = columns.read(tmp_path)
+    found = columns.read(tmp_path, 4)
     assert len({*found.unit.tolist()}) == 3, "also of rows that do not say their prompt"
     assert found.names == list(Rows(four / "completions.jsonl"))
     assert found.names[:3] == ["q0", "q0/sample-1", "q0/sample-2"]
@@ -322,7 +322,7 @@ def test_pass_at_k_is_of_all_samples_of_a_question(tmp_path: Path) -> None:
     specgen(*options)
     found = rows(out / "K2" / "completions.jsonl")
     assert [row["sample"] for row in found] == [0, 1, 2, 3] * 3
-    assert len({row["id"] for row in found}) == 3 == len({*columns.read(out / "K2").unit.tolist()})
+    assert len({row["id"] for row in found}) == 3 == len({*columns.read(out / "K2", 2).unit.tolist()})
     assert len({row["text"] for row in found}) > 4
     assert sum(row["record"].get("num_cached_tokens", 0) > 0 for row in found) == 9
     (logged,) = (out / "K2").glob("samples_*.json")

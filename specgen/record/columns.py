@@ -6,6 +6,7 @@ and steps. Passes are no columns: there may be hundreds for each request, and th
 
 import json
 import math
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -30,7 +31,6 @@ from specgen.record.record_rows import (
 Array = NDArray[Any]
 NO_CATEGORY = "(none)"
 _CHUNK = 1024  # rows whose counts are lists before they are columns
-_BY_POSITION = ("drafted", "reached", "accepted")
 _NO_TEXT = hash(None)
 
 
@@ -157,13 +157,14 @@ class Run:
         return {name: row for row, name in enumerate(self.names)}
 
 
-def read(directory: Path, num_spec_tokens: int | None = None, rows: Rows | None = None) -> Run:
+def read(directory: Path, num_spec_tokens: int, rows: Rows | None = None) -> Run:
     """The requests in ``completions.jsonl`` of a run's directory, none without that file; ``rows`` if it is open.
 
-    K is ``num_spec_tokens``, or that of the longest step. Rows without tokens, of texts that were only scored, are
-    left out. ``UserError`` for a damaged row, and for one with more drafts than K.
+    K is ``num_spec_tokens``. Rows without tokens, of texts that were only scored, are left out. ``UserError`` for a
+    damaged row, and for one with more drafts than K.
     """
-    rows, found = Rows(directory / "completions.jsonl") if rows is None else rows, _Columns()
+    rows = Rows(directory / "completions.jsonl") if rows is None else rows
+    found = _Columns(num_spec_tokens)
     for name, content in rows.lines():
         line = _line(name, content)
         if line.token_ids is None:
@@ -173,7 +174,7 @@ def read(directory: Path, num_spec_tokens: int | None = None, rows: Rows | None 
         row = line.request()
         unit = conversation_of(own, line.turn) if several or row.num_turns > 1 else ""
         found.add(row, unit, hash(line.prompt), hash(tuple(line.token_ids)))
-    return found.run(num_spec_tokens)
+    return found.run()
 
 
 def in_both(run: Run, other: Run) -> tuple[Array, Array]:
@@ -186,11 +187,11 @@ def in_both(run: Run, other: Run) -> tuple[Array, Array]:
 
 def of(requests: Iterable[RequestRow], num_spec_tokens: int, prompts: Iterable[str] | None = None) -> Run:
     """The columns of ``requests`` and, where they are known, of their ``prompts``; those that failed are left out."""
-    found = _Columns()
+    found = _Columns(num_spec_tokens)
     for row, prompt in zip(requests, repeat(None) if prompts is None else prompts, strict=False):
         if row.reason != "error":
             found.add(row, conversation_of(row.name, row.turn), hash(prompt), _NO_TEXT)
-    return found.run(num_spec_tokens)
+    return found.run()
 
 
 def _line(name: str, content: bytes) -> Line:
@@ -218,124 +219,110 @@ def _with_one_prompt(unit: Array, turn: Array, prompt: Array) -> Array:
 
 
 _NONE = StepCounts([], [], [], [0])
-_NUMBERS: dict[str, type] = {
-    **dict.fromkeys(
-        ("unit", "turn", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens"), np.int32
-    ),
-    **dict.fromkeys(("arrival", "first_token", "ended"), np.float64),
-    **dict.fromkeys(("is_empty", "in_reasoning"), np.bool_),
-    "num_reasoning_tokens": np.int32,
-    **dict.fromkeys(("prompt", "tokens"), np.int64),
-    **dict.fromkeys(("category", "reason", "session"), np.int32),
+_NUMBERS = {  # and their types, as of ``array``
+    **dict.fromkeys(("unit", "turn", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens"), "i"),
+    **dict.fromkeys(("arrival", "first_token", "ended"), "d"),
+    **dict.fromkeys(("is_empty", "in_reasoning"), "b"),
+    "num_reasoning_tokens": "i",
+    **dict.fromkeys(("prompt", "tokens"), "q"),
+    **dict.fromkeys(("category", "reason", "session"), "i"),
 }
+
+
+class _CountRows:
+    """The counts of requests, row by row; those before the first that has some take no memory."""
+
+    def __init__(self, num_spec_tokens: int) -> None:
+        self._most, self._num_none = num_spec_tokens, 0
+        self._rows: list[list[int]] = []
+        self._chunks: list[Array] = []
+
+    @property
+    def has_some(self) -> bool:
+        return bool(self._rows or self._chunks)
+
+    def add(self, counts: StepCounts | None) -> None:
+        """``UserError`` for more drafts than K."""
+        if counts is None and not self.has_some:
+            self._num_none += 1
+            return
+        each = counts or _NONE
+        num, most = len(each.drafted), self._most
+        require(num <= most, f"a step has {num} drafts but K is {most}: give the run's K")
+        zeros = [0] * (most - num)
+        by_position = (*each.drafted, *zeros, *each.reached, *zeros, *each.accepted, *zeros)
+        of_steps = (each.without_drafts, each.unverified, each.cut)
+        self._rows.append([*by_position, *each.level_reached, *each.level_accepted, *of_steps])
+        if len(self._rows) == _CHUNK:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Numbers of two bytes, if they fit."""
+        found = np.array(self._rows, np.int64)
+        is_small = found.max(initial=0) <= np.iinfo(np.uint16).max
+        self._chunks.append(found.astype(np.uint16 if is_small else np.uint32))
+        self._rows = []
+
+    def counts(self) -> Counts:
+        """All of them."""
+        ends = np.cumsum([self._most] * 3 + [len(CONFIDENCE_LEVELS)] * 2)
+        self._flush()
+        width = ends[-1] + 3
+        rows = [
+            np.zeros((self._num_none, width), np.uint16),
+            *(each.reshape(-1, width) for each in self._chunks),
+        ]
+        self._chunks = []
+        *lists, of_steps = np.split(np.concatenate(rows), ends, axis=1)
+        return Counts(**dict(zip(Counts.__dataclass_fields__, (*lists, *of_steps.T), strict=True)))
 
 
 class _Columns:
     """Columns that grow, row by row."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_spec_tokens: int) -> None:
         self._names: list[str] = []
         self._units: dict[str, int] = {}
         self._codes: tuple[dict[Any, int], ...] = ({}, {}, {})  # of category, reason, session
-        self._rows: list[
-            tuple[Any, ...]
-        ] = []  # in the order of ``_NUMBERS``, then counts and those of reasoning
-        self._chunks: list[tuple[dict[str, Array], dict[str, Array], dict[str, Array] | None]] = []
+        self._numbers = {name: array(kind) for name, kind in _NUMBERS.items()}
+        self._counts, self._of_reasoning = _CountRows(num_spec_tokens), _CountRows(num_spec_tokens)
 
     def add(self, row: RequestRow, unit: str, prompt: int, tokens: int) -> None:
         """One request; without a name its ``unit`` is its own."""
         at, parts = len(self._names), row.parts
         self._names.append(row.name)
         categories, reasons, sessions = self._codes
-        self._rows.append(
-            (
-                self._units.setdefault(unit, at) if unit else at,
-                row.turn,
-                row.num_prompt_tokens,
-                row.num_cached_tokens,
-                row.num_output_tokens,
-                row.arrival,
-                math.nan if row.first_token is None else row.first_token,
-                row.ended,
-                row.is_empty,
-                parts is not None and parts.part == "reasoning",
-                0 if parts is None else parts.tokens["reasoning"],
-                prompt,
-                tokens,
-                categories.setdefault(row.category, len(categories)),
-                reasons.setdefault(row.reason, len(reasons)),
-                sessions.setdefault(row.session, len(sessions)),
-                row.counts,
-                None if parts is None else parts.steps["reasoning"],
-            )
+        values: tuple[Any, ...] = (
+            self._units.setdefault(unit, at) if unit else at,
+            row.turn,
+            row.num_prompt_tokens,
+            row.num_cached_tokens,
+            row.num_output_tokens,
+            row.arrival,
+            math.nan if row.first_token is None else row.first_token,
+            row.ended,
+            row.is_empty,
+            parts is not None and parts.part == "reasoning",
+            0 if parts is None else parts.tokens["reasoning"],
+            prompt,
+            tokens,
+            categories.setdefault(row.category, len(categories)),
+            reasons.setdefault(row.reason, len(reasons)),
+            sessions.setdefault(row.session, len(sessions)),
         )
-        if len(self._rows) == _CHUNK:
-            self._flush()
+        for column, value in zip(self._numbers.values(), values, strict=True):
+            column.append(value)
+        self._counts.add(row.counts)
+        self._of_reasoning.add(None if parts is None else parts.steps["reasoning"])
 
-    def _flush(self) -> None:
-        *numbers, counts, reasoning = (
-            zip(*self._rows, strict=True) if self._rows else [()] * (len(_NUMBERS) + 2)
-        )
-        columns: dict[str, Array] = {
-            name: np.array(column, kind)
-            for (name, kind), column in zip(_NUMBERS.items(), numbers, strict=True)
+    def run(self) -> Run:
+        """All of them."""
+        found: dict[str, Any] = {
+            name: np.array(column, np.bool_ if column.typecode == "b" else column.typecode)
+            for name, column in self._numbers.items()
         }
-        of_parts = _columns_of([each or _NONE for each in reasoning]) if any(reasoning) else None
-        self._chunks.append((columns, _columns_of(counts), of_parts))
-        self._rows = []
-
-    def run(self, num_spec_tokens: int | None) -> Run:
-        """All of them, with this K or that of the longest step."""
-        self._flush()
-        columns = [chunk for chunk, *_ in self._chunks]
-        counts = [chunk for _, chunk, _ in self._chunks]
-        has_parts = any(part is not None for *_, part in self._chunks)
-        # none of that part where a chunk has no such text
-        parts = [
-            {name: 0 * column for name, column in whole.items()} if part is None else part
-            for _, whole, part in (self._chunks if has_parts else ())
-        ]
-        self._chunks = []
-        most = max(chunk["drafted"].shape[1] for chunk in counts)
-        k = most if num_spec_tokens is None else num_spec_tokens
-        require(most <= k, f"a step has {most} drafts but K is {k}: give the run's K")
-        found: dict[str, Any] = _joined(columns)
         found["unit"] = _with_one_prompt(*(found[name] for name in ("unit", "turn", "prompt")))
         for name, codes in zip(("categories", "reasons", "sessions"), self._codes, strict=True):
             found[name] = tuple(codes)
-        return Run(
-            names=self._names,
-            counts=Counts(**_joined(counts, k)),
-            reasoning=Counts(**_joined(parts, k)) if has_parts else None,
-            **found,
-        )
-
-
-def _columns_of(rows: Sequence[StepCounts]) -> dict[str, Array]:
-    width = max((len(row.drafted) for row in rows), default=0)
-    found = {
-        name: _narrow([getattr(row, name) for row in rows])
-        for name in ("without_drafts", "unverified", "cut")
-    }
-    for name in (*_BY_POSITION, "level_reached", "level_accepted"):
-        most = width if name in _BY_POSITION else len(CONFIDENCE_LEVELS)
-        lists = [[*each, *[0] * (most - len(each))] for each in (getattr(row, name) for row in rows)]
-        found[name] = _narrow(lists).reshape(len(lists), most)
-    return found
-
-
-def _narrow(rows: Sequence[Any]) -> Array:
-    """``rows`` as numbers of two bytes, if they fit."""
-    found = np.array(rows, np.int64)
-    return found.astype(np.uint16 if found.max(initial=0) <= np.iinfo(np.uint16).max else np.uint32)
-
-
-def _joined(chunks: Sequence[dict[str, Array]], num_spec_tokens: int = 0) -> dict[str, Array]:
-    """All of ``chunks``, which are emptied as their memory is needed, with 0 up to this K."""
-    found = {}
-    for name in list(chunks[0]):
-        each = [chunk.pop(name) for chunk in chunks]
-        if name in _BY_POSITION:
-            each = [np.pad(column, ((0, 0), (0, num_spec_tokens - column.shape[1]))) for column in each]
-        found[name] = np.concatenate(each)
-    return found
+        reasoning = self._of_reasoning.counts() if self._of_reasoning.has_some else None
+        return Run(names=self._names, counts=self._counts.counts(), reasoning=reasoning, **found)
