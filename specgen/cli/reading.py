@@ -12,7 +12,7 @@ import typer
 from specgen.cli.comparing import print_comparison
 from specgen.cli.options import AS_JSON, with_options
 from specgen.cli.printing import print_found, print_notes_and_exit, print_parts
-from specgen.config import FormatName, KVDtypeName, parse_bytes, require
+from specgen.config import FormatName, KVDtypeName, option, parse_bytes, require
 from specgen.config.bundled import pair
 from specgen.config.urls import Url, location
 from specgen.jobs.job import FORMAT
@@ -30,7 +30,7 @@ _MENDING = (
     "specgen: `specgen generate` as for the shards, but with --output {output} and without --shard, tries failed rows "
     "again; with --retry-errors as a corrected file of prompts has them. Answers are kept."
 )
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+_AS_JSON = option(False, None, "Print one JSON document.", name="json")
 
 
 @with_options
@@ -43,15 +43,13 @@ def report(
             show_default=False,
         ),
     ],
-    against: Annotated[
-        str | None,
-        typer.Option(
-            help="Published figures to put beside one run, or the heads of a comparison; what they have not measured "
-            "is refused. An unknown name lists them.",
-            show_default=False,
-        ),
-    ] = None,
-    as_json: _Json = False,
+    against: str | None = option(
+        None,
+        None,
+        "Published figures to put beside one run, or the heads of a comparison; what they have not measured is "
+        "refused. An unknown name lists them.",
+    ),
+    as_json: bool = _AS_JSON,
 ) -> None:
     """Print the report of a run again, or compare runs with each other or one with published figures.
 
@@ -214,28 +212,21 @@ def inspect(
             help="Second checkpoint, or ngram[:N]: do target and drafter fit?", show_default=False
         ),
     ] = None,
-    lora: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR", help="A LoRA adapter: what it changes in the target.", show_default=False
-        ),
-    ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Plan the memory of a GPU, such as 80GiB: weights, KV cache, and how many sequences of 2,048 tokens "
-            "fit at which K.",
-            show_default=False,
-        ),
-    ] = None,
-    kv_dtype: Annotated[
-        KVDtypeName, typer.Option(help="Of the target's KV cache in that plan, as for `specgen generate`.")
-    ] = "auto",
-    tensor_parallel: Annotated[
-        int, typer.Option(help="GPUs of that plan that share the target, as for `specgen generate`.")
-    ] = 1,
-    as_json: _Json = False,
+    lora: str | None = option(None, None, "A LoRA adapter: what it changes in the target.", metavar="DIR"),
+    gpu: str | None = option(
+        None,
+        None,
+        "Plan the memory of a GPU, such as 80GiB: weights, KV cache, and how many sequences of 2,048 tokens fit at "
+        "which K.",
+        metavar="SIZE",
+    ),
+    kv_dtype: KVDtypeName = option(
+        "auto", None, "Of the target's KV cache in that plan, as for `specgen generate`."
+    ),
+    tensor_parallel: int = option(
+        1, None, "GPUs of that plan that share the target, as for `specgen generate`."
+    ),
+    as_json: bool = _AS_JSON,
 ) -> None:
     """Say what a checkpoint is, how it is read, and whether target and head fit."""
     from specgen.checkpoints.inspect_checkpoint import describe

@@ -25,7 +25,7 @@ VLLM_NAMES = {
 
 def option(
     default: object,
-    group: Group,
+    group: Group | None,
     text: str,
     *,
     name: str | None = None,
@@ -35,7 +35,7 @@ def option(
     off: str | None = None,
     parse: Callable[[str], object] | None = None,
 ) -> Any:  # noqa: ANN401
-    """A field or parameter that is an option of commands; ``text`` is its help.
+    """A field or parameter that is an option of commands; ``text`` is its help, in the section ``group``.
 
     ``name`` is the option's where it differs from the field's, ``shown`` the default in ``--help``, and ``parse``
     converts the text of the command line. ``off`` is the switch beside that of a truth value.
