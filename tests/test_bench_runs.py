@@ -246,7 +246,7 @@ def test_csv_gives_the_values_back_in_full() -> None:
 def test_json_is_the_whole_table() -> None:
     document = json.loads(json.dumps(TABLE.to_json()))
     assert document["rows"] == [dict(row) for row in TABLE.rows]
-    assert document["columns"][2] == {"name": "speed", "unit": "tokens/s", "show": "rate"}
+    assert document["columns"][2] == {"name": "speed", "unit": "tokens/s"}
     assert (document["head"], document["notes"]) == (dict(TABLE.conditions), list(TABLE.notes))
 
 

@@ -77,7 +77,7 @@ def test_every_kind_of_result_has_a_row(tmp_path: Path) -> None:
     write(tmp_path / "eval" / "study.json", study)
     a_directory(tmp_path / "eval" / "fast")
     bench = BenchTable(
-        title="A bench", name="one", conditions={}, columns=(), rows=({},), notes=("BUSY: a load",)
+        title="A bench", name="one", conditions={}, columns=(), rows=(), notes=("BUSY: a load",)
     )
     bench.write(tmp_path / "bench")
     rows = of(tmp_path)

@@ -89,7 +89,7 @@ def _report(
     alone = directories[0] if len(directories) == 1 and against is None else None
     if alone is not None and (documents := benches(alone)):
         found = next(iter(documents.values())) if len(documents) == 1 else documents
-        print_found(found, chain.from_iterable(map(of_bench, documents.values())), as_json)
+        print_found(found, map(of_bench, documents.values()), as_json)
         return
     reference = None if against is None else load_reference(against)
     if len(directories) == 1 and is_comparison(directories[0]):

@@ -9,13 +9,13 @@ from typing import Any
 from specgen.record.files import write_text
 from specgen.record.provenance import now
 from specgen.report.charts import Lines, Point, ticks_to
-from specgen.report.display import SHOWS
 from specgen.report.origin import origin
 from specgen.report.page import Page
 from specgen.report.table import Column, Row, Table, csv_text, keys
-from specgen.report.terminal import Part
+from specgen.report.terminal import Part, render
 
 Value = str | int | float | bool | None
+_WIDTH = 80  # columns of a kept text: no terminal is narrower
 _WHAT = ("device", "model", "drafter", "prompts")  # conditions that a page begins with
 
 
@@ -59,9 +59,8 @@ class BenchTable(Table):
     answers: tuple[str, ...] = ()  # what was found, in sentences
     notes: tuple[str, ...] = ()  # such as what was not measured and why
     details: tuple[Table, ...] = ()  # below the rows, not in the CSV
-    shown: int | None = (
-        None  # of the columns, those on a terminal, where that is not the whole table with ``details``
-    )
+    # of the columns, those on a terminal, where that is not the whole table with ``details``
+    shown: int | None = None
 
     def __post_init__(self) -> None:
         names = keys(self.columns)
@@ -98,12 +97,18 @@ class BenchTable(Table):
             "name": self.name,
             "title": self.title,
             "head": dict(self.conditions),
-            "columns": [_described(column) for column in self.columns],
-            "num_keys": self.num_keys,
-            "num_shown": self.shown,
+            "columns": [
+                {
+                    name: getattr(column, name)
+                    for name in ("name", "unit", "interval")
+                    if getattr(column, name)
+                }
+                for column in self.columns
+            ],
             "rows": [dict(row) for row in self.rows],
             "details": {each.title: [dict(row) for row in each.rows] for each in self.details},
             "notes": [*self.answers, *self.notes],
+            "text": render(self.parts(), _WIDTH),  # for `specgen report` to print again
         }
 
     def to_html(self) -> str:
@@ -154,10 +159,3 @@ class BenchTable(Table):
 def selected(columns: Sequence[Column], rows: Iterable[Row]) -> tuple[Row, ...]:
     """The cells of ``rows`` that a table of these ``columns`` has."""
     return tuple({key: row[key] for key in keys(columns)} for row in rows)
-
-
-def _described(column: Column) -> dict[str, str]:
-    """A column for a JSON document; ``of_bench`` reads it."""
-    interval = {"interval": column.interval} if column.interval else {}
-    show = next((name for name, each in SHOWS.items() if each is column.show), None)
-    return {"name": column.name, "unit": column.unit, **interval, **({} if show is None else {"show": show})}

@@ -80,10 +80,6 @@ def value(of_any_kind: float | bool | str | None) -> str:
     return count(of_any_kind) if isinstance(of_any_kind, int) else plain(of_any_kind)
 
 
-# Those that files of tables name
-SHOWS: dict[str, Show] = {each.__name__: each for each in (percent, plain, rate, ratio, seconds, thousandths)}
-
-
 def between(interval: Sequence[float] | None, show: Show) -> str:
     """``[low, high]``, each end by ``show``."""
     return DASH if interval is None else f"[{show(interval[0])}, {show(interval[1])}]"

@@ -12,7 +12,7 @@ from urllib.parse import quote
 from specgen.config import UserError
 from specgen.config.json_fields import load_json
 from specgen.record.progress import WORKING
-from specgen.report.display import SHOWS, count, plain, printable, rate, several, value
+from specgen.report.display import count, plain, printable, rate, several
 from specgen.report.origin import run_title
 from specgen.report.page import Page
 from specgen.report.report import is_finished, load, status_of
@@ -225,22 +225,7 @@ def benches(directory: Path) -> dict[str, dict[str, Any]]:
     return {file.stem: document for file, document in _documents(directory, names)}
 
 
-def of_bench(document: Mapping[str, Any]) -> Iterator[Part]:
-    """What the terminal shows of a bench's document."""
-    yield "\n".join([document["title"], *(f"{name}: {value}" for name, value in document["head"].items())])
-    columns = tuple(
-        Column(
-            name=each["name"],
-            unit=each["unit"],
-            interval=each.get("interval", ""),
-            show=SHOWS.get(each.get("show", ""), value),
-        )
-        for each in document["columns"]
-    )
-    yield Table(
-        title=document["title"],
-        columns=columns[: document.get("num_shown")],  # files of earlier versions have neither
-        rows=tuple(document["rows"]),
-        num_keys=document.get("num_keys", 1),
-    )
-    yield "\n".join(document["notes"])
+def of_bench(document: Mapping[str, Any]) -> str:
+    """What the terminal showed of a bench; of an earlier version, which kept no text, what it says in words."""
+    words = (document["title"], *(f"{name}: {value}" for name, value in document["head"].items()))
+    return str(document.get("text", "\n".join((*words, *document["notes"]))))
