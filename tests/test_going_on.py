@@ -424,7 +424,7 @@ def test_a_run_goes_on_if_any_of_its_first_requests_may_succeed(
 def test_a_row_that_asks_for_too_much_beside_the_run_fails_alone(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specgen.config.MAX_LOGIT_BIASES", 20)
+    monkeypatch.setattr("specgen.config.sampling_params.MAX_LOGIT_BIASES", 20)
     bias = {str(token): 1.0 for token in range(19)}
     rows = [{"id": "a", "prompt": "Tom"}, {"id": "b", "prompt": "Tom", "logit_bias": bias}]
     data = {"dataset": str(write_rows(tmp_path / "rows.jsonl", rows))}

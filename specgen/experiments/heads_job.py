@@ -9,7 +9,7 @@ from pathlib import Path
 
 from specgen.checkpoints.checkpoint import check_fit
 from specgen.checkpoints.fingerprint import fingerprint
-from specgen.config import PINNED_DATE, EngineConfig, SamplingParams, UserError, ngram_length, require, under
+from specgen.config import EngineConfig, SamplingParams, UserError, ngram_length, require, under
 from specgen.config.json_fields import load_json
 from specgen.core.sequence import Request
 from specgen.engine.arms import Arm
@@ -29,7 +29,7 @@ from specgen.prompts.load import STDIN, DataSource
 from specgen.record.files import RowFile, Rows, write_json
 from specgen.record.interrupt import StoppedError
 from specgen.record.progress import Progress
-from specgen.record.provenance import OF_THE_MOMENT, now
+from specgen.record.provenance import OF_THE_MOMENT, now, with_recorded_date
 
 _METHOD = "turns as in tune: the KV cache that the requests need"  # other rounds are measured again
 _REMEDY = "remove the directory, or name another"
@@ -162,11 +162,7 @@ class HeadsRun:
             data=self._job.sources[data],
         )
         first = directory_of(self._path, data, next(iter(self._job.heads))) / "manifest.json"
-        if not first.exists():
-            return job
-        kwargs = load_json(first, _REMEDY)["engine"]["chat_template_kwargs"]
-        dated = kwargs if PINNED_DATE in kwargs else job.engine.chat_template_kwargs
-        return replace(job, engine=replace(job.engine, chat_template_kwargs=dated))
+        return replace(job, engine=with_recorded_date(job.engine, job.engine, first))
 
     def measure(self, found: Comparison) -> Speeds:
         """The rounds of speeds that are missing, data set by data set; the plan is written before."""
