@@ -250,9 +250,7 @@ class _Work:
             return
         earlier = load_json(file, _REMEDY)
         had_fewer = earlier.get("sampling", {}).get("n", 1) in range(1, self.job.sampling.n)
-        if had_fewer and not differences(
-            earlier, json.loads(json.dumps(asked)), {"sampling.n", *FREE_IN_A_RUN}
-        ):
+        if had_fewer and not differences(earlier, asked, {"sampling.n", *FREE_IN_A_RUN}):
             said = {"sampling": asked["settings"]["sampling"]}
             write_json(
                 file, {**earlier, "sampling": asked["sampling"], "settings": earlier["settings"] | said}

@@ -1,15 +1,17 @@
 """The manifest of a run: arguments, versions, machine, checkpoint fingerprints; and in what two of them differ."""
 
+import json
 import math
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -180,39 +182,44 @@ NAMES_OF_DATA = ("data.dataset", "data.data_path", "data.num_prompts")
 _DIGESTS_OF_DATA = ("data.sha256", "data.requests")
 
 
+def unlike(manifests: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
+    """The values of fields, by dotted name, in which ``manifests`` differ; None of one without the field."""
+    each = [dict(flat({k: v for k, v in one.items() if k not in OF_THE_MOMENT})) for one in manifests]
+    values = {name: tuple(one.get(name) for one in each) for name in dict.fromkeys(chain(*each))}
+    digests = [{*values.get(name, [None])} for name in _DIGESTS_OF_DATA]
+    same_prompts = any(len(found) == 1 and None not in found for found in digests)
+    decides_nothing = NAMES_OF_DATA if same_prompts else ()
+    return {
+        name: found
+        for name, found in values.items()
+        if any(one != found[0] for one in found) and name not in decides_nothing
+    }
+
+
 def differences(earlier: Mapping[str, Any], now: Mapping[str, Any], free: Container[str] = ()) -> list[str]:
     """What differs between two manifests, as ``--dtype float32 -> bfloat16``; the fields in ``free`` may.
 
     Of digests it says which files changed, where the manifests tell.
     """
-    left, right = (
-        dict(flat({k: v for k, v in each.items() if k not in OF_THE_MOMENT})) for each in (earlier, now)
-    )
-    unlike = [name for name in {**left, **right} if left.get(name) != right.get(name) and name not in free]
+    values = unlike([earlier, json.loads(json.dumps(now))])
+    names = [name for name in values if name not in free]
     return [
-        _of_files(name, earlier, now) if name in _DIGESTS else _of_values(name, left, right)
-        for name in unlike
-        if not _follows(name, unlike, left, right)
+        _of_files(name, earlier, now) if name in _DIGESTS else _of_values(name, *values[name])
+        for name in names
+        if not _follows(name, names, values)
     ]
 
 
-def _follows(name: str, unlike: list[str], left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
-    """Whether ``name`` need not be listed: another difference says why it differs, or it decides nothing."""
-    if name in NAMES_OF_DATA:
-        return same_prompts(left, right)
+def _follows(name: str, names: Sequence[str], values: Mapping[str, Sequence[Any]]) -> bool:
+    """Whether ``name`` need not be listed: another difference says why it differs."""
     if name == "data.sha256":
-        return not set(NAMES_OF_DATA).isdisjoint(unlike)
-    drafters = left.get("engine.drafter"), right.get("engine.drafter")
-    return name == "fingerprints.drafter" and None in drafters and "engine.num_spec_tokens" in unlike
+        return not set(NAMES_OF_DATA).isdisjoint(names)
+    is_plain = None in values.get("engine.drafter", ()) and "engine.num_spec_tokens" in names
+    return name == "fingerprints.drafter" and is_plain
 
 
-def same_prompts(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
-    """Whether two manifests, with dotted names, have a digest of their prompts, and the same one."""
-    return any(left.get(name) == right.get(name) is not None for name in _DIGESTS_OF_DATA)
-
-
-def _of_values(name: str, left: Mapping[str, Any], right: Mapping[str, Any]) -> str:
-    before, after = (each.get(name, _DEFAULTS.get(name)) for each in (left, right))
+def _of_values(name: str, *values: object) -> str:
+    before, after = (_DEFAULTS.get(name) if value is None else value for value in values)
     if name == "steps":  # kept unless --no-steps
         before, after = not before, not after
     return f"{_OPTIONS.get(name, name)} {_shown(before)} -> {_shown(after)}"

@@ -1,7 +1,6 @@
 """The run directory: completions, errors and passes, each request flushed before it is counted."""
 
 import fcntl
-import json
 import os
 import socket
 import tempfile
@@ -102,7 +101,7 @@ def require_same(path: Path, asked: Mapping[str, Any], *, free: Container[str], 
         write_json(path, asked)
         return
     earlier = load_json(path, remedy)
-    other = differences(earlier, json.loads(json.dumps(asked)), free)
+    other = differences(earlier, asked, free)
     require(
         not other, f"output {str(path.parent)!r} holds a run that differs in {', '.join(other)}: {remedy}"
     )
@@ -116,7 +115,7 @@ def replace_unstarted(path: Path, asked: Mapping[str, Any], free: Container[str]
     manifest = path / "manifest.json"
     if manifest.exists() and not _has_answers(path):
         earlier = load_json(manifest, "remove the directory, or name another")
-        if differences(earlier, json.loads(json.dumps(asked)), free):
+        if differences(earlier, asked, free):
             clear(path)
             write_json(manifest, asked)
 

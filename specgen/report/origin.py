@@ -1,13 +1,12 @@
 """What manifests say: where the numbers of a page come from, and in which settings runs differ."""
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
 from specgen.config import ngram_length
-from specgen.config.json_fields import flat
-from specgen.record.provenance import NAMES_OF_DATA, OF_THE_MOMENT, busy, same_prompts
+from specgen.record.provenance import busy, unlike
 from specgen.record.record_rows import WHOLE
 from specgen.report.display import checkpoint_name, count
 
@@ -95,23 +94,15 @@ def unlike_settings(manifests: Sequence[Mapping[str, Any]]) -> dict[str, tuple[A
     A checkpoint is compared by its weights and prompts by their texts: equal ones may have several paths. The digest
     of a checkpoint is named only where its path does not tell the runs apart.
     """
-    fields = [dict(_fields(manifest)) for manifest in manifests]
-    names = dict.fromkeys(name for each in fields for name in each)
-    values = {name: tuple(each.get(name) for each in fields) for name in names}
-    unlike = {name: found for name, found in values.items() if any(each != found[0] for each in found[1:])}
+    found = unlike(manifests)
     for name in _CHECKPOINTS:
         path, digest = f"engine.{name}", f"fingerprints.{name}"
-        if digest in unlike and path in unlike:
-            del unlike[digest]
-        elif path in unlike and None not in values.get(digest, (None,)):
-            del unlike[path]
-    if all(same_prompts(fields[0], each) for each in fields[1:]):
-        for name in NAMES_OF_DATA:
-            unlike.pop(name, None)
-    return unlike
-
-
-def _fields(manifest: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in flat({key: each for key, each in manifest.items() if key not in OF_THE_MOMENT}):
-        digest = name == "data.sha256" or name.startswith("fingerprints.")
-        yield name, value[:_DIGEST] if digest and isinstance(value, str) else value
+        digests = [manifest.get("fingerprints", {}).get(name) for manifest in manifests]
+        if digest in found and path in found:
+            del found[digest]
+        elif path in found and None not in digests:
+            del found[path]
+    for name in found:
+        if name == "data.sha256" or name.startswith("fingerprints."):
+            found[name] = tuple(each and each[:_DIGEST] for each in found[name])
+    return found
