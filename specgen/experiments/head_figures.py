@@ -368,6 +368,5 @@ def _by_category(run: Run) -> dict[str | None, Acceptance]:
 def _categories(requests: Pair) -> Iterator[tuple[str, PairedRatio]]:
     """The lengths of each category, in the order of the rows; none where there is one."""
     groups = requests.with_steps().by_category()
-    for name, group in groups.items():
-        if len(groups) > 1 and (found := group.difference()) is not None:
-            yield name, found
+    if len(groups) > 1:
+        yield from ((name, group.difference()) for name, group in groups.items())

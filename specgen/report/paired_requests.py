@@ -109,15 +109,12 @@ class Pair:
         """The pair of each category, in the order of their first rows."""
         return {label: pair_up(group, self.first) for label, group in self.ours.by("category").items()}
 
-    def difference(self, positions: slice = slice(None)) -> PairedRatio | None:
-        """Accepted drafts at ``positions`` per step, over all steps; None if no request has steps in both runs."""
-        drafted = self.with_steps()
-        if not len(drafted):
-            return None
-        ours = Acceptance(drafted.ours)
+    def difference(self, positions: slice = slice(None)) -> PairedRatio:
+        """Accepted drafts at ``positions`` per step, over all steps, of a pair ``with_steps`` that has requests."""
+        ours = Acceptance(self.ours)
         columns = [
             ours.per_unit(column).tolist()
-            for counts in (drafted.ours.counts, drafted.first.counts)
+            for counts in (self.ours.counts, self.first.counts)
             for column in (counts.accepted[:, positions].sum(axis=1, dtype=np.int64), counts.num_steps)
         ]
         return paired_ratio([*zip(*columns, strict=True)])
@@ -127,15 +124,15 @@ class Pair:
 
         That is said where some step drafted fewer tokens than K. None without a request with steps in both runs.
         """
-        both = [run.counts for run in (self.with_steps().ours, self.with_steps().first)]
+        drafted = self.with_steps()
+        if not len(drafted):
+            return
+        both = [run.counts for run in (drafted.ours, drafted.first)]
         is_whole = all((each.drafted == each.num_steps[:, None]).all() for each in both)
-        positions = {
-            f"{POSITION}{i}{'' if is_whole else ' over all steps'}": slice(i, i + 1)
-            for i in range(min(each.num_spec_tokens for each in both))
-        }
-        for name, where in {LENGTH: slice(None), **positions}.items():
-            if (found := self.difference(where)) is not None:
-                yield name, found
+        yield LENGTH, drafted.difference()
+        for i in range(min(each.num_spec_tokens for each in both)):
+            name = f"{POSITION}{i}{'' if is_whole else ' over all steps'}"
+            yield name, drafted.difference(slice(i, i + 1))
 
 
 def pair_up(ours: Run, first: Run) -> Pair:
