@@ -24,33 +24,23 @@ _CONSTRAINTS = (  # fields of ``SamplingParams`` that say which tokens may come 
 _MAX_PENALTY = 2.0  # presence and frequency, as OpenAI and vLLM have it
 _OTHER_PENALTIES = f"use {-_MAX_PENALTY} to {_MAX_PENALTY}; 0 switches it off"
 _REPETITION = (0.01, 100.0)  # beyond, logits would leave what float32 holds
-# A field, its name in messages, its least and largest value, and the remedy
-_RANGES: tuple[tuple[str, str, float, float, str], ...] = (
-    (
-        "max_tokens",
-        "max_tokens (--max-new-tokens)",
-        *(1, _LARGEST_COUNT, f"ask for at least 1, at most {_LARGEST_COUNT}"),
-    ),
-    ("temperature", "temperature", 0, _HOTTEST, f"use 0 (greedy) or more, up to {_HOTTEST}"),
-    ("top_p", "top-p", nextafter(0, 1), 1, "use a share in (0, 1]; 1 switches it off"),
-    ("top_k", "top-k", 0, _LARGEST_COUNT, f"use 0 (off) or a number of tokens, at most {_LARGEST_COUNT}"),
-    ("min_p", "min-p", 0, 1, "use a share in [0, 1]; 0 switches it off"),
-    ("seed", "seed", -(2**63), 2**63 - 1, _SEEDS),
-    ("n", "n", 1, _MAX_SAMPLES, f"ask for 1 to {_MAX_SAMPLES} samples of a prompt"),
-    ("logprobs", "logprobs", 0, MAX_LOGPROBS, f"use 0 (only the chosen token's) to {MAX_LOGPROBS}"),
-    (
-        "prompt_logprobs",
-        "prompt_logprobs",
-        *(0, MAX_LOGPROBS, f"use 0 (only the prompt's) to {MAX_LOGPROBS}"),
-    ),
-    (
-        "repetition_penalty",
-        "repetition-penalty",
-        *(*_REPETITION, f"use {_REPETITION[0]} to {_REPETITION[1]}; 1 switches it off"),
-    ),
-    ("presence_penalty", "presence-penalty", -_MAX_PENALTY, _MAX_PENALTY, _OTHER_PENALTIES),
-    ("frequency_penalty", "frequency-penalty", -_MAX_PENALTY, _MAX_PENALTY, _OTHER_PENALTIES),
+# A field, its least and largest value, and the remedy
+_RANGES: tuple[tuple[str, float, float, str], ...] = (
+    ("max_tokens", 1, _LARGEST_COUNT, f"ask for at least 1, at most {_LARGEST_COUNT}"),
+    ("temperature", 0, _HOTTEST, f"use 0 (greedy) or more, up to {_HOTTEST}"),
+    ("top_p", nextafter(0, 1), 1, "use a share in (0, 1]; 1 switches it off"),
+    ("top_k", 0, _LARGEST_COUNT, f"use 0 (off) or a number of tokens, at most {_LARGEST_COUNT}"),
+    ("min_p", 0, 1, "use a share in [0, 1]; 0 switches it off"),
+    ("seed", -(2**63), 2**63 - 1, _SEEDS),
+    ("n", 1, _MAX_SAMPLES, f"ask for 1 to {_MAX_SAMPLES} samples of a prompt"),
+    ("logprobs", 0, MAX_LOGPROBS, f"use 0 (only the chosen token's) to {MAX_LOGPROBS}"),
+    ("prompt_logprobs", 0, MAX_LOGPROBS, f"use 0 (only the prompt's) to {MAX_LOGPROBS}"),
+    ("repetition_penalty", *_REPETITION, f"use {_REPETITION[0]} to {_REPETITION[1]}; 1 switches it off"),
+    ("presence_penalty", -_MAX_PENALTY, _MAX_PENALTY, _OTHER_PENALTIES),
+    ("frequency_penalty", -_MAX_PENALTY, _MAX_PENALTY, _OTHER_PENALTIES),
 )
+# Where messages call a field by another name than its option's
+_NAMES = {"max_tokens": "max_tokens (--max-new-tokens)", "prompt_logprobs": "prompt_logprobs"}
 
 
 def _token_ids(text: str) -> tuple[int, ...]:
@@ -141,10 +131,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name, label, least, most, remedy in _RANGES:
+        for name, least, most, remedy in _RANGES:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
-                _refuse(label, value, remedy)
+                _refuse(_NAMES.get(name, name.replace("_", "-")), value, remedy)
         if self.seed == -1:
             _refuse("seed", self.seed, _SEEDS)
         if self.n > 1 and self.temperature == 0:
