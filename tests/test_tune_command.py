@@ -64,32 +64,6 @@ def to_go(pair: Path, *arguments: str) -> dict[str, str]:
     return {**dict(rows), "": " ".join(done.stdout.split())}
 
 
-@pytest.mark.slow
-def test_a_dry_run_counts_the_rounds_that_are_kept(pair: Path, monkeypatch, tmp_path: Path) -> None:
-    timed = install(monkeypatch, lambda config, number: usual(config, len(timed.order) ** 2))
-    monkeypatch.setattr("time.monotonic", lambda: timed.clock)
-    kept = ("--output", str(tmp_path), "--precision", "0.001", "--repeats", "8")
-    job = ("tune", "--batch", "4", "--k", "2,4", "--drafter-batch", "padded")
-    arms = ["batch 4, plain", "batch 4, K 2, padded", "batch 4, K 4, padded"]
-    assert [to_go(pair, *kept)[arm] for arm in arms] == ["3 to 8"] * 3
-    assert invoke(pair, *DATA, *job[1:], *kept, "--budget", "35s").exit_code == 0
-    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    left = to_go(pair, *kept)
-    rounds = [json.loads(line)["arms"] for line in files["tune.rounds.jsonl"].splitlines()]
-    done = [sum(arm in each for each in rounds) for arm in arms]
-    assert 0 < min(done) <= max(done) < 3
-    assert [left[arm] for arm in arms] == [f"{3 - number} to {8 - number}" for number in done]
-    assert invoke(pair, *DATA, *job[1:], *kept).exit_code == 0
-    assert "No repeat is left: " in to_go(pair, *kept)[""]
-    left = to_go(pair, *kept, "--repeats", "10", "--budget", "90s")
-    assert [left[arm] for arm in arms] == ["1 to 2", "1 to 2", "0"], "K 4 was dropped"
-    assert "2 of 3 arms go on, with a warm-up each: about " in left[""]
-    assert "By the budget nothing begins that would not end within 90 s, prompts" in left[""]
-    assert {path.name for path in tmp_path.iterdir()} == {*files}
-    other = invoke(pair, *DATA, "--batch", "4", "--k", "3", *kept, "--dry-run")
-    assert isinstance(other.exception, UserError), "what is kept is of another question"
-
-
 def test_the_command_measures_real_engines_and_goes_on(pair: Path, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(plans, "copy_bandwidth", lambda device: 1e10)  # the bound's, of the last command
     arguments = (*DATA, "--batch", "2", "--k", "2", "--drafter-batch", "padded", "--repeats", "2")

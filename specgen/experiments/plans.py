@@ -114,7 +114,7 @@ class Setup:
         )
         return load_models(self.base, self.checkpoints)
 
-    def manifest(self, own: dict[str, Any], *, with_fingerprints: bool = True) -> dict[str, Any]:
+    def manifest(self, own: dict[str, Any]) -> dict[str, Any]:
         """What decides the numbers: device, versions, weights, requests, and ``own``, which is the bench's.
 
         Fingerprints read all weights.
@@ -128,9 +128,7 @@ class Setup:
             engine=self.base,
             sampling=self.generation_defaults.over(SamplingParams(max_tokens=self.workload.max_new_tokens)),
             data=data | {"requests": tokens.hexdigest()},
-            fingerprints={
-                role: fingerprint(each) for role, each in self.checkpoints.items() if with_fingerprints
-            },
+            fingerprints={role: fingerprint(each) for role, each in self.checkpoints.items()},
         )
         return found | {"bench": own}
 
@@ -210,7 +208,7 @@ _COLUMNS = (
     Column(name="new_tokens"),
     Column(name="engine", unit="GB"),
     Column(name="repeat", unit="s"),
-    Column(name="repeats", title="to go"),
+    Column(name="repeats"),
 )
 
 
@@ -269,9 +267,9 @@ def measure_roofline(setup: Setup) -> Roofline:
 
 
 def forecast(
-    setup: Setup, roofline: Roofline, left: Mapping[str, tuple[int, int]], budget: float | None = None
+    setup: Setup, roofline: Roofline, repeats: tuple[int, int], budget: float | None = None
 ) -> Iterator[Part]:
-    """The arms, then a few sentences; ``left`` is how many repeats, at least and at most, each has to do that goes on.
+    """The arms, then a few sentences; each arm has so many ``repeats``, at least and at most.
 
     ``budget`` is in seconds.
     """
@@ -283,32 +281,25 @@ def forecast(
             "new_tokens": sum(request.sampling.max_tokens for request in plan.requests),
             "engine": plan.num_bytes / _GB,
             "repeat": seconds[plan.arm.name],
-            "repeats": _span(*map(str, left.get(plan.arm.name, (0, 0)))),
+            "repeats": _span(*map(str, repeats)),
         }
         for plan in setup.plans
     )
     yield Table(title="The arms", columns=_COLUMNS, rows=rows)
     yield "\n".join(
-        [*_time(seconds, left, budget, roofline), _memory(setup), *setup.notes, "Nothing was run."]
+        [*_time(seconds, repeats, budget, roofline), _memory(setup), *setup.notes, "Nothing was run."]
     )
 
 
 def _time(
-    seconds: Mapping[str, float],
-    left: Mapping[str, tuple[int, int]],
-    budget: float | None,
-    roofline: Roofline,
+    seconds: Mapping[str, float], repeats: tuple[int, int], budget: float | None, roofline: Roofline
 ) -> Iterator[str]:
     """Sentences on how long the bench takes at least."""
-    if not left:
-        yield "No repeat is left: the rounds that are kept are enough, and the command prints its table."
-        return
-    ends = [sum(seconds[arm] * (1 + number[end]) for arm, number in left.items()) for end in (0, 1)]
-    some = f"{len(left)} arms" if len(left) == len(seconds) else f"{len(left)} of {len(seconds)} arms go on"
+    ends = [sum(seconds.values()) * (1 + number) for number in repeats]
     yield (
-        f"{some}, with a warm-up each: about {_span(*map(display.duration, ends))}, if every step took the time of a "
-        f"plain one at its bound (weights and KV cache at {roofline.bandwidth}). Arms that are "
-        "slower take longer, as do prompts, loading, compilation and CUDA graphs, which come on top."
+        f"{len(seconds)} arms, with a warm-up each: about {_span(*map(display.duration, ends))}, if every step took "
+        f"the time of a plain one at its bound (weights and KV cache at {roofline.bandwidth}). Arms that are slower "
+        "take longer, as do prompts, loading, compilation and CUDA graphs, which come on top."
     )
     if budget is not None:
         yield (

@@ -198,7 +198,6 @@ def disturbed(measured: Mapping[str, Repeats]) -> tuple[list[str], list[str]]:
 _KEPT = "what is measured is kept; fix that and run the same command again"
 _REMEDY = "name a new directory, or ask for the same"
 _EXTENDED = ("bench.repeats", "bench.precision")  # more of them only add rounds
-_FINGERPRINTS = {"fingerprints.model", "fingerprints.drafter"}
 _TIMED = {"engine.device", "engine.tensor_parallel", "engine.cuda_graphs", "device.cpu", "device.threads"}
 PLAIN = "plain decoding"  # the arm of a comparison without a head
 LEAST_ROUNDS = 2  # for a ratio of a comparison: one round has no spread
@@ -316,14 +315,6 @@ def kept_rounds(output: Path | None, name: str, settings: Mapping[str, Any]) -> 
             yield Rounds(file.values(), file)
 
 
-def seen_rounds(output: Path | None, name: str, settings: Mapping[str, Any]) -> Rounds:
-    """What ``kept_rounds`` would go on with; writes and locks nothing. ``settings`` need no fingerprints of weights."""
-    if output is None or not record_of(output, name).exists():
-        return Rounds()
-    require_same(record_of(output, name), settings, free=_FREE | _FINGERPRINTS, remedy=_REMEDY)
-    return Rounds(Rows(_rounds_of(output, name)).values())
-
-
 def num_kept(output: Path, name: str) -> int:
     """The rounds of the bench ``name`` that are in ``output``."""
     return len(Rows(_rounds_of(output, name)))
@@ -429,15 +420,6 @@ class Search:
             if needed:
                 needed += [arm for arm in (ranking.reference, ranking.best) if arm in group]
         return list(dict.fromkeys(needed))
-
-    def left(self, rounds: Rounds) -> dict[str, tuple[int, int]]:
-        """How many more repeats each arm needs, at least and at most; without those that need none."""
-        next_arms, first = (
-            self.next_arms(self.arms, rounds),
-            min(LEAST, self.most) if self.precision else self.most,
-        )
-        least = {arm: max(1, first - rounds.count(arm)) for arm in next_arms}
-        return {arm: (number, max(number, self.most - rounds.count(arm))) for arm, number in least.items()}
 
     def _is_open(self, ranking: Ranking, arm: str) -> bool:
         done = len(ranking.arms[arm].each)

@@ -26,7 +26,7 @@ from specgen.experiments.plans import (
     prepare,
     with_kv_size,
 )
-from specgen.experiments.rounds import Rounds, Search, kept_rounds, record_of, seen_rounds
+from specgen.experiments.rounds import LEAST, Rounds, Search, kept_rounds, num_kept, record_of
 from specgen.experiments.tune_job import TuneJob
 from specgen.experiments.tune_table import NAME, TERMS, command, dropped, tune_table
 from specgen.experiments.turns import Turn, Turns, Watch, ignore
@@ -43,13 +43,12 @@ def set_up(job: TuneJob, output: Path | None = None) -> Setup:
 
 
 def forecast_of(job: TuneJob, output: Path | None) -> Iterator[Part]:
-    """What ``--dry-run`` prints: what is left to do beside the rounds in ``output``."""
+    """What ``--dry-run`` prints; rounds that ``output`` has are not taken off."""
     setup = set_up(job, output)
-    settings = setup.manifest(job.to_json(), with_fingerprints=False)
-    rounds = seen_rounds(output, NAME, settings)
-    searches = (_search(job, setup, arms)[0] for arms in job.by_batch().values())
-    left = {arm: number for search in searches for arm, number in search.left(rounds).items()}
-    return forecast(setup, measure_roofline(setup), left, job.budget)
+    least = min(LEAST, job.repeats) if job.precision else job.repeats
+    yield from forecast(setup, measure_roofline(setup), (least, job.repeats), job.budget)
+    if output is not None and (kept := num_kept(output, NAME)):
+        yield f"{display.several(kept, 'round')} in {output} will not be measured again."
 
 
 def tune(
