@@ -245,15 +245,6 @@ def test_rows_of_a_table_are_counted_over_its_batches(tmp_path):
     assert [(row.id, row.reason) for row in rejected] == [("2400", "row 2400: prompt is empty")]
 
 
-def test_a_question_of_one_turn_fails_as_one(tmp_path):
-    row = {"question_id": 1, "turns": [3, "x"]}
-    turns = {
-        name: load(name, write_lines(tmp_path / "rows.jsonl", row))[1]
-        for name in ("mt-bench", "mt-bench:vllm")
-    }
-    assert [each.turn_ids for rejected in turns.values() for each in rejected] == [("1", "1/turn-2"), ("1",)]
-
-
 def test_a_published_form_keeps_what_a_question_says(tmp_path):
     path = write_lines(tmp_path / "rows.jsonl", {"question": "What is {x} in \\boxed{}?"})
     (prompt,), _ = load("gsm8k:vllm", path)
@@ -397,7 +388,7 @@ def test_equal_rows_without_ids_are_different_requests(tmp_path):
     assert again == [each for each in wanted if each], "a resume knows them by their place"
 
 
-def test_a_rejected_conversation_has_an_error_for_each_turn(tmp_path):
+def test_a_rejected_conversation_has_one_error(tmp_path):
     rows = [
         {"question_id": 1, "turns": ["x", "y"]},
         {"question_id": 1, "turns": ["x", "y"]},
@@ -405,11 +396,7 @@ def test_a_rejected_conversation_has_an_error_for_each_turn(tmp_path):
         {"question_id": 3},
     ]
     _, rejected = load("mt-bench", write_lines(tmp_path / "rows.jsonl", *rows))
-    assert [row.turn_ids for row in rejected] == [
-        ("1 (line 2)", "1 (line 2)/turn-2"),
-        ("2", "2/turn-2", "2/turn-3"),
-        ("3",),
-    ]
+    assert [row.turn_ids for row in rejected] == [("1 (line 2)",), ("2",), ("3",)]
 
 
 # --- ids --------------------------------------------------------------------------------------------------

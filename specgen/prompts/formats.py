@@ -185,20 +185,6 @@ def kind_of(row: Row) -> Kind:
     return next((kind for field, kind in _OTHERS.items() if row.get(field) not in (None, [])), _OWN)
 
 
-def num_turns(row: object, name: str | None) -> int:
-    """The user's turns in a row, also in one that cannot be parsed; ``name`` is that of their field, if it is known."""
-    if not isinstance(row, Mapping):
-        return 1
-    if name is None:
-        parse = kind_of(row).parse
-        name = "turns" if parse is parse_turns else "history" if parse is _parse_history else None
-    said = row.get(name) if name is not None else None
-    are_turns = isinstance(said, list) and (
-        name in ("turns", "history") or all(isinstance(e, str) for e in said)
-    )
-    return max(len(said), 1) if isinstance(said, list) and are_turns else 1
-
-
 def parse_users(row_id: str, row: Row) -> Prompt:
     """A row of a user's file, by its kind; sampling parameters may be in any."""
     kind = kind_of(row)
@@ -213,14 +199,10 @@ def parse_users(row_id: str, row: Row) -> Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """The parser of a row, whose id is in the first of ``id_keys`` that it has, if any.
-
-    ``turns`` is the field with the user's turns, where every row has them; empty where every row is one turn.
-    """
+    """The parser of a row, whose id is in the first of ``id_keys`` that it has, if any."""
 
     id_keys: tuple[str, ...]
     parse: Callable[[str, Row], Prompt]
-    turns: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +218,7 @@ class Dataset:
 
 
 USERS = Format(id_keys=("custom_id", "id", "question_id", "task_id", "message_tree_id"), parse=parse_users)
-TURNS = Format(id_keys=("question_id",), parse=parse_turns, turns="turns")
+TURNS = Format(id_keys=("question_id",), parse=parse_turns)
 _PLAIN = {
     "mt-bench": Dataset(
         format=TURNS, hub=HubSource(path="philschmid/mt-bench", split="train"), files=("question.jsonl",)
@@ -265,7 +247,7 @@ _PLAIN = {
         files=("question.jsonl",),
     ),
     "speed-bench": Dataset(
-        format=Format(id_keys=("question_id",), parse=_parse_speed, turns="turns"),
+        format=Format(id_keys=("question_id",), parse=_parse_speed),
         files=("qualitative/test*", "qualitative*"),
     ),
     "humaneval": Dataset(
@@ -290,9 +272,7 @@ _ASKED: dict[str, Callable[[str, Row], Prompt]] = {
     ),
 }
 DATASETS = _PLAIN | {
-    f"{name}:{table}": replace(
-        _PLAIN[name], format=Format(id_keys=_PLAIN[name].format.id_keys, parse=parse, turns="")
-    )
+    f"{name}:{table}": replace(_PLAIN[name], format=Format(id_keys=_PLAIN[name].format.id_keys, parse=parse))
     for table in ("dspark", "vllm")
     for name, parse in _ASKED.items()
 }
@@ -336,7 +316,7 @@ class Reading:
         """``known``, or the format of rows with the field that is asked for."""
         if self.prompt_field is None:
             return known
-        return replace(known, parse=partial(parse_field, self.prompt_field), turns=self.prompt_field)
+        return replace(known, parse=partial(parse_field, self.prompt_field))
 
     def applied(self, prompt: Prompt) -> Prompt:
         """``prompt`` with its text in the chat template or without; ``UserError`` where that cannot be."""

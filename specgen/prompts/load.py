@@ -24,11 +24,10 @@ from specgen.prompts.formats import (
     Reading,
     UnpreparedError,
     kind_of,
-    num_turns,
 )
 from specgen.prompts.json_rows import Row
 from specgen.prompts.own import CONTENT_FIELDS, is_batch
-from specgen.prompts.prompt import Prompt, Rejected, turn_ids
+from specgen.prompts.prompt import Prompt, Rejected
 from specgen.prompts.rows import File, HubSource, Source, read_hub, read_path, read_stream
 
 STDIN = "-"
@@ -156,9 +155,7 @@ class PromptSet:
             raise UserError(f"{self.name}, {row.where}: {error}") from error
         except (UserError, RecursionError) as error:
             reason = f"{row.where}: {error}"[:_LONGEST_REASON]
-            turns = num_turns(value, self.row_format.turns)
-            name = ids.of_rejected(row_id, row.where, turns)
-            return Rejected(id=name, reason=reason, num_turns=turns)
+            return Rejected(id=ids.of_rejected(row_id, row.where), reason=reason)
 
     @property
     def files(self) -> tuple[File, ...]:
@@ -305,13 +302,13 @@ class _Ids:
         self._copies[digest] = next(n for n in numbers if f"{digest}-{n}" not in self._taken)
         return f"{digest}-{self._copies[digest]}"
 
-    def of_rejected(self, row_id: str | None, where: str, num_turns: int) -> str:
+    def of_rejected(self, row_id: str | None, where: str) -> str:
         """The id of a row that cannot be run: its own, with its place if that is taken, or its place alone."""
-        if row_id is not None and self.claim(turn_ids(row_id, num_turns)):
+        if row_id is not None and self.claim([row_id]):
             return row_id
         place = where if row_id is None else f"{row_id} ({where})"
         names = (place if tried == 1 else f"{place} ({tried})" for tried in count(1))
-        return next(name for name in names if self.claim(turn_ids(name, num_turns)))
+        return next(name for name in names if self.claim([name]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,7 +325,7 @@ class _KnownIds:
             raise _ChangedError("it has another content than when this run has read it: put that back")
         return self.ids[0]
 
-    def of_rejected(self, row_id: str | None, where: str, num_turns: int) -> str:
+    def of_rejected(self, row_id: str | None, where: str) -> str:
         return self.ids[0]
 
 

@@ -100,7 +100,9 @@ class Prompt:
     @property
     def turn_ids(self) -> tuple[str, ...]:
         """The request ids of its turns: ``ID``, ``ID/turn-2``, ..."""
-        return turn_ids(self.id, len(self.follow_ups) + 1) if self.follow_ups else (self.id,)
+        if not self.follow_ups:
+            return (self.id,)
+        return tuple(turn_id(self.id, turn) for turn in range(1, len(self.follow_ups) + 2))
 
     @property
     def last_message(self) -> str:
@@ -153,12 +155,11 @@ class Rejected:
 
     id: str
     reason: str  # one short line that starts with the row's location
-    num_turns: int = 1
 
     @property
     def turn_ids(self) -> tuple[str, ...]:
-        """The ids of its error records."""
-        return turn_ids(self.id, self.num_turns)
+        """The id of its error record."""
+        return (self.id,)
 
 
 def content_of(prompt: Prompt | Rejected) -> bytes:
@@ -170,11 +171,6 @@ def content_of(prompt: Prompt | Rejected) -> bytes:
         return _encode(prompt)
     except ValueError:  # a lone surrogate
         return repr(prompt).encode()
-
-
-def turn_ids(row_id: str, num_turns: int) -> tuple[str, ...]:
-    """``ID``, ``ID/turn-2``, ..."""
-    return tuple(turn_id(row_id, turn) for turn in range(1, num_turns + 1))
 
 
 def question(content: str) -> tuple[Message, ...]:
