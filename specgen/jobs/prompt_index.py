@@ -31,22 +31,8 @@ def read_requests(path: Path) -> Iterator[list[str]]:
 
 _ONE_EACH = SamplingParams()
 _STRIDE = 1000  # rows between two calls of ``seen``
-_KINDS: Mapping[str, Callable[[Any], Hashable]] = {
-    "temperature": bool,
-    "top_p": lambda top_p: top_p < 1,
-    "top_k": bool,
-    "min_p": bool,
-    "repetition_penalty": lambda penalty: penalty != 1,
-    "presence_penalty": bool,
-    "frequency_penalty": bool,
-    "logit_bias": len,
-    "suppress_tokens": len,
-    "stop_token_ids": len,
-    "min_tokens": bool,
-    "logprobs": int,
-    "prompt_logprobs": int,
-    "n": lambda n: n > 1,
-}
+# Fields of which the number of elements, or the number itself, decides how much is computed
+_SIZED, _COUNTED = ("logit_bias", "suppress_tokens", "stop_token_ids"), ("logprobs", "prompt_logprobs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,5 +127,13 @@ def index_prompts(
 def _kind(sampling: Mapping[str, Any]) -> Hashable:
     """Which parameters a row has, and what of them decides how much is computed for it; a data set has few kinds."""
     return frozenset(
-        (name, _KINDS[name](value) if name in _KINDS else None) for name, value in sampling.items()
+        (
+            name,
+            len(value)
+            if name in _SIZED
+            else value
+            if name in _COUNTED
+            else value != getattr(_ONE_EACH, name),
+        )
+        for name, value in sampling.items()
     )
