@@ -527,14 +527,10 @@ def test_parameters_that_rows_of_one_data_set_set_are_named_and_hide_no_other(tm
     assert "Rows of mix set their own temperature." in text
 
 
-def test_a_comparison_that_has_not_finished_or_is_of_an_earlier_version_is_refused(
+def test_a_comparison_that_has_not_finished_is_refused(
     compared: tuple[Path, list[str], str], tmp_path: Path
 ) -> None:
     out = Path(shutil.copytree(compared[0], tmp_path / "out"))
-    (out / "compare.rounds.jsonl").rename(out / "speed.jsonl")
-    with refused(r"holds speeds of an earlier version \(speed.jsonl\): run its command"):
-        call(out)
-    (out / "speed.jsonl").rename(out / "compare.rounds.jsonl")
     shutil.rmtree(out / "gsm8k" / "ngram-3")
     with pytest.raises(UserError, match=r"not finished \(5 of 6 runs begun\): the same command resumes it"):
         call(out)

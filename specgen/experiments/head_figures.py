@@ -23,7 +23,7 @@ from specgen.report.references import Reference, RunComparison, compare_run, wit
 from specgen.report.report import Report, load_so_far
 
 PLAN = COMPARISON  # its runs, and when and how it was made
-ROUNDS, _EARLIER_ROUNDS = "compare.rounds.jsonl", "speed.jsonl"
+ROUNDS = "compare.rounds.jsonl"
 _HEADS_OWN = ("engine.drafter", "fingerprints.drafter")
 _DECISIVE = (  # for acceptance; the others, such as the batch, the device or a version, are named
     "engine.model",
@@ -322,11 +322,6 @@ def read_comparison(directories: Sequence[Path]) -> Comparison:
         )
         runs += own
         if len(directories) == 1:
-            require(
-                (directory / ROUNDS).exists() or not (directory / _EARLIER_ROUNDS).exists(),
-                f"{directory} holds speeds of an earlier version ({_EARLIER_ROUNDS}): run its command again, which "
-                "measures them anew, or give its run directories",
-            )
             speeds |= rounds_by_data(Rows(directory / ROUNDS).values(), plan["under"])
     return compare_runs(runs, speeds)
 

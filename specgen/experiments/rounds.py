@@ -197,17 +197,11 @@ def disturbed(measured: Mapping[str, Repeats]) -> tuple[list[str], list[str]]:
 
 _KEPT = "what is measured is kept; fix that and run the same command again"
 _REMEDY = "name a new directory, or ask for the same"
-_EXTENDED = ("bench.repeats", "bench.precision")  # more of them only add rounds
 _TIMED = {"engine.device", "engine.tensor_parallel", "engine.cuda_graphs", "device.cpu", "device.threads"}
 PLAIN = "plain decoding"  # the arm of a comparison without a head
 LEAST_ROUNDS = 2  # for a ratio of a comparison: one round has no spread
-# the data by the requests' digest; the last field is of earlier versions
-_FREE = {
-    *FREE_IN_A_RUN,
-    *_EXTENDED,
-    "bench.workload.dataset",
-    "bench.workload.max_batch_size",
-} - _TIMED
+# more repeats only add rounds; the data are known by the requests' digest
+_FREE = {*FREE_IN_A_RUN, "bench.repeats", "bench.precision", "bench.workload.dataset"} - _TIMED
 
 
 class Rounds:
