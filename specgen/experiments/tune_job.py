@@ -58,17 +58,16 @@ class Workload(DataSource):
         )
         if self.max_new_tokens is None:
             object.__setattr__(self, "max_new_tokens", _LONGEST[self.output_lens])
-        if self.dataset == RANDOM:
-            for is_given, said, remedy in (
-                (self.output_lens == "data", "output-lens is 'data'", "name a data set that has answers"),
-                (
-                    self.how != AS_IT_IS,
-                    "split, prompt-field, chat or raw is given",
-                    "name a data set",
-                ),
-                (self.data_path is not None, f"data-path is {self.data_path}", "name a data set"),
-            ):
-                require(not is_given, f"{said} but prompts are random: {remedy}")
+        of_rows = {
+            "output-lens is 'data'": self.output_lens == "data",
+            "split, prompt-field, chat or raw is given": self.how != AS_IT_IS,
+            f"data-path is {self.data_path}": self.data_path is not None,
+        }
+        for said, is_given in of_rows.items():
+            require(
+                not is_given or self.dataset != RANDOM,
+                f"{said} but prompts are random: name a data set",
+            )
         for field in ("num_prompts", "prompt_tokens", "max_new_tokens"):
             value = getattr(self, field)
             require(value is None or value >= 1, f"{field.replace('_', '-')} is {value}: use at least 1")
