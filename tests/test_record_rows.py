@@ -13,6 +13,8 @@ from specgen.record.record_rows import (
     RequestRow,
     Row,
     Session,
+    Step,
+    StepCounts,
     from_line,
     moved,
     to_line,
@@ -35,6 +37,13 @@ def test_a_line_round_trips(row: Row) -> None:
     line = to_line(row)
     assert "\n" not in line
     assert from_line(line) == row
+
+
+def test_counts_of_another_k_add_up() -> None:
+    """As those of the samples of a prompt, whose rows have the K of their longest step."""
+    steps = [Step(0, (1, 2), 1, 2), Step(1, (), 0, 1)], [Step(2, (1, 2, 3), 3, 4, (0, 5, 11), is_cut=True)]
+    ours, theirs = StepCounts.of(steps[0], 2), StepCounts.of(steps[1], 3)
+    assert ours + theirs == theirs + ours == StepCounts.of([*steps[0], *steps[1]], 3)
 
 
 def test_the_experts_that_earlier_versions_counted_are_left_out() -> None:
