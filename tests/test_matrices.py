@@ -95,6 +95,7 @@ def test_the_command_line_wins_over_a_matrix_and_one_value_is_no_axis(monkeypatc
     job = asked(monkeypatch, "--config", "vllm-25196", "--attention", "sdpa", "--batch", "4", "--k", "3")
     assert names(job) == ["batch 4, plain", "batch 4, K 3, non-padded", "batch 4, K 3, padded"]
     assert (job.base.attention, job.workload.num_prompts, job.workload.dataset) == ("sdpa", 200, "sharegpt")
+    assert (job.base.draft_length.most, job.base.max_batch_size, job.base.prefix_cache) == (3, 4, False)
     with refused("attention has 'foo': use some of auto, hopper, trtllm"):
         asked(monkeypatch, "--attention", "sdpa,foo")
     with refused(r"config 'vllm-2519' \(did you mean vllm-25196\?\) cannot be read .*: name a YAML file"):
