@@ -350,7 +350,10 @@ class StudyRun:
         }
 
     def _arguments(self, arm: Arm) -> dict[str, Any]:
-        return _sampling_arguments(arm.changes.get("temperature"), self._job.max_new_tokens)
+        """An arm's temperature and the longest text as generation arguments, which override the task's."""
+        temperature, longest = arm.changes.get("temperature"), self._job.max_new_tokens
+        sampled = {} if temperature is None else {"do_sample": temperature > 0, "temperature": temperature}
+        return sampled | ({} if longest is None else {"max_gen_toks": longest})
 
     def _models(self, config: EngineConfig) -> Models:
         """The weights in the dtype of ``config``; only one dtype is in memory at a time."""
@@ -429,12 +432,6 @@ def _alike(configs: Mapping[str, EngineConfig], arms: Sequence[Arm]) -> list[lis
 def _every(values: Iterable[object]) -> str:
     """The distinct values, in order."""
     return " or ".join(dict.fromkeys(map(str, values))) or "none"
-
-
-def _sampling_arguments(temperature: float | None, max_new_tokens: int | None) -> dict[str, Any]:
-    """An arm's temperature and the longest text as generation arguments, which override the task's."""
-    sampled = {} if temperature is None else {"do_sample": temperature > 0, "temperature": temperature}
-    return sampled | ({} if max_new_tokens is None else {"max_gen_toks": max_new_tokens})
 
 
 def _lm_eval_config(config: EngineConfig, limit: int | None, arguments: Mapping[str, Any]) -> dict[str, Any]:

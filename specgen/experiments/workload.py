@@ -199,6 +199,9 @@ def recorded_turns(
     """
     requests: list[Request] = []
     failures: list[str] = []
+    only_its_length = replace(
+        sampling, ignore_eos=True, stop=(), stop_token_ids=(), min_tokens=0
+    )  # ends a text
     for prompt in prompts:
         if isinstance(prompt, Rejected):
             failures.append(failure(prompt.id, prompt.reason))
@@ -208,7 +211,7 @@ def recorded_turns(
                 Request(
                     id=name,
                     prompt_token_ids=tuple(token_ids),
-                    sampling=_of_length(sampling, min(length, longest)),
+                    sampling=replace(only_its_length, max_tokens=min(length, longest)),
                     category=prompt.category,
                     turn=turn,
                 )
@@ -217,11 +220,6 @@ def recorded_turns(
         except UserError as error:
             failures.append(failure(prompt.id, str(error)))
     return requests, failures
-
-
-def _of_length(sampling: SamplingParams, num_tokens: int) -> SamplingParams:
-    """``sampling`` of a text that only its length ends."""
-    return replace(sampling, max_tokens=num_tokens, ignore_eos=True, stop=(), stop_token_ids=(), min_tokens=0)
 
 
 def _turns(prompt: Prompt, tokenizer: Tokenizer) -> Iterator[tuple[str, list[int], int]]:
