@@ -377,7 +377,7 @@ class Constrained(Setting):
     def requests(self) -> list[Request]:
         first, *others = super().requests()
         words: list[dict[str, Any]] = [
-            {"bad_words_ids": tuple((token, token + 1) for token in range(9, 900 + number))}
+            {"bad_words_ids": tuple((token, token + 1) for token in range(9, 900 + number, 7))}
             for number in range(len(others))
         ]
         words[0] = {"allowed_token_ids": tuple(range(0, 3072, 2))}

@@ -30,6 +30,7 @@ from specgen.engine.worker_group import ModelPeers
 from specgen.jobs.run import run
 from tests.engines import ranks_config
 from tests.jobs import Silent, conversations, untimed
+from tests.rank_forks import launch
 from tests.rank_plants import compare_every_pass, fail_in_decode, find_others, together
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -64,6 +65,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
 def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[Models]:
     """The bundled pair in two ranks, which meet in every pass."""
     monkeypatch.setattr(worker_group, "TIMEOUT", 60.0)
+    monkeypatch.setattr(worker_group, "launch", launch)
     asked = ranks_config(2)
     models = load_models(asked, open_checkpoints(asked))
     together(models, compare_every_pass, asked)

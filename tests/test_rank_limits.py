@@ -30,6 +30,7 @@ from specgen.engine.worker import Worker
 from specgen.engine.worker_group import Supervisor, WorkerProcess, exit_within
 from tests.engines import ranks_config
 from tests.marks import mostly_slow
+from tests.rank_forks import launch
 from tests.test_lost_ranks import processes, wait_until
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -265,6 +266,7 @@ def test_a_rank_that_is_lost_or_hangs_while_weights_are_read(
             wait_until(lambda: bool(team._supervisor.gone) or number == signal.SIGSTOP)
 
     start = worker_group.start
+    monkeypatch.setattr(worker_group, "launch", launch)
 
     def started(*given: Any) -> worker_group.WorkerGroup:
         team = start(*given)

@@ -37,7 +37,7 @@ from tests.engines import Pair, generate, load_pair, random_requests
 from tests.marks import mostly_slow
 from tests.tiny_checkpoints import write_dflash_head, write_eagle1_head, write_head, write_target
 
-VOCAB, LENGTH, SAMPLES = 10, 4, 6000
+VOCAB, LENGTH, SAMPLES = 10, 4, 4000
 PROMPT = (3, 7, 4)
 FILTERS = {
     "plain": SamplingParams(temperature=0.9),
@@ -140,7 +140,7 @@ def p_values(
 
     sampling = replace(sampling, max_tokens=LENGTH, ignore_eos=True)
     requests = [Request(id=f"s{i}", prompt_token_ids=prompt, sampling=sampling) for i in range(SAMPLES)]
-    outputs = generate(pair, requests, max_batch_size=500, **drafting)
+    outputs = generate(pair, requests, max_batch_size=1000, **drafting)
     expected = expected_marginals(pair.path, sampling, prompt)
     result = []
     for position in range(LENGTH):

@@ -31,6 +31,7 @@ from specgen.text.tokenizer import Message
 from tests.commands import refused
 from tests.engines import Outputs, bundled_requests, engine_config, ranks_config
 from tests.marks import mostly_slow
+from tests.rank_forks import launch
 from tests.rank_plants import compare_every_pass, prefill_and_compare, together
 
 pytestmark = pytest.mark.xdist_group("ranks")  # processes that all of them use
@@ -43,6 +44,7 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Models]:
     asked = ranks_config(request.param)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_group, "TIMEOUT", 20.0)
+        patch.setattr(worker_group, "launch", launch)
         models = load_models(asked, open_checkpoints(asked))
         together(models, compare_every_pass, asked)
         compare_every_pass(None, models, patch.setattr)
