@@ -36,7 +36,7 @@ from specgen.prompts.load import DataSource
 from tests.commands import printed, rows, specgen, write_rows
 from tests.jobs import Silent
 from tests.reference_heads import DenseTarget
-from tests.test_penalties import with_penalty
+from tests.test_asked_texts import with_penalty
 from tests.tiny_checkpoints import change_json
 
 DEMO = data_directory() / "demo"

@@ -243,7 +243,9 @@ def test_every_draft_equals_the_reference_and_no_text_changes(case: Case) -> Non
 @with_some_heads
 def test_drafts_depend_on_no_setting(case: Case, request: pytest.FixtureRequest) -> None:
     some, turn = requests()[3:], [*BROAD, *MTP].index(request.node.callspec.params["case"])
-    for settings in SETTINGS[turn % 2 :: 2]:  # every head has two of them, and every setting half of the heads
+    for settings in SETTINGS[
+        turn % 2 :: 2
+    ]:  # every head has two of them, and every setting half of the heads
         padded, non_padded = (
             generate(case.pair, some, drafter_batch=batch, **settings) for batch in ("padded", "non-padded")
         )

@@ -1,11 +1,9 @@
-"""Repetition, presence and frequency penalties are exact with speculation: every row is judged by the text up to it."""
+"""Penalties of a row, and rows that ask for some of everything; see ``test_asked_texts`` for texts with penalties."""
 
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,26 +12,19 @@ from torch import Tensor
 
 from specgen.config import SamplingParams
 from specgen.core.sequence import Request
-from specgen.core.step import Steps
 from specgen.decoding.sampling import SamplingBatch, SamplingForm, penalised, token_counts
 from specgen.engine.build import most_demanding
 from tests.engines import (
     Pair,
-    bundled_requests,
     engine_of,
     generate,
-    load_pair,
     page_bytes,
     random_requests,
 )
 from tests.marks import mostly_slow
-from tests.reference_heads import DenseTarget, ReferenceHead
-from tests.test_heads import MTP
-from tests.test_mtp import pair_of
+from tests.reference_heads import ReferenceHead
 from tests.test_sampling import penalised as naive
-from tests.tiny_checkpoints import write_dflash_head, write_eagle1_head, write_head
 
-pytestmark = pytest.mark.xdist_group("penalties")  # texts of transformers for all
 CPU = torch.device("cpu")
 KINDS: tuple[dict[str, float], ...] = (
     {},
@@ -42,147 +33,6 @@ KINDS: tuple[dict[str, float], ...] = (
     {"frequency_penalty": 2.0},
     {"repetition_penalty": 0.4, "presence_penalty": 0.5, "frequency_penalty": 0.3},
 )
-
-
-def with_penalties(requests: list[Request] | tuple[Request, ...]) -> list[Request]:
-    """No penalty and each kind in turn, of texts of several lengths: rows of all kinds join, leave and move."""
-    return [
-        replace(r, sampling=replace(r.sampling, max_tokens=12 + 7 * i % 30, **KINDS[i % len(KINDS)]))
-        for i, r in enumerate(requests)
-    ]
-
-
-def with_penalty(request: Request, tokens: Tensor, logits: Tensor) -> Tensor:
-    """A row's logits by the repetition penalty of ``transformers``; presence and frequency one token at a time."""
-    from transformers import RepetitionPenaltyLogitsProcessor
-
-    sampling, output = request.sampling, tokens[0, len(request.prompt_token_ids) :].tolist()
-    logits = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(tokens, logits)
-    for token in set(output):
-        logits[0, token] -= sampling.presence_penalty + sampling.frequency_penalty * output.count(token)
-    return logits
-
-
-Texts = dict[str, tuple[int, ...]]
-
-
-@pytest.fixture(scope="module")
-def random_asked() -> list[Request]:
-    """Short prompts of a small vocabulary: texts that repeat themselves."""
-    return with_penalties(random_requests(12, 128, SamplingParams(), lengths=(1, 20)))
-
-
-@pytest.fixture(scope="module")
-def random_texts(random_reference: ReferenceHead, random_asked: list[Request]) -> Texts:
-    return random_reference.target.texts(random_asked, with_penalty)
-
-
-@pytest.fixture(scope="module")
-def demo_asked() -> list[Request]:
-    return with_penalties(bundled_requests(10, SamplingParams()))
-
-
-@pytest.fixture(scope="module")
-def demo_texts(demo_reference: ReferenceHead, demo_asked: list[Request]) -> Texts:
-    return demo_reference.target.texts(demo_asked, with_penalty)
-
-
-def test_the_penalties_of_these_tests_change_texts(
-    demo_pair: Pair, demo_asked: list[Request], demo_texts: Texts
-) -> None:
-    free = [replace(r, sampling=SamplingParams(max_tokens=r.sampling.max_tokens)) for r in demo_asked]
-    texts = generate(demo_pair, free, num_spec_tokens=0).texts
-    changed = [r.sampling for r in demo_asked if demo_texts[r.id] != texts[r.id]]
-    assert all(each.penalised for each in changed)
-    assert len(changed) >= 4
-
-
-# --- greedy ----------------------------------------------------------------------------------------
-
-OTHERS: dict[str, Callable[[Path, Any], None]] = {
-    "eagle-1": write_eagle1_head,
-    "p-eagle": partial(write_head, num_layers=2, mask_token=("ptd_token_id", 4)),
-    "dspark": partial(write_dflash_head, dialect="DeepSpec", markov=("gated", 8)),
-}
-mixed_acceptance = pytest.mark.parametrize(
-    ("k", "batch", "ahead"),
-    mostly_slow(
-        [
-            *product((1, 4), ("padded", "non-padded"), (False, True)),
-            *[(0, "padded", True), (2, "non-padded", True), (5, "padded", True)],
-        ],
-        (4, "padded", True),
-        (4, "non-padded", False),
-    ),
-)
-every_drafter = pytest.mark.parametrize(
-    ("drafter", "batch"),
-    mostly_slow(
-        product(("eagle3", "ngram:2", *OTHERS), ("padded", "non-padded")),
-        ("ngram:2", "padded"),
-        ("eagle-1", "non-padded"),
-    ),
-)
-
-
-def texts_with(pair: Pair, path: Path, asked: list[Request], drafter: str, batch: str) -> Texts:
-    """Of ``asked`` with the target of ``pair`` and its own or another drafter, which is written to ``path``."""
-    settings = {"drafter": drafter} if drafter.startswith("ngram") else {}
-    if drafter in OTHERS:
-        (path / "target").symlink_to(pair.path / "target")
-        OTHERS[drafter](path / "drafter", pair.models.target.config)
-        pair = load_pair(path)
-    return generate(pair, asked, drafter_batch=batch, max_batch_size=6, **settings).texts
-
-
-@mixed_acceptance
-def test_greedy_text_with_mixed_acceptance_equals_transformers(
-    demo_pair: Pair,
-    device_like: Callable[..., None],
-    demo_asked: list[Request],
-    demo_texts: Texts,
-    k: int,
-    batch: str,
-    ahead: bool,
-) -> None:
-    device_like(ahead)
-    outputs = generate(demo_pair, demo_asked, num_spec_tokens=k, drafter_batch=batch, max_batch_size=4)
-    assert outputs.texts == demo_texts
-    assert set(outputs.accepted) >= set(range(min(k, 3) + 1))
-
-
-@every_drafter
-def test_greedy_text_with_every_kind_of_drafter(
-    random_pair: Pair,
-    tmp_path: Path,
-    random_asked: list[Request],
-    random_texts: Texts,
-    drafter: str,
-    batch: str,
-) -> None:
-    assert texts_with(random_pair, tmp_path, random_asked, drafter, batch) == random_texts
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batch", ["padded", "non-padded"])
-def test_greedy_text_with_mtp(tmp_path: Path, batch: str) -> None:
-    pair = pair_of(tmp_path, MTP["mtp-glm"])
-    vocab_size = pair.models.target.config.vocab_size
-    asked = with_penalties(random_requests(5, vocab_size, SamplingParams(), lengths=(3, 12)))
-    outputs = generate(pair, asked, num_spec_tokens=4, drafter_batch=batch)
-    assert outputs.texts == DenseTarget(tmp_path / "target").texts(asked, with_penalty)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batch", ["padded", "non-padded"])
-def test_preemption_and_chunks_change_no_text(
-    demo_pair: Pair, demo_asked: list[Request], demo_texts: Texts, batch: str
-) -> None:
-    memory = 30 * page_bytes(demo_pair)
-    tight = generate(demo_pair, demo_asked, num_spec_tokens=4, drafter_batch=batch, kv_memory=memory)
-    assert tight.num_preempted > 2
-    chunks = generate(demo_pair, demo_asked, num_spec_tokens=4, drafter_batch=batch, max_prefill_tokens=7)
-    assert tight.texts == chunks.texts == demo_texts
 
 
 def random_sampling(rng: random.Random, vocab_size: int) -> SamplingParams:
@@ -230,36 +80,6 @@ def test_heavy_preemption_changes_no_text_of_rows_that_ask_for_their_own(
     assert tight.num_preempted >= 4
     for name, completion in tight.completions.items():
         assert completion.finish_reason == free.completions[name].finish_reason
-
-
-def test_tokens_of_a_cached_prefix_count(
-    demo_pair: Pair, demo_asked: list[Request], demo_texts: Texts
-) -> None:
-    """The second time, prompts are in the prefix cache, and no pass computes them."""
-    engine = engine_of(demo_pair, max_batch_size=3)
-    some = demo_asked[:6]
-    again = [replace(request, id=f"{request.id} again") for request in some]
-    found = {each.request.id: each.token_ids for each in engine.generate([*some, *again])}
-    assert found == {r.id: demo_texts[r.id.removesuffix(" again")] for r in (*some, *again)}
-
-
-def test_a_step_without_memory_leaves_no_count(
-    demo_pair: Pair, demo_asked: list[Request], demo_texts: Texts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All are computed again, from the texts that were read."""
-    decode, calls = Steps.decode, []
-
-    def failing(self: Steps, *given: Any) -> Any:
-        calls.append(given)
-        found = decode(self, *given)  # on the device it may have been done
-        if len(calls) in (3, 9):
-            raise torch.OutOfMemoryError
-        return found
-
-    monkeypatch.setattr(Steps, "decode", failing)
-    outputs = generate(demo_pair, demo_asked, max_batch_size=4)
-    assert outputs.texts == demo_texts
-    assert outputs.num_preempted > 0
 
 
 # --- a row -----------------------------------------------------------------------------------------

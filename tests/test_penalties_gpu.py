@@ -13,7 +13,8 @@ from specgen.decoding.sampling import SamplingBatch, penalised, token_counts
 from specgen.engine.build import build_engine
 from tests.engines import Pair, bundled_requests, config_of, generate
 from tests.marks import on_gpu
-from tests.test_penalties import KINDS, with_penalties
+from tests.test_asked_texts import penalties
+from tests.test_penalties import KINDS
 
 pytestmark = on_gpu()
 FLOAT32 = {"device": "cuda", "dtype": "float32", "page_size": 16}
@@ -22,7 +23,8 @@ COUNT = 20
 
 
 def asked() -> list[Request]:
-    return with_penalties(bundled_requests(COUNT, SamplingParams()))
+    requests = bundled_requests(COUNT, SamplingParams())
+    return [replace(r, sampling=SamplingParams(**penalties(at, (), ()))) for at, r in enumerate(requests)]
 
 
 @pytest.mark.parametrize("mode", ["step", "pass", "off"])

@@ -4,14 +4,11 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from specgen.config import MAX_LOGPROBS, EngineConfig, SamplingParams, UserError
 from specgen.config.bundled import data_directory
@@ -34,121 +31,12 @@ from tests.engines import (
 from tests.marks import mostly_slow
 from tests.reference_heads import ReferenceHead
 from tests.test_generation_config import models, saying
-from tests.test_penalties import every_drafter, texts_with
 
-pytestmark = pytest.mark.xdist_group("row ends")  # texts of transformers for all
 CPU = torch.device("cpu")
 DEMO = data_directory() / "demo"
-Texts = dict[str, tuple[int, ...]]
-
-
-def with_ends(requests: list[Request], free: Texts) -> list[Request]:
-    """Tokens of each own text end it, of which several come before its ``min_tokens``; some rows ask for less."""
-    asked = []
-    for i, request in enumerate(requests):
-        text = free[request.id]
-        ends = tuple(sorted({text[1 % len(text)], text[5 % len(text)], text[len(text) * 2 // 3]}))
-        sampling = SamplingParams(
-            max_tokens=len(text),
-            stop_token_ids=() if i % 5 == 4 else ends,
-            min_tokens=min((0, 3, 9, 12, 7)[i % 5], len(text)),
-        )
-        asked.append(replace(request, sampling=sampling))
-    return asked
-
-
-def with_min_tokens(eos: tuple[int, ...], request: Request, tokens: Tensor, logits: Tensor) -> Tensor:
-    """A row's logits by ``min_new_tokens`` of ``transformers``, whose EOS ids are those of the request too."""
-    from transformers import MinNewTokensLengthLogitsProcessor
-
-    sampling, num_prompt = request.sampling, len(request.prompt_token_ids)
-    if not sampling.min_tokens:
-        return logits
-    ends = [*eos, *sampling.stop_token_ids]
-    return MinNewTokensLengthLogitsProcessor(num_prompt, sampling.min_tokens, ends)(tokens, logits)
-
-
-def texts_of(reference: ReferenceHead, asked: list[Request], eos: tuple[int, ...]) -> Texts:
-    """By ``transformers``, up to the first token that ends each."""
-    texts = reference.target.texts(asked, partial(with_min_tokens, eos))
-    found = {}
-    for request in asked:
-        text, own = texts[request.id], request.sampling.stop_token_ids
-        found[request.id] = text[: next((at + 1 for at, token in enumerate(text) if token in own), None)]
-    return found
-
-
-@pytest.fixture(scope="module")
-def random_asked(random_pair: Pair) -> list[Request]:
-    requests = random_requests(10, 128, SamplingParams(max_tokens=24), lengths=(1, 20))
-    return with_ends(requests, generate(random_pair, requests, num_spec_tokens=0).texts)
-
-
-@pytest.fixture(scope="module")
-def random_texts(random_pair: Pair, random_reference: ReferenceHead, random_asked: list[Request]) -> Texts:
-    return texts_of(random_reference, random_asked, random_pair.models.target.config.eos_token_ids)
-
-
-@pytest.fixture(scope="module")
-def demo_asked(demo_pair: Pair) -> list[Request]:
-    requests = list(bundled_requests(10, SamplingParams(max_tokens=30)))
-    return with_ends(requests, generate(demo_pair, requests, num_spec_tokens=0).texts)
-
-
-@pytest.fixture(scope="module")
-def demo_texts(demo_pair: Pair, demo_reference: ReferenceHead, demo_asked: list[Request]) -> Texts:
-    return texts_of(demo_reference, demo_asked, demo_pair.models.target.config.eos_token_ids)
-
-
-def test_what_is_asked_for_here_ends_texts_and_keeps_them_from_ending(
-    demo_asked: list[Request], demo_texts: Texts
-) -> None:
-    lengths = [(r.sampling.min_tokens, len(demo_texts[r.id]), r.sampling.max_tokens) for r in demo_asked]
-    assert any(length < most for _, length, most in lengths)
-    assert any(0 < least <= length < most for least, length, most in lengths)
-    assert all(least <= length for least, length, _ in lengths)
 
 
 # --- exact with speculation ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("k", "batch", "ahead"),
-    mostly_slow(
-        [*product((1, 4), ("padded", "non-padded"), (False, True)), (0, "padded", True)],
-        (4, "padded", True),
-        (4, "non-padded", False),
-    ),
-)
-def test_greedy_text_with_mixed_acceptance_equals_transformers(
-    demo_pair: Pair,
-    device_like: Callable[..., None],
-    demo_asked: list[Request],
-    demo_texts: Texts,
-    k: int,
-    batch: str,
-    ahead: bool,
-) -> None:
-    device_like(ahead)
-    outputs = generate(demo_pair, demo_asked, num_spec_tokens=k, drafter_batch=batch, max_batch_size=4)
-    assert outputs.texts == demo_texts
-    assert set(outputs.accepted) >= set(range(min(k, 3) + 1))
-    for request in demo_asked:
-        found = outputs.completions[request.id]
-        ends = {*demo_pair.models.target.config.eos_token_ids, *request.sampling.stop_token_ids}
-        assert found.finish_reason == ("stop" if found.token_ids[-1] in ends else "length")
-
-
-@every_drafter
-def test_greedy_text_with_every_kind_of_drafter(
-    random_pair: Pair,
-    tmp_path: Path,
-    random_asked: list[Request],
-    random_texts: Texts,
-    drafter: str,
-    batch: str,
-) -> None:
-    assert texts_with(random_pair, tmp_path, random_asked, drafter, batch) == random_texts
 
 
 @pytest.mark.parametrize("draft_sampling", mostly_slow(["greedy", "probabilistic"], "probabilistic"))
@@ -164,16 +52,6 @@ def test_sampled_text_has_no_end_before_it_may_have(random_pair: Pair, draft_sam
         ends = {*every, *random_pair.models.target.config.eos_token_ids}
         assert text[-1] in ends
         assert not set(text[:8]) & ends
-
-
-@pytest.mark.slow
-def test_preemption_chunks_and_a_cached_prefix_change_no_text(
-    demo_pair: Pair, demo_asked: list[Request], demo_texts: Texts
-) -> None:
-    tight = generate(demo_pair, demo_asked, num_spec_tokens=4, kv_memory=30 * page_bytes(demo_pair))
-    assert tight.num_preempted > 0
-    chunks = generate(demo_pair, demo_asked, num_spec_tokens=4, max_prefill_tokens=7)
-    assert tight.texts == chunks.texts == demo_texts
 
 
 @pytest.mark.slow
