@@ -63,9 +63,13 @@ def flashinfer_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specgen.attention.find_spec", lambda package: package)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def _threads() -> None:
-    torch.set_num_threads(1)  # also where torch ignores the environment set in tests/__init__.py
+    """One, also where torch ignores the environment set in tests/__init__.py, and behind what has set another number.
+
+    Two that wait for each other on a busy machine took 12 times the time of processors.
+    """
+    torch.set_num_threads(1)
 
 
 QUICK = 2.0  # seconds of processors that a test of the quick set may take, its processes included

@@ -1,4 +1,4 @@
-"""A run on two Ray workers whose driver is killed, and then one of them, is the run of one process."""
+"""A run on two Ray workers, of which one is killed, or the driver and then a node, is the run of one process."""
 
 import json
 import os
@@ -99,9 +99,6 @@ class Driver:
     def num_done(self) -> int:
         return self.completions.read_bytes().count(b"\n") if self.completions.exists() else 0
 
-    def workers(self) -> list[int]:
-        return workers_below(self.process.pid)
-
 
 def workers_below(pid: int) -> list[int]:
     """The processes with engines."""
@@ -135,13 +132,6 @@ def whole(pair: EngineConfig, data: Path, tmp_path_factory: pytest.TempPathFacto
     return files(path)
 
 
-def require_same(path: Path, whole: dict[str, Any]) -> None:
-    on_ray = files(path)
-    assert on_ray["manifest.json"]["settings"].pop("workers") == "2 on Ray, at once"
-    on_ray.pop("config.yaml", None)  # of the command line
-    assert on_ray == whole
-
-
 @pytest.mark.slow
 def test_a_worker_may_be_killed_by_ray(
     pair: EngineConfig, data: Path, whole: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -149,6 +139,7 @@ def test_a_worker_may_be_killed_by_ray(
     """As an operator does, or Ray itself where memory runs out."""
     import ray
 
+    monkeypatch.setenv("RAY_prestart_worker_first_driver", "0")
     pools = list[Any]()
     add = ray_engine._Pool._add
     monkeypatch.setattr(ray_engine._Pool, "_add", lambda self: (pools.append(self), add(self)))
@@ -169,34 +160,18 @@ def test_a_worker_may_be_killed_by_ray(
     )
     run(job, tmp_path / "ray", Killing())
     assert len(pools) == 3, "another took its place"
-    require_same(tmp_path / "ray", whole)
-
-
-@pytest.mark.slow
-def test_the_driver_and_a_worker_may_be_killed(data: Path, whole: dict[str, Any], tmp_path: Path) -> None:
-    driver = Driver(data, tmp_path / "ray")
-    driver.wait_for(lambda: driver.num_done)
-    os.kill(driver.process.pid, signal.SIGKILL)
-    driver.process.wait()
-    done = driver.num_done
-    driver = Driver(data, tmp_path / "ray")
-    driver.wait_for(lambda: driver.num_done > done and len(driver.workers()) == 2)
-    assert driver.num_done < NUM_PROMPTS
-    workers = driver.workers()
-    os.kill(workers[0], signal.SIGKILL)
-    stdout, _ = driver.process.communicate(timeout=300)
-    assert len(workers) == 2
-    assert driver.process.returncode == 3, "the broken row"
-    assert stdout.startswith("Prompt:"), "what Ray has to say is not on stdout"
-    require_same(tmp_path / "ray", whole)
+    on_ray = files(tmp_path / "ray")
+    assert on_ray["manifest.json"]["settings"].pop("workers") == "2 on Ray, at once"
+    assert on_ray == whole
 
 
 @pytest.fixture
-def nodes() -> Iterator[Any]:
-    """A Ray cluster of two nodes, each a tree of processes with room for one worker."""
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A Ray cluster of two nodes, each a tree of processes with room for one worker of two ranks."""
     from ray.cluster_utils import Cluster as Nodes
 
-    size = {"num_cpus": 1, "object_store_memory": 80 << 20}
+    monkeypatch.setenv("RAY_prestart_worker_first_driver", "0")
+    size = {"num_cpus": 2, "object_store_memory": 80 << 20}
     nodes = Nodes(initialize_head=True, head_node_args={**size, "include_dashboard": False})
     nodes.add_node(**size)
     yield nodes
@@ -204,19 +179,33 @@ def nodes() -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_a_node_of_a_cluster_may_be_lost(
+def test_the_driver_and_a_node_of_a_cluster_may_be_lost(
     data: Path, whole: dict[str, Any], nodes: Any, tmp_path: Path
 ) -> None:
-    """There is no room for another worker: the one that is left answers what the other one had."""
-    driver = Driver(data, tmp_path / "ray", "--address", nodes.address)
+    """There is no room for another worker: the one that is left answers what the other had, whose ranks end with it."""
+    several = ("--address", nodes.address, "--tensor-parallel", "2")
+    driver = Driver(data, tmp_path / "ray", *several)
+    driver.wait_for(lambda: driver.num_done)
+    os.kill(driver.process.pid, signal.SIGKILL)
+    driver.process.wait()
+    done = driver.num_done
     head, other = (node.all_processes["raylet"][0].process.pid for node in nodes.list_all_nodes())
-    driver.wait_for(lambda: driver.num_done and workers_below(head) and workers_below(other))
+    driver = Driver(data, tmp_path / "ray", *several)
+    driver.wait_for(lambda: driver.num_done > done and workers_below(head) and workers_below(other))
     assert driver.num_done < NUM_PROMPTS
-    for pid in (other, *_below(other)):
+    lost = [*_below(other)]
+    ranks = [pid for pid in lost if b"engine.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    for pid in {other, *lost} - {*ranks}:
         os.kill(pid, signal.SIGKILL)
-    driver.process.communicate(timeout=300)
+    stdout, _ = driver.process.communicate(timeout=300)
     assert driver.process.returncode == 3, "the broken row"
-    require_same(tmp_path / "ray", whole)
+    assert stdout.startswith("Prompt:"), "what Ray has to say is not on stdout"
+    assert len(ranks) == 1
+    assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
+    found = files(tmp_path / "ray")
+    assert found["manifest.json"]["settings"]["workers"] == "2 on Ray, at once"
+    for name in ("completions.jsonl", "errors.jsonl"):
+        assert found[name] == whole[name]
 
 
 class InProcess(RayEngine):
@@ -466,24 +455,6 @@ def test_a_worker_gets_what_its_ranks_need(
 ) -> None:
     asked = replace(pair, device=device, tensor_parallel=num_ranks)
     assert ray_engine._resources(Cluster(num_workers=2, address=address), asked) == resources
-
-
-@pytest.mark.slow
-def test_the_ranks_of_workers_end_with_them(data: Path, tmp_path: Path) -> None:
-    driver = Driver(data, tmp_path / "ray", "--tensor-parallel", "2", "--num-prompts", "50")
-
-    def ranks() -> list[int]:
-        names = {pid: Path(f"/proc/{pid}/cmdline") for pid in _below(driver.process.pid)}
-        return [pid for pid, name in names.items() if name.exists() and b"engine.worker" in name.read_bytes()]
-
-    driver.wait_for(lambda: driver.num_done)
-    first = ranks()
-    assert len(first) == 2
-    os.kill(driver.workers()[0], signal.SIGKILL)  # another worker answers its block
-    driver.process.communicate(timeout=300)
-    assert driver.process.returncode == 3  # for the row that is wrong
-    assert driver.num_done == 50
-    assert not [rank for rank in first if Path(f"/proc/{rank}").exists()]
 
 
 def test_an_error_at_the_start_of_a_worker_is_raised_by_the_driver(

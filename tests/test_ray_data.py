@@ -29,15 +29,17 @@ CHECKPOINT, HELD = "checkpoint", 4
 
 @pytest.fixture(scope="module")
 def data() -> Iterator[Any]:
-    yield started()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_prestart_worker_first_driver", "0")
+        yield started("local", num_cpus=4, include_dashboard=False)
     ray.shutdown()
 
 
-def started() -> Any:
+def started(address: str, **options: Any) -> Any:
     """Ray Data with room for two engines, the filter of its checkpoints and a task."""
     import ray.data
 
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=50)
+    ray.init(address=address, log_to_driver=False, logging_level=50, **options)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False
     return ray.data
@@ -142,16 +144,20 @@ def numbers_in(directory: Path) -> list[int]:
 def test_a_killed_job_goes_on_with_rays_checkpoints(data: Any, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     parquet.write_table(pyarrow.Table.from_pylist(questions()), tmp_path / "in" / "0.parquet")
-    code = "import sys, pathlib; from tests import test_ray_data as it; it.started(); \
+    code = "import sys, pathlib; from tests import test_ray_data as it; it.started(sys.argv[2]); \
 it.answer_with_checkpoints(pathlib.Path(sys.argv[1]))"
+    cluster = ray.get_runtime_context().gcs_address
     (tmp_path / "held").touch()
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) as job:
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path), cluster]) as job:
         for _ in range(4800):  # four minutes: Ray takes one to start on a busy machine
             if len(done := numbers_in(tmp_path / CHECKPOINT)) == HELD or job.poll() is not None:
                 break
             time.sleep(0.05)
         job.kill()
     assert len(done) == HELD
+    workers = {line.split()[0] for line in (tmp_path / "log").read_text().splitlines()}
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):  # Ray ends them behind the job
+        time.sleep(0.05)
     (tmp_path / "held").unlink()
     (tmp_path / "log").unlink()
     answer_with_checkpoints(tmp_path)

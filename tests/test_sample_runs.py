@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from math import comb
 from pathlib import Path
@@ -13,6 +14,7 @@ from specgen import BatchGenerator, Engine, Message, Prompt, SamplingParams
 from specgen.config import Cluster
 from specgen.engine.conversations import summarize
 from specgen.experiments import study
+from specgen.jobs import ray_engine
 from specgen.jobs.job import Job
 from specgen.jobs.merge import merge
 from specgen.jobs.run import run
@@ -24,6 +26,7 @@ from specgen.record.files import Rows
 from tests.commands import printed, refused, rows, specgen, write_rows
 from tests.engines import engine_config
 from tests.jobs import Silent, keep_in_memory, untimed
+from tests.test_ray import InProcess
 
 pytestmark = pytest.mark.xdist_group("sample-runs")
 TOLD = [f"Tom has {n} apples, buys {2 * n} more and eats three of them. Now he has" for n in range(3, 6)]
@@ -264,7 +267,12 @@ def test_a_batch_of_a_pipeline_has_a_row_for_each_sample(job: Job) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_on_ray_is_that_of_one_process(job: Job, four: Path, tmp_path: Path) -> None:
+def test_a_run_on_ray_is_that_of_one_process(
+    job: Job, four: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its workers are threads of this process: in processes of Ray it is tested elsewhere."""
+    monkeypatch.setattr(ray_engine, "_connected", lambda cluster: nullcontext())
+    monkeypatch.setattr("specgen.jobs.run.RayEngine", InProcess)
     cluster = Cluster(num_workers=2)
     run(replace(of(job, 2), cluster=cluster), tmp_path, Silent())
     run(replace(of(job, 4), cluster=cluster), tmp_path, Silent())

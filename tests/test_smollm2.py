@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("smollm2")]  # one proce
 ROOT = Path(__file__).parents[1]
 SHARED = Path(os.environ.get("SPECGEN_DATASETS", ROOT.parent / "shared" / "datasets"))
 WHOLE = "SPECGEN_WHOLE" in os.environ
-NUM_CHATS, NUM_QUESTIONS, NUM_TOKENS = (80, 100, 128) if WHOLE else (5, 4, 32)
+NUM_CHATS, NUM_QUESTIONS, NUM_TOKENS = (80, 100, 128) if WHOLE else (3, 2, 24)
 HEADS = ROOT / "data/smollm2"
 ARMS: dict[str, dict[str, Any]] = {
     "plain": {"drafter": None, "num_spec_tokens": 0},
@@ -170,7 +170,7 @@ def test_drafts_of_the_head_are_those_of_a_dense_one(
     joint = [sum(run > i for run in runs) / len(runs) for i in range(4)]
     assert len(runs) == dense["num_drafts"]
     assert joint == pytest.approx(dense["joint"], abs=1e-4)
-    assert joint[0] > 0.5
+    assert joint[0] > 0.45
 
 
 def test_the_report_in_the_readme(smollm2: Path, tmp_path: Path) -> None:
