@@ -336,7 +336,7 @@ def run_without_fault(setting: Setting) -> FaultFree:
     mostly_slow(
         # so each place has its turn with lookahead and without
         [(config, ERRORS[(config[0] == "sampled") == config[2]]) for config in CONFIGS],
-        (GREEDY, torch.OutOfMemoryError),
+        (("greedy", 4, True, False), torch.OutOfMemoryError),
     ),
     indirect=["setting"],
     ids=_name,

@@ -54,7 +54,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """Conversations with the bundled pair; the second turn of one is long."""
     turns = [[f"Tom has {n} apples.", "And " * 100 if n == 4 else "And now?", "Why?"] for n in range(6)]
     rows = ({"question_id": f"q{n}", "turns": each} for n, each in enumerate(turns))
-    return conversations(tmp_path_factory.mktemp("lost"), rows)
+    job = conversations(tmp_path_factory.mktemp("lost"), rows)
+    return replace(job, sampling=replace(job.sampling, max_tokens=8))
 
 
 @pytest.fixture(autouse=True)

@@ -66,7 +66,7 @@ class Command:
     ) -> None:
         self.log = prompts.with_name(f"stderr {time.monotonic_ns()}")
         self.log.touch()
-        options = ["--device", "cpu", "--max-batch-size", 4, "--max-new-tokens", 24, "--ignore-eos"]
+        options = ["--device", "cpu", "--max-batch-size", 4, "--max-new-tokens", 16, "--ignore-eos"]
         given = given or ["generate", "--dataset", prompts, "--output", output, *options, *arguments]
         self.pid = os.fork()
         if self.pid == 0:
