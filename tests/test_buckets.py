@@ -151,7 +151,7 @@ def test_a_run_killed_at_any_write_ends_as_one_on_a_disk(
     assert not work(job, S3, s3, tmp_path)
     num_writes = sum(method in ("PUT", "POST", "DELETE") for method, *_ in s3.requests)
     rng, num_killed = random.Random(3), 0
-    places = range(0, num_writes + 1, max(1, num_writes // 7))
+    places = range(0, num_writes + 1, max(1, num_writes // 5))
     for place in places:
         url = S3 / str(place)
         kill_at(s3, place, rng.choice(["before", "after"]))
