@@ -217,7 +217,10 @@ def test_another_process_compiles_the_same(pair: Pair) -> None:
 
 @pytest.mark.slow
 def test_an_expression_without_bounds_ends(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    sooner, run = "from specgen.text import answer_automaton as it; it._SECONDS = 2; it.main()", subprocess.run
+    sooner, run = (
+        "from specgen.text import answer_automaton as it; it._SECONDS = 2; it.main()",
+        subprocess.run,
+    )
     monkeypatch.setattr(
         subprocess, "run", lambda command, **options: run([*command[:2], "-c", sooner], **options)
     )
