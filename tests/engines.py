@@ -161,6 +161,12 @@ def engine_of(pair: Pair, record: Callable[[EngineRow], None] = discard, **chang
     return build_engine(config_of(pair, **changes), pair.models, record)
 
 
+def no_page_leaked(engine: EngineCore) -> bool:
+    return all(
+        each.num_free == each.num_pages and not any(each._num_users) for each in engine._scheduler._allocators
+    )
+
+
 def generate(pair: Pair, requests: Iterable[Request], **changes: Any) -> Outputs:
     """Run ``requests`` through such an engine."""
     passes: list[EngineRow] = []

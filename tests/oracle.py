@@ -31,7 +31,12 @@ class Oracle(NoDrafter):
                 self._follows[position, text[position]] = text[position + 1 :]
 
     def propose(
-        self, state: DraftState, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch
+        self,
+        state: DraftState,
+        num_drafts: int,
+        block_tables: Tensor,
+        sampling: SamplingBatch,
+        windowed_tables: Tensor | None = None,
     ) -> Drafts:
         rows = []
         for position, token in zip(state.positions.tolist(), state.tokens.tolist(), strict=True):

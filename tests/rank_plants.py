@@ -68,7 +68,7 @@ def find_others(config: EngineConfig, models: Models, what: str) -> None:
 
     def lossy(self: Scheduler) -> bool:
         found = reserve(self)
-        self._allocator._free.pop()
+        self._allocators[0]._free.pop()
         return found
 
     def other(self: EngineCore, done: Pass, found: list[StepOutput], logprobs: Any) -> int:

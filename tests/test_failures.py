@@ -25,6 +25,7 @@ from tests.engines import (
     engine_of,
     generate,
     nan_at,
+    no_page_leaked,
     random_requests,
 )
 from tests.marks import mostly_slow
@@ -168,8 +169,7 @@ def test_pages_of_a_failed_sequence_are_not_shared(
     engine = engine_of(failing)
     found = {each.request.id: (each.token_ids, each.error) for each in engine.generate(requests)}
     assert found == {name: (text, None) for name, text in right.items()}
-    allocator = engine._scheduler._allocator
-    assert allocator.num_free == allocator.num_pages
+    assert no_page_leaked(engine)
 
 
 class Broken:

@@ -24,7 +24,7 @@ from specgen.engine.build import build_engine
 from specgen.models.llama import Llama
 from specgen.models.model_config import TargetConfig
 from specgen.record.record_rows import EngineRow, OutOfMemory
-from tests.engines import Pair, bundled_requests, config_of, load_pair
+from tests.engines import Pair, bundled_requests, config_of, load_pair, no_page_leaked
 from tests.marks import mostly_slow
 from tests.operations import Operations
 from tests.tiny_checkpoints import write_dflash_head, write_eagle1_head, write_head, write_target
@@ -247,11 +247,6 @@ def run(engine: EngineCore, setting: Setting, result: Run, *, close_at: int | No
             completions.close()
     assert no_page_leaked(engine)
     return result
-
-
-def no_page_leaked(engine: EngineCore) -> bool:
-    allocator = engine._scheduler._allocator
-    return allocator.num_free == allocator.num_pages and not any(allocator._num_users)
 
 
 def attempt(

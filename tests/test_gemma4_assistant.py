@@ -19,6 +19,7 @@ from specgen.core.sequence import Request
 from specgen.engine.build import kv_page_bytes
 from specgen.engine.choices import attention_uses, kv_note
 from specgen.engine.memory_plan import memory_plans
+from specgen.engine.page_budget import PageBudget
 from specgen.experiments.bound import StepBytes
 from specgen.models.gemma4_assistant import TOKEN_ORDERING
 from tests.commands import refused
@@ -115,8 +116,11 @@ def test_drafts_depend_on_no_setting(
 
 
 @pytest.mark.parametrize("name", mostly_slow(CASES, "31b"))
-def test_preemption_changes_no_draft(cases: Callable[[str], Case], name: str) -> None:
+def test_preemption_changes_no_draft(
+    cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     case = cases(name)
+    monkeypatch.setattr(PageBudget, "windowed", lambda self, pages: pages)  # those of other layers run short
     tight = generate(case.pair, requests(), num_spec_tokens=K, kv_memory=19 * page_bytes(case.pair))
     assert tight.num_preempted > 0
     assert tight.verified == case.outputs.verified

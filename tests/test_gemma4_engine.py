@@ -12,6 +12,7 @@ import torch
 from specgen.config import SamplingParams
 from specgen.core.sequence import Request
 from specgen.engine import build
+from specgen.engine.page_budget import PageBudget
 from specgen.kv.layout import Layout
 from tests.engines import generate, load_pair, page_bytes, random_requests
 from tests.marks import mostly_slow
@@ -131,6 +132,8 @@ def test_preemption_changes_no_text(
     ahead: bool,
 ) -> None:
     device_like(ahead)
+    # those of the other layers run short
+    monkeypatch.setattr(PageBudget, "windowed", lambda self, pages: pages)
     world = with_oracle(worlds(size), monkeypatch)
     world.check_preemption(kv_memory=28 * page_bytes(world.pair))
 

@@ -166,8 +166,8 @@ def accepted(
 
 
 def _sharing(real: Any) -> Any:
-    def init(self: PageAllocator, *sizes: int, prefix_cache: bool = False) -> None:
-        real(self, *sizes, prefix_cache=True)
+    def init(self: PageAllocator, *sizes: int, **more: object) -> None:
+        real(self, *sizes, **more | {"prefix_cache": True})
 
     return init
 

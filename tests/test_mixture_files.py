@@ -246,7 +246,7 @@ def test_inspect_says_what_a_gpt_oss_is(tmp_path: Path) -> None:
         "rotary      base 10,000, YaRN scaling by 4 from 64 positions (exact bounds), cos and sin",
         "windows     8, all, 8, all, 8, all positions, by layer\n",
         "sinks       one per head, in the sum of the softmax alone\n",
-        "KV cache    1,536 bytes per token, also in layers with a window: their pages are kept in full\n",
+        "KV cache    1,536 bytes per token, 768 of them only of the last 8, which a window shows\n",
         "Complete and supported.",
     ):
         assert line in text

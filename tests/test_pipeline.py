@@ -147,7 +147,7 @@ def test_no_page_leaks_and_page_0_holds_padding_rows(
     device_like()
     engine = engine_of(random_pair, max_batch_size=7, kv_memory=60_000 * 16)
     list(engine.generate(random_requests(16, 128, SamplingParams(max_tokens=30), lengths=(1, 40))))
-    allocator = engine._scheduler._allocator
+    (allocator,) = engine._scheduler._allocators
     assert allocator.num_free == allocator.num_pages
     taken: list[int] = []
     allocator.grow(taken, allocator.num_pages * allocator.page_size)

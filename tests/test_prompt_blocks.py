@@ -54,7 +54,7 @@ def test_every_row_has_its_position_page_and_token() -> None:
         padding[blocks.rows] = False
         written = set(layout.slots.tolist())
         assert not written & {slot for slot in whole.slots[padding].tolist() if slot >= layout.page_size}
-        assert blocks.tables.shape[1] * layout.page_size >= int(whole.positions.max()) + 1
+        assert blocks.tables[0].shape[1] * layout.page_size >= int(whole.positions.max()) + 1
 
 
 def test_many_rows_are_no_blocks() -> None:

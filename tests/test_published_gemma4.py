@@ -1,6 +1,7 @@
 """The published Gemma 4s: what is read of their configs, names and shapes, what weights and a cache take."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 
 from specgen.checkpoints.checkpoint import build_head, build_target, drafter_config, misfits, target_config
 from specgen.checkpoints.tensor_reader import TensorReader
+from specgen.config import EngineConfig
+from specgen.engine.page_budget import PageBudget
 from specgen.experiments.bound import KVBytes
 from specgen.models.config_keys import unread_keys
 from specgen.models.families import family_of, unread
@@ -191,6 +194,15 @@ def test_published_gemma4s_are_complete(size: str) -> None:
     assert sum(sizes) / 1e9 == pytest.approx(billions, abs=0.01)
     assert config.kv_spec.bytes_per_token(2) == kib * KIB
     assert KVBytes.of(config, 2).at(4096) == mib << 20
+    engine = EngineConfig(
+        model=size, drafter=None, num_spec_tokens=0, dtype="bfloat16", page_size=64, cuda_graphs="step"
+    )
+    budget = PageBudget(config=replace(engine, kv_dtype="model"), target=config, head=None)
+    taken = budget.bytes_of(*budget.of_sequence(4096))
+    storing = filter(config.stores, range(config.num_layers))
+    seen = sum(4 * prod(config.kv_heads(layer)) * config.seen(layer)(4096) for layer in storing)
+    assert seen == mib << 20 or size.startswith("E"), "all others store"
+    assert seen < taken < 1.12 * seen, "whole pages, and what a step writes"
     assert config.eos_token_ids == (1, 106, 50)
     assert config.windows[-1] is None
     family = family_of(published(size))

@@ -25,7 +25,7 @@ def sequence(name: str, num_prompt: int, max_tokens: int = 8) -> Sequence:
 
 def scheduler(num_pages: int = 100, max_batch_size: int = 4, max_prefill_tokens: int = 10) -> Scheduler:
     return Scheduler(
-        allocator=PageAllocator(num_pages, 4),
+        allocators=(PageAllocator(num_pages, 4),),
         slots=StateSlots(None),
         places=Places(8, 64),
         limits=Limits(max_batch_size=max_batch_size, max_prefill_tokens=max_prefill_tokens),
@@ -61,7 +61,7 @@ def test_clear_drops_all_requests_and_frees_their_pages() -> None:
     sched.clear()
     assert sched.idle
     assert sched.active == []
-    assert sched._allocator.num_free == 100
+    assert sched._allocators[0].num_free == 100
 
 
 def test_a_retried_request_runs_alone() -> None:
@@ -123,7 +123,7 @@ def test_a_prefill_is_delayed_while_batching_it_costs_less(
 
 def test_cached_tokens_do_not_trigger_a_prefill() -> None:
     sched = Scheduler(
-        allocator=PageAllocator(2000, 4, prefix_cache=True),
+        allocators=(PageAllocator(2000, 4, prefix_cache=True),),
         slots=StateSlots(None),
         places=Places(8, 64),
         limits=Limits(max_batch_size=16, max_prefill_tokens=2000),
@@ -150,14 +150,14 @@ class Counted(dict[bytes, int]):
 
 def test_what_waiting_prompts_share_is_looked_up_once() -> None:
     sched = scheduler(num_pages=1000, max_batch_size=16, max_prefill_tokens=2000)
-    sched._allocator = PageAllocator(1000, 4, prefix_cache=True)
+    (allocator,) = sched._allocators = (PageAllocator(1000, 4, prefix_cache=True),)
     for index in range(16):
         sched.submit(sequence(str(index), 401, max_tokens=40))
     prefill(sched)
     sched.retire(sched.running[0])
     for index in range(32):
         sched.submit(sequence(f"late {index}", 403))
-    asked = sched._allocator._page_of = Counted(sched._allocator._page_of)
+    asked = allocator._page_of = Counted(allocator._page_of)
     counts = []
     for _ in range(3):
         assert prefill(sched) == [], "3 rows each are no pass"
@@ -165,7 +165,7 @@ def test_what_waiting_prompts_share_is_looked_up_once() -> None:
         asked.num_asked = 0
     assert counts[0] >= 32 * 100
     assert max(counts[1:]) <= 32 * 3
-    sched._allocator.forget()
+    allocator.forget()
     assert prefill(sched), "nothing is known any more"
 
 

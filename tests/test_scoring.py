@@ -83,7 +83,7 @@ def test_scoring_needs_context_and_tokens_to_score(num_context: int) -> None:
 
 def test_pages_are_freed_when_the_iterator_is_closed(random_pair: Pair) -> None:
     engine = engine_of(random_pair)
-    allocator = engine._scheduler._allocator
+    (allocator,) = engine._scheduler._allocators
     list(engine.score(texts(random_pair, 9)))
     assert allocator.num_free == allocator.num_pages
     scores = engine.score(texts(random_pair, 9))

@@ -402,12 +402,15 @@ class Attend:
     Backend, cache and layout of the pass: it rotates, writes the rows' KV, then attends.
     """
 
-    def __init__(self, backend: Backend, cache: KVCache, layout: Layout, rope: Rope) -> None:
+    def __init__(
+        self, backend: Backend, cache: KVCache, layout: Layout, rope: Rope, *, windowed: bool = False
+    ) -> None:
+        """``windowed``: over a layout of the layers that have pages of their own in the cache."""
         self._backend = backend
         self._cache = cache
         self._layout = layout
-        self._store = rope(layout)
-        self._rotating = backend.rotating(layout, rope)
+        self._rope = rope
+        self._is_windowed = windowed
         self._others: dict[Rope, tuple[Store, RotatingKernel | None]] = {}
 
     @property
@@ -422,6 +425,8 @@ class Attend:
         ``qkv`` are the heads of q, k and v ``[rows, num_heads + 2 * num_kv_heads, head_dim]``, or of q alone where the
         layer stores none; the result is ``[rows, num_heads * head_dim]``.
         """
+        if self._cache.windowed(layer.index) != self._is_windowed:
+            return self._windowed(layer, qkv)
         store, rotating = self._rotation(layer.rope)
         keys, values = self._cache.pages(layer.index)
         if layer.stores and rotating is not None and rotating.fits(layer, qkv, keys):
@@ -433,10 +438,24 @@ class Attend:
     def _rotation(self, rope: Rope | None) -> tuple[Store, RotatingKernel | None]:
         """Of a layer's; planned once per pass."""
         if rope is None:
-            return self._store, self._rotating
+            return self._own
         if rope not in self._others:
             self._others[rope] = rope(self._layout), self._backend.rotating(self._layout, rope)
         return self._others[rope]
+
+    @cached_property
+    def _own(self) -> tuple[Store, RotatingKernel | None]:
+        """Of the model's rotation."""
+        return self._rope(self._layout), self._backend.rotating(self._layout, self._rope)
+
+    @property
+    def _store(self) -> Store:
+        return self._own[0]
+
+    @cached_property
+    def _windowed(self) -> "Attend":
+        """Of the layers whose pages go back behind a window."""
+        return Attend(self._backend, self._cache, self._layout.windowed, self._rope, windowed=True)
 
     def chunked(self, layer: LayerAttention, size: int, qkv: Tensor) -> Tensor:
         """The same, but a row sees no position before its chunk of ``size``, a multiple of a page's."""
@@ -457,6 +476,8 @@ class Attend:
 
         ``heads`` are those of k and v, or of q before them, ``[rows, n, head_dim]``; returns the rotated q, if any.
         """
+        if self._cache.windowed(layer.index) != self._is_windowed:
+            return self._windowed.write_kv(layer, heads)
         keys, values = self._cache.pages(layer.index)
         return self._store(heads, keys, values, *layer.kv_scales(keys))
 

@@ -93,14 +93,20 @@ class Inspection:
         """``target`` or ``head``."""
         return "target" if isinstance(self.config, TargetConfig) else "head"
 
+    @property
+    def _windowed(self) -> str:
+        """Of a target's KV cache, what goes back behind a window; a head keeps all."""
+        spec = self.config.kv_spec
+        if spec.window is None or self.kind == "head":
+            return ""
+        share = self.weights.kv_bytes_per_token * spec.windowed_bytes(1) // spec.bytes_per_token(1)
+        return f", {share:,} of them only of the last {spec.window:,}, which a window shows"
+
     def facts(self) -> dict[str, str]:
-        kept = ", also in layers with a window: their pages are kept in full"
         fp8 = " in FP8, as the checkpoint says" * self.weights.fp8_kv
         kv_cache = "none of its own"
         if self.weights.kv_bytes_per_token:
-            kv_cache = (
-                f"{self.weights.kv_bytes_per_token:,} bytes per token{fp8}{kept * any(self.config.windows)}"
-            )
+            kv_cache = f"{self.weights.kv_bytes_per_token:,} bytes per token{fp8}{self._windowed}"
         number = f"{self.num_mtp_layers} layer{'s' * (self.num_mtp_layers > 1)}"
         mtp = {"MTP": f"{number}, used by --drafter mtp"} if self.num_mtp_layers else {}
         visual = f"{self.num_visual_tensors} tensors of the part for images and sounds are not loaded: prompts are text"

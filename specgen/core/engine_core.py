@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Items
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 
@@ -585,8 +586,8 @@ class EngineCore:
     def _fail(self, sequence: Sequence, reason: str) -> None:
         """End ``sequence``; the first time it begins again, and runs alone."""
         sequence.finish_reason = "error"
-        pages = self._scheduler.discard(sequence)
-        self._steps.clear([0, *pages])  # and page 0, where padding rows are written
+        own, *windowed = self._scheduler.discard(sequence)
+        self._steps.clear([0, *own], [0, *chain(*windowed)])  # and page 0, where padding rows are written
         if sequence.alone:
             self._completions.append(
                 sequence.completion(self._now(), f"{reason}, and again when tried alone")

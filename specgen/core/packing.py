@@ -23,14 +23,17 @@ MOST_BLOCKS = _SIZES[-1]  # with more rows a GPU is the slower one
 
 def chunk_layout(chunks: Sequence[Chunk], page_size: int, device: torch.device) -> Layout:
     """The ragged layout of ``chunks``, one sequence each."""
-    width = max(len(chunk.sequence.pages) for chunk in chunks)
-    tables = [chunk.sequence.pages + [0] * (width - len(chunk.sequence.pages)) for chunk in chunks]
+    lists = [*zip(*(chunk.sequence.page_lists for chunk in chunks), strict=True)]
+    width, some = max(map(len, lists[0])), 1 + any(lists[1])  # windowed ones are as many, or none
+    tables = [[pages + [0] * (width - len(pages)) for pages in each] for each in lists[:some]]
+    block_tables, *windowed = on_device(tables, device, torch.int32)
     return Layout.ragged(
-        on_device(tables, device, torch.int32),
+        block_tables,
         [chunk.start for chunk in chunks],
         [chunk.num_rows for chunk in chunks],
         page_size,
         [chunk.sequence.state_slot for chunk in chunks],
+        *windowed,
     )
 
 
@@ -52,7 +55,9 @@ class PromptBlocks:
     """
 
     starts: Tensor  # [n] int64: position of each block
-    tables: Tensor  # [n, width] int32
+    tables: tuple[
+        Tensor, ...
+    ]  # [n, width] int32: block tables, and those of layers with a window where there are
     rows: Tensor  # [rows] of the layout in the blocks, [n * BLOCK]
 
     @classmethod
@@ -73,25 +78,29 @@ class PromptBlocks:
             return None
         last = max(starts) + BLOCK  # a kernel may look up the pages of all rows
         width = max(8, 1 << ((max(last, layout.page_size) - 1) // layout.page_size).bit_length())
-        tables = layout.block_tables[:, :width]
-        tables = pad(tables, (0, width - tables.shape[1]))[on_device(sequences, tables.device)]
-        missing = number - len(starts)
+        device, missing = layout.starts.device, number - len(starts)
+        each = on_device(sequences, device)
         return cls(
-            starts=on_device([*starts, *[0] * missing], tables.device),
-            tables=pad(tables, (0, 0, 0, missing)),
-            rows=on_device(rows, tables.device),
+            starts=on_device([*starts, *[0] * missing], device),
+            tables=tuple(
+                pad(pad(table[:, :width], (0, width - table[:, :width].shape[1]))[each], (0, 0, 0, missing))
+                for table in (layout.block_tables, layout.windowed_tables)
+                if table is not None
+            ),
+            rows=on_device(rows, device),
         )
 
     @property
     def size(self) -> tuple[int, int]:
         """What a captured pass depends on."""
-        return len(self.starts), self.tables.shape[1]
+        return len(self.starts), self.tables[0].shape[1]
 
     def spread(self, token_ids: Tensor) -> Tensor:
         """``token_ids`` [rows] of the layout as those of the blocks."""
         return token_ids.new_zeros(len(self.starts) * BLOCK).index_copy_(0, self.rows, token_ids)
 
 
-def block_layout(starts: Tensor, tables: Tensor, page_size: int) -> Layout:
+def block_layout(starts: Tensor, tables: tuple[Tensor, ...], page_size: int) -> Layout:
     """The pass over blocks."""
-    return replace(Layout.uniform(tables, starts, BLOCK, page_size), chained=True)
+    block_tables, *windowed = tables
+    return replace(Layout.uniform(block_tables, starts, BLOCK, page_size, None, *windowed), chained=True)

@@ -22,6 +22,7 @@ class Columns:
 
     state: DraftState
     block_tables: Tensor  # [B, max_pages] int32; page 0 where a sequence has none
+    windowed_tables: Tensor | None  # see ``Layout``
     state_slots: Tensor  # [B] int64; 0 in padding rows
     sampling: SamplingBatch
     active: Tensor  # [B] bool; False in padding rows
@@ -47,6 +48,7 @@ class RunningBatch:
         *,
         max_rows: int,
         table_width: int,
+        num_tables: int = 1,
         state_columns: tuple[StateColumn, ...],
         device: torch.device,
         end_tokens: tuple[int, ...] = (),
@@ -56,7 +58,8 @@ class RunningBatch:
             return torch.zeros(max_rows, *shape, dtype=dtype, device=device)
 
         self.sequences: list[Sequence] = []
-        self._num_uploaded: list[int] = []  # of each row's pages, how many are in its block table
+        # of each row's pages, by table: how many in front were given back, and behind how many the table ends
+        self._uploaded: list[list[tuple[int, int]]] = [[] for _ in range(num_tables)]
         self._form: SamplingForm | None = None  # not known since rows joined or left
         self._device = device
         self._end_tokens = end_tokens  # the model's
@@ -65,7 +68,7 @@ class RunningBatch:
             positions=column(torch.int64),
             columns=tuple(column(each.dtype, *each.shape) for each in state_columns),
         )
-        self._tables = column(torch.int32, table_width)
+        self._tables = torch.zeros(num_tables, max_rows, table_width, dtype=torch.int32, device=device)
         self._active = column(torch.bool)
         self._slots = column(torch.int64)  # of recurrent states
         self._sampling = SamplingBatch(
@@ -101,7 +104,7 @@ class RunningBatch:
 
     def reset(self) -> None:
         """Drop all rows, because none may be as it should be; the next ``arrange`` tells the device."""
-        self.sequences, self._num_uploaded = [], []
+        self.sequences, self._uploaded = [], [[] for _ in self._uploaded]
         self._num_used = len(self._active)
 
     def join(self, sequences: Items[Sequence], state: DraftState, sampling: SamplingBatch) -> None:
@@ -109,7 +112,8 @@ class RunningBatch:
         first = len(self.sequences)
         rows = slice(first, first + len(sequences))
         self.sequences += sequences
-        self._num_uploaded += [0] * len(sequences)
+        for uploaded in self._uploaded:
+            uploaded += [(0, 0)] * len(sequences)
         if sampling.counts.shape[1] > self._sampling.counts.shape[1]:
             counts = sampling.counts.new_zeros(len(self._active), sampling.counts.shape[1])
             self._sampling = replace(self._sampling, counts=counts)
@@ -130,11 +134,11 @@ class RunningBatch:
         kept = len(rows)
         if rows != list(range(kept)):
             index = on_device(rows, self._device)
-            for column in (*self._row_values(self.form), self._tables, self._slots):
+            for column in (*self._row_values(self.form), *self._tables, self._slots):
                 if column.numel():  # not all are in use
                     column[:kept] = column[index]
         self.sequences = list(sequences)
-        self._num_uploaded = [self._num_uploaded[row] for row in rows]
+        self._uploaded = [[uploaded[row] for row in rows] for uploaded in self._uploaded]
         self._make_padding(slice(kept, self._num_used))
         self._form = None
         self._num_used = kept
@@ -145,7 +149,8 @@ class RunningBatch:
         rows = slice(num_rows)
         return Columns(
             state=self._state.take(rows),
-            block_tables=self._tables[rows],
+            block_tables=self._tables[0, rows],
+            windowed_tables=self._tables[1, rows] if len(self._tables) > 1 else None,
             state_slots=self._slots[rows],
             sampling=self._sampling.take(rows).shaped(self.form),
             active=self._active[rows],
@@ -155,7 +160,7 @@ class RunningBatch:
         for column in (
             *self._state.tensors(),
             *_tensors(self._sampling),
-            self._tables,
+            *self._tables,
             self._slots,
             self._active,
         ):
@@ -164,17 +169,20 @@ class RunningBatch:
         self._sampling.top_p[rows] = 1  # 0 would leave nothing to draw from
 
     def _upload_pages(self) -> None:
-        num_pages = [len(sequence.pages) for sequence in self.sequences]
-        if num_pages == self._num_uploaded:
-            return
-        new = [
-            (row, column, self.sequences[row].pages[column])
-            for row, (before, now) in enumerate(zip(self._num_uploaded, num_pages, strict=True))
-            for column in range(before, now)
-        ]
-        rows, columns, pages = on_device(new, self._device).unbind(1)
-        self._tables[rows, columns] = pages.to(torch.int32)
-        self._num_uploaded = num_pages
+        """The new ones, and 0 where a page went back: its next owner's numbers are not even read behind a mask."""
+        new = list[tuple[int, int, int, int]]()
+        for table, uploaded in enumerate(self._uploaded):
+            lists = [sequence.page_lists[table] for sequence in self.sequences]
+            for row, (pages, (first, end)) in enumerate(zip(lists, uploaded, strict=True)):
+                if end == len(pages) and (first == end or pages[first]):
+                    continue
+                held = next((column for column in range(first, len(pages)) if pages[column]), len(pages))
+                changed = (*range(first, min(held, end)), *range(max(held, end), len(pages)))
+                new += [(table, row, column, pages[column]) for column in changed]
+                uploaded[row] = held, len(pages)
+        if new:
+            tables, rows, columns, numbers = on_device(new, self._device).unbind(1)
+            self._tables[tables, rows, columns] = numbers.to(torch.int32)
 
     def _row_values(self, form: SamplingForm) -> tuple[Tensor, ...]:
         """What rows of ``form`` hold; behind it they have zeros."""

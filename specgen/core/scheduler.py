@@ -1,6 +1,7 @@
 """Who runs: the waiting and running queues, admission by pages and tokens, preemption. Free of torch."""
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from specgen.core.sequence import Sequence
@@ -84,8 +85,10 @@ class Scheduler:
     """Continuous batching: sequences join and leave at every step.
 
     A sequence is admitted when a slot for its recurrent state, a place for its automaton, and pages for all it holds
-    and one step ahead are free. One that begins like another takes the pages of that, and where there are states a copy
-    of that behind them. Without a prefix cache only those that ``share`` do, and in the same run.
+    and one step ahead are free; of layers with a window, whose pages go back as it moves on, those for a piece of its
+    prompt. ``allocators`` are that of all layers, or of all others and of those with a window.
+    One that begins like another takes the pages of that, and where there are states a copy of that behind them.
+    Without a prefix cache only those that ``share`` do, and in the same run.
     When a running one cannot grow, the one admitted last gives its pages back and is computed again later; the oldest
     always can go on, because a request that would not fit alone is refused (``refusal``). The limits may change while
     it runs. One that is to run alone (``retry``) waits until all others have left, and they wait for it.
@@ -95,9 +98,15 @@ class Scheduler:
     """
 
     def __init__(
-        self, *, allocator: PageAllocator, slots: StateSlots, places: Places, limits: Limits, step_rows: int
+        self,
+        *,
+        allocators: tuple[PageAllocator, ...],
+        slots: StateSlots,
+        places: Places,
+        limits: Limits,
+        step_rows: int,
     ) -> None:
-        self._allocator = allocator
+        self._allocators = allocators
         self._places = places
         self._slots = slots
         self.limits = limits
@@ -111,12 +120,13 @@ class Scheduler:
     @property
     def page_size(self) -> int:
         """Positions of a page."""
-        return self._allocator.page_size
+        return self._allocators[0].page_size
 
     @property
     def counts(self) -> tuple[int, ...]:
         """What decides the next pass, in short: ranks that differ in it would launch different ones."""
-        return len(self.waiting), len(self.prefilling), len(self.running), self._allocator.num_free
+        free = (each.num_free for each in self._allocators)
+        return len(self.waiting), len(self.prefilling), len(self.running), *free
 
     @property
     def num_admitted(self) -> int:
@@ -140,13 +150,13 @@ class Scheduler:
 
     def room(self, num_sequences: int) -> int:
         """Tokens that each of so many sequences may have when it ends."""
-        return self._allocator.num_pages // num_sequences * self.page_size - self._step_rows
+        return min(each.room(num_sequences, self._step_rows) for each in self._allocators)
 
     def refusal(self, sequence: Sequence) -> str | None:
         """Why ``sequence`` could never finish, or None."""
         if sequence.max_length <= self.room(1):
             return None
-        needed, capacity = sequence.max_length + self._step_rows, self._allocator.num_pages * self.page_size
+        needed, capacity = sequence.max_length + self._step_rows, self.room(1) + self._step_rows
         return (
             f"prompt and new tokens need {needed} positions of KV cache and all of it has {capacity}: "
             "raise --kv-memory or lower --max-new-tokens"
@@ -168,9 +178,12 @@ class Scheduler:
         for sequence in self.prefilling:
             if budget:
                 budget -= self._add_chunk(chunks, sequence, budget)
+        if len(chunks) < len(self.prefilling):  # the pages that some wait for are not for those behind them
+            assert chunks or self.running or self.draining, "a sequence that is alone has pages for a piece"
+            return chunks
         if not chunks and not self._worth_a_pass():
             return []
-        while budget and self.waiting and self._admit(self.waiting[0]):
+        while budget and self.waiting and self._admit(self.waiting[0], budget):
             sequence = self.waiting.popleft()
             self.prefilling.append(sequence)
             budget -= self._add_chunk(chunks, sequence, budget)
@@ -199,32 +212,71 @@ class Scheduler:
                 return True
         return False
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self, sequence: Sequence, budget: int) -> bool:
         alone = any(each.alone for each in (sequence, *self.prefilling, *self.running))
         if self.num_admitted >= (1 if alone else self.limits.max_batch_size) or not self._slots.available:
             return False
         digests = self._digests(sequence, sequence.num_reusable)
         if self._slots.expects(digests):  # with the next pass it need not compute what this one does
             return False
-        known = self._slots.num_known(digests[: self._allocator.num_known(digests)])
-        cached = self._allocator.reuse(sequence.pages, digests[:known])
-        if not self._allocator.grow(sequence.pages, len(sequence.tokens) + self._step_rows):
-            self._allocator.release(sequence.pages)
+        cached = self._num_cached(digests)
+        for allocator, pages in self._pages(sequence):
+            allocator.reuse(pages, digests[:cached])
+        whole = len(sequence.tokens) + self._step_rows
+        if not (
+            self._allocators[0].grow(sequence.pages, whole)
+            and self._take_piece(sequence, cached * self.page_size, budget)
+            and self._take_place(sequence)
+        ):
+            for allocator, pages in self._pages(sequence):
+                allocator.release(pages)
             return False
-        if sequence.automaton is not None:
-            sequence.place = self._places.take(sequence.automaton, sequence.automaton.num_entries)
-            if sequence.place is None:
-                self._allocator.release(sequence.pages)
-                return False
         sequence.num_computed = sequence.num_cached = cached * self.page_size
         sequence.state_source = self._slots.copy_of(digests[cached - 1]) if cached else 0
         sequence.state_slot = self._slots.take()
         return True
 
+    def _num_cached(self, digests: list[bytes]) -> int:
+        """Behind how many of these pages, at most, a sequence can begin: all layers have what it sees of them."""
+        known, others = self._allocators[0].num_known(digests), self._allocators[1:]
+        while True:
+            some = digests[:known]
+            fewer = min(self._slots.num_known(some), *(each.num_known(some) for each in others), known)
+            if fewer == known:
+                return known
+            known = fewer  # of which one may know less
+
+    def _take_piece(self, sequence: Sequence, start: int, budget: int) -> int:
+        """Give ``sequence`` pages for rows of its prompt from ``start`` on; returns how many, 0 where it is to wait.
+
+        Layers with a window have pages for a piece at a time. A small one waits while others may give some back.
+        """
+        wanted, behind = min(budget, sequence.num_prefill_tokens - start), self._step_rows
+        reach = min(allocator.reach(pages) for allocator, pages in self._pages(sequence))
+        rows = min(wanted, reach - start - behind)
+        others = self.running or self.draining or self.prefilling[:1] not in ([], [sequence])
+        if rows < (min(wanted, _FULL_PASS) if others else 1):
+            return 0
+        for allocator, pages in self._pages(sequence):
+            allocator.grow(pages, start + rows + behind)
+        return rows
+
+    def _take_place(self, sequence: Sequence) -> bool:
+        """For its automaton, if any."""
+        if sequence.automaton is not None:
+            sequence.place = self._places.take(sequence.automaton, sequence.automaton.num_entries)
+        return sequence.automaton is None or sequence.place is not None
+
+    def _pages(self, sequence: Sequence) -> Iterator[tuple[PageAllocator, list[int]]]:
+        """Its lists of pages, and which allocator each is of."""
+        return zip(self._allocators, sequence.page_lists, strict=False)
+
     def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
         """A piece of ``sequence``; those that come after it, in this pass even, take its pages."""
         start = sequence.num_computed
-        num_rows = min(budget, sequence.num_prefill_tokens - start)
+        num_rows = self._take_piece(sequence, start, budget)
+        if not num_rows:
+            return 0
         source, sequence.state_source, copy = sequence.state_source, 0, 0
         # the last page border of its prompt, where others may begin
         border = (len(sequence.request.prompt_token_ids) - 1) // self.page_size * self.page_size
@@ -234,18 +286,19 @@ class Scheduler:
         chunks.append(
             Chunk(sequence=sequence, start=start, num_rows=num_rows, state_source=source, state_copy=copy)
         )
-        self._allocator.expect(sequence.pages, self._digests(sequence, start + num_rows))
+        for allocator, pages in self._pages(sequence):
+            allocator.expect(pages, self._digests(sequence, start + num_rows))
         return num_rows
 
     def _rows_to_compute(self, sequence: Sequence) -> int:
         digests = self._digests(sequence, sequence.num_reusable)
-        sequence.num_known = self._allocator.num_known(digests, sequence.num_known)
+        sequence.num_known = self._allocators[0].num_known(digests, sequence.num_known)
         return sequence.num_prefill_tokens - sequence.num_known * self.page_size
 
     def _digests(self, sequence: Sequence, num_positions: int) -> list[bytes]:
         """What names the pages that the first ``num_positions`` fill; none where nothing is shared."""
         root = sequence.prefix_root
-        if not self._allocator.prefix_cache:
+        if not self._allocators[0].prefix_cache:
             if not sequence.request.share:
                 return []
             root = sequence.request.share.encode()
@@ -257,10 +310,13 @@ class Scheduler:
 
         Texts to score are complete then, once the pass is read.
         """
-        self._allocator.confirm()
+        for allocator in self._allocators:
+            allocator.confirm()
         self._slots.confirm()
         for chunk in chunks:
             chunk.sequence.num_computed += chunk.num_rows
+            for allocator, pages in self._pages(chunk.sequence):
+                allocator.slide(pages, chunk.sequence.num_computed)
             if chunk.last:
                 self.prefilling.remove(chunk.sequence)
                 scored = chunk.sequence.request.text is not None
@@ -269,13 +325,18 @@ class Scheduler:
     def reserve(self) -> bool:
         """Give every running sequence pages for the next step; False if there are too few, and some may have theirs.
 
-        A step in flight may add tokens first, but none behind the step that ends the text is ever looked at.
+        A step in flight may add tokens first, but none behind the step that ends the text is ever looked at. No row of
+        the next step stands before the newest token that was read.
         """
-        size, behind = self.page_size, self._step_rows
-        for sequence in self.running:
-            needed = min(len(sequence.tokens) + sequence.in_flight_max, sequence.max_length) + behind
-            if needed > len(sequence.pages) * size and not self._allocator.grow(sequence.pages, needed):
-                return False
+        size, behind, running = self.page_size, self._step_rows, self.running
+        needed = [min(len(each.tokens) + each.in_flight_max, each.max_length) + behind for each in running]
+        for number, allocator in enumerate(self._allocators):
+            for sequence, positions in zip(running, needed, strict=True):
+                pages = sequence.page_lists[number]
+                if allocator.window is not None:
+                    allocator.slide(pages, len(sequence.tokens) - 1)
+                if positions > len(pages) * size and not allocator.grow(pages, positions):
+                    return False
         return True
 
     def preempt(self) -> Sequence:
@@ -295,7 +356,8 @@ class Scheduler:
 
         What it was to compute is shared with none. Returns them, the youngest first.
         """
-        self._allocator.drop_expected()
+        for each in self._allocators:
+            each.drop_expected()
         self._slots.forget()
         return [self.preempt() for _ in range(self.num_admitted)]
 
@@ -306,8 +368,9 @@ class Scheduler:
             self._release(sequence)
         self.draining.clear()
         self.waiting.clear()
-        if not self._allocator.prefix_cache:  # what shares the same in a later run is another
-            self._allocator.forget()
+        if not self._allocators[0].prefix_cache:  # what shares the same in a later run is another
+            for each in self._allocators:
+                each.forget()
 
     def leave(self, sequence: Sequence) -> None:
         """Take a sequence out of the batch that passes in flight will end; its pages stay until it retires."""
@@ -319,15 +382,18 @@ class Scheduler:
         self._remove(sequence)
         self._release(sequence)
 
-    def discard(self, sequence: Sequence) -> list[int]:
+    def discard(self, sequence: Sequence) -> list[list[int]]:
         """Take a failed sequence out, wherever it is, and share nothing that it may have spoilt.
 
-        Returns the pages that it alone had.
+        Returns, for each allocator, the pages that it alone had; of the layers with a window, which it may have given
+        back before, all that nobody has.
         """
         self._remove(sequence)
-        self._allocator.forget()
+        for allocator in self._allocators:
+            allocator.forget()
         self._slots.forget()
-        return self._give_back(sequence)
+        own = self._give_back(sequence)
+        return [own, *(each.unused for each in self._allocators[1:])]
 
     def _remove(self, sequence: Sequence) -> None:
         for queue in (self.prefilling, self.running, self.draining):
@@ -336,7 +402,8 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         """Give back the pages of one that ran, and tell what they hold; passes in flight write behind that."""
-        self._allocator.keep(sequence.pages, self._digests(sequence, len(sequence.tokens) - 1))
+        for allocator, pages in self._pages(sequence):
+            allocator.keep(pages, self._digests(sequence, len(sequence.tokens) - 1))
         self._give_back(sequence)
 
     def _give_back(self, sequence: Sequence) -> list[int]:
@@ -346,4 +413,5 @@ class Scheduler:
             sequence.place = None
         self._slots.give_back(sequence.state_slot)
         sequence.state_slot = 0
-        return self._allocator.release(sequence.pages)
+        own, *_ = [allocator.release(pages) for allocator, pages in self._pages(sequence)]
+        return own

@@ -107,6 +107,8 @@ class Sequence:
     state: int = 0  # of it, behind the tokens so far
     place: Place | None = None  # of it on the device, while the sequence has pages
     pages: list[int] = field(default_factory=list)
+    # of the layers whose pages go back behind a window: 0 in place of those; none where there are no such layers
+    windowed_pages: list[int] = field(default_factory=list)
     state_slot: int = 0  # of its recurrent state, while it has pages
     state_source: int = 0  # slot with the state that its first pass begins with; 0: with none
     digests: list[bytes] = field(default_factory=list)  # of its pages, see ``prefix_cache``
@@ -128,6 +130,11 @@ class Sequence:
     steps: list[Step] = field(default_factory=list)
     switches: list[tuple[int, str]] = field(default_factory=list)  # output token and part
     finish_reason: EndReason | None = None
+
+    @property
+    def page_lists(self) -> tuple[list[int], list[int]]:
+        """Of its block tables: of all layers, but for those with windows where theirs are apart, and of these."""
+        return self.pages, self.windowed_pages
 
     @property
     def num_output_tokens(self) -> int:

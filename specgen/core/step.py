@@ -105,7 +105,12 @@ class _Geometry:
         if self._layout is None or not self._kept:
             columns, positions = self._columns, self._columns.state.positions
             uniform = Layout.uniform(
-                columns.block_tables, positions, self._query_len, self._page_size, columns.state_slots
+                columns.block_tables,
+                positions,
+                self._query_len,
+                self._page_size,
+                columns.state_slots,
+                columns.windowed_tables,
             )
             self._layout = uniform
             if self.num_verified is not None:
@@ -140,7 +145,8 @@ class Steps:
         self._drafter = drafter
         self.runner = runner
         self._accept_sampled = accept_block if verification == "block" else accept_sampled
-        self._spoilt: set[int] = set()  # pages that are to be cleared
+        # pages that are to be cleared, and windowed ones
+        self._spoilt: tuple[set[int], set[int]] = set(), set()
         # of drafts, by position and level; at an address that stays, as captured steps read it
         self._chances = torch.zeros(MOST_DRAFTS, len(CONFIDENCE_LEVELS), device=target.device)
         self._uploaded: Chances = ()
@@ -225,7 +231,7 @@ class Steps:
         geometry = _Geometry(columns, plan, self._cache.page_size, kept=not self.runner.pieces_alone)
 
         def propose() -> tuple[Drafts, Tensor]:
-            drafts = self._drafter.propose(state, k, columns.block_tables, sampling)
+            drafts = self._drafter.propose(state, k, columns.block_tables, sampling, columns.windowed_tables)
             return drafts, levels(drafts.confidence, self._begins)
 
         def verify(drafts: Tensor, *lens: Tensor) -> tuple[Tensor, Tensor]:
@@ -267,16 +273,21 @@ class Steps:
         columns.advance(next_state)  # last: a step whose numbers do not exist has not been made
         return result
 
-    def clear(self, pages: Iterable[int]) -> None:
-        """Make ``pages`` of both caches zero before the next pass: what is not a number there would reach its rows."""
-        self._spoilt.update(pages)
+    def clear(self, pages: Iterable[int], windowed: Iterable[int] = ()) -> None:
+        """Make ``pages`` of both caches zero before the next pass: what is not a number there would reach its rows.
+
+        ``windowed`` are those of the target's layers whose pages go back behind a window.
+        """
+        for spoilt, some in zip(self._spoilt, (pages, windowed), strict=True):
+            spoilt.update(some)
 
     def _clear_spoilt(self) -> None:
-        if self._spoilt:
-            pages = on_device(sorted(self._spoilt), self._target.device)
-            self._cache.clear(pages)
+        if any(self._spoilt):
+            pages, windowed = (on_device(sorted(each), self._target.device) for each in self._spoilt)
+            self._cache.clear(pages, windowed)
             self._drafter.clear(pages)
-            self._spoilt.clear()  # not before: a pass that fails here has cleared nothing
+            for spoilt in self._spoilt:
+                spoilt.clear()  # not before: a pass that fails here has cleared nothing
 
     def score(self, layout: Layout, token_ids: Tensor, rows: Tensor, targets: Tensor) -> StepResult:
         """Put a ragged ``layout`` into the target's cache and score ``targets`` ``[n]`` behind ``rows`` ``[n]``."""
@@ -301,10 +312,10 @@ class Steps:
         if blocks is None:
             return self._forward(token_ids, layout)
 
-        def forward(ids: Tensor, starts: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+        def forward(ids: Tensor, starts: Tensor, *tables: Tensor) -> tuple[Tensor, Tensor]:
             return self._forward(ids, block_layout(starts, tables, self._cache.page_size))
 
-        inputs = blocks.spread(token_ids), blocks.starts, blocks.tables
+        inputs = blocks.spread(token_ids), blocks.starts, *blocks.tables
         hidden, features = self.runner.prompts(("prompts", *blocks.size, None), forward, *inputs)
         return hidden[blocks.rows], features[blocks.rows]
 

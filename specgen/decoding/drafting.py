@@ -52,11 +52,17 @@ class Drafter(Protocol):
         ...
 
     def propose(
-        self, state: DraftState, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch
+        self,
+        state: DraftState,
+        num_drafts: int,
+        block_tables: Tensor,
+        sampling: SamplingBatch,
+        windowed_tables: Tensor | None = None,
     ) -> Drafts:
         """``num_drafts`` (K) drafts per sequence, or fewer (``NO_DRAFT``).
 
-        May write KV from ``state.positions - 1`` to ``state.positions + K``.
+        ``windowed_tables``, see ``Layout``, are for one that reads the target's cache. May write KV from
+        ``state.positions - 1`` to ``state.positions + K``.
         """
         ...
 
@@ -80,7 +86,12 @@ class NoDrafter:
         return PaddedBatch().prepare(outcome).state(), 0
 
     def propose(
-        self, state: DraftState, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch
+        self,
+        state: DraftState,
+        num_drafts: int,
+        block_tables: Tensor,
+        sampling: SamplingBatch,
+        windowed_tables: Tensor | None = None,
     ) -> Drafts:
         assert num_drafts == 0
         return no_drafts(state.tokens)
@@ -132,14 +143,19 @@ class HeadDrafter:
         return given.state(hidden), given.layout.num_rows
 
     def propose(
-        self, state: DraftState, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch
+        self,
+        state: DraftState,
+        num_drafts: int,
+        block_tables: Tensor,
+        sampling: SamplingBatch,
+        windowed_tables: Tensor | None = None,
     ) -> Drafts:
         """K passes of one row per sequence, or one of K rows for a head that drafts in parallel."""
         if num_drafts == 0:
             return no_drafts(state.tokens)
         one_pass = self._head.one_pass
         if one_pass is None:
-            chosen = list(self._one_by_one(state, num_drafts, block_tables, sampling))
+            chosen = list(self._one_by_one(state, num_drafts, (block_tables, windowed_tables), sampling))
         else:
             chosen = list(self._at_once(one_pass, state, num_drafts, block_tables, sampling))
         sampled = [self._to_target(each.probs) for each in chosen if each.probs is not None]
@@ -150,12 +166,16 @@ class HeadDrafter:
         )
 
     def _one_by_one(
-        self, state: DraftState, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch
+        self,
+        state: DraftState,
+        num_drafts: int,
+        tables: tuple[Tensor, Tensor | None],
+        sampling: SamplingBatch,
     ) -> Iterator[Chosen]:
         """A pass per draft, all but the first fed the head's own hidden state and draft."""
         ids, (hidden,) = state.tokens, state.columns
         states = sampling.states
-        for index, attend in enumerate(self._passes(state.positions, num_drafts, block_tables)):
+        for index, attend in enumerate(self._passes(state.positions, num_drafts, *tables)):
             head = self._head.of_pass(index)
             hidden, normed = head.forward(ids, hidden, attend)
             chosen = self._choose(head.logits(normed)[:, None], state, index, sampling, states)
@@ -163,7 +183,9 @@ class HeadDrafter:
             states = sampling.following(states, ids) if sampling.form.constrained else states
             yield chosen
 
-    def _passes(self, newest: Tensor, num_drafts: int, block_tables: Tensor) -> Iterable[Attend]:
+    def _passes(
+        self, newest: Tensor, num_drafts: int, block_tables: Tensor, windowed_tables: Tensor | None
+    ) -> Iterable[Attend]:
         """Of a row a sequence: the first in front of its ``newest`` token's position [B], where the last is stored.
 
         The next ones are each behind the one before; those of a head that stores nothing are all there.
@@ -171,7 +193,11 @@ class HeadDrafter:
         stays = self._head.config.reads_target_kv
         steps = torch.arange(-1, 0 if stays else num_drafts - 1, device=newest.device)
         found = (
-            self._attend(Layout.uniform(block_tables, positions, 1, self._cache.page_size))
+            self._attend(
+                Layout.uniform(
+                    block_tables, positions, 1, self._cache.page_size, windowed_tables=windowed_tables
+                )
+            )
             for positions in newest + steps[:, None]
         )
         return [*found] * num_drafts if stays else found
@@ -265,12 +291,16 @@ class ModelDrafter(HeadDrafter):
         return state, given.layout.num_rows
 
     def _one_by_one(
-        self, state: DraftState, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch
+        self,
+        state: DraftState,
+        num_drafts: int,
+        tables: tuple[Tensor, Tensor | None],
+        sampling: SamplingBatch,
     ) -> Iterator[Chosen]:
         (hidden,), ids, states = state.columns, state.tokens, sampling.states
         for index in range(num_drafts):
             if index > 0:
-                layout = Layout.uniform(block_tables, state.positions + index, 1, self._cache.page_size)
+                layout = Layout.uniform(tables[0], state.positions + index, 1, self._cache.page_size)
                 hidden, _ = self._head.forward(ids, hidden, self._attend(layout))
             chosen = self._choose(self._head.logits(hidden)[:, None], state, index, sampling, states)
             ids = chosen.ids[:, 0]

@@ -57,7 +57,12 @@ class NgramDrafter:
         return given.state(), 0
 
     def propose(
-        self, state: DraftState, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch
+        self,
+        state: DraftState,
+        num_drafts: int,
+        block_tables: Tensor,
+        sampling: SamplingBatch,
+        windowed_tables: Tensor | None = None,
     ) -> Drafts:
         """K drafts for every sequence whose last token occurred before, or as far as an end; none for the others.
 

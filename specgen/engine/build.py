@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from specgen.attention import Attend, Backend
-from specgen.config import LARGEST_AUTOMATON, NGRAM_BYTES, EngineConfig, SamplingParams, require
+from specgen.config import LARGEST_AUTOMATON, EngineConfig, SamplingParams, require
 from specgen.core.engine_core import EngineCore
 from specgen.core.graphs import Runner
-from specgen.core.packing import BLOCK
 from specgen.core.running_batch import ROW_BYTES, RunningBatch
 from specgen.core.scheduler import Limits, Scheduler
 from specgen.core.sequence import Request
@@ -28,6 +27,7 @@ from specgen.device import HostCopy, total_memory, use
 from specgen.engine import step_costs
 from specgen.engine.choices import BACKENDS, DTYPES, RUNNERS, needed_modules, target_kv_dtype
 from specgen.engine.loading import Models
+from specgen.engine.page_budget import PageBudget, rows_behind
 from specgen.kv.kv_cache import KVCache, StateCache
 from specgen.kv.layout import Layout
 from specgen.kv.pages import PageAllocator, Places, StateSlots
@@ -70,7 +70,7 @@ def build_engine(
         pages = peers.assemble(lambda: num_pages(config, models, expected), runner)
         engine = assemble(config, replace(models, peers=peers), pages, runner, record)
     if config.draft_length.auto:
-        most = min(config.max_batch_size, pages)
+        most = _num_sequences(config, _allocators(page_budget(config, models), pages))
         measure = partial(step_costs.measure, engine, most, config.draft_length)
         with phase("step costs"):  # with marks, steps take longer
             costs = measure() if mark else step_costs.costs_for(config, models.checkpoints, measure)
@@ -79,17 +79,26 @@ def build_engine(
 
 
 def assemble(
-    config: EngineConfig, models: Models, num_pages: int, runner: Runner, record: Callable[[EngineRow], None]
+    config: EngineConfig,
+    models: Models,
+    num_pages: int,
+    runner: Runner,
+    record: Callable[[EngineRow], None],
+    num_windowed: int | None = None,
 ) -> EngineCore:
-    """An engine of a resolved ``config`` whose cache has ``num_pages`` pages; see ``build_engine``."""
+    """An engine of a resolved ``config`` whose cache has ``num_pages`` pages; see ``build_engine``.
+
+    Of layers with a window it has ``num_windowed``; None: as many as ``PageBudget`` says.
+    """
     backend = BACKENDS[config.attention](models.target.device)
     target, num_rows = models.target, rows_behind(config)
-    allocator = PageAllocator(num_pages, config.page_size, prefix_cache=config.prefix_cache)
+    allocators = _allocators(page_budget(config, models), num_pages, num_windowed)
+    allocator = allocators[0]
     # the last steps of a text may run past its end, and past the pages it has
     longest = min(target.config.max_positions, num_pages * config.page_size) + 3 * num_rows
-    num_sequences = min(config.max_batch_size, num_pages)  # each has a page or more
+    num_sequences = _num_sequences(config, allocators)
     states = _states(config, target.config, num_sequences, target.device)
-    cache = new_cache(target.config, allocator, target_kv_dtype(config), target.device, states)
+    cache = new_cache(target.config, allocators, target_kv_dtype(config), target.device, states)
     drafter = _drafter(config, models, backend, allocator, cache)
     # passes in flight will end some
     places = Places(num_state_slots(num_sequences), LARGEST_AUTOMATON)
@@ -107,13 +116,14 @@ def assemble(
         batch=RunningBatch(
             max_rows=runner.num_rows(num_sequences),
             table_width=allocator.pages_for(longest),
+            num_tables=len(allocators),
             state_columns=drafter.state_columns,
             device=target.device,
             end_tokens=target.config.eos_token_ids,
             tables=Tables(places.most, places.num_entries, target.config.vocab_size, target.device),
         ),
         scheduler=Scheduler(
-            allocator=allocator,
+            allocators=allocators,
             slots=StateSlots(None if states is None else num_state_slots(num_sequences)),
             places=places,
             limits=Limits(max_batch_size=num_sequences, max_prefill_tokens=config.max_prefill_tokens),
@@ -128,9 +138,21 @@ def assemble(
     )
 
 
-def rows_behind(config: EngineConfig) -> int:
-    """Rows that a pass may write behind a sequence's tokens: those of a step, or of a block of a captured prompt."""
-    return max(config.draft_length.most + 1, BLOCK if RUNNERS[config.cuda_graphs].captures else 0)
+def _allocators(
+    budget: PageBudget, num_pages: int, num_windowed: int | None = None
+) -> tuple[PageAllocator, ...]:
+    """Of ``num_pages``, and where layers have a window, of theirs."""
+    config, window = budget.config, budget.window
+    make = partial(PageAllocator, page_size=config.page_size, prefix_cache=config.prefix_cache)
+    if window is None:
+        return (make(num_pages),)
+    number = budget.windowed(num_pages) if num_windowed is None else num_windowed
+    return make(num_pages), make(number, window=window)
+
+
+def _num_sequences(config: EngineConfig, allocators: Iterable[PageAllocator]) -> int:
+    """Of a batch: each has a page or more."""
+    return min(config.max_batch_size, *(each.num_pages for each in allocators))
 
 
 def num_state_slots(num_sequences: int) -> int:
@@ -163,16 +185,21 @@ def state_bytes(config: EngineConfig, target: LayerConfig, num_sequences: int) -
 
 def new_cache(
     model: LayerConfig,
-    allocator: PageAllocator,
+    allocators: tuple[PageAllocator, ...],
     dtype: torch.dtype,
     device: torch.device,
     states: StateCache | None = None,
 ) -> KVCache:
-    """A cache of ``dtype`` for ``model`` with as many pages as ``allocator`` gives out."""
+    """A cache of ``dtype`` for ``model`` with as many pages as ``allocators`` give out.
+
+    The second, if any, is of the layers with a window, whose pages go back behind it; else they keep theirs.
+    """
+    num_pages, *windowed = [each.num_pages + 1 for each in allocators]  # page 0 is for padding rows
     return KVCache(
         spec=model.kv_spec,
-        num_pages=allocator.num_pages + 1,  # page 0 is for padding rows
-        page_size=allocator.page_size,
+        num_pages=num_pages,
+        num_windowed_pages=windowed[0] if windowed else None,
+        page_size=allocators[0].page_size,
         dtype=dtype,
         device=device,
         states=states,
@@ -203,7 +230,7 @@ def _drafter(
     of_target, of_head = models.target, models.head.config
     cache = target_cache
     if not of_head.reads_target_kv:
-        cache = new_cache(of_head, allocator, of_target.dtype, of_target.device)
+        cache = new_cache(of_head, (allocator,), of_target.dtype, of_target.device)
     return (ModelDrafter if of_head.is_model else HeadDrafter)(
         head=models.head,
         cache=cache,
@@ -253,14 +280,14 @@ def _gib(size: int) -> str:
 def num_pages(config: EngineConfig, models: Models, expected: SamplingParams = DRAWN) -> int:
     """Pages of the KV cache: what ``max_batch_size`` sequences of full length need, as far as the memory goes.
 
-    See ``build_engine`` for ``expected``.
+    Those of layers with a window are beside them: see ``PageBudget``. See ``build_engine`` for ``expected``.
 
     ``UserError`` if ``kv_memory``, or what ``gpu_memory_utilization`` leaves, does not hold a single page.
     """
-    each = kv_page_bytes(config, models)
+    budget = page_budget(config, models)
     memory = config.kv_memory if config.kv_memory is not None else _memory_for_kv(config, models, expected)
     states = state_bytes(config, models.target.config, config.max_batch_size)
-    affordable = (memory - states) // each
+    affordable = budget.within(memory - states)
     beside = (
         f"the recurrent states of {config.max_batch_size} sequences take {states}, and " if states else ""
     )
@@ -268,25 +295,20 @@ def num_pages(config: EngineConfig, models: Models, expected: SamplingParams = D
     require(
         affordable >= 1,
         f"{max(memory, 0)} bytes are left for the KV cache and {beside}one page of {config.page_size} positions takes "
-        f"{each}: raise --kv-memory or --gpu-memory-utilization, or lower --max-prefill-tokens{fewer}",
+        f"{budget.page_bytes}: raise --kv-memory or --gpu-memory-utilization, or lower --max-prefill-tokens{fewer}",
     )
-    longest = models.target.config.max_positions + rows_behind(config)
-    return min(affordable, config.max_batch_size * -(-longest // config.page_size))
+    return min(affordable, budget.most_pages)
 
 
 def kv_page_bytes(config: EngineConfig, models: Models) -> int:
     """Bytes of a page in the target's cache and in that of what drafts, a head or n-grams."""
-    return page_bytes(config, models.target.config, None if models.head is None else models.head.config)
+    return page_budget(config, models).page_bytes
 
 
-def page_bytes(config: EngineConfig, target: LayerConfig, head: LayerConfig | None) -> int:
-    """The same of models that are not loaded."""
-    total = target.kv_spec.bytes_per_token(target_kv_dtype(config).itemsize)
-    if config.head is not None and head is not None:
-        total += head.kv_spec.bytes_per_token(DTYPES[config.dtype].itemsize)
-    if config.ngram is not None:
-        total += NGRAM_BYTES
-    return config.page_size * total
+def page_budget(config: EngineConfig, models: Models) -> PageBudget:
+    """Of loaded models."""
+    head = None if models.head is None else models.head.config
+    return PageBudget(config=config, target=models.target.config, head=head)
 
 
 def _memory_for_kv(config: EngineConfig, models: Models, expected: SamplingParams) -> int:
@@ -331,7 +353,7 @@ def _largest_pass(config: EngineConfig, models: Models, expected: SamplingParams
     pages = count * -(-(length + 2 * config.draft_length.most + 4) // config.page_size)
     # the prompts are alike, and all rows are to be computed
     uncached = replace(config, prefix_cache=False, max_batch_size=count, cuda_graphs="off")
-    engine = assemble(uncached, models, pages, Runner(), lambda event: None)
+    engine = assemble(uncached, models, pages, Runner(), lambda event: None, num_windowed=pages)
     before = torch.cuda.memory_allocated(config.device)
     torch.cuda.reset_peak_memory_stats(config.device)
     for _ in engine.generate(requests):
@@ -359,7 +381,7 @@ def _prefill(config: EngineConfig, models: Models, token_ids: Sequence[int]) -> 
     target, backend = models.target, BACKENDS[config.attention](models.target.device)
     pages = PageAllocator(-(-len(token_ids) // config.page_size), config.page_size)
     states = _states(config, target.config, 1, target.device)
-    cache = new_cache(target.config, pages, target_kv_dtype(config), target.device, states)
+    cache = new_cache(target.config, (pages,), target_kv_dtype(config), target.device, states)
     table = torch.arange(1, pages.num_pages + 1, dtype=torch.int32, device=target.device)
     layout = Layout.ragged(table[None], [0], [len(token_ids)], config.page_size, [1])
     rows = torch.tensor(token_ids, device=target.device)

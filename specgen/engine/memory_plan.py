@@ -15,9 +15,10 @@ from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
 from specgen.config import LARGEST_AUTOMATON, EngineConfig, KVDtypeName
 from specgen.decoding.automaton_tables import table_bytes
 from specgen.device import Ranks
-from specgen.engine.build import num_state_slots, page_bytes, state_bytes
+from specgen.engine.build import num_state_slots, state_bytes
 from specgen.engine.choices import DTYPES, choose_kv_dtype
 from specgen.engine.loading import open_checkpoints
+from specgen.engine.page_budget import PageBudget
 from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.protocols import no_target
 from specgen.report.display import count
@@ -25,6 +26,7 @@ from specgen.report.table import Column, Table
 from specgen.report.terminal import Part
 
 _LONGEST = 2048  # tokens of a sequence, prompt and output
+_USUAL = 4096  # of one whose bytes are said
 _LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7)  # K
 _CONTEXT = 512 << 20  # bytes: CUDA itself and the code of the kernels
 _META = torch.device("meta")  # reads no weights
@@ -44,7 +46,7 @@ class MemoryPlan:
     @property
     def kv_bytes_per_token(self) -> int:
         """In the caches of target and drafter."""
-        return page_bytes(self.config, self.target, self.head) // self.config.page_size
+        return self._budget(1).page_bytes // self.config.page_size
 
     @property
     def workspace(self) -> int:
@@ -59,7 +61,7 @@ class MemoryPlan:
     @cached_property
     def num_sequences(self) -> int:
         """The most sequences of ``length`` tokens, of which every one more also makes passes larger."""
-        most = max(self._room(1), 0)
+        most = max(self._kv_cache(1), 0) // self.bytes_of_sequence(self.length)
         return bisect_left(range(1, most + 1), True, key=lambda n: n > self._room(n))
 
     @property
@@ -88,7 +90,21 @@ class MemoryPlan:
 
     @property
     def num_pages(self) -> int:
-        return max(self.kv_cache, 0) // page_bytes(self.config, self.target, self.head)
+        return self._budget(self.num_sequences).within(self.kv_cache)
+
+    @property
+    def windowed_pages(self) -> int:
+        """Of the layers with a window, which keep those of the last positions alone."""
+        return self._budget(self.num_sequences).windowed(self.num_pages)
+
+    def bytes_of_sequence(self, num_tokens: int) -> int:
+        """Of KV cache that a sequence has at most, but for layers with a window while its prompt is computed."""
+        budget = self._budget(1)
+        return budget.bytes_of(*budget.of_sequence(num_tokens))
+
+    def _budget(self, num_sequences: int) -> PageBudget:
+        config = replace(self.config, max_batch_size=max(num_sequences, 1))
+        return PageBudget(config=config, target=self.target, head=self.head)
 
     def _kv_cache(self, num_sequences: int) -> int:
         ours = int(self.total * self.config.gpu_memory_utilization)
@@ -97,9 +113,11 @@ class MemoryPlan:
 
     def _room(self, num_sequences: int) -> int:
         """Sequences for which there are pages, beside the passes of ``num_sequences``."""
-        size, rows = self.config.page_size, self.config.draft_length.most + 1
-        pages = self._kv_cache(num_sequences) // page_bytes(self.config, self.target, self.head)
-        return pages // -(-(self.length + rows) // size)
+        budget = self._budget(num_sequences)
+        pages = budget.within(self._kv_cache(num_sequences))
+        each, windowed = budget.of_sequence(self.length)
+        room = pages // each
+        return min(room, budget.windowed(pages) // windowed) if windowed else room
 
     def _passes(self, num_sequences: int) -> int:
         """A layer's inputs and outputs of all rows, and the logits of those that are sampled, also in float32."""
@@ -114,9 +132,12 @@ class MemoryPlan:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Of a table of plans; states alone where the target has some."""
-        stateless = self.target.state_spec is None
-        return tuple(column for column in _COLUMNS if column.name != "states" or not stateless)
+        """Of a table of plans; states, and pages of layers with a window, where the target has some."""
+        left_out = {
+            *(("states",) if self.target.state_spec is None else ()),
+            *(("windowed_pages",) if self.target.kv_spec.window is None else ()),
+        }
+        return tuple(column for column in _COLUMNS if column.name not in left_out)
 
     def to_json(self) -> dict[str, Any]:
         """The numbers; the sizes in bytes."""
@@ -173,6 +194,7 @@ def _config(model: str, drafter: str | None, num_spec_tokens: int) -> EngineConf
         num_spec_tokens=num_spec_tokens,
         dtype="bfloat16",
         page_size=TrtllmBackend.capabilities.page_size,
+        cuda_graphs="step",  # as on a GPU
     )
 
 
@@ -211,6 +233,7 @@ _COLUMNS = (
     ),
     Column(name="kv_bytes_per_token", title="bytes per token"),
     Column(name="num_pages", title="pages"),
+    Column(name="windowed_pages", title="of windows"),
     Column(name="num_sequences", title="sequences"),
 )
 
@@ -225,6 +248,14 @@ def of_plans(plans: tuple[MemoryPlan, ...]) -> Iterator[Part]:
         f"prefill of {count(config.max_prefill_tokens)} tokens:"
     )
     yield Table(title="Memory plan", columns=first.columns, rows=tuple(plan.to_json() for plan in plans))
+    if (window := first.target.kv_spec.window) is not None:
+        usual = min(_USUAL, first.target.max_positions)
+        taken = first.bytes_of_sequence(usual)
+        yield (
+            f"Pages of layers with a window go back behind its {count(window)} positions: a sequence of "
+            f"{count(usual)} tokens takes {taken / _GIB:.2f} GiB of KV cache, "
+            f"not {usual * first.kv_bytes_per_token / _GIB:.2f}."
+        )
     most = max(plan.num_sequences for plan in plans)
     yield (
         f"sequences = of {count(first.length)} tokens, prompt and output, at once: what --max-batch-size can be. "

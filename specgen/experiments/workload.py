@@ -11,7 +11,7 @@ from specgen.config import EngineConfig, SamplingParams, UserError, require
 from specgen.config.json_fields import load_json
 from specgen.core.sequence import Completion, Request
 from specgen.engine import step_costs
-from specgen.engine.build import kv_page_bytes, rows_behind, state_bytes
+from specgen.engine.build import page_budget, state_bytes
 from specgen.engine.conversations import first_turns, greedy
 from specgen.engine.generation_config import GenerationConfig
 from specgen.engine.loading import Models
@@ -143,10 +143,9 @@ def kv_bytes(config: EngineConfig, models: Models, requests: Sequence[Request]) 
     lengths = sorted(
         (max(len(r.prompt_token_ids) + r.sampling.max_tokens, least) for r in requests), reverse=True
     )
-    longest = [length + rows_behind(config) for length in lengths[: config.max_batch_size]]
-    pages = sum(-(-length // config.page_size) for length in longest)
-    states = state_bytes(config, models.target.config, config.max_batch_size)
-    return pages * kv_page_bytes(config, models) + states
+    budget = page_budget(config, models)
+    pages = budget.for_sequences(lengths[: config.max_batch_size])
+    return budget.bytes_with(pages) + state_bytes(config, models.target.config, config.max_batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)

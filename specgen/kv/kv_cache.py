@@ -3,6 +3,7 @@
 import math
 import mmap
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +16,27 @@ class KVSpec:
 
     num_planes: int
     layers: tuple[tuple[int, int], ...]  # (num_heads, head_dim) of each
+    windows: tuple[int | None, ...] = ()  # of each: positions that a row sees, its own included; None: all
+
+    @property
+    def window(self) -> int | None:
+        """The longest; None: no layer has one."""
+        return max(filter(None, self.windows), default=None)
+
+    def windowed(self, layer: int) -> bool:
+        """Whether ``layer`` has a window."""
+        return bool(self.windows) and self.windows[layer] is not None
 
     def bytes_per_token(self, bytes_per_value: int) -> int:
         """Bytes that one position takes in the cache."""
-        return self.num_planes * bytes_per_value * sum(heads * width for heads, width in self.layers)
+        return self._bytes(bytes_per_value, range(len(self.layers)))
+
+    def windowed_bytes(self, bytes_per_value: int) -> int:
+        """Of them those in layers with a window."""
+        return self._bytes(bytes_per_value, filter(self.windowed, range(len(self.layers))))
+
+    def _bytes(self, bytes_per_value: int, layers: Iterable[int]) -> int:
+        return self.num_planes * bytes_per_value * sum(math.prod(self.layers[layer]) for layer in layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +101,12 @@ class StateCache:
 class KVCache:
     """What ``spec`` describes, in ``num_pages`` pages shared by all layers.
 
-    ``states`` are those of the layers that have a state in place of keys and values.
+    With ``num_windowed_pages`` the layers with a window have so many, numbered apart: a sequence has those of its last
+    positions alone. ``states`` are those of the layers that have a state in place of keys and values.
 
     Storage is ``[num_layers, num_planes, num_pages, page_size, num_heads, head_dim]``, one for the layers of each
-    shape. Target and drafter have one cache each and use the same page numbers, so a sequence has one block table.
+    shape. Target and drafter have one cache each and use the same page numbers, so a sequence has one block table; the
+    target's layers with a window, where they are apart, have another.
     """
 
     def __init__(
@@ -98,24 +118,36 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         states: StateCache | None = None,
+        num_windowed_pages: int | None = None,
     ) -> None:
         self.states = states
         self.page_size = page_size
+        self._kinds = [
+            (num_windowed_pages is not None and spec.windowed(layer), heads)
+            for layer, heads in enumerate(spec.layers)
+        ]
+        number = {False: num_pages, True: num_windowed_pages or 0}
         self._storage = {
-            heads: _zeros((count, spec.num_planes, num_pages, page_size, *heads), dtype, device)
-            for heads, count in Counter(spec.layers).items()
+            (apart, heads): _zeros((count, spec.num_planes, number[apart], page_size, *heads), dtype, device)
+            for (apart, heads), count in Counter(self._kinds).items()
         }
-        alike = {heads: iter(layers) for heads, layers in self._storage.items()}
-        self._layers = [tuple(next(alike[heads])) for heads in spec.layers]
+        alike = {kind: iter(layers) for kind, layers in self._storage.items()}
+        self._layers = [tuple(next(alike[kind])) for kind in self._kinds]
 
     def pages(self, layer: int) -> tuple[Tensor, ...]:
         """The planes of one layer, each ``[num_pages, page_size, num_heads, head_dim]``."""
         return self._layers[layer]
 
-    def clear(self, pages: Tensor) -> None:
-        """Make ``pages`` ``[n]`` int64 zero in all layers."""
-        for layers in self._storage.values():
-            layers.view(torch.uint8).index_fill_(2, pages, 0)
+    def windowed(self, layer: int) -> bool:
+        """Whether the pages of ``layer`` are numbered apart, and go back behind its window."""
+        return self._kinds[layer][0]
+
+    def clear(self, pages: Tensor, windowed: Tensor | None = None) -> None:
+        """Make ``pages`` ``[n]`` int64 zero, and ``windowed`` in the layers that have pages apart."""
+        for (apart, _), layers in self._storage.items():
+            some = windowed if apart else pages
+            if some is not None:
+                layers.view(torch.uint8).index_fill_(2, some, 0)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

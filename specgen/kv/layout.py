@@ -43,6 +43,8 @@ class Layout:
     # sequences may continue one another: rows attend to KV that others of the pass write
     chained: bool = False
     state_slots: Tensor | None = None  # [B] int64: of each sequence's recurrent state; 0 of padding rows
+    # as ``block_tables``, for the layers with a window where a cache has pages for them apart: page 0 behind a window
+    windowed_tables: Tensor | None = None
 
     @staticmethod
     def uniform(
@@ -51,6 +53,7 @@ class Layout:
         query_len: int,
         page_size: int,
         state_slots: Tensor | None = None,
+        windowed_tables: Tensor | None = None,
     ) -> "Layout":
         """``query_len`` rows for every sequence, from position ``starts[b]`` on."""
         return Layout(
@@ -61,6 +64,7 @@ class Layout:
             page_size=page_size,
             uniform_q=query_len,
             state_slots=state_slots,
+            windowed_tables=windowed_tables,
         )
 
     @staticmethod
@@ -70,6 +74,7 @@ class Layout:
         query_lens: Sequence[int],
         page_size: int,
         state_slots: Sequence[int] = (),
+        windowed_tables: Tensor | None = None,
     ) -> "Layout":
         """``query_lens[b]`` rows for sequence b, from position ``starts[b]`` on; both known to the host.
 
@@ -87,7 +92,14 @@ class Layout:
             uniform_q=None,
             host=HostLens(starts=tuple(starts), query_lens=tuple(query_lens)),
             state_slots=columns[2],
+            windowed_tables=windowed_tables,
         )
+
+    @property
+    def windowed(self) -> "Layout":
+        """The same for the layers whose pages go back behind a window."""
+        assert self.windowed_tables is not None, "the layout of a pass over such a cache has their tables too"
+        return replace(self, block_tables=self.windowed_tables)
 
     @property
     def num_sequences(self) -> int:

@@ -4,6 +4,7 @@ Prompts that begin alike are computed once: automatic prefix caching. Also slots
 """
 
 import hashlib
+import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
@@ -23,17 +24,28 @@ def extend_digests(digests: list[bytes], tokens: Sequence[int], page_size: int, 
         digests.append(hashlib.blake2b(before + own.tobytes(), digest_size=16).digest())
 
 
+def window_pages(window: int, rows: int, page_size: int) -> int:
+    """Pages that hold ``rows`` positions and those before that the first of them sees, wherever pages begin."""
+    return (window + rows + page_size - 3) // page_size + 1
+
+
 class PageAllocator:
     """Hands out page numbers ``1 .. num_pages``; page 0 is where padding rows write.
+
+    Where the layers that are stored in them have a ``window``, a row sees no position that is so far before its own:
+    the list of a sequence's pages has 0 in place of those that none of its rows will see any more (``slide``).
 
     All whose digests begin alike are given the same pages; with ``prefix_cache`` every text has digests. A page that is
     no longer in use stays known until it is needed for something else; the longest unused go first, and of one text the
     last. (Automatic prefix caching of vLLM, whose pages are keyed by their own tokens alone.)
     """
 
-    def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = False) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, *, prefix_cache: bool = False, window: int | None = None
+    ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
+        self.window = window
         self.prefix_cache = prefix_cache
         self._free = list(range(num_pages, 0, -1))
         self._num_users = [0] * (num_pages + 1)
@@ -50,6 +62,17 @@ class PageAllocator:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
+    def room(self, num_sequences: int, rows: int) -> int:
+        """Tokens that each of so many sequences may have, behind which a pass writes ``rows``."""
+        each, size = self.num_pages // num_sequences, self.page_size
+        if self.window is not None and each >= window_pages(self.window, rows + 1, size):
+            return sys.maxsize
+        return each * size - rows
+
+    def reach(self, pages: Sequence[int]) -> int:
+        """Positions that ``pages`` hold once they have been given all that are free."""
+        return (len(pages) + self.num_free) * self.page_size
+
     def grow(self, pages: list[int], num_tokens: int) -> bool:
         """Extend ``pages`` until they hold ``num_tokens`` positions; False, and nothing taken, if too few are free."""
         missing = self.pages_for(num_tokens) - len(pages)
@@ -58,40 +81,65 @@ class PageAllocator:
         pages.extend(self._take() for _ in range(missing))
         return True
 
+    def slide(self, pages: list[int], position: int) -> None:
+        """Take back those of ``pages`` that no row from ``position`` on sees.
+
+        They may be given out at once: what has them next writes behind all passes that were launched.
+        """
+        index = self._first_seen(position) - 1
+        while index >= 0 and pages[index]:
+            self._give_back(pages[index])
+            pages[index] = 0
+            index -= 1
+
     def release(self, pages: list[int]) -> list[int]:
         """Take ``pages`` back and empty the list; returns those that no sequence has any more."""
         given = [pages.pop() for _ in range(len(pages))]
-        return [page for page in given if self._give_back(page)]
+        return [page for page in given if page and self._give_back(page)]
+
+    @property
+    def unused(self) -> list[int]:
+        """Pages that no sequence has."""
+        return [page for page in range(1, self.num_pages + 1) if not self._num_users[page]]
 
     def num_known(self, digests: Sequence[bytes], before: int = 0) -> int:
-        """About how many of the first pages of a text, by ``extend_digests``, somebody has computed.
+        """Behind how many of the first pages of a text, by ``extend_digests``, a sequence can begin, about.
 
-        ``before`` is what this has said of the text before: if the last of those pages is still known, so are, as a
-        rule, those in front of it, and only what may have come since is looked up.
+        Somebody has computed all that it would see of them. ``before`` is what this has said of the text before: if the
+        last of those pages is still known, so are, as a rule, those in front of it, and only what may have come since
+        is looked up.
         """
+        if self.window is not None:
+            border = page = len(digests)
+            while page > self._first_seen(border * self.page_size):
+                page -= 1
+                border = border if self._known(digests[page : page + 1]) else page
+            return border
         first = before if self._known(digests[before - 1 : before]) else 0
         return first + len(self._known(digests[first:]))
 
     def reuse(self, pages: list[int], digests: Sequence[bytes]) -> int:
         """Extend the empty ``pages`` by those pages; returns how many they are."""
-        known = self._known(digests)
+        hidden = self._first_seen(len(digests) * self.page_size)
+        known = self._known(digests[hidden:])
         for page in known:
             self._num_users[page] += 1
             self._unused.pop(page, None)
-        pages += known
-        return len(known)
+        pages += [0] * hidden + known
+        return len(pages)
 
     def keep(self, pages: Sequence[int], digests: Sequence[bytes]) -> None:
         """Remember that ``pages`` hold what ``digests`` name, as far as both go; what is known stays where it is."""
         for page, digest in zip(pages, digests, strict=False):
-            if digest not in self._page_of and page not in self._digest_of:
+            if page and digest not in self._page_of and page not in self._digest_of:
                 self._page_of[digest] = page
                 self._digest_of[page] = digest
 
     def expect(self, pages: Sequence[int], digests: Sequence[bytes]) -> None:
         """The same of what the next pass computes, for those who are in it; it ends in one of the next two."""
         for page, digest in zip(pages, digests, strict=False):
-            self._expected.setdefault(digest, page)
+            if page:
+                self._expected.setdefault(digest, page)
 
     def confirm(self) -> None:
         """That pass is on its way: those behind it may have its pages too."""
@@ -107,6 +155,10 @@ class PageAllocator:
         self._free.extend(self._unused)
         for known in (self._page_of, self._expected, self._digest_of, self._unused):
             known.clear()
+
+    def _first_seen(self, position: int) -> int:
+        """The first page that a row there sees."""
+        return 0 if self.window is None else max(position - self.window + 1, 0) // self.page_size
 
     def _known(self, digests: Sequence[bytes]) -> list[int]:
         """The pages of the first ``digests``, as far as all are known."""

@@ -45,6 +45,7 @@ class AssistantConfig(Gemma4Layers, HeadConfig):
 
     family: ClassVar[str] = "Gemma 4 assistant"
     reads_target_kv: ClassVar[bool] = True
+    sees_behind: ClassVar[int] = 1 + AHEAD  # its row is one before, and its window is so much longer
     num_centroids: int  # of groups of tokens; 0: all tokens have logits
     num_chosen: int  # of these, whose tokens alone have logits
 

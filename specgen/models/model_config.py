@@ -284,7 +284,8 @@ class LayerConfig:
         shapes: dict[tuple[int, int], tuple[int, int]] = {}
         found = (self.kv_heads(layer) for layer in range(self.num_layers) if self.stores(layer))
         layers = tuple(shapes.setdefault(shape, shape) for shape in found)
-        return KVSpec(num_planes=2 if self.latent is None else 1, layers=layers)
+        windows = tuple(each for layer, each in enumerate(self.windows) if self.stores(layer))
+        return KVSpec(num_planes=2 if self.latent is None else 1, layers=layers, windows=windows)
 
     def kv_heads(self, layer: int) -> tuple[int, int]:
         """How many heads of keys ``layer`` attends to, and their width."""
@@ -499,6 +500,7 @@ class HeadConfig(LayerConfig):
     splits: ClassVar[bool] = True  # over ranks, as the target's layers do
     is_model: ClassVar[bool] = False  # a target's: what the target accepts goes through all of it
     reads_target_kv: ClassVar[bool] = False  # and stores none: its rows all see what the target has stored
+    sees_behind: ClassVar[int] = 0  # of that, positions behind the window of the target's own next row
 
     def __post_init__(self) -> None:
         super().__post_init__()
