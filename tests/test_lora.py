@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.errors
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -345,6 +346,24 @@ def test_what_is_not_merged_is_refused_by_name(
 def test_a_directory_without_an_adapter_is_refused(target: Path) -> None:
     with refused("without adapter_config.json: name the directory of a PEFT adapter"):
         raise specgen("inspect", target, "--lora", target).exception or AssertionError
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("nowhere", "'nowhere' is neither a directory nor a hub id of the form owner/name"),
+        ("owner/adapter", r"'owner/adapter' is not a directory here and cannot be downloaded \(the hub"),
+    ],
+)
+def test_an_adapter_that_is_nowhere_is_refused(
+    target: Path, name: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def snapshot_download(repo_id: str, **settings: object) -> str:
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no connection\nand much more")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with refused(reason):
+        raise specgen("inspect", target, "--lora", name).exception or AssertionError
 
 
 def test_tied_tables_are_refused(tmp_path: Path) -> None:

@@ -248,9 +248,16 @@ def _share(config: LayerConfig, ranks: Ranks, vocab_size: int | None = None) -> 
 
 
 def _download(name: str) -> Path:
-    """The directory with the files of a hub id or a URL, in a cache.
+    """The directory with a checkpoint's files: those of safetensors, or where there are none PyTorch's own."""
+    path = downloaded(name, (*BESIDES, "*.safetensors"))
+    found = any(path.glob("*.safetensors"))
+    return path if found else downloaded(name, (*BESIDES, "pytorch_model*.bin"))
 
-    Those of safetensors, or where there are none PyTorch's own.
+
+def downloaded(name: str, patterns: tuple[str, ...]) -> Path:
+    """The directory in a cache with the files of the hub id or URL ``name`` whose names match one of ``patterns``.
+
+    ``UserError`` where ``name`` is neither, or its files cannot be had.
     """
     from huggingface_hub import errors as hub
 
@@ -261,9 +268,7 @@ def _download(name: str) -> Path:
         f"{shown(name)} is neither a directory nor a hub id of the form owner/name, nor a URL: check the path",
     )
     try:
-        path = cached_files(name, (*BESIDES, "*.safetensors"))
-        found = any(path.glob("*.safetensors"))
-        return path if found else cached_files(name, (*BESIDES, "pytorch_model*.bin"))
+        return cached_files(name, patterns)
     except UserError:
         raise  # of a store
     except (OSError, ValueError) as error:

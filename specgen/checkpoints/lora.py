@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specgen.checkpoints.checkpoint import TIED, target_config
+from specgen.checkpoints.checkpoint import TIED, downloaded, target_config
 from specgen.checkpoints.tensor_reader import E4M3, FLOATS, Checkpoint, states_of
 from specgen.checkpoints.weight_files import LowRank, TensorInfo, headers, read_json
 from specgen.config import require, shown
-from specgen.storage import cached_files
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _ROOT = "base_model.model."
@@ -49,7 +48,7 @@ def with_lora(checkpoint: Checkpoint, adapter: str) -> Checkpoint:
     """
     path = Path(adapter)
     if not path.is_dir():
-        path = cached_files(adapter, (_CONFIG, _WEIGHTS))
+        path = downloaded(adapter, (_CONFIG, _WEIGHTS))
     for name in (_CONFIG, _WEIGHTS):
         require(
             (path / name).is_file(),
