@@ -9,7 +9,7 @@ from specgen.config.errors import did_you_mean
 
 if TYPE_CHECKING:
     from specgen.checkpoints.weight_files import saved_head
-    from specgen.config import EngineConfig, SamplingParams, UserError
+    from specgen.config import EngineConfig, SamplingParams, StructuredOutputs, UserError
     from specgen.engine.conversations import RequestOutput, summarize
     from specgen.engine.engine import Engine
     from specgen.jobs.batch_generator import BatchGenerator
@@ -33,6 +33,7 @@ __all__ = [
     "Report",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "UserError",
     "read_run",
     "saved_head",
@@ -47,6 +48,7 @@ _HOMES = {
     "Report": "report.report",
     "RequestOutput": "engine.conversations",
     "SamplingParams": "config",
+    "StructuredOutputs": "config",
     "UserError": "config",
     "read_run": "report.report",
     "saved_head": "checkpoints.weight_files",

@@ -486,7 +486,7 @@ def test_sampling_of_a_recognised_row_counts(tmp_path: Path) -> None:
 
 
 def test_fields_that_other_engines_heed_are_named(tmp_path: Path) -> None:
-    rows = own(system="x", best_of=3), own(system="y"), own(max_new_tokens=3)
+    rows = own(system="x", best_of=3), own(system="y"), own(max_new_tokens=3), own(json_schema={})
     prompts = DataSource(dataset=str(write_rows(tmp_path / "own.jsonl", rows))).open()
     for _ in range(2):  # every pass counts anew
         list(prompts)
@@ -494,6 +494,7 @@ def test_fields_that_other_engines_heed_are_named(tmp_path: Path) -> None:
             "2 rows have a field 'system', which is ignored, so no answer follows it",
             "1 row has a field 'best_of', which is ignored, so no answer follows it",
             "1 row has a field 'max_new_tokens', which is ignored: did you mean max_tokens?",
+            "1 row has a field 'json_schema', which is ignored, so no answer follows it",
         ]
 
 

@@ -8,6 +8,7 @@ import subprocess
 from dataclasses import replace
 from itertools import count
 from threading import Event
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgen.config import SamplingParams, StructuredOutputs, UserError
+from specgen import SamplingParams, StructuredOutputs, UserError
 from specgen.core.sequence import Request
 from specgen.decoding.automaton_tables import Tables
 from specgen.decoding.sampling import SamplingBatch
@@ -79,6 +80,20 @@ def test_the_first_of_two_alternatives_is_not_preferred(pattern: str) -> None:
     automaton = byte_automaton(StructuredOutputs(regex=pattern))
     for text in ("", "a", "b", "ab", "yes", "yes please", "a$"):
         assert takes(automaton, text) == (re.fullmatch(pattern, text) is not None), text
+
+
+def test_anchors_at_the_ends_say_nothing() -> None:
+    for pattern in ("^ab$", r"\Aab\z", r"ab\\z", r"ab\\$"):
+        automaton = byte_automaton(StructuredOutputs(regex=pattern))
+        expected = {r"ab\\z": "ab\\z", r"ab\\$": "ab\\"}.get(pattern, "ab")
+        assert [takes(automaton, text) for text in (expected, "a", "abz", "ab$")] == [True, *[False] * 3]
+
+
+def test_an_expression_of_any_characters_does_not_double_with_each() -> None:
+    before = process_time()
+    automaton = byte_automaton(StructuredOutputs(regex="[^,]{18}"))
+    assert process_time() - before < 2  # 5 s, if a text were looked for at every byte
+    assert [takes(automaton, "é" * size) for size in (17, 18, 19)] == [False, True, False]
 
 
 def test_choices_may_begin_alike() -> None:
@@ -183,8 +198,10 @@ def test_a_schema_that_cannot_be_kept_is_refused_by_name(schema: str) -> None:
     [
         ("(?=a)b", "look-around"),
         ("(", "cannot be compiled"),
+        ("a{3,1}", "write it in Rust's syntax, without look-around"),
         ("a)(b", "closing parenthesis"),
-        (r"[^\s\S]", "no text matches it"),
+        (r"[^\s\S]", "no text matches it: remove what excludes every character"),
+        (r"a\Ab", "no text matches it: .* or an anchor within it"),
     ],
 )
 def test_an_expression_that_cannot_be_compiled(pattern: str, reason: str) -> None:
@@ -736,6 +753,13 @@ def test_a_suppressed_answer_is_an_error_and_no_text(pair: Pair) -> None:
     )
     completion = generate(pair, [replace(request, sampling=sampling)]).completions[request.id]
     assert "-inf for all that its constraints allow, at output token 1" in str(completion.error)
+
+
+def test_an_answer_that_is_too_short_for_min_tokens_names_them(pair: Pair) -> None:
+    request = bundled_requests(1, SamplingParams())[0]
+    sampling = SamplingParams(min_tokens=9, structured_outputs=StructuredOutputs(regex="[a-c]"))
+    completion = generate(pair, [replace(request, sampling=sampling)]).completions[request.id]
+    assert "constraints (and min_tokens, 9: ask for fewer) allow, at output token 2" in str(completion.error)
 
 
 def test_a_compiled_constraint_is_kept(pair: Pair, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

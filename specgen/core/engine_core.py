@@ -573,8 +573,11 @@ class EngineCore:
         """Take ``sequence`` out if it has finished."""
         if sequence.finish_reason == "error":
             at = sequence.num_output_tokens + 1
-            allowed = "" if sequence.automaton is None else ", or -inf for all that its constraints allow,"
-            self._fail(sequence, f"the model's logits were not finite (NaN){allowed} at output token {at}")
+            least = sequence.request.sampling.min_tokens
+            early = f" (and min_tokens, {least}: ask for fewer)" if at <= least else ""
+            allowed = f", or -inf for all that its constraints{early} allow,"
+            where = f"{'' if sequence.automaton is None else allowed} at output token {at}"
+            self._fail(sequence, f"the model's logits were not finite (NaN){where}")
         elif sequence.finish_reason is not None:
             self._retire(sequence)
 

@@ -37,7 +37,12 @@ _LONGEST_REASON = 300  # characters, however long the row is
 _MEANT = (*CONTENT_FIELDS, *SAMPLING_FIELDS)  # what changes a text
 _KNOWN = frozenset((*_MEANT, "id", "custom_id", "category"))
 # what other engines or data sets use
-_UNSUPPORTED = frozenset((*("system", "system_prompt", "tools", "functions", "best_of"),))
+_UNSUPPORTED = frozenset(
+    (
+        *("system", "system_prompt", "tools", "functions", "best_of"),
+        *("json_schema", "regex", "ebnf", "grammar"),
+    )
+)
 _LIKENESS = 0.82  # finds temprature and max_new_tokens, not the fields of data sets such as prompt_id
 _LONGEST_NAME = 64  # characters of a name that is compared
 _MOST = 16  # names

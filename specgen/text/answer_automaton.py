@@ -18,7 +18,7 @@ from operator import mul
 
 import numpy as np
 
-from specgen.config import StructuredOutputs, UserError, require, shown
+from specgen.config import StructuredOutputs, UserError, first_line, require, shown
 from specgen.text.automaton import (
     NOT_ALLOWED,
     Automaton,
@@ -120,8 +120,9 @@ def _of_regex(regex: str) -> ByteAutomaton:
     """Of an expression that matches whole texts.
 
     outlines-core is asked for the tokens of a vocabulary of single bytes. Its automata prefer what an alternative finds
-    first (``a|ab`` takes no ``ab``) unless the end of the text is asked for, and without a byte in front some take
-    time that doubles with every repetition, so both are, and the byte is left out again.
+    first (``a|ab`` takes no ``ab``) unless the end of the text is asked for, so it is. They are also made for a search
+    from every byte on, which doubles the time with every repetition (``.{30}``) unless nothing at all matches, too: the
+    search then ends where it began. For that two bytes stand in front, and are left out again.
     """
     require(
         find_spec("outlines_core") is not None,
@@ -134,20 +135,24 @@ def _of_regex(regex: str) -> ByteAutomaton:
     require(min(depth, default=0) >= 0, f"{shown(regex)} has a closing parenthesis without an opening one")
     try:
         index = Index(
-            rf"\x00(?:{whole})\z", Vocabulary(_END, {bytes([value]): [value] for value in range(_END)})
+            rf"\x00(?:\x00(?:{whole})|)\z|",
+            Vocabulary(_END, {bytes([value]): [value] for value in range(_END)}),
         )
     except ValueError as error:
-        reason = "no text matches it" if "no transitions" in str(error) else str(error).partition("\n")[0]
+        require(
+            "no transitions" not in str(error),
+            f"{shown(regex)}: no text matches it: remove what excludes every character, or an anchor within it",
+        )
         raise UserError(
-            f"{shown(regex)} cannot be compiled ({reason}): look-around, back-references and word boundaries are not "
-            "supported"
+            f"{shown(regex)} cannot be compiled ({first_line(error)}): write it in Rust's syntax, without look-around, "
+            "back-references and word boundaries"
         ) from error
     transitions = index.get_transitions()
     require(
         len(transitions) <= _MOST,
         f"{shown(regex)} has {len(transitions):,} states, and {_MOST:,} are the most: ask for less of it",
     )
-    begin = transitions[index.get_initial_state()][0]
+    begin = transitions[transitions[index.get_initial_state()][0]][0]
     number_of = {
         state: number
         for number, state in enumerate(sorted(transitions, key=lambda each: (each != begin, each)))

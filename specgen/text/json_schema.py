@@ -377,8 +377,8 @@ def _pattern(pattern: str, where: str) -> str:
 
 def without_anchors(pattern: str) -> str:
     """``pattern`` without those at its ends, which say nothing where it is to match a whole text."""
-    inner = pattern.removeprefix("^")
-    return inner[:-1] if re.search(r"(?<!\\)(?:\\\\)*\$$", inner) else inner
+    inner = re.sub(r"\A(?:\^|\\A)", "", pattern)
+    return re.sub(r"(?<!\\)((?:\\\\)*)(?:\$|\\z)\Z", r"\1", inner)
 
 
 _SHORT = re.compile(r"\\(.)", re.DOTALL)
