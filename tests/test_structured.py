@@ -96,6 +96,16 @@ def test_an_expression_of_any_characters_does_not_double_with_each() -> None:
     assert [takes(automaton, "é" * size) for size in (17, 18, 19)] == [False, True, False]
 
 
+@pytest.mark.parametrize(
+    "pattern", [r"\P{L}", r"\p{P}", r"\pP", "[[:alpha:]!-~]", r"\x5c|a", r"\u0022|a", r"\u{22}|a"]
+)
+def test_a_pattern_makes_no_string_that_is_no_json(pattern: str) -> None:
+    automaton = byte_automaton(StructuredOutputs(json={"type": "string", "pattern": pattern}))
+    texts = [f'"{character}"' for character in map(chr, range(128)) if takes(automaton, f'"{character}"')]
+    assert texts
+    assert all(json.loads(text) == text[1:-1] for text in texts)
+
+
 def test_choices_may_begin_alike() -> None:
     automaton = byte_automaton(StructuredOutputs(choice=["no", "none", "ñ", " no"]))
     texts = ("no", "none", "ñ", " no", "non", "", "n", "nones", "\xf1"[:0] + "m")
@@ -177,6 +187,8 @@ REFUSED = {
     '{"type": "number", "minimum": 0.5}': "minimum of the schema is 0.5",
     '{"type": "string", "format": "email"}': "'email': use date",
     '{"type": "string", "pattern": "^a\\"$"}': "JSON writes as two",
+    '{"type": "string", "pattern": "a\\tb"}': "JSON writes as two",
+    '{"type": "string", "pattern": "a)|(b"}': "closing parenthesis without an opening one: remove it",
     '{"type": "string", "pattern": "^a", "minLength": 2}': "beside another limit",
     '{"type": "object", "required": ["z"], "properties": {"a": {}}}': "requires 'z'",
     '{"type": "object", "patternProperties": {}}': "patternProperties",

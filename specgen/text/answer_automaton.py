@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from importlib.util import find_spec
-from itertools import accumulate
 from operator import mul
 
 import numpy as np
@@ -28,7 +27,7 @@ from specgen.text.automaton import (
     anything,
     require_size,
 )
-from specgen.text.json_schema import PIECE, json_object_regex, json_regex, without_anchors
+from specgen.text.json_schema import json_object_regex, json_regex, without_anchors
 
 _MEMORY, _SECONDS = 4 << 30, 20  # beyond, the system ends it
 _MOST = 1 << 16  # states of an expression
@@ -131,8 +130,6 @@ def _of_regex(regex: str) -> ByteAutomaton:
     from outlines_core import Index, Vocabulary
 
     whole = without_anchors(regex)
-    depth = list(accumulate({"(": 1, ")": -1}.get(piece, 0) for piece in PIECE.findall(whole)))
-    require(min(depth, default=0) >= 0, f"{shown(regex)} has a closing parenthesis without an opening one")
     try:
         index = Index(
             rf"\x00(?:\x00(?:{whole})|)\z|",

@@ -11,7 +11,7 @@ required properties that are not listed), unrolls recursion three times and esca
 import json
 import re
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 from specgen.config import UserError, require, shown
@@ -59,11 +59,22 @@ _OF_TYPE = {
     "array": {"items", "prefixItems", "minItems", "maxItems"},
     "object": {"properties", "required", "additionalProperties", "minProperties", "maxProperties"},
 }
+_SETS = (
+    r"\p",
+    r"\P",
+    r"\x",
+    r"\u",
+    r"\U",
+)  # escapes that may stand for a character that a string may not hold
 _CLASSES = {"d": "0-9", "w": "A-Za-z0-9_", "s": " "}  # as ECMA-262 has them, of what a string may hold
 
 
 # an escape, a class, or a character of a regular expression
-PIECE = re.compile(r"\\.?|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+_PIECE = re.compile(
+    r"\\(?:[pPxuU]\{[^}]*\}|[pP].|x\w\w|u\w{4}|U\w{8}|.)?"
+    r"|\[\^?\]?(?:\\.|\[(?:\\.|[^\]\\])*\]|[^\]\\])*\]|.",
+    re.DOTALL,
+)
 
 
 def json_regex(schema: str) -> str:
@@ -98,7 +109,8 @@ class _Translation:
             if name in given:
                 others = given.keys() - {name}
                 require(
-                    not others, f"{where} has {name} beside {', '.join(sorted(others))}: leave {name} alone"
+                    not others,
+                    f"{where} has {name} beside {', '.join(sorted(others))}: give {name} by itself",
                 )
                 return self._combined(name, given[name], where)
         for name in ("const", "enum"):
@@ -344,7 +356,7 @@ def _string(given: Mapping[str, Any], where: str) -> str:
         return f"{_CHARACTER}{{{least},{'' if most is None else most}}}"
     require(
         len(told) == 1 and least == 0 and most is None,
-        f"{where} has {' and '.join(told)} beside another limit of its string: leave one of them",
+        f"{where} has {' and '.join(told)} beside another limit of its string: leave one of them out",
     )
     value = given[told[0]]
     require(isinstance(value, str), f"{told[0]} of {where} is {shown(value)}: use a string")
@@ -358,13 +370,13 @@ def _string(given: Mapping[str, Any], where: str) -> str:
 def _pattern(pattern: str, where: str) -> str:
     """A pattern for the whole string, of characters that JSON writes as they are."""
     found = ""
-    for text in PIECE.findall(without_anchors(pattern)):
-        if text == '"' or (text[0] == "\\" and text[1:] in ("\\", '"', "n", "r", "t", "f", "v", "")):
+    for text in _PIECE.findall(without_anchors(pattern)):
+        if text == '"' or text < " " or (text[0] == "\\" and text[1:] in {*'\\"nrtfva', ""}):
             raise UserError(
                 f"pattern of {where} has {shown(text)}, which JSON writes as two characters: leave it out"
             )
-        if text[0] == "[" or text == ".":
-            inside = text if text[0] == "[" else "[^\\n]"
+        if text[0] == "[" or text == "." or text[:2] in _SETS:
+            inside = "[^\\n]" if text == "." else text
             found += f"[{re.sub(_SHORT, _spelled, inside)}&&{_INNER}]"
         elif text[0] == "\\" and text[1] in "dws":
             found += f"[{_CLASSES[text[1]]}]"
@@ -376,7 +388,15 @@ def _pattern(pattern: str, where: str) -> str:
 
 
 def without_anchors(pattern: str) -> str:
-    """``pattern`` without those at its ends, which say nothing where it is to match a whole text."""
+    """``pattern`` without those at its ends, which say nothing where it is to match a whole text.
+
+    It will stand within parentheses: ``UserError`` where it closes one that it did not open.
+    """
+    depth = accumulate({"(": 1, ")": -1}.get(piece, 0) for piece in _PIECE.findall(pattern))
+    require(
+        min(depth, default=0) >= 0,
+        f"{shown(pattern)} has a closing parenthesis without an opening one: remove it",
+    )
     inner = re.sub(r"\A(?:\^|\\A)", "", pattern)
     return re.sub(r"(?<!\\)((?:\\\\)*)(?:\$|\\z)\Z", r"\1", inner)
 
