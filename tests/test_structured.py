@@ -75,7 +75,9 @@ def test_an_expression_takes_what_it_matches_as_a_whole(seed: int) -> None:
     assert num_taken
 
 
-@pytest.mark.parametrize("pattern", ["a|ab", "(?:|a)", "a??b??", "^yes$", "^a|b$", "yes|yes please", r"a\$"])
+@pytest.mark.parametrize(
+    "pattern", ["a|ab", "(?:|a)", "a??b??", "^yes$", "^a|b$", "^a$|^yes$|b", "yes|yes please", r"a\$"]
+)
 def test_the_first_of_two_alternatives_is_not_preferred(pattern: str) -> None:
     automaton = byte_automaton(StructuredOutputs(regex=pattern))
     for text in ("", "a", "b", "ab", "yes", "yes please", "a$"):
@@ -213,7 +215,8 @@ def test_a_schema_that_cannot_be_kept_is_refused_by_name(schema: str) -> None:
         ("a{3,1}", "write it in Rust's syntax, without look-around"),
         ("a)(b", "closing parenthesis"),
         (r"[^\s\S]", "no text matches it: remove what excludes every character"),
-        (r"a\Ab", "no text matches it: .* or an anchor within it"),
+        (r"a\Ab", r"has the anchor \\A within, not at an end: remove it"),
+        ("(^a|b)c", r"has the anchor \^ within"),
     ],
 )
 def test_an_expression_that_cannot_be_compiled(pattern: str, reason: str) -> None:

@@ -138,7 +138,7 @@ def _of_regex(regex: str) -> ByteAutomaton:
     except ValueError as error:
         require(
             "no transitions" not in str(error),
-            f"{shown(regex)}: no text matches it: remove what excludes every character, or an anchor within it",
+            f"{shown(regex)}: no text matches it: remove what excludes every character",
         )
         raise UserError(
             f"{shown(regex)} cannot be compiled ({first_line(error)}): write it in Rust's syntax, without look-around, "

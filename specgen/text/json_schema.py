@@ -11,7 +11,7 @@ required properties that are not listed), unrolls recursion three times and esca
 import json
 import re
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
 from specgen.config import UserError, require, shown
@@ -75,6 +75,9 @@ _PIECE = re.compile(
     r"|\[\^?\]?(?:\\.|\[(?:\\.|[^\]\\])*\]|[^\]\\])*\]|.",
     re.DOTALL,
 )
+
+
+_ANCHORS = ("^", r"\A", "$", r"\z")
 
 
 def json_regex(schema: str) -> str:
@@ -388,17 +391,24 @@ def _pattern(pattern: str, where: str) -> str:
 
 
 def without_anchors(pattern: str) -> str:
-    """``pattern`` without those at its ends, which say nothing where it is to match a whole text.
+    """``pattern`` without those at the ends of its alternatives, which say nothing where it is to match a whole text.
 
-    It will stand within parentheses: ``UserError`` where it closes one that it did not open.
+    It will stand within parentheses: ``UserError`` for one that it closes and did not open, and for other anchors,
+    which would match nowhere there.
     """
-    depth = accumulate({"(": 1, ")": -1}.get(piece, 0) for piece in _PIECE.findall(pattern))
-    require(
-        min(depth, default=0) >= 0,
-        f"{shown(pattern)} has a closing parenthesis without an opening one: remove it",
-    )
-    inner = re.sub(r"\A(?:\^|\\A)", "", pattern)
-    return re.sub(r"(?<!\\)((?:\\\\)*)(?:\$|\\z)\Z", r"\1", inner)
+    pieces, depth, found = _PIECE.findall(pattern), 0, ""
+    for before, piece, after in zip(("|", *pieces), pieces, (*pieces[1:], "|"), strict=False):
+        depth += {"(": 1, ")": -1}.get(piece, 0)
+        require(depth >= 0, f"{shown(pattern)} has a closing parenthesis without an opening one: remove it")
+        if piece not in _ANCHORS:
+            found += piece
+            continue
+        beside = before if piece in _ANCHORS[:2] else after
+        require(
+            depth == 0 and beside == "|",
+            f"{shown(pattern)} has the anchor {piece} within, not at an end: remove it",
+        )
+    return found
 
 
 _SHORT = re.compile(r"\\(.)", re.DOTALL)
