@@ -42,4 +42,5 @@ def test_a_token_costs_few_calls(random_pair: Pair, num_spec_tokens: int) -> Non
     few, many = 4, 20
     more = num_calls(random_pair, many, num_spec_tokens) - num_calls(random_pair, few, num_spec_tokens)
     # of each step: a sequence takes tokens, is asked whether it will end, and ``spec_length`` sees its drafts
-    assert more / (_LENGTH * (many - few)) < 6
+    # and one of each sequence when it is admitted, by its tokens
+    assert more / (_LENGTH * (many - few)) < 7

@@ -187,8 +187,9 @@ def test_wrong_plans_are_refused(demo_path: Path) -> None:
     assert "gpu is 'many': write a size such as 512MiB" in inspected(target, "--gpu=many")[1]
     assert "gpu is 80 bytes: add the unit, such as --gpu 80GiB" in inspected(target, "--gpu=80")[1]
     assert "is no target: a memory plan is of a target" in inspected(head, "--gpu=1GiB")[1]
-    code, text = inspected(target, target, "--gpu=1GiB")
+    code, text = inspected(head, head, "--gpu=1GiB")
     assert (code, "Memory plan" in text) == (1, False)
+    assert "Memory plan" in inspected(target, target, "--gpu=1GiB")[1], "the second is a draft model"
 
 
 def test_short_and_long_texts_lose_the_same_by_a_split() -> None:

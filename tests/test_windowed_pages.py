@@ -372,11 +372,11 @@ def test_a_long_prompt_waits_for_pages_that_are_worth_a_pass() -> None:
     pieces = []
     while not sched.running:
         pieces += prefill(sched)
-        assert sum(map(bool, sched.prefilling[0].windowed_pages if sched.prefilling else ())) <= 8
+        assert sum(map(bool, sched.prefilling[0].page_lists[1] if sched.prefilling else ())) <= 8
     assert [start for _, start, _ in pieces] == [0, *accumulate(rows for _, _, rows in pieces[:-1])]
     assert sum(rows for _, _, rows in pieces) == 3000
     assert max(rows for _, _, rows in pieces) == 80 * 16 - 4
-    held = sched.running[0].windowed_pages
+    held = sched.running[0].page_lists[1]
     taken = list[int]()
     assert windowed.grow(taken, (windowed.num_free - 30) * 16)
     sched.submit(sequence("second", 3000))

@@ -106,9 +106,9 @@ class Sequence:
     automaton: Automaton | None = None  # of what may come next; None: every token
     state: int = 0  # of it, behind the tokens so far
     place: Place | None = None  # of it on the device, while the sequence has pages
-    pages: list[int] = field(default_factory=list)
-    # of the layers whose pages go back behind a window: 0 in place of those; none where there are no such layers
-    windowed_pages: list[int] = field(default_factory=list)
+    # by block table: of all layers but those whose pages go back behind a window, and of these, where there are any: 0
+    # in place of what went back
+    page_lists: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
     state_slot: int = 0  # of its recurrent state, while it has pages
     state_source: int = 0  # slot with the state that its first pass begins with; 0: with none
     digests: list[bytes] = field(default_factory=list)  # of its pages, see ``prefix_cache``
@@ -132,9 +132,9 @@ class Sequence:
     finish_reason: EndReason | None = None
 
     @property
-    def page_lists(self) -> tuple[list[int], list[int]]:
-        """Of its block tables: of all layers, but for those with windows where theirs are apart, and of these."""
-        return self.pages, self.windowed_pages
+    def pages(self) -> list[int]:
+        """Those of all layers, or of the layers without a window."""
+        return self.page_lists[0]
 
     @property
     def num_output_tokens(self) -> int:
