@@ -170,7 +170,7 @@ def test_drafts_of_the_head_are_those_of_a_dense_one(
     joint = [sum(run > i for run in runs) / len(runs) for i in range(4)]
     assert len(runs) == dense["num_drafts"]
     assert joint == pytest.approx(dense["joint"], abs=1e-4)
-    assert joint[0] > 0.45
+    assert joint[0] > 0.35  # of so few texts
 
 
 def test_the_report_in_the_readme(smollm2: Path, tmp_path: Path) -> None:
