@@ -531,6 +531,24 @@ def test_automata_without_room_wait(pair: Pair, monkeypatch: pytest.MonkeyPatch)
     assert max(row.num_sequences for row in tight.steps) <= 3 < max(row.num_sequences for row in free.steps)
 
 
+def test_an_automaton_that_is_half_on_the_device_is_put_there_again(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only = SamplingParams(max_tokens=12, structured_outputs=StructuredOutputs(choice=("none", "12 apples")))
+    requests, whole = bundled_requests(3, only), Tables.fill
+    expected, failures = generate(pair, requests).texts, [1]
+
+    def fill(tables: Tables, number: int, first: int, classes: Any, table: Any) -> None:
+        if failures and failures.pop():
+            whole(tables, number, first, classes, np.full_like(table, -1))
+            raise torch.OutOfMemoryError("planted")
+        whole(tables, number, first, classes, table)
+
+    monkeypatch.setattr(Tables, "fill", fill)
+    assert generate(pair, requests).texts == expected
+    assert not failures
+
+
 class Compiler:
     """``compiled_apart`` that waits with the choices of ``slow`` for ``go``, and knows what it was asked."""
 
