@@ -10,7 +10,7 @@ import typer
 from bench import experts, kernels, step
 from typer.testing import CliRunner
 
-from specgen.cli.evaluating import evaluate, score, verify
+from specgen.cli.evaluating import evaluate, features, score, verify
 from specgen.cli.help import Command
 from specgen.cli.main import app
 from specgen.cli.measuring import tune
@@ -204,6 +204,7 @@ NAMES = {
     score: "model lora chat_template_kwargs dataset data_path num_prompts split prompt_field chat shard "
     "max_batch_size max_prefill_tokens kv_memory device tensor_parallel dtype kv_dtype attention cuda_graphs "
     "gpu_memory_utilization prefix_cache restart output quiet",
+    features: "runs layers model device max_prefill_tokens output quiet",
     experts.experts: "shapes rows repeats dtype device output as_json quiet",
     kernels.kernels: "num_seqs max_seq_lens num_heads num_kv_heads head_dim latents num_spec_tokens page_size repeats "
     "dtype kv_dtype device output as_json quiet",

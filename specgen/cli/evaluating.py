@@ -22,7 +22,7 @@ from specgen.cli.printing import (
     stoppable,
 )
 from specgen.cli.progress_bar import QUIET, progress
-from specgen.config import EngineConfig, SamplingParams, counts, option, require
+from specgen.config import EngineConfig, SamplingParams, UserError, counts, option, require
 from specgen.experiments.studies import (
     ALL_NAMED,
     OF_NGRAMS,
@@ -46,6 +46,7 @@ _FAILURES_SHOWN = 3  # of an audit
 _TASKS = typer.Argument(
     help="Tasks of lm-eval, comma-separated; word_problems is bundled.", show_default="those of --study"
 )
+_RUNS = typer.Argument(help="Finished runs of `specgen generate` of one target.", show_default=False)
 _ENGINE = Only(
     "generation_config model lora drafter chat_template_kwargs num_spec_tokens draft_sampling verification "
     f"max_prefill_tokens kv_memory {ON_A_DEVICE} gpu_memory_utilization prefix_cache"
@@ -238,3 +239,46 @@ def score(
     print_failures(failures[:_FAILURES_SHOWN], len(failures), kept)
     if failures:
         raise typer.Exit(3)
+
+
+@with_options
+def features(
+    *,
+    runs: list[Path] = _RUNS,
+    layers: str | None = option(
+        None,
+        "Table",
+        "Layers whose inputs are kept, counted from 0, comma-separated; the stream behind the last one always is.",
+        shown="2, L//2, L-3 of a target of L layers, as EAGLE3 heads read",
+    ),
+    model: str | None = option(
+        None, "Models", "The runs' target, where it lies elsewhere now.", shown="as the runs name it"
+    ),
+    engine: Annotated[
+        EngineConfig,
+        Only("device max_prefill_tokens", defaults={"model": "", "drafter": None, "num_spec_tokens": 0}),
+    ],
+    output: Path | None = option(
+        None, "Results", "Directory for the data set; the same command goes on there.", shown="required"
+    ),
+    quiet: bool = QUIET,
+) -> None:
+    """Hidden states of a target for its own answers, to train a draft head on, in the layout of speculators' trainer.
+
+    Each text takes one prefill: nothing is generated. Exit code 75 if SIGTERM stopped it (the same command goes on).
+    """
+    from specgen.jobs.features import dump_features  # imports torch
+
+    numbers = () if layers is None else counts("layers", layers)
+    if output is None:
+        raise UserError("no output is named: add --output DIR for the data set")
+    given = {"device": engine.device, "max_prefill_tokens": engine.max_prefill_tokens} | (
+        {"model": model} if model else {}
+    )
+    with stoppable(interruptible, partial(kept_in, output)) as interrupt:
+        done, size = dump_features(runs, output, numbers, progress(quiet), interrupt, **given)
+    if not quiet:
+        print(
+            f"specgen: features of {several(done, 'text')}, {size / 1e9:,.2f} GB, are in {output}",
+            file=sys.stderr,
+        )

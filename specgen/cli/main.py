@@ -10,7 +10,7 @@ from typing import Annotated, TextIO
 import typer
 
 from specgen.cli.comparing import compare
-from specgen.cli.evaluating import evaluate, score, verify
+from specgen.cli.evaluating import evaluate, features, score, verify
 from specgen.cli.generating import generate, prepare
 from specgen.cli.help import Command, Commands
 from specgen.cli.measuring import tune
@@ -86,7 +86,7 @@ def _of_all_commands(
 for command in (generate, report, compare, merge, verify):
     app.command(cls=Command)(command)
 app.command(name="eval", cls=Command)(evaluate)
-for command in (score, tune, inspect, prepare):
+for command in (score, features, tune, inspect, prepare):
     app.command(cls=Command)(command)
 
 

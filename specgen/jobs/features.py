@@ -1,0 +1,213 @@
+"""``specgen features``: a target's hidden states of the texts of finished runs, as trainers of draft heads read them.
+
+The directory has the layout that speculators' trainer reads: a data set of ``datasets`` with ``input_ids``,
+``loss_mask`` and ``seq_len``, and of its row i ``hidden_states/hs_i.safetensors`` with ``token_ids`` ``[n]`` and
+``hidden_states`` ``[n, layers, H]``. The last of these layers is the residual stream behind the target's last one,
+before its final norm, which the trainer's own norm and output weights turn into the target's logits.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specgen.attention import Attend
+from specgen.checkpoints.fingerprint import fingerprint
+from specgen.config import EngineConfig, SamplingParams, UserError, require
+from specgen.config.json_fields import load_json
+from specgen.core.engine_core import never_stop
+from specgen.engine.choices import BACKENDS, resolve
+from specgen.engine.loading import load_models, open_checkpoints
+from specgen.kv.kv_cache import KVCache
+from specgen.kv.layout import Layout
+from specgen.models.protocols import Target
+from specgen.record.files import Rows, replacement
+from specgen.record.interrupt import StoppedError
+from specgen.record.progress import Progress, Tally
+from specgen.record.provenance import FREE_IN_A_RUN, manifest
+from specgen.record.results import directory, require_same
+from specgen.report.display import several
+from specgen.text.tokenizer import Tokenizer
+
+FILE, STATES = "features.json", "hidden_states"
+_REMEDY = "name another directory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A text: a prompt and what the target answered, of which a head is trained."""
+
+    token_ids: list[int]
+    num_prompt: int
+
+
+def eagle3_layers(num_layers: int) -> tuple[int, ...]:
+    """Those whose inputs EAGLE3 heads read, as vLLM and speculators choose them."""
+    return 2, num_layers // 2, num_layers - 3
+
+
+def dump_features(
+    runs: Sequence[Path],
+    output: Path,
+    layers: Sequence[int],
+    progress: Progress,
+    until: Callable[[], bool] = never_stop,
+    **settings: Any,  # noqa: ANN401, of ``EngineConfig``
+) -> tuple[int, int]:
+    """Write the features of all texts of ``runs``, or go on there; returns how many texts, and bytes of states.
+
+    ``layers`` are those whose inputs are kept, counted from 0; empty: EAGLE3's. The target is as the first run has it,
+    but for ``settings``. Once ``until`` is true, ``StoppedError``. ``UserError`` for a run that is not finished or of
+    another target, and where the disk has no room.
+    """
+    made = load_json(runs[0] / "manifest.json", "name directories of specgen generate")["engine"]
+    own = {name: made.get(name) for name in ("model", "lora", "dtype")}
+    asked = EngineConfig(**{**own, **settings}, drafter=None, num_spec_tokens=0)
+    checkpoints = open_checkpoints(asked)
+    config = resolve(asked, checkpoints)
+    print_of = fingerprint(checkpoints["model"])
+    for run in runs:
+        _require_of(run, print_of)
+    with directory(output, FILE) as path:
+        models = load_models(config, checkpoints)
+        target, most = models.target, models.target.config.num_layers
+        require(
+            target.config.delta is None,
+            f"a {target.config.architecture} has recurrent states, which is not built here",
+        )
+        kept = (*(layers or eagle3_layers(most)), most)
+        for layer in kept:
+            require(0 <= layer <= most, f"layers has {layer}: the target has inputs of layers 0 to {most}")
+        samples = [sample for run in runs for sample in _samples(run, models.tokenizer)]
+        require(bool(samples), f"{runs[0]} has no answers: there is nothing to train on")
+        width = len(kept) * target.config.hidden_size * target.dtype.itemsize
+        size, free = width * sum(len(each.token_ids) for each in samples), shutil.disk_usage(path).free
+        require(
+            size < free,
+            f"the hidden states take {size / 1e9:,.1f} GB and the disk has {free / 1e9:,.1f} GB free",
+        )
+        require_same(
+            path / FILE,
+            manifest(
+                engine=config,
+                sampling=SamplingParams(),
+                data={"runs": [str(run) for run in runs], "num_samples": len(samples), "layers": list(kept)},
+                fingerprints={"model": print_of},
+            ),
+            free=FREE_IN_A_RUN,
+            remedy=_REMEDY,
+        )
+        progress.note(f"the hidden states of {several(len(samples), 'text')} take {size / 1e9:,.2f} GB")
+        if not all((path / name).exists() for name in ("state.json", "dataset_info.json")):
+            _write_samples(path, samples)
+        (path / STATES).mkdir(exist_ok=True)
+        waiting = [number for number in range(len(samples)) if not _states(path, number).exists()]
+        progress.start("features", Tally(), len(samples), len(samples) - len(waiting))
+        for numbers in _packs(waiting, samples, config.max_prefill_tokens):
+            texts = [samples[number].token_ids for number in numbers]
+            for number, text, states in zip(
+                numbers, texts, _hidden_states(target, config, texts, kept), strict=True
+            ):
+                _save(_states(path, number), text, states)
+                progress.advance()
+            if until():
+                raise StoppedError("interrupted; the same command goes on")
+        progress.finish()
+    return len(samples), size
+
+
+def _require_of(run: Path, model: str) -> None:
+    """``UserError`` unless ``run`` is a finished run of the target with this fingerprint."""
+    made = load_json(run / "manifest.json", "name directories of specgen generate")
+    require(
+        (run / "report.json").exists(),
+        f"{run} is not finished: run its command again, which goes on where it stopped",
+    )
+    found = made["fingerprints"]["model"]
+    require(
+        found == model,
+        f"{run} was made by other files of {made['engine']['model']}: name the target with --model",
+    )
+
+
+def _samples(run: Path, tokenizer: Tokenizer) -> Iterator[Sample]:
+    for name, row in Rows(run / "completions.jsonl").items():
+        if not row["token_ids"]:
+            continue
+        found = (encode(row["prompt"]) for encode in (tokenizer.encode_rendered, tokenizer.encode_text))
+        prompt = next((ids for ids in found if len(ids) == row["num_prompt_tokens"]), None)
+        if prompt is None:
+            raise UserError(
+                f"{run}: the prompt of {name!r} was token ids, which its text does not give back: leave it out"
+            )
+        yield Sample(token_ids=[*prompt, *row["token_ids"]], num_prompt=len(prompt))
+
+
+def _write_samples(path: Path, samples: Sequence[Sample]) -> None:
+    from datasets import Dataset, disable_progress_bars
+
+    disable_progress_bars()
+    columns = {
+        "input_ids": [each.token_ids for each in samples],
+        "loss_mask": [
+            [position >= each.num_prompt for position in range(len(each.token_ids))] for each in samples
+        ],
+        "seq_len": [len(each.token_ids) for each in samples],
+    }
+    Dataset.from_dict(columns).with_format("torch").save_to_disk(path)
+
+
+def _states(path: Path, number: int) -> Path:
+    return path / STATES / f"hs_{number}.safetensors"
+
+
+def _save(path: Path, token_ids: list[int], states: Tensor) -> None:
+    from safetensors.torch import save
+
+    require(bool(states.isfinite().all()), f"{path.name}: the target's hidden states are not finite (NaN)")
+    with replacement(path) as file:
+        file.write(save({"token_ids": torch.tensor(token_ids), "hidden_states": states.contiguous().cpu()}))
+
+
+def _packs(numbers: Sequence[int], samples: Sequence[Sample], most: int) -> Iterator[list[int]]:
+    """``numbers`` in passes of at most ``most`` tokens; a longer text has one of its own."""
+    pack, size = list[int](), 0
+    for number in numbers:
+        length = len(samples[number].token_ids)
+        if pack and size + length > most:
+            yield pack
+            pack, size = [], 0
+        pack.append(number)
+        size += length
+    if pack:
+        yield pack
+
+
+@torch.inference_mode()
+def _hidden_states(
+    target: Target, config: EngineConfig, texts: Sequence[list[int]], layers: tuple[int, ...]
+) -> Iterator[Tensor]:
+    """``[n, layers, H]`` of each text, all in one pass."""
+    size = config.page_size
+    pages = [-(-len(text) // size) for text in texts]
+    cache = KVCache(
+        spec=target.config.kv_spec,
+        num_pages=1 + sum(pages),  # page 0 is for padding rows
+        page_size=size,
+        dtype=target.dtype,
+        device=target.device,
+    )
+    tables = torch.zeros(len(texts), max(pages), dtype=torch.int32, device=target.device)
+    first = 1
+    for row, number in zip(tables, pages, strict=True):
+        row[:number] = torch.arange(first, first + number)
+        first += number
+    layout = Layout.ragged(tables, [0] * len(texts), [len(text) for text in texts], size)
+    backend = BACKENDS[config.attention](target.device)
+    ids = torch.tensor([token for text in texts for token in text], device=target.device)
+    _, states = target.forward(ids, Attend(backend, cache, layout, target.rope), layers)
+    yield from torch.split(states.view(len(ids), len(layers), -1), [len(text) for text in texts])

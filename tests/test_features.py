@@ -1,0 +1,125 @@
+"""Hidden states of finished runs: those of transformers, where speculators' reader looks for them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import load_from_disk
+from safetensors.torch import load_file
+from torch import Tensor
+
+from specgen.config.bundled import data_directory
+from specgen.jobs import features
+from tests.commands import printed, refused, specgen
+
+pytestmark = pytest.mark.xdist_group("features")
+TARGET = data_directory() / "demo" / "target"
+LAYERS = (2, 6, 9, 12)  # of twelve: those of EAGLE3, and the stream behind the last
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run") / "run"
+    printed("generate", "--num-prompts", 2, "--max-new-tokens", 12, "--device", "cpu", "--output", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(run: Path) -> Path:
+    """Texts of different lengths in passes of a few, the longer ones alone."""
+    path = run.with_name("features")
+    printed("features", run, "--max-prefill-tokens", 100, "--device", "cpu", "--output", path)
+    return path
+
+
+def as_its_trainer_reads(path: Path, number: int) -> dict[str, Tensor]:
+    """Row ``number`` by the rules of speculators' reader: of the layers the last is the verifier's."""
+    row, found = load_from_disk(path)[number], load_file(path / f"hidden_states/hs_{number}.safetensors")
+    assert torch.equal(found["token_ids"], row["input_ids"])
+    return {
+        "hidden_states": found["hidden_states"][:, :-1].flatten(1),
+        "input_ids": found["token_ids"],
+        "verifier_last_hidden_states": found["hidden_states"][:, -1],
+        "loss_mask": row["loss_mask"],
+    }
+
+
+@torch.inference_mode()
+def test_states_are_those_of_transformers_and_say_the_answers(run: Path, made: Path) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
+    rows = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
+    assert load_from_disk(made).with_format(None)["seq_len"][:] == [
+        row["num_prompt_tokens"] + len(row["token_ids"]) for row in rows
+    ]
+    for number, row in enumerate(rows):
+        found = as_its_trainer_reads(made, number)
+        ids, mask = found["input_ids"], found["loss_mask"]
+        assert ids[mask].tolist() == row["token_ids"]
+        streams: list[Tensor] = []
+        hooks = [
+            layer.register_forward_pre_hook(lambda _, given, into=streams: into.append(given[0][0]))
+            for layer in (*model.model.layers, model.model.norm)
+        ]
+        model(ids[None])
+        for hook in hooks:
+            hook.remove()
+        expected = torch.stack([streams[layer] for layer in LAYERS], 1)
+        torch.testing.assert_close(found["hidden_states"], expected[:, :-1].flatten(1), atol=2e-4, rtol=0)
+        torch.testing.assert_close(found["verifier_last_hidden_states"], expected[:, -1], atol=2e-4, rtol=0)
+        said = model.lm_head(model.model.norm(found["verifier_last_hidden_states"])).argmax(-1)
+        assert said[:-1][mask[1:]].tolist() == row["token_ids"]
+
+
+def test_it_goes_on_with_what_is_missing(run: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    again = shutil.copytree(made, made.with_name("again"))
+    states = again / "hidden_states"
+    kept = {file.name: file.stat().st_mtime_ns for file in states.iterdir()}
+    (states / "hs_1.safetensors").unlink()
+    whole, asked = features._hidden_states, list[int]()
+
+    def counted(target: object, config: object, texts: list[list[int]], layers: object) -> object:
+        asked.append(len(texts))
+        return whole(target, config, texts, layers)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(features, "_hidden_states", counted)
+    printed("features", run, "--max-prefill-tokens", 100, "--device", "cpu", "--output", again)
+    assert asked == [1]
+    assert {name for name, at in kept.items() if (states / name).stat().st_mtime_ns != at} == {
+        "hs_1.safetensors"
+    }
+    assert (
+        as_its_trainer_reads(again, 1)["input_ids"].tolist()
+        == as_its_trainer_reads(made, 1)["input_ids"].tolist()
+    )
+
+
+def test_what_cannot_be_is_refused_before_anything_is_written(
+    run: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = ("features", run, "--device", "cpu", "--output")
+    with refused("layers has 13: the target has inputs of layers 0 to 12"):
+        printed(*ask, tmp_path / "out", "--layers", "1,13")
+    with refused("manifest.json cannot be read"):
+        printed("features", tmp_path, "--output", tmp_path / "out")
+    with refused("no output is named"):
+        printed("features", run)
+    with refused("differs in data.layers"):
+        printed(*ask, made, "--layers", "1")
+    other = shutil.copytree(TARGET, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
+    with refused("was made by other files of .*: name the target with --model"):
+        printed(*ask, tmp_path / "out", "--model", other)
+    unfinished = shutil.copytree(run, tmp_path / "unfinished")
+    (unfinished / "report.json").unlink()
+    with refused("is not finished"):
+        printed("features", unfinished, "--output", tmp_path / "out")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))  # type: ignore[attr-defined]
+    with refused("take 0.0 GB and the disk has 0.0 GB free"):
+        printed(*ask, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert specgen("features", run, "--layers", "x", "--output", tmp_path / "out").exit_code != 0
