@@ -8,6 +8,7 @@ from typing import Any
 
 from specgen.config import StructuredOutputs
 
+FORMATS = ("date", "time", "date-time", "uuid", "uuid4", "email", "uri")
 _NAMES = ("a", "name", 'the "x"', "größe", "b.c", "n-1", "id", "ok?", "日本", "a\\b")
 _TEXTS = ("x", "yes", "no", 'a"b', "línea\n2", "", "0", "true", "C:\\d", "é(", "[]")
 
@@ -28,7 +29,7 @@ def schema(rng: random.Random, depth: int = 2) -> Any:
         "format",
     ]
     if depth:
-        kinds += ["object", "object", "object", "array", "array", "map", "prefix", "oneOf"]
+        kinds += ["object", "object", "object", "array", "array", "map", "prefix", "oneOf", "set"]
     match rng.choice(kinds):
         case "string":
             return _bounded(rng, {"type": "string"}, "minLength", "maxLength", 12)
@@ -37,7 +38,8 @@ def schema(rng: random.Random, depth: int = 2) -> Any:
                 rng, ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
             )
         case "number":
-            return {"type": "number"} | _range(rng, ("minimum",), ("maximum",))
+            found = _range(rng, ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
+            return {"type": "number"} | {name: value / rng.choice((1, 8)) for name, value in found.items()}
         case "enum":
             return {"enum": [_value(rng, depth) for _ in range(rng.randint(1, 4))]}
         case "const":
@@ -50,7 +52,7 @@ def schema(rng: random.Random, depth: int = 2) -> Any:
                 "title": "of several",
             }
         case "pattern":
-            return {
+            return _bounded(rng, {"type": "string"}, "minLength", "maxLength", 1) | {
                 "type": "string",
                 "pattern": rng.choice(
                     (
@@ -64,7 +66,7 @@ def schema(rng: random.Random, depth: int = 2) -> Any:
                 ),
             }
         case "format":
-            return {"type": "string", "format": rng.choice(("date", "time", "date-time", "uuid"))}
+            return {"type": "string", "format": rng.choice(FORMATS)}
         case "object":
             names = rng.sample(_NAMES, rng.randint(1, 4))
             required = [name for name in names if rng.random() < 0.5]
@@ -79,13 +81,21 @@ def schema(rng: random.Random, depth: int = 2) -> Any:
             return _bounded(
                 rng, {"type": "array", "items": schema(rng, depth - 1)}, "minItems", "maxItems", 3
             )
+        case "set":
+            values = {"enum": rng.sample(_TEXTS, rng.randint(1, 4))}
+            return {"type": "array", "uniqueItems": True, "items": values} | (
+                {"maxItems": 2} if rng.random() < 0.5 else {"minItems": 1}
+            )
         case "prefix":
             return {
                 "type": "array",
                 "prefixItems": [schema(rng, depth - 1) for _ in range(rng.randint(1, 3))],
             }
         case "map":
+            names: Any = rng.choice(({"maxLength": 3}, {"pattern": "^[a-z]+$"}, {"enum": ["a", "b", "c"]}))
             found = {"type": "object", "additionalProperties": schema(rng, depth - 1)}
+            if rng.random() < 0.5:
+                return found | {"propertyNames": names}
             return (
                 found
                 | ({"minProperties": 1} if rng.random() < 0.3 else {})
@@ -97,7 +107,7 @@ def schema(rng: random.Random, depth: int = 2) -> Any:
                 {
                     "type": "object",
                     "properties": {"tag": {"const": tag}, "of": schema(rng, 0)},
-                    "required": ["tag"],
+                    "required": ["tag"] if rng.random() < 0.5 else [],
                 }
                 for tag in tags
             ]

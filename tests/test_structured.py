@@ -6,11 +6,13 @@ import random
 import re
 import subprocess
 from dataclasses import replace
-from itertools import count
+from decimal import Decimal
+from itertools import count, product
 from threading import Event
 from time import process_time
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 import torch
@@ -163,6 +165,70 @@ def test_whole_numbers_within_bounds(seed: int) -> None:
         assert bool(number.fullmatch(f"{value:g}")) == (low <= value <= high), value
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_numbers_within_bounds_of_decimals(seed: int) -> None:
+    """Also as readers round them: no text is taken for which they would see another number than the text has."""
+    rng = random.Random(seed)
+    low = rng.choice((0.0, rng.randint(-5000, 5000) / 10 ** rng.randint(0, 4)))
+    high = low + rng.choice((0.001, 0.5, 1, rng.random(), 300.25))
+    names = rng.choice(("minimum", "exclusiveMinimum")), rng.choice(("maximum", "exclusiveMaximum"))
+    schema = {"type": "number"} | dict(zip(names, (low, round(high, 6)), strict=True))
+    pattern = re.compile(json_regex(json.dumps(schema)))
+    num_taken = 0
+    for _ in range(2000):
+        near = Decimal(repr(rng.choice((low, schema[names[1]], 0.0, (low + high) / 2))))
+        written = f"{near + rng.choice((-1, 0, 1, 7)) * Decimal(10) ** -rng.randint(0, 16):f}"
+        value, taken = float(written), bool(pattern.fullmatch(written))
+        fits = not [*jsonschema.Draft202012Validator(schema).iter_errors(value)]
+        assert not taken or fits, (schema, written)
+        behind = written.partition(".")[2]
+        if len(behind) <= 11 and not (value == 0 and written[0] == "-"):
+            assert taken == fits, (schema, written)
+        num_taken += taken
+    assert num_taken > 100
+
+
+COUNTED = [  # a schema of strings with lengths, and a pattern that says the same
+    ({"pattern": "^[a-zé]+$", "maxLength": 3}, "[a-zé]{1,3}"),
+    ({"pattern": "^[a-zé]*$", "minLength": 2}, "[a-zé]{2,}"),
+    ({"pattern": "^a*(-a+)*$", "minLength": 2, "maxLength": 3}, "aaa?|-aa?|a-a"),
+    ({"pattern": "^(aé|b)*$", "minLength": 3, "maxLength": 3}, "aéb|baé|bbb"),
+    ({"pattern": "^a*$", "maxLength": 0}, ""),
+    ({"pattern": "^a|aa|aaa$", "minLength": 1, "maxLength": 2}, "aa?"),
+]
+
+
+@pytest.mark.parametrize(("schema", "pattern"), COUNTED)
+def test_a_pattern_beside_lengths(schema: dict[str, Any], pattern: str) -> None:
+    """Alone, and beside another string that begins alike."""
+    alone = byte_automaton(StructuredOutputs(json={"type": "string", **schema}))
+    other = {"type": "string", "pattern": "^aaaa$", "maxLength": 9}
+    both = byte_automaton(StructuredOutputs(json={"anyOf": [{"type": "string", **schema}, other]}))
+    texts = ["".join(each) for size in range(5) for each in product("aéb-", repeat=size)]
+    for text in texts:
+        fits = re.fullmatch(pattern, text) is not None
+        assert takes(alone, f'"{text}"') == fits, text
+        assert takes(both, f'"{text}"') == (fits or text == "aaaa"), text
+
+
+def test_a_set_has_each_listed_value_once_in_any_order() -> None:
+    schema = {
+        "type": "array",
+        "uniqueItems": True,
+        "items": {"$ref": "#/$defs/C"},
+        "minItems": 1,
+        "maxItems": 2,
+    }
+    schema |= {"$defs": {"C": {"enum": ["a", "b", "c", 7], "type": "string"}}}
+    pattern = re.compile(json_regex(json.dumps(schema)))
+    for size in range(4):
+        for values in product("abc", repeat=size):
+            fits = 0 < size < 3 and len({*values}) == size
+            assert bool(pattern.fullmatch(json.dumps(values))) == fits, values
+    assert not pattern.fullmatch("[7]")
+    assert not pattern.fullmatch('["a", ]')
+
+
 def test_any_object_has_bounded_levels() -> None:
     pattern = re.compile(json_object_regex())
     for text in (
@@ -178,22 +244,34 @@ def test_any_object_has_bounded_levels() -> None:
 REFUSED = {
     '{"type": "string", "minLength": 3, "maxLength": 1}': "nothing fits",
     '{"type": "strin"}': "type of the schema is 'strin'",
-    '{"type": "array", "uniqueItems": true}': "uniqueItems.*not supported",
+    '{"type": "array", "uniqueItems": true}': "uniqueItems.*drop repeated items afterwards, or set maxItems",
+    '{"type": "array", "uniqueItems": true, "items": {"enum": [1, 1.0]}}': "uniqueItems",
+    '{"type": "array", "uniqueItems": true, "items": {"enum": ["a"]}, "minItems": 2}': "minItems.*: lower it",
+    '{"type": "array", "items": [{"type": "null"}]}': "items of the schema is a list.*write prefixItems",
     '{"type": "array", "items": {"not": {"type": "null"}}}': "items of the schema has 'not'|has no type",
     '{"allOf": [{"type": "null"}, {"type": "null"}]}': "allOf of the schema has 2",
     '{"oneOf": [{"type": "integer"}, {"type": "number"}]}': "write anyOf",
-    '{"type": "object", "properties": {"a": {"$ref": "#"}}}': "# refers to itself",
+    '{"type": "object", "properties": {"a": {"$ref": "#"}}}': "# refers to itself.*write out as many levels",
     '{"$ref": "http://x/y"}': "within the schema",
     '{"$ref": "#/$defs/x"}': "leads nowhere",
     '{"type": "number", "multipleOf": 2}': "multipleOf",
-    '{"type": "number", "minimum": 0.5}': "minimum of the schema is 0.5",
-    '{"type": "string", "format": "email"}': "'email': use date",
+    '{"type": "number", "minimum": 1e20}': r"minimum of the schema is 1e\+20: use a number of at most 18 digits",
+    '{"type": "number", "exclusiveMinimum": 1e-15}': "exclusiveMinimum of the schema is 1e-15.*: round it",
+    '{"type": "number", "exclusiveMinimum": 1e16}': "use a number of at most 15 digits",
+    '{"type": "integer", "minimum": 1.5, "maximum": 1.6}': "bounds that nothing fits: lower the least",
+    '{"type": "integer", "minimum": true}': "minimum of the schema is True",
+    '{"type": "string", "format": "duration"}': "'duration': use date",
     '{"type": "string", "pattern": "^a\\"$"}': "JSON writes as two",
     '{"type": "string", "pattern": "a\\tb"}': "JSON writes as two",
     '{"type": "string", "pattern": "a)|(b"}': "closing parenthesis without an opening one: remove it",
-    '{"type": "string", "pattern": "^a", "minLength": 2}': "beside another limit",
-    '{"type": "object", "required": ["z"], "properties": {"a": {}}}': "requires 'z'",
+    '{"type": "string", "pattern": "^a", "format": "date"}': "has pattern and format: leave one",
+    '{"type": "object", "required": ["z"], "properties": {"a": {}}}': "requires 'z'.*describe it there",
     '{"type": "object", "patternProperties": {}}': "patternProperties",
+    '{"type": "object", "propertyNames": {"enum": [1]}}': "no value of.*is of its type",
+    '{"type": "object", "propertyNames": {"enum": ["a"], "maxLength": 0}}': "maxLength beside const or enum",
+    '{"type": "object", "propertyNames": {"$ref": "#/$defs/n"}, "$defs": {"n": {"type": "null"}}}': "of type string",
+    '{"type": "object", "propertyNames": {"$ref": "#/$defs/n"}, "$defs": {"n": {"$ref": "#/$defs/n"}}}': "to itself",
+    '{"type": "object", "propertyNames": {"maxLength": 1}, "properties": {"a": {}}}': "beside properties",
     '{"enum": []}': "use a list of values",
     '{"type": "integer", "enum": ["a"]}': "no value of the schema is of its type",
     '{"type": "object", "additionalProperties": {"type": "null"}, "minProperties": 2}': "name the properties",
@@ -834,9 +912,10 @@ def test_a_command_with_choices_resumes_and_refuses_others(tmp_path: Any) -> Non
     ("options", "reason"),
     [
         (("--json-schema", "nowhere.json"), "'nowhere.json' cannot be read"),
-        (("--json-schema", "{tmp}/bad.json"), r"'uniqueItems', which is not supported"),
+        (("--json-schema", "{tmp}/bad.json"), r"uniqueItems, which is kept for an enum"),
         (("--regex", "a", "--choice", "b"), "regex and choice: give one"),
         (("--choice", "b", "--ignore-eos"), "ignore_eos is set"),
+        (("--choice", "b", "--choice="), "a choice is empty: give the text of the answer, or leave it out"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_before_anything_is_written(

@@ -37,6 +37,7 @@ class StructuredOutputs:
         if self.regex is not None:
             text(self.regex, "regex")
         require(len({*self.choice}) == len(self.choice), "a choice is given twice: remove one")
+        require("" not in self.choice, "a choice is empty: give the text of the answer, or leave it out")
         for each in (*self.choice, self.regex or ""):
             require(is_text(each), f"{shown(each)} holds a lone surrogate, which is not a character")
 

@@ -22,6 +22,7 @@ from specgen.text.automaton import (
     NOT_ALLOWED,
     Automaton,
     ByteAutomaton,
+    Numbers,
     Thoughts,
     TokenBytes,
     anything,
@@ -32,6 +33,8 @@ from specgen.text.json_schema import json_object_regex, json_regex, without_anch
 _MEMORY, _SECONDS = 4 << 30, 20  # beyond, the system ends it
 _MOST = 1 << 16  # states of an expression
 _END = 256
+_BOUNDS, _OPENS, _CLOSES = 1, 2, 3  # marks of ``json_schema``: the bounds of a length, the string that has it
+_Within = tuple[int, int, float] | None  # characters so far, the fewest and the most of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +94,9 @@ def byte_automaton(asked: StructuredOutputs, drops_space: bool = False) -> ByteA
     elif asked.regex is not None:
         found = _of_regex(asked.regex)
     else:
-        found = _of_regex(json_object_regex() if asked.json is None else json_regex(str(asked.json)))
+        found = _counted(
+            _of_regex(json_object_regex() if asked.json is None else json_regex(str(asked.json)))
+        )
     if not drops_space:
         return found
     begin = np.where(found.successors[:1] < 0, NOT_ALLOWED, found.successors[:1] + 1)
@@ -160,6 +165,83 @@ def _of_regex(regex: str) -> ByteAutomaton:
         successors[number_of[state], values] = [number_of[row[value]] for value in values]
     finals = [number_of[state] for state in index.get_final_states()]
     return ByteAutomaton(successors=successors, final=np.isin(np.arange(len(number_of)), finals))
+
+
+def _counted(texts: ByteAutomaton) -> ByteAutomaton:
+    """``texts`` without their marks around strings with a length (see ``json_schema``), which is kept.
+
+    A state of the result is a set of pairs: a state of ``texts``, and within such a string its length so far and its
+    bounds. Bytes that all states take alike, and that begin a character or do not, are one kind.
+    """
+    if not (texts.successors[:, _BOUNDS] >= 0).any():
+        return texts
+    values = np.arange(_END)
+    begins = (values < 0x80) | (values >= 0xC0)
+    columns, kind_of = np.unique(np.vstack((texts.successors, begins)), axis=1, return_inverse=True)
+    kind_of = kind_of.reshape(-1)
+    kinds = [
+        [(kind, int(columns[state, kind])) for kind in np.nonzero(columns[state] >= 0)[0].tolist()]
+        for state in range(len(texts.successors))
+    ]
+    begun = [_opened(texts.successors, state) for state in range(len(texts.successors))]
+
+    def also(state: int, within: _Within) -> set[tuple[int, _Within]]:
+        """``state``, and where marks lead from there."""
+        found = {(state, within)}
+        found |= {(behind, (0, *bounds)) for behind, bounds in begun[state]}
+        for behind, inner in [*found]:
+            closed = int(texts.successors[behind, _CLOSES])
+            if inner is not None and closed >= 0 and inner[0] >= inner[1]:
+                found |= also(closed, None)
+        return found
+
+    marks = {int(kind_of[each]) for each in (_BOUNDS, _OPENS, _CLOSES)}
+    start = frozenset(also(0, None))
+    number_of, rows = {start: 0}, list[Numbers]()
+    for current in (waiting := [start]):
+        reached: dict[int, set[tuple[int, _Within]]] = {}
+        for state, within in current:
+            for kind, behind in kinds[state]:
+                if kind in marks:
+                    continue
+                inner = _longer(within, int(columns[-1, kind]))
+                if inner is None and within is not None:
+                    continue
+                reached.setdefault(kind, set()).update(also(behind, inner))
+        row = np.full(columns.shape[1], NOT_ALLOWED)
+        for kind, found in reached.items():
+            row[kind] = number_of.setdefault(frozenset(found), len(number_of))
+            if row[kind] == len(waiting):
+                waiting.append(frozenset(found))
+        rows.append(row)
+        require(len(waiting) <= _MOST, f"the schema has more than {_MOST:,} states: ask for less of it")
+    final = [any(within is None and texts.final[state] for state, within in each) for each in waiting]
+    return ByteAutomaton(successors=np.array(rows)[:, kind_of], final=np.array(final))
+
+
+def _opened(successors: Numbers, state: int) -> list[tuple[int, tuple[int, float]]]:
+    """Where marks that open a string with a length lead from ``state``, each with the least and the largest length."""
+    found, reading = [], [(int(successors[state, _BOUNDS]), "")]
+    while reading:
+        at, text = reading.pop()
+        if at < 0:
+            continue
+        reading += [(int(successors[at, ord(each)]), text + each) for each in "0123456789,"]
+        if (behind := int(successors[at, _OPENS])) >= 0:
+            least, most = text.split(",")
+            found.append((behind, (int(least), float(most or "inf"))))
+    return found
+
+
+def _longer(within: _Within, num_characters: int) -> _Within:
+    """``within`` behind so many more; None: outside of such a string, or too long."""
+    if within is None:
+        return None
+    size, least, most = within
+    size += num_characters
+    if size > most:
+        return None
+    return (size if most < float("inf") else min(size, least), least, most)
 
 
 def main() -> None:

@@ -11,7 +11,9 @@ required properties that are not listed), unrolls recursion three times and esca
 import json
 import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from itertools import chain
+from math import ceil, floor, perm
 from typing import Any
 
 from specgen.config import UserError, require, shown
@@ -33,6 +35,8 @@ _SCALARS = {
 }
 _TYPES = (*_SCALARS, "array", "object")
 NESTED = 3  # levels of lists and objects in what a schema leaves open
+_MOST_ORDERS = 400  # in which the values of a set may come
+_EXACT = 15  # digits that every two numbers of double precision differ in
 _TIME = (
     r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 )
@@ -40,12 +44,23 @@ _DATE = (  # of the Gregorian calendar, but for 29 February
     r"[1-9][0-9]{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|"
     r"02-(?:0[1-9]|1[0-9]|2[0-8]))"
 )
+_LABEL = "[A-Za-z0-9](?:-?[A-Za-z0-9]){0,30}"  # of a host's name
+_HOST = rf"(?:{_LABEL}\.){{1,3}}[A-Za-z]{{2,10}}"
 _FORMATS = {
     "date": _DATE,
     "time": _TIME,
     "date-time": f"{_DATE}T{_TIME}",
     "uuid": "-".join(f"[0-9a-f]{{{size}}}" for size in (8, 4, 4, 4, 12)),
+    # of one version, as pydantic names them
+    **{
+        f"uuid{version}": f"[0-9a-f]{{8}}-[0-9a-f]{{4}}-{version}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}"
+        for version in (1, 3, 4, 5, 6, 7, 8)
+    },
+    "email": rf"[A-Za-z0-9_](?:[.+-]?[A-Za-z0-9_]){{0,31}}@{_HOST}",
+    "uri": rf"https?://{_HOST}(?:/[A-Za-z0-9_.~-]{{1,40}}){{0,8}}/?",
 }
+_HINTS = ("password", "path")  # formats of any string
+_LONGEST_FORMAT = 533  # characters, of a uri
 _NOTES = {  # say nothing about texts, or are looked up where they are referred to
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"),
     *("$schema", "$id", "$comment", "$anchor", "$defs", "definitions"),
@@ -53,11 +68,14 @@ _NOTES = {  # say nothing about texts, or are looked up where they are referred 
 _OF_TYPE = {
     "string": {"minLength", "maxLength", "pattern", "format"},
     "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
-    "number": {"minimum", "maximum"},
+    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
     "boolean": set[str](),
     "null": set[str](),
-    "array": {"items", "prefixItems", "minItems", "maxItems"},
-    "object": {"properties", "required", "additionalProperties", "minProperties", "maxProperties"},
+    "array": {"items", "prefixItems", "minItems", "maxItems", "uniqueItems"},
+    "object": {
+        *("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
+        *("propertyNames", "patternProperties"),
+    },
 }
 _SETS = (
     r"\p",
@@ -110,11 +128,7 @@ class _Translation:
             return _any(NESTED)
         for name in ("$ref", "anyOf", "oneOf", "allOf"):
             if name in given:
-                others = given.keys() - {name}
-                require(
-                    not others,
-                    f"{where} has {name} beside {', '.join(sorted(others))}: give {name} by itself",
-                )
+                _require_alone(name, given, where)
                 return self._combined(name, given[name], where)
         for name in ("const", "enum"):
             if name in given:
@@ -132,22 +146,37 @@ class _Translation:
             name != "allOf" or len(value) == 1,
             f"allOf of {where} has {len(value)} schemas: write them as one",
         )
-        if name == "oneOf":
-            self._require_apart(value, where)
-        return _one_of([self.of(each, f"{name} of {where}") for each in value])
+        tag = self._tag(value, where) if name == "oneOf" else None
+        return _one_of([self._tagged(each, tag, f"{name} of {where}") for each in value])
 
-    def _referred(self, name: Any, where: str) -> str:  # noqa: ANN401
+    def _tagged(self, schema: Any, tag: str | None, where: str) -> str:  # noqa: ANN401
+        """The expression for ``schema``, which has the property ``tag`` in any case."""
+        if tag is None:
+            return self.of(schema, where)
+        if "$ref" in schema:
+            _require_alone("$ref", schema, where)
+            return self._referred(schema["$ref"], where, tag)
+        required = schema.get("required", [])
+        added = isinstance(required, list) and tag not in required
+        return self.of({**schema, "required": [*required, tag]} if added else schema, where)
+
+    def _referred(self, name: Any, where: str, tag: str | None = None) -> str:  # noqa: ANN401
+        found = self._target(name, where)
+        require(
+            name not in self._inside,
+            f"$ref {name} refers to itself, and a regular expression has no recursion: write out as many levels as "
+            "you need, each under a name of its own",
+        )
+        self._inside.append(name)
+        expression = self._tagged(found, tag, name)
+        self._inside.pop()
+        return expression
+
+    def _target(self, name: Any, where: str) -> Any:  # noqa: ANN401
         require(
             isinstance(name, str) and (name == "#" or name.startswith("#/")),
             f"$ref of {where} is {shown(name)}: use one within the schema, such as #/$defs/NAME",
         )
-        require(name not in self._inside, f"{name} refers to itself: a regular expression has no recursion")
-        self._inside.append(name)
-        found = self.of(self._target(name), name)
-        self._inside.pop()
-        return found
-
-    def _target(self, name: str) -> Any:  # noqa: ANN401
         found = self._root
         for key in name.split("/")[1:]:
             key = key.replace("~1", "/").replace("~0", "~")
@@ -155,16 +184,18 @@ class _Translation:
             found = found[key]
         return found
 
-    def _require_apart(self, schemas: list[Any], where: str) -> None:
-        """``oneOf`` is ``anyOf`` where no value fits two of ``schemas``: by their types, or by a property's values."""
+    def _tag(self, schemas: list[Any], where: str) -> str | None:
+        """The property whose values tell the ``schemas`` of ``oneOf`` apart: it is ``anyOf`` then. None: types do."""
         objects = [each if isinstance(each, Mapping) else {} for each in schemas]
-        known = [self._target(each["$ref"]) if "$ref" in each else each for each in objects]
+        known = [self._target(each["$ref"], where) if "$ref" in each else each for each in objects]
         types = [{"integer": "number"}.get(kind, kind) for kind in (str(each.get("type")) for each in known)]
-        apart = set(types) <= set(_TYPES) and len({*types}) == len(types)
+        if set(types) <= set(_TYPES) and len({*types}) == len(types):
+            return None
         for name in known[0].get("properties", {}):
             values = [_constants(each, name) for each in known]
-            apart |= all(values) and len({*chain(*values)}) == len([*chain(*values)])
-        require(apart, f"oneOf of {where}: a value might fit two of its schemas: write anyOf")
+            if all(values) and len({*chain(*values)}) == len([*chain(*values)]):
+                return str(name)
+        raise UserError(f"oneOf of {where}: a value might fit two of its schemas: write anyOf")
 
     def _values(self, given: Mapping[str, Any], values: Any, where: str) -> str:  # noqa: ANN401
         """Of ``const`` and ``enum``; beside them a type may select."""
@@ -206,19 +237,83 @@ class _Translation:
 
     def _array(self, given: Mapping[str, Any], where: str) -> str:
         least, most = _bounds(given, "minItems", "maxItems", where)
+        items = given.get("items", True)
+        require(
+            not isinstance(items, list),
+            f"items of {where} is a list, as before 2020-12: write prefixItems, and leave additionalItems out",
+        )
+        unique = given.get("uniqueItems", False) is not False and most not in (0, 1)
         if "prefixItems" in given:
+            require(not unique, f"{where} has uniqueItems beside prefixItems: leave it out")
             first = [self.of(each, f"an item of {where}") for each in given["prefixItems"]]
             require(
                 least <= len(first) and (most is None or len(first) <= most),
                 f"{where} has {len(first)} prefixItems, and minItems or maxItems say otherwise",
             )
             return rf"\[{_SPACE}" + f"{_SPACE},{_SPACE}".join(first) + rf"{_SPACE}\]"
-        items = given.get("items", True)
+        if unique:
+            return rf"\[{_SPACE}{self._set(items, least, most, where)}{_SPACE}\]"
         open_ended = items is True or items == {}
         item = _any(NESTED - 1) if open_ended else self.of(items, f"items of {where}")
         return rf"\[{_SPACE}{_several(item, least, most)}{_SPACE}\]"
 
+    def _set(self, items: Any, least: int, most: int | None, where: str) -> str:  # noqa: ANN401
+        """Some of the listed values of ``items``, each once, in any order."""
+        listed = self._listed_values(items, where)
+        # others may be equal and look different
+        plain = all(isinstance(each, str | int | None) for each in listed)
+        values = list(dict.fromkeys(json.dumps(each) for each in listed)) if plain else []
+        most = len(values) if most is None else min(most, len(values))
+        orders = sum(perm(len(values), size) for size in range(most + 1))
+        require(
+            bool(values) and orders <= _MOST_ORDERS,
+            f"{where} has uniqueItems, which is kept for an enum of few values (5, or more below a smaller maxItems): "
+            "leave it out and drop repeated items afterwards, or set maxItems to 1",
+        )
+        require(
+            least <= most, f"minItems of {where} is {least}, and there are {most} values at most: lower it"
+        )
+        return _in_any_order([_written(json.loads(each)) for each in values], least, most)
+
+    def _listed_values(self, schema: Any, where: str) -> list[Any]:  # noqa: ANN401
+        """Those of an enum or a const alone, also where ``schema`` refers to it, which its type leaves; or none."""
+        followed = list[str]()
+        while isinstance(schema, Mapping) and schema.keys() - _NOTES == {"$ref"}:
+            if schema["$ref"] in followed:
+                return []
+            followed.append(schema["$ref"])
+            schema = self._target(schema["$ref"], where)
+        if not isinstance(schema, Mapping) or schema.keys() - _NOTES - {"type"} not in ({"const"}, {"enum"}):
+            return []
+        self.of(schema, where)  # refuses what is none
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        types = _types(schema, where) if "type" in schema else _TYPES
+        return [each for each in values if any(_is_of(each, kind) for kind in types)]
+
+    def _named(self, given: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+        """An object in terms of ``propertyNames`` where it has ``patternProperties``; of ``properties`` for an enum."""
+        if "patternProperties" in given:
+            patterns = given["patternProperties"]
+            require(
+                isinstance(patterns, Mapping)
+                and len(patterns) == 1
+                and not given.keys() & {"properties", "propertyNames"},
+                f"{where} has patternProperties of several patterns, or beside properties: leave one alone",
+            )
+            ((pattern, value),) = patterns.items()
+            given = {**given, "propertyNames": {"pattern": pattern}, "additionalProperties": value}
+        if "propertyNames" not in given:
+            return given
+        require(
+            not given.get("properties"),
+            f"{where} has propertyNames beside properties: leave propertyNames out",
+        )
+        names = [each for each in self._listed_values(given["propertyNames"], where) if isinstance(each, str)]
+        value = given.get("additionalProperties", True)
+        return {**given, "properties": dict.fromkeys(names, value)} if value is not False else given
+
     def _object(self, given: Mapping[str, Any], where: str) -> str:
+        given = self._named(given, where)
         properties, required = given.get("properties", {}), given.get("required", [])
         least, most = _bounds(given, "minProperties", "maxProperties", where)
         require(
@@ -228,7 +323,8 @@ class _Translation:
         missing = [name for name in required if name not in properties]
         require(
             not missing,
-            f"{where} requires {', '.join(map(shown, missing))}, which its properties do not have",
+            f"{where} requires {', '.join(map(shown, missing))}, which its properties do not have: describe it "
+            "there, or leave it out of required",
         )
         if not properties:
             value = given.get("additionalProperties", True)
@@ -238,9 +334,17 @@ class _Translation:
             require(least <= 1, f"minProperties of {where} is {least}: name the properties")
             open_ended = value is True or value == {}
             each = _any(NESTED - 1) if open_ended else self.of(value, f"additionalProperties of {where}")
-            return _object_of(each, least, most)
+            names = given.get("propertyNames", True)
+            if names in (True, {}):
+                return _object_of(each, least, most)
+            require(isinstance(names, Mapping), f"propertyNames of {where} is {shown(names)}: use a schema")
+            # a name is a string in any case
+            names = names if "$ref" in names else {"type": "string", **names}
+            name = self.of(names, f"propertyNames of {where}")
+            require(name[0] == '"', f"propertyNames of {where} is {shown(names)}: use one of type string")
+            return _object_of(each, least, most, name)
         require(
-            least <= len(required) and (most is None or most >= len(properties)),
+            least <= len({*required}) and (most is None or most >= len(properties)),
             f"{where} has properties beside minProperties or maxProperties: say which are required",
         )
         pairs = [
@@ -248,6 +352,11 @@ class _Translation:
             for name, value in properties.items()
         ]
         return rf"\{{{_SPACE}{_listed(pairs)}{_SPACE}\}}"
+
+
+def _require_alone(name: str, given: Mapping[str, Any], where: str) -> None:
+    others = given.keys() - {name} - _NOTES
+    require(not others, f"{where} has {name} beside {', '.join(sorted(others))}: give {name} by itself")
 
 
 def _require_known(given: Mapping[str, Any], known: set[str], where: str) -> None:
@@ -266,9 +375,9 @@ def _types(given: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _constants(schema: Mapping[str, Any], name: str) -> list[str]:
-    """The values that a required property may have, if they are listed."""
+    """The values that a property may have, if they are listed."""
     each = schema.get("properties", {}).get(name)
-    if not isinstance(each, Mapping) or name not in schema.get("required", []):
+    if not isinstance(each, Mapping):
         return []
     values = [each["const"]] if "const" in each else each.get("enum", [])
     return [json.dumps(value) for value in values if isinstance(value, str)]
@@ -329,8 +438,21 @@ def _listed(pairs: Sequence[tuple[str, bool]]) -> str:
     return f"{_one_of(ways)}?" if len(ways) > 1 else f"(?:{ways[0]})?"
 
 
-def _object_of(value: str, least: int = 0, most: int | None = None) -> str:
-    pair = f"{_STRING}{_SPACE}:{_SPACE}{value}"
+def _in_any_order(items: Sequence[str], least: int, most: int) -> str:
+    """``least`` to ``most`` of ``items``, each once, with commas between them."""
+    if most == 0:
+        return ""
+    ways = []
+    for item in items:
+        others = [each for each in items if each != item]
+        rest = _in_any_order(others, max(least - 1, 1), most - 1)
+        more = f"{_SPACE},{_SPACE}{rest}" if rest else ""
+        ways.append(item + (more if least > 1 or not rest else f"(?:{more})?"))
+    return f"(?:{'|'.join(ways)}){'' if least else '?'}"
+
+
+def _object_of(value: str, least: int = 0, most: int | None = None, name: str = _STRING) -> str:
+    pair = f"{name}{_SPACE}:{_SPACE}{value}"
     return rf"\{{{_SPACE}{_several(pair, least, most)}{_SPACE}\}}"
 
 
@@ -353,21 +475,24 @@ def _bounds(given: Mapping[str, Any], least: str, most: str, where: str) -> tupl
 
 
 def _string(given: Mapping[str, Any], where: str) -> str:
-    told = [name for name in ("pattern", "format") if name in given]
+    told = [name for name in ("pattern", "format") if name in given and given[name] not in _HINTS]
     least, most = _bounds(given, "minLength", "maxLength", where)
     if not told:
         return f"{_CHARACTER}{{{least},{'' if most is None else most}}}"
-    require(
-        len(told) == 1 and least == 0 and most is None,
-        f"{where} has {' and '.join(told)} beside another limit of its string: leave one of them out",
-    )
+    require(len(told) == 1, f"{where} has pattern and format: leave one of them out")
     value = given[told[0]]
     require(isinstance(value, str), f"{told[0]} of {where} is {shown(value)}: use a string")
     if told == ["format"]:
         known = ", ".join(_FORMATS)
         require(value in _FORMATS, f"format of {where} is {shown(value)}: use {known}, or a pattern")
-        return _FORMATS[value]
-    return f"(?:{_pattern(value, where)})"
+        found = _FORMATS[value]
+        least, most = 0 if least == 1 else least, None if most and most >= _LONGEST_FORMAT else most
+    else:
+        found = f"(?:{_pattern(value, where)})"
+    if least == 0 and most is None:
+        return found
+    # marks that the compiler counts between, and leaves out: no text of JSON has them
+    return rf"\x01{least},{'' if most is None else most}\x02{found}\x03"
 
 
 def _pattern(pattern: str, where: str) -> str:
@@ -423,32 +548,96 @@ def _spelled(match: re.Match[str]) -> str:
 
 
 def _number(kind: str, given: Mapping[str, Any], where: str) -> str:
-    """An integer or a number, within bounds that are whole numbers."""
-    bounds = {name: given[name] for name in _OF_TYPE["integer"] if name in given}
+    """An integer or a number, within bounds.
+
+    Both count in steps of ten to the power of minus ``places``: ``exclusiveMinimum`` is ``minimum`` a step higher. As
+    readers have numbers in double precision, digits are few enough beside it that none is rounded to the bound.
+    """
+    bounds = {name: given[name] for name in sorted(_OF_TYPE[kind]) if name in given}
     if not bounds:
         return _SCALARS[kind]
-    most = 10**_DIGITS - 1
+    places, most = 0 if kind == "integer" else 16, 10**_DIGITS
     for name, value in bounds.items():
+        rounded = kind == "number" and "exclusive" in name
+        digits = _EXACT if rounded else _DIGITS
         require(
-            name in _OF_TYPE[kind] and _is_of(value, "integer") and abs(value) <= most,
-            f"{name} of {where} is {shown(value)}, a {kind}: use minimum and maximum that are whole numbers of at most "
-            f"{_DIGITS} digits",
+            _is_of(value, "number") and abs(value) < 10**digits,
+            f"{name} of {where} is {shown(value)}: use a number of at most {digits} digits before the point",
         )
-    low = max(int(bounds.get("minimum", -most)), int(bounds.get("exclusiveMinimum", -most - 1)) + 1)
-    high = min(int(bounds.get("maximum", most)), int(bounds.get("exclusiveMaximum", most + 1)) - 1)
-    require(low <= high, f"{where} has bounds that nothing fits")
-    parts = [_magnitudes(kind, max(low, 0), high)] if high >= 0 else []
+        if rounded:
+            places = min(places, digits - len(str(abs(int(value)))))
+    step = Decimal(10) ** places
+    least, largest = 1 - most * int(step), most * int(step) - 1
+    lows, highs = [least], [largest]
+    for name, value in bounds.items():
+        at = _exactly(value) * step
+        require(
+            kind == "integer" or at == int(at),
+            f"{name} of {where} is {shown(value)}, which has more digits than numbers are compared in ({places} "
+            f"behind the point here): round it",
+        )
+        if "inimum" in name:
+            lows.append(floor(at) + 1 if "exclusive" in name else ceil(at))
+        else:
+            highs.append(ceil(at) - 1 if "exclusive" in name else floor(at))
+    low, high = max(lows), min(highs)
+    require(low <= high, f"{where} has bounds that nothing fits: lower the least or raise the most")
+    parts = [_magnitudes(places, max(low, 0), high)] if high >= 0 else []
     if low < 0:
-        parts.append(f"-{_magnitudes(kind, max(-high, 1 if kind == 'integer' else 0), -low)}")
+        parts.append(f"-{_magnitudes(places, max(-high, 1 if kind == 'integer' else 0), -low)}")
     return _one_of(parts)
 
 
-def _magnitudes(kind: str, low: int, high: int) -> str:
-    """Numbers without a sign; a fraction may stand behind all but the highest."""
-    if kind == "integer":
-        return _between(low, high)
-    below = [_between(low, high - 1) + _FRACTION] if low < high else []
-    return _one_of([*below, rf"{high}(?:\.0{{1,16}})?"])
+def _exactly(value: float) -> Decimal:
+    """``value`` as it was written."""
+    return Decimal(str(value))
+
+
+def _magnitudes(places: int, low: int, high: int) -> str:
+    """Numbers without a sign, of at most ``places`` digits behind the point, in steps of the last of these."""
+    first, behind_first = divmod(low, 10**places)
+    last, behind_last = divmod(high, 10**places)
+    nines = 10**places - 1
+    if first == last:
+        return str(first) + _fraction(behind_first, behind_last, places)
+    parts = []
+    if behind_first:
+        parts.append(str(first) + _fraction(behind_first, nines, places))
+        first += 1
+    if behind_last < nines:
+        parts.append(str(last) + _fraction(0, behind_last, places))
+        last -= 1
+    if first <= last:
+        parts.append(_between(first, last) + _fraction(0, nines, places))
+    return _one_of(parts)
+
+
+def _fraction(low: int, high: int, places: int) -> str:
+    """A point and digits, from ``low`` to ``high`` steps of the last of ``places`` digits; or neither for none."""
+    if not places:
+        return ""
+    digits = _behind_point(f"{low:0{places}}", f"{high:0{places}}")
+    return rf"\.{digits}" if low else rf"(?:\.{digits})?"
+
+
+def _behind_point(first: str, last: str) -> str:
+    """Digits of a fraction from ``first`` to ``last``, which are as many; zeros at the end may be left out."""
+    size = len(first)
+    if int(first) == 0 and last == "9" * size:
+        return f"[0-9]{{1,{size}}}"
+    if size == 1:
+        return f"[{first}-{last}]"
+
+    def rest(low: str, high: str) -> str:
+        return _behind_point(low, high) if int(low) else f"(?:{_behind_point(low, high)})?"
+
+    zeros, nines = "0" * (size - 1), "9" * (size - 1)
+    if first[0] == last[0]:
+        return first[0] + rest(first[1:], last[1:])
+    parts = [first[0] + rest(first[1:], nines), last[0] + rest(zeros, last[1:])]
+    if int(last[0]) - int(first[0]) > 1:
+        parts.append(f"[{int(first[0]) + 1}-{int(last[0]) - 1}]{rest(zeros, nines)}")
+    return _one_of(parts)
 
 
 def _between(low: int, high: int) -> str:
