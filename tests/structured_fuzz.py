@@ -3,10 +3,14 @@
 import json
 import random
 import re
+from collections.abc import Iterable
 from datetime import datetime, time
 from typing import Any
 
+import numpy as np
+
 from specgen.config import StructuredOutputs
+from specgen.text.automaton import ByteAutomaton
 
 FORMATS = ("date", "time", "date-time", "uuid", "uuid4", "email", "uri")
 _NAMES = ("a", "name", 'the "x"', "größe", "b.c", "n-1", "id", "ok?", "日本", "a\\b")
@@ -52,7 +56,11 @@ def schema(rng: random.Random, depth: int = 2) -> Any:
                 "title": "of several",
             }
         case "pattern":
-            return _bounded(rng, {"type": "string"}, "minLength", "maxLength", 1) | {
+            lengths = {
+                "minLength": rng.randint(0, 3),
+                "maxLength": rng.randint(3, 6),
+            }  # all of them have one of 3
+            return {name: each for name, each in lengths.items() if rng.random() < 0.4} | {
                 "type": "string",
                 "pattern": rng.choice(
                     (
@@ -140,6 +148,99 @@ def _value(rng: random.Random, depth: int) -> Any:
     if depth and rng.random() < 0.3:
         return rng.choice(([_value(rng, 0), _value(rng, 0)], {rng.choice(_NAMES): _value(rng, 0)}, [], {}))
     return rng.choice(simple)
+
+
+# what pydantic's ``model_json_schema`` makes of a field's annotation
+PYDANTIC: dict[str, Any] = {
+    "Annotated[float, Field(gt=0)]": {"exclusiveMinimum": 0, "type": "number"},
+    "Annotated[float, Field(gt=-2.5, lt=0.1)]": {
+        "exclusiveMaximum": 0.1,
+        "exclusiveMinimum": -2.5,
+        "type": "number",
+    },
+    "Annotated[float, Field(ge=0.5, le=1.5)]": {"maximum": 1.5, "minimum": 0.5, "type": "number"},
+    "Annotated[int, Field(gt=0, lt=10)]": {"exclusiveMaximum": 10, "exclusiveMinimum": 0, "type": "integer"},
+    "Optional[Decimal] = None": {
+        "anyOf": [{"exclusiveMinimum": 0.0, "type": "number"}, {"type": "string"}, {"type": "null"}],
+        "default": None,
+    },
+    "constr(pattern=..., max_length=5)": {"maxLength": 5, "pattern": "^[a-zé]+( [a-z]+)*$", "type": "string"},
+    "set[Enum]": {"items": {"$ref": "#/$defs/Color"}, "type": "array", "uniqueItems": True},
+    "dict[Enum, int]": {
+        "additionalProperties": {"type": "integer"},
+        "propertyNames": {"$ref": "#/$defs/Color"},
+        "type": "object",
+    },
+    "dict[constr(max_length=5), bool]": {
+        "additionalProperties": {"type": "boolean"},
+        "propertyNames": {"maxLength": 5},
+        "type": "object",
+    },
+    "dict[constr(pattern=...), bool]": {
+        "patternProperties": {"^[a-z]+$": {"type": "boolean"}},
+        "type": "object",
+    },
+    "Cat | Dog, Field(discriminator='kind')": {
+        "discriminator": {"mapping": {"cat": "#/$defs/Cat", "dog": "#/$defs/Dog"}, "propertyName": "kind"},
+        "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+    },
+    "tuple[int, EmailStr]": {
+        "maxItems": 2,
+        "minItems": 2,
+        "prefixItems": [{"type": "integer"}, {"format": "email", "type": "string"}],
+        "type": "array",
+    },
+    "UUID4": {"format": "uuid4", "type": "string"},
+    "HttpUrl": {"format": "uri", "maxLength": 2083, "minLength": 1, "type": "string"},
+    "SecretStr": {"format": "password", "type": "string", "writeOnly": True},
+}
+_DEFS = {
+    "Color": {"enum": ["red", "blue", "green"], "title": "Color", "type": "string"},
+    "Cat": {
+        "properties": {"kind": {"const": "cat", "default": "cat"}, "of": {"type": "null"}},
+        "type": "object",
+    },
+    "Dog": {
+        "properties": {"kind": {"const": "dog", "default": "dog"}, "of": {"type": "null"}},
+        "type": "object",
+    },
+}
+
+
+def pydantic_schema(annotation: str) -> dict[str, Any]:
+    """Of a model with one field."""
+    return {
+        "$defs": _DEFS,
+        "properties": {"x": {"title": "X", "description": "a field", **PYDANTIC[annotation]}},
+        "required": ["x"],
+        "title": "M",
+        "type": "object",
+    }
+
+
+def walks(rng: random.Random, automaton: ByteAutomaton, lengths: Iterable[int]) -> list[str]:
+    """Texts that ``automaton`` takes: random for about ``lengths`` bytes, then the shortest end."""
+    successors, far = automaton.successors, len(automaton.successors)
+    steps = np.where(automaton.final, 0, far)  # [S] to the next end
+    while True:
+        shorter = np.minimum(steps, np.where(successors >= 0, steps[successors], far).min(1) + 1)
+        if (shorter == steps).all():
+            return [_walk(rng, automaton, steps, length) for length in lengths]
+        steps = shorter
+
+
+def _walk(rng: random.Random, automaton: ByteAutomaton, steps: Any, length: int) -> str:
+    state, text = 0, bytearray()
+    while len(text) < length or not automaton.final[state]:
+        row = automaton.successors[state]
+        targets = [each for each in np.unique(row[row >= 0]).tolist() if steps[each] < len(steps)]
+        if not targets:
+            break
+        nearest = min(steps[targets])
+        # states behind few bytes as often as others
+        state = rng.choice([each for each in targets if len(text) < length or steps[each] == nearest])
+        text.append(rng.choice(np.nonzero(row == state)[0].tolist()))
+    return text.decode()
 
 
 def regex(rng: random.Random, depth: int = 3) -> str:

@@ -31,8 +31,8 @@ from specgen.text.json_schema import json_object_regex, json_regex
 from specgen.text.tokenizer import load_tokenizer
 from tests.commands import printed, refused, rows, specgen, write_rows
 from tests.engines import Outputs, Pair, bundled_requests, engine_of, generate, page_bytes
+from tests.structured_fuzz import PYDANTIC, fits, pydantic_schema, regex, schema, walks
 from tests.structured_fuzz import asked as random_asked
-from tests.structured_fuzz import fits, regex
 from tests.tiny_tokenizers import (
     write_byte_fallback,
     write_byte_level,
@@ -229,6 +229,25 @@ def test_a_set_has_each_listed_value_once_in_any_order() -> None:
     assert not pattern.fullmatch('["a", ]')
 
 
+@pytest.mark.parametrize("annotation", PYDANTIC)
+def test_walks_over_schemas_of_pydantic_write_what_fits(annotation: str) -> None:
+    rng, asked = random.Random(annotation), StructuredOutputs(json=pydantic_schema(annotation))
+    automaton = byte_automaton(asked)
+    texts = walks(rng, automaton, rng.choices((0, 10, 20, 60), k=40))
+    assert all(fits(asked, text) for text in texts), texts
+    assert len({*texts}) > 5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_walks_over_random_schemas_write_what_fits(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(15):
+        asked = StructuredOutputs(json=schema(rng))
+        automaton = byte_automaton(asked)
+        texts = walks(rng, automaton, rng.choices((0, 10, 60), k=5))
+        assert all(fits(asked, text) for text in texts), (asked, texts)
+
+
 def test_any_object_has_bounded_levels() -> None:
     pattern = re.compile(json_object_regex())
     for text in (
@@ -266,6 +285,7 @@ REFUSED = {
     '{"type": "string", "pattern": "a)|(b"}': "closing parenthesis without an opening one: remove it",
     '{"type": "string", "pattern": "^a", "format": "date"}': "has pattern and format: leave one",
     '{"type": "object", "required": ["z"], "properties": {"a": {}}}': "requires 'z'.*describe it there",
+    '{"type": "string", "pattern": "^abc$", "maxLength": 2}': "lengths beside it exclude each other",
     '{"type": "object", "patternProperties": {}}': "patternProperties",
     '{"type": "object", "propertyNames": {"enum": [1]}}': "no value of.*is of its type",
     '{"type": "object", "propertyNames": {"enum": ["a"], "maxLength": 0}}': "maxLength beside const or enum",
@@ -282,7 +302,7 @@ REFUSED = {
 @pytest.mark.parametrize("schema", REFUSED)
 def test_a_schema_that_cannot_be_kept_is_refused_by_name(schema: str) -> None:
     with pytest.raises(UserError, match=REFUSED[schema]):
-        json_regex(schema)
+        byte_automaton(StructuredOutputs(json=schema))
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,10 @@ def _counted(texts: ByteAutomaton) -> ByteAutomaton:
         rows.append(row)
         require(len(waiting) <= _MOST, f"the schema has more than {_MOST:,} states: ask for less of it")
     final = [any(within is None and texts.final[state] for state, within in each) for each in waiting]
+    require(
+        any(final),
+        "no text fits the schema: a pattern or format and the lengths beside it exclude each other",
+    )
     return ByteAutomaton(successors=np.array(rows)[:, kind_of], final=np.array(final))
 
 

@@ -99,7 +99,11 @@ _ANCHORS = ("^", r"\A", "$", r"\z")
 
 
 def json_regex(schema: str) -> str:
-    """The expression for the texts of ``schema``, which is JSON itself."""
+    """The expression for the texts of ``schema``, which is JSON itself.
+
+    A string with a length beside its pattern or format stands between marks, ``\\x01LEAST,MOST\\x02`` and ``\\x03``: an
+    expression cannot have both, but who compiles it can count characters between them, and leave them out.
+    """
     root = json.loads(schema)
     return _Translation(root).of(root, "the schema")
 
