@@ -12,7 +12,7 @@ import numpy as np
 from specgen.config import StructuredOutputs
 from specgen.text.automaton import ByteAutomaton
 
-FORMATS = ("date", "time", "date-time", "uuid", "uuid4", "email", "uri")
+FORMATS = ("date", "time", "date-time", "uuid", "uuid4", "duration", "ipv4", "email", "uri")
 _NAMES = ("a", "name", 'the "x"', "größe", "b.c", "n-1", "id", "ok?", "日本", "a\\b")
 _TEXTS = ("x", "yes", "no", 'a"b', "línea\n2", "", "0", "true", "C:\\d", "é(", "[]")
 
@@ -274,7 +274,7 @@ def fits(asked: StructuredOutputs, text: str) -> bool:
         return text in asked.choice
     if asked.regex is not None:
         return re.fullmatch(asked.regex, text) is not None
-    checker = jsonschema.FormatChecker(formats=["date", "uuid"])
+    checker = jsonschema.FormatChecker(formats=["date", "uuid", "ipv4", "email"])
     checker.checks("time", raises=ValueError)(
         lambda text: bool(time.fromisoformat(text) if isinstance(text, str) else 1)
     )

@@ -279,7 +279,7 @@ REFUSED = {
     '{"type": "number", "exclusiveMinimum": 1e16}': "use a number of at most 15 digits",
     '{"type": "integer", "minimum": 1.5, "maximum": 1.6}': "bounds that nothing fits: lower the least",
     '{"type": "integer", "minimum": true}': "minimum of the schema is True",
-    '{"type": "string", "format": "duration"}': "'duration': use date",
+    '{"type": "string", "format": "base64"}': "'base64': use date",
     '{"type": "string", "pattern": "^a\\"$"}': "JSON writes as two",
     '{"type": "string", "pattern": "a\\tb"}': "JSON writes as two",
     '{"type": "string", "pattern": "a)|(b"}': "closing parenthesis without an opening one: remove it",

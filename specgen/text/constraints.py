@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from specgen.config import SamplingParams, UserError, require
 from specgen.storage import CacheFiles
-from specgen.text import answer_automaton, automaton, json_schema
+from specgen.text import answer_automaton, automaton, json_schema, number_regex
 from specgen.text.answer_automaton import Answer, compiled, compiled_apart
 from specgen.text.automaton import Automaton, Thoughts, TokenBytes, allowing, not_first, without
 from specgen.text.reasoning import thoughts
@@ -177,8 +177,9 @@ class Constraints:
 def _sources() -> str:
     """A digest of the code that compiles: what another version has made is not used."""
     digest = hashlib.sha256(version("outlines_core").encode() if find_spec("outlines_core") else b"")
-    for module in (__file__, answer_automaton.__file__, automaton.__file__, json_schema.__file__):
-        digest.update(Path(str(module)).read_bytes())
+    modules = (answer_automaton, automaton, json_schema, number_regex)
+    for path in (__file__, *(each.__file__ for each in modules)):
+        digest.update(Path(str(path)).read_bytes())
     return digest.hexdigest()
 
 

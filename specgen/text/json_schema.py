@@ -11,20 +11,19 @@ required properties that are not listed), unrolls recursion three times and esca
 import json
 import re
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
 from itertools import chain
-from math import ceil, floor, perm
+from math import perm
 from typing import Any
 
 from specgen.config import UserError, require, shown
+from specgen.text.number_regex import DIGITS, one_of, within
 
 _SPACE = "[ ]?"
 _INNER = r'[^"\\\x00-\x1f]'  # a character of a string that is written as it is
 _CHARACTER = rf'(?:{_INNER}|\\["\\/bfnrt])'
 _STRING = f'"{_CHARACTER}*"'
-_DIGITS = 18  # of an integer at most, so that greedy texts do not go on for ever, and that others can read it
 _FRACTION = r"(?:\.[0-9]{1,16})?"
-_INTEGER = f"-?(?:0|[1-9][0-9]{{0,{_DIGITS - 1}}})"
+_INTEGER = f"-?(?:0|[1-9][0-9]{{0,{DIGITS - 1}}})"
 _NUMBER = rf"{_INTEGER}{_FRACTION}(?:[eE][+-]?[0-9]{{1,2}})?"
 _SCALARS = {
     "string": _STRING,
@@ -36,7 +35,6 @@ _SCALARS = {
 _TYPES = (*_SCALARS, "array", "object")
 NESTED = 3  # levels of lists and objects in what a schema leaves open
 _MOST_ORDERS = 400  # in which the values of a set may come
-_EXACT = 15  # digits that every two numbers of double precision differ in
 _TIME = (
     r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 )
@@ -46,6 +44,10 @@ _DATE = (  # of the Gregorian calendar, but for 29 February
 )
 _LABEL = "[A-Za-z0-9](?:-?[A-Za-z0-9]){0,30}"  # of a host's name
 _HOST = rf"(?:{_LABEL}\.){{1,3}}[A-Za-z]{{2,10}}"
+_SPAN = (
+    "(?:[0-9]{1,4}H(?:[0-9]{1,4}M(?:[0-9]{1,4}S)?)?|[0-9]{1,4}M(?:[0-9]{1,4}S)?|[0-9]{1,4}S)"  # within a day
+)
+_OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _FORMATS = {
     "date": _DATE,
     "time": _TIME,
@@ -56,6 +58,8 @@ _FORMATS = {
         f"uuid{version}": f"[0-9a-f]{{8}}-[0-9a-f]{{4}}-{version}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}"
         for version in (1, 3, 4, 5, 6, 7, 8)
     },
+    "duration": f"P(?:[0-9]{{1,4}}D(?:T{_SPAN})?|T{_SPAN})",
+    "ipv4": r"\.".join([_OCTET] * 4),
     "email": rf"[A-Za-z0-9_](?:[.+-]?[A-Za-z0-9_]){{0,31}}@{_HOST}",
     "uri": rf"https?://{_HOST}(?:/[A-Za-z0-9_.~-]{{1,40}}){{0,8}}/?",
 }
@@ -151,7 +155,7 @@ class _Translation:
             f"allOf of {where} has {len(value)} schemas: write them as one",
         )
         tag = self._tag(value, where) if name == "oneOf" else None
-        return _one_of([self._tagged(each, tag, f"{name} of {where}") for each in value])
+        return one_of([self._tagged(each, tag, f"{name} of {where}") for each in value])
 
     def _tagged(self, schema: Any, tag: str | None, where: str) -> str:  # noqa: ANN401
         """The expression for ``schema``, which has the property ``tag`` in any case."""
@@ -212,7 +216,7 @@ class _Translation:
         types = _types(given, where) if "type" in given else _TYPES
         fitting = [value for value in values if any(_is_of(value, each) for each in types)]
         require(bool(fitting), f"no value of {where} is of its type")
-        return _one_of([_written(value) for value in fitting])
+        return one_of([_written(value) for value in fitting])
 
     def _typed(self, given: Mapping[str, Any], where: str) -> str:
         if "type" not in given:  # what says something of one type alone is meant for it
@@ -225,14 +229,15 @@ class _Translation:
             types = _types(given, where)
         known = {"type"}.union(*(_OF_TYPE[each] for each in types))
         _require_known(given, known, where)
-        return _one_of([self._of_type(each, given, where) for each in types])
+        return one_of([self._of_type(each, given, where) for each in types])
 
     def _of_type(self, kind: str, given: Mapping[str, Any], where: str) -> str:
         match kind:
             case "string":
                 return f'"{_string(given, where)}"'
             case "integer" | "number":
-                return _number(kind, given, where)
+                bounds = {name: given[name] for name in sorted(_OF_TYPE[kind]) if name in given}
+                return within(kind, bounds, where) if bounds else _SCALARS[kind]
             case "array":
                 return self._array(given, where)
             case "object":
@@ -411,11 +416,6 @@ def _written(value: Any) -> str:  # noqa: ANN401
     return re.escape(json.dumps(value, ensure_ascii=False))
 
 
-def _one_of(parts: Sequence[str]) -> str:
-    parts = list(dict.fromkeys(parts))
-    return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"
-
-
 def _several(item: str, least: int, most: int | None) -> str:
     """``least`` to ``most`` items with commas between them."""
     if most == 0:
@@ -439,7 +439,7 @@ def _listed(pairs: Sequence[tuple[str, bool]]) -> str:
         f"{pair}{''.join(f'(?:{comma}{other})?' for other, _ in pairs[index + 1 :])}"
         for index, (pair, _) in enumerate(pairs)
     ]
-    return f"{_one_of(ways)}?" if len(ways) > 1 else f"(?:{ways[0]})?"
+    return f"{one_of(ways)}?" if len(ways) > 1 else f"(?:{ways[0]})?"
 
 
 def _in_any_order(items: Sequence[str], least: int, most: int) -> str:
@@ -464,9 +464,9 @@ def _any(levels: int) -> str:
     """Any value with so many levels of lists and objects."""
     scalars = [_STRING, _NUMBER, "true", "false", "null"]
     if levels == 0:
-        return _one_of(scalars)
+        return one_of(scalars)
     inner = _any(levels - 1)
-    return _one_of([*scalars, rf"\[{_SPACE}{_several(inner, 0, None)}{_SPACE}\]", _object_of(inner)])
+    return one_of([*scalars, rf"\[{_SPACE}{_several(inner, 0, None)}{_SPACE}\]", _object_of(inner)])
 
 
 def _bounds(given: Mapping[str, Any], least: str, most: str, where: str) -> tuple[int, int | None]:
@@ -549,121 +549,3 @@ def _spelled(match: re.Match[str]) -> str:
     if kind in _CLASSES:
         return _CLASSES[kind]
     return f"[^{_CLASSES[kind.lower()]}]" if kind in "DWS" else match[0]
-
-
-def _number(kind: str, given: Mapping[str, Any], where: str) -> str:
-    """An integer or a number, within bounds.
-
-    Both count in steps of ten to the power of minus ``places``: ``exclusiveMinimum`` is ``minimum`` a step higher. As
-    readers have numbers in double precision, digits are few enough beside it that none is rounded to the bound.
-    """
-    bounds = {name: given[name] for name in sorted(_OF_TYPE[kind]) if name in given}
-    if not bounds:
-        return _SCALARS[kind]
-    places, most = 0 if kind == "integer" else 16, 10**_DIGITS
-    for name, value in bounds.items():
-        rounded = kind == "number" and "exclusive" in name
-        digits = _EXACT if rounded else _DIGITS
-        require(
-            _is_of(value, "number") and abs(value) < 10**digits,
-            f"{name} of {where} is {shown(value)}: use a number of at most {digits} digits before the point",
-        )
-        if rounded:
-            places = min(places, digits - len(str(abs(int(value)))))
-    step = Decimal(10) ** places
-    least, largest = 1 - most * int(step), most * int(step) - 1
-    lows, highs = [least], [largest]
-    for name, value in bounds.items():
-        at = _exactly(value) * step
-        require(
-            kind == "integer" or at == int(at),
-            f"{name} of {where} is {shown(value)}, which has more digits than numbers are compared in ({places} "
-            f"behind the point here): round it",
-        )
-        if "inimum" in name:
-            lows.append(floor(at) + 1 if "exclusive" in name else ceil(at))
-        else:
-            highs.append(ceil(at) - 1 if "exclusive" in name else floor(at))
-    low, high = max(lows), min(highs)
-    require(low <= high, f"{where} has bounds that nothing fits: lower the least or raise the most")
-    parts = [_magnitudes(places, max(low, 0), high)] if high >= 0 else []
-    if low < 0:
-        parts.append(f"-{_magnitudes(places, max(-high, 1 if kind == 'integer' else 0), -low)}")
-    return _one_of(parts)
-
-
-def _exactly(value: float) -> Decimal:
-    """``value`` as it was written."""
-    return Decimal(str(value))
-
-
-def _magnitudes(places: int, low: int, high: int) -> str:
-    """Numbers without a sign, of at most ``places`` digits behind the point, in steps of the last of these."""
-    first, behind_first = divmod(low, 10**places)
-    last, behind_last = divmod(high, 10**places)
-    nines = 10**places - 1
-    if first == last:
-        return str(first) + _fraction(behind_first, behind_last, places)
-    parts = []
-    if behind_first:
-        parts.append(str(first) + _fraction(behind_first, nines, places))
-        first += 1
-    if behind_last < nines:
-        parts.append(str(last) + _fraction(0, behind_last, places))
-        last -= 1
-    if first <= last:
-        parts.append(_between(first, last) + _fraction(0, nines, places))
-    return _one_of(parts)
-
-
-def _fraction(low: int, high: int, places: int) -> str:
-    """A point and digits, from ``low`` to ``high`` steps of the last of ``places`` digits; or neither for none."""
-    if not places:
-        return ""
-    digits = _behind_point(f"{low:0{places}}", f"{high:0{places}}")
-    return rf"\.{digits}" if low else rf"(?:\.{digits})?"
-
-
-def _behind_point(first: str, last: str) -> str:
-    """Digits of a fraction from ``first`` to ``last``, which are as many; zeros at the end may be left out."""
-    size = len(first)
-    if int(first) == 0 and last == "9" * size:
-        return f"[0-9]{{1,{size}}}"
-    if size == 1:
-        return f"[{first}-{last}]"
-
-    def rest(low: str, high: str) -> str:
-        return _behind_point(low, high) if int(low) else f"(?:{_behind_point(low, high)})?"
-
-    zeros, nines = "0" * (size - 1), "9" * (size - 1)
-    if first[0] == last[0]:
-        return first[0] + rest(first[1:], last[1:])
-    parts = [first[0] + rest(first[1:], nines), last[0] + rest(zeros, last[1:])]
-    if int(last[0]) - int(first[0]) > 1:
-        parts.append(f"[{int(first[0]) + 1}-{int(last[0]) - 1}]{rest(zeros, nines)}")
-    return _one_of(parts)
-
-
-def _between(low: int, high: int) -> str:
-    """The whole numbers from ``low`` to ``high``, of 0 or more, without leading zeros."""
-    parts = []
-    for size in range(len(str(low)), len(str(high)) + 1):
-        first, last = max(low, 10 ** (size - 1) if size > 1 else 0), min(high, 10**size - 1)
-        parts.append(_of_size(str(first), str(last)))
-    return _one_of(parts)
-
-
-def _of_size(first: str, last: str) -> str:
-    """Digits from ``first`` to ``last``, which are as many."""
-    if first == last:
-        return first
-    rest = len(first) - 1
-    if first[1:] == "0" * rest and last[1:] == "9" * rest:
-        head = f"[{first[0]}-{last[0]}]" if first[0] != last[0] else first[0]
-        return head + (f"[0-9]{{{rest}}}" if rest else "")
-    if first[0] == last[0]:
-        return first[0] + _of_size(first[1:], last[1:])
-    parts = [first[0] + _of_size(first[1:], "9" * rest)]
-    if int(last[0]) - int(first[0]) > 1:
-        parts.append(f"[{int(first[0]) + 1}-{int(last[0]) - 1}]" + (f"[0-9]{{{rest}}}" if rest else ""))
-    return _one_of([*parts, last[0] + _of_size("0" * rest, last[1:])])
