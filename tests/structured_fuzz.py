@@ -43,7 +43,8 @@ def schema(rng: random.Random, depth: int = 2) -> Any:
             )
         case "number":
             found = _range(rng, ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
-            return {"type": "number"} | {name: value / rng.choice((1, 8)) for name, value in found.items()}
+            scale = rng.choice((1, 8))
+            return {"type": "number"} | {name: value / scale for name, value in found.items()}
         case "enum":
             return {"enum": [_value(rng, depth) for _ in range(rng.randint(1, 4))]}
         case "const":
