@@ -185,6 +185,12 @@ def test_inspect_says_what_it_costs() -> None:
     assert "Target and draft model fit; together 12,288 bytes of KV cache per token." in found
 
 
+def test_inspect_plans_the_memory_of_a_target_that_drafts_for_itself() -> None:
+    """It is named twice, and the plan is of both, by K."""
+    found = json.loads(printed("inspect", DEMO, DEMO, "--gpu", "80GiB", "--json"))
+    assert [each["kv_bytes_per_token"] for each in found["memory_plan"]] == [6144, *[2 * 6144] * 7]
+
+
 def test_the_bytes_of_a_step(itself: Pair) -> None:
     """The KV fill reads all of the model and gives the first draft; each other draft reads it again."""
     sizes = StepBytes.of(itself.models)

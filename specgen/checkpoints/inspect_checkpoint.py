@@ -173,7 +173,9 @@ class Description:
             isinstance(self.parts[0], Inspection) and self.parts[0].kind == "target",
             f"{names[0]} is no target: a memory plan is of a target, alone or with its drafter",
         )
-        return names[0], next((name for name in self.given if name != names[0]), None)
+        others = list(self.given)
+        others.remove(names[0])  # once: a target may draft for itself
+        return names[0], next(iter(others), None)
 
     def to_json(self) -> dict[str, Any]:
         """``checkpoints``, ``kv_bytes_per_token`` of all, ``misfits``, and ``fit``: null for a single checkpoint."""
