@@ -218,3 +218,12 @@ def test_every_rank_has_the_model_whole() -> None:
         counts = columns.of([each.record for each in found], 3).counts
         assert counts.num_accepted.sum() > 0.97 * counts.drafted.sum()
     assert texts[1] == texts[2]
+
+
+def test_a_context_that_is_shorter_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_target(tmp_path / "target")
+    write_target(tmp_path / "drafter", num_layers=2, max_positions=64)
+    pair = load_pair(tmp_path)
+    assert generate(pair, REQUESTS).texts == plain(pair).texts
+    (said,) = caplog.messages
+    assert said.startswith("the draft model's context is 64 tokens and the target's 256: behind it")

@@ -31,6 +31,7 @@ from specgen.engine.page_budget import PageBudget, rows_behind
 from specgen.kv.kv_cache import KVCache, StateCache
 from specgen.kv.layout import Layout
 from specgen.kv.pages import PageAllocator, Places, StateSlots
+from specgen.models.draft_model import DraftModelConfig
 from specgen.models.model_config import LayerConfig
 from specgen.ops.jit_modules import compile_missing
 from specgen.record.record_rows import EngineRow
@@ -226,8 +227,13 @@ def _drafter(
             "the head was trained to draft %d tokens and num-spec-tokens is %d: the last drafts will be poor"
         )
         logging.getLogger("specgen").warning(text, trained, asked)
+    if isinstance(of_head := models.head.config, DraftModelConfig):
+        short, long = of_head.model.max_positions, models.target.config.max_positions
+        if short < long:
+            text = "the draft model's context is %s tokens and the target's %s: behind it drafts will be poor"
+            logging.getLogger("specgen").warning(text, f"{short:,}", f"{long:,}")
     non_padded = NonPaddedBatch() if backend.capabilities.needs_host_lens else PackedBatch()
-    of_target, of_head = models.target, models.head.config
+    of_target = models.target
     cache = target_cache
     if not of_head.reads_target_kv:
         cache = new_cache(of_head, (allocator,), of_target.dtype, of_target.device)
