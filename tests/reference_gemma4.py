@@ -3,6 +3,7 @@
 As those of ``reference_heads``, classes of small methods, so that a test can plant an error in one of them."""
 
 import json
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.reference_heads import DenseTarget
 SLIDING, GLOBAL = "sliding_attention", "full_attention"
 
 
-class ReferenceGemma4Head:
+class ReferenceGemma4Head(ABC):
     """Layers by their formulas, and what is stored of a text."""
 
     depth = 5  # drafts computed at once
@@ -35,8 +36,9 @@ class ReferenceGemma4Head:
             found = self._known[(*tokens, k)] = self.propose(tokens, k)
         return found
 
+    @abstractmethod
     def propose(self, tokens: tuple[int, ...], k: int) -> tuple[int, ...]:
-        raise NotImplementedError
+        """As ``drafts``, computed."""
 
     def states(self, tokens: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
         """Of all tokens but the newest, as ``DenseTarget.states``."""

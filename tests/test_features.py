@@ -109,6 +109,14 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
         printed("features", run)
     with refused("differs in data.layers"):
         printed(*ask, made, "--layers", "1")
+    anew = shutil.copytree(run, tmp_path / "anew")
+    printed("features", anew, "--device", "cpu", "--output", tmp_path / "of-anew")
+    rows = (anew / "completions.jsonl").read_text().splitlines()
+    first = json.loads(rows[0])
+    first["token_ids"][-1] += 1
+    (anew / "completions.jsonl").write_text("\n".join([json.dumps(first), *rows[1:]]) + "\n")
+    with refused("differs in data.texts"):
+        printed("features", anew, "--device", "cpu", "--output", tmp_path / "of-anew")
     other = shutil.copytree(TARGET, tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))

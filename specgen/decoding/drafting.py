@@ -8,6 +8,7 @@ behind the newest row (P-EAGLE), or behind the newest token at its own position 
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import torch
@@ -177,7 +178,7 @@ class HeadDrafter:
         states = sampling.states
         for index, attend in enumerate(self._passes(state.positions, num_drafts, *tables)):
             head = self._head.of_pass(index)
-            hidden, normed = head.forward(ids, hidden, attend)
+            hidden, normed = (hidden, hidden) if attend is None else head.forward(ids, hidden, attend)
             chosen = self._choose(head.logits(normed)[:, None], state, index, sampling, states)
             ids = chosen.ids[:, 0]
             states = sampling.following(states, ids) if sampling.form.constrained else states
@@ -185,7 +186,7 @@ class HeadDrafter:
 
     def _passes(
         self, newest: Tensor, num_drafts: int, block_tables: Tensor, windowed_tables: Tensor | None
-    ) -> Iterable[Attend]:
+    ) -> Iterable[Attend | None]:
         """Of a row a sequence: the first in front of its ``newest`` token's position [B], where the last is stored.
 
         The next ones are each behind the one before; those of a head that stores nothing are all there.
@@ -280,9 +281,8 @@ class ModelDrafter(HeadDrafter):
     def observe(self, outcome: Outcome) -> tuple[DraftState, int]:
         given = self._batch.prepare(outcome)
         ids, layout, last = given.tokens, given.layout.shifted(), given.last
-        if (
-            outcome.token_ids is not None
-        ):  # a prompt, of which nothing is in the cache: its rows, then the next token's
+        if outcome.token_ids is not None:
+            # a prompt, of which nothing is in the cache: its rows, then the token behind them
             self._head.write_kv(outcome.token_ids, given.features, self._attend(given.layout))
             ids, last = ids[last], torch.arange(len(last), device=last.device)
             layout = Layout.uniform(layout.block_tables, given.end, 1, layout.page_size)
@@ -290,22 +290,11 @@ class ModelDrafter(HeadDrafter):
         state = DraftState(tokens=given.tokens[given.last], positions=given.end, columns=(hidden[last],))
         return state, given.layout.num_rows
 
-    def _one_by_one(
-        self,
-        state: DraftState,
-        num_drafts: int,
-        tables: tuple[Tensor, Tensor | None],
-        sampling: SamplingBatch,
-    ) -> Iterator[Chosen]:
-        (hidden,), ids, states = state.columns, state.tokens, sampling.states
-        for index in range(num_drafts):
-            if index > 0:
-                layout = Layout.uniform(tables[0], state.positions + index, 1, self._cache.page_size)
-                hidden, _ = self._head.forward(ids, hidden, self._attend(layout))
-            chosen = self._choose(self._head.logits(hidden)[:, None], state, index, sampling, states)
-            ids = chosen.ids[:, 0]
-            states = sampling.following(states, ids) if sampling.form.constrained else states
-            yield chosen
+    def _passes(
+        self, newest: Tensor, num_drafts: int, block_tables: Tensor, windowed_tables: Tensor | None
+    ) -> Iterable[Attend | None]:
+        """The first is made where it was observed; the others stand behind the ``newest`` token's position [B]."""
+        return chain([None], super()._passes(newest + 2, num_drafts - 1, block_tables, windowed_tables))
 
     def draft_rows(self, num_drafts: int) -> int:
         return max(num_drafts - 1, 0)

@@ -6,6 +6,7 @@ The directory has the layout that speculators' trainer reads: a data set of ``da
 before its final norm, which the trainer's own norm and output weights turn into the target's logits.
 """
 
+import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from specgen.engine.choices import BACKENDS, resolve
 from specgen.engine.loading import load_models, open_checkpoints
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
+from specgen.models.eagle import default_aux_layers
 from specgen.models.protocols import Target
 from specgen.record.files import Rows, replacement
 from specgen.record.interrupt import StoppedError
@@ -43,11 +45,6 @@ class Sample:
 
     token_ids: list[int]
     num_prompt: int
-
-
-def eagle3_layers(num_layers: int) -> tuple[int, ...]:
-    """Those whose inputs EAGLE3 heads read, as vLLM and speculators choose them."""
-    return 2, num_layers // 2, num_layers - 3
 
 
 def dump_features(
@@ -79,7 +76,7 @@ def dump_features(
             target.config.delta is None,
             f"a {target.config.architecture} has recurrent states, which is not built here",
         )
-        kept = (*(layers or eagle3_layers(most)), most)
+        kept = (*(layers or default_aux_layers(most)), most)
         for layer in kept:
             require(0 <= layer <= most, f"layers has {layer}: the target has inputs of layers 0 to {most}")
         samples = [sample for run in runs for sample in _samples(run, models.tokenizer)]
@@ -95,29 +92,41 @@ def dump_features(
             manifest(
                 engine=config,
                 sampling=SamplingParams(),
-                data={"runs": [str(run) for run in runs], "num_samples": len(samples), "layers": list(kept)},
+                data={"runs": [str(run) for run in runs], "texts": _digest(samples), "layers": list(kept)},
                 fingerprints={"model": print_of},
             ),
             free=FREE_IN_A_RUN,
             remedy=_REMEDY,
         )
         progress.note(f"the hidden states of {several(len(samples), 'text')} take {size / 1e9:,.2f} GB")
-        if not all((path / name).exists() for name in ("state.json", "dataset_info.json")):
-            _write_samples(path, samples)
-        (path / STATES).mkdir(exist_ok=True)
-        waiting = [number for number in range(len(samples)) if not _states(path, number).exists()]
-        progress.start("features", Tally(), len(samples), len(samples) - len(waiting))
-        for numbers in _packs(waiting, samples, config.max_prefill_tokens):
-            texts = [samples[number].token_ids for number in numbers]
-            for number, text, states in zip(
-                numbers, texts, _hidden_states(target, config, texts, kept), strict=True
-            ):
-                _save(_states(path, number), text, states)
-                progress.advance()
-            if until():
-                raise StoppedError("interrupted; the same command goes on")
-        progress.finish()
+        _work(path, target, config, samples, kept, progress, until)
     return len(samples), size
+
+
+def _work(
+    path: Path,
+    target: Target,
+    config: EngineConfig,
+    samples: Sequence[Sample],
+    layers: tuple[int, ...],
+    progress: Progress,
+    until: Callable[[], bool],
+) -> None:
+    """Whatever of ``samples`` and their states is not in ``path`` yet."""
+    if not all((path / name).exists() for name in ("state.json", "dataset_info.json")):
+        _write_samples(path, samples)
+    (path / STATES).mkdir(exist_ok=True)
+    waiting = [number for number in range(len(samples)) if not _states(path, number).exists()]
+    progress.start("features", Tally(), len(samples), len(samples) - len(waiting))
+    for numbers in _packs(waiting, samples, config.max_prefill_tokens):
+        texts = [samples[number].token_ids for number in numbers]
+        found = _hidden_states(target, config, texts, layers)
+        for number, text, states in zip(numbers, texts, found, strict=True):
+            _save(_states(path, number), text, states)
+            progress.advance()
+        if until():
+            raise StoppedError("interrupted; the same command goes on")
+    progress.finish()
 
 
 def _require_of(run: Path, model: str) -> None:
@@ -145,6 +154,14 @@ def _samples(run: Path, tokenizer: Tokenizer) -> Iterator[Sample]:
                 f"{run}: the prompt of {name!r} was token ids, which its text does not give back: leave it out"
             )
         yield Sample(token_ids=[*prompt, *row["token_ids"]], num_prompt=len(prompt))
+
+
+def _digest(samples: Sequence[Sample]) -> str:
+    """Of all texts: what a run at the same path has answered anew has other states."""
+    found = hashlib.sha256()
+    for each in samples:
+        found.update(f"{each.num_prompt} {each.token_ids}".encode())
+    return found.hexdigest()
 
 
 def _write_samples(path: Path, samples: Sequence[Sample]) -> None:

@@ -189,6 +189,11 @@ def _mask_token(flags: Raw) -> int:
     return int(token)
 
 
+def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
+    """The layers of a target whose inputs EAGLE3 heads read unless they say otherwise."""
+    return 2, num_layers // 2, num_layers - 3
+
+
 def _aux_layers(top: object, nested: object, num_layers: int | None) -> tuple[tuple[int, ...], str]:
     """The layers whose inputs are the features, and the rule that gave them.
 
@@ -196,7 +201,7 @@ def _aux_layers(top: object, nested: object, num_layers: int | None) -> tuple[tu
     (outputs), except that some heads write the default inputs there (sgl-project/sglang#25454), and others inputs of
     which the last is the stream behind the last layer (sgl-project/sglang#32334).
     """
-    default = () if num_layers is None else (2, num_layers // 2, num_layers - 3)
+    default = () if num_layers is None else default_aux_layers(num_layers)
     if top:
         ids = _ids(top)
         rule = f"{_AUX_KEY} {list(ids)} are layer inputs (the speculators and vLLM format)"
