@@ -45,7 +45,7 @@ def read_prompts(files: Iterable[str]) -> Iterator[tuple[Message, ...]]:
                 yield from itertools.repeat(prompt.messages, int(times))
 
 
-def write_turns(engine: Engine, chats: list[tuple[Message, ...]]) -> list[str]:
+def write_turns(engine: Engine, chats: list[tuple[Message, ...]], seed: int) -> list[str]:
     """What the target writes as the user's next message in each of ``chats``; an empty one opens a chat."""
     tokenizer = engine.tokenizer
     openings = [
@@ -56,7 +56,7 @@ def write_turns(engine: Engine, chats: list[tuple[Message, ...]]) -> list[str]:
         Prompt(id=f"turn-{n}", token_ids=tuple(tokenizer.encode_rendered(text)))
         for n, text in enumerate(openings)
     )
-    sampling = SamplingParams(temperature=1.0, max_tokens=256)
+    sampling = SamplingParams(temperature=1.0, max_tokens=256, seed=seed)
     found = {output.id: output for output in engine.generate(prompts, sampling)}
     outputs = [found[f"turn-{n}"] for n in range(len(chats))]
     return [output.text.strip() if output.finish_reason == "stop" else "" for output in outputs]
@@ -67,17 +67,14 @@ def is_prompt(text: str) -> bool:
     return _TOO_SHORT <= len(text) <= _TOO_LONG
 
 
-def answer(engine: Engine, chats: list[tuple[Message, ...]], max_new_tokens: int) -> list[RequestOutput]:
+def answer(engine: Engine, chats: list[tuple[Message, ...]], recipe: Recipe) -> list[RequestOutput]:
     """The target's answer to each of ``chats``, at each of the temperatures in turn."""
     prompts = (
         Prompt(id=str(n), messages=chat, sampling={"temperature": _TEMPERATURES[n % len(_TEMPERATURES)]})
         for n, chat in enumerate(chats)
     )
-    found = {
-        output.id: output
-        for output in engine.generate(prompts, SamplingParams(max_tokens=max_new_tokens))
-        if output.error is None
-    }
+    sampling = SamplingParams(max_tokens=recipe.max_new_tokens, seed=recipe.seed)
+    found = {output.id: output for output in engine.generate(prompts, sampling) if output.error is None}
     return [found[str(n)] for n in range(len(chats)) if str(n) in found]
 
 
@@ -93,23 +90,23 @@ def make_answers(options: argparse.Namespace, recipe: Recipe) -> Answered:
         kv_memory=options.kv_memory,
     )
     with Engine(config) as engine:
-        written = dict.fromkeys(write_turns(engine, [()] * options.own_prompts))
+        written = dict.fromkeys(write_turns(engine, [()] * options.own_prompts, recipe.seed))
         own = [text for text in written if is_prompt(text)]
         chats = [*read_prompts(options.prompts), *((Message(role=user, content=text),) for text in own)]
         rng.shuffle(chats)
-        outputs = answer(engine, chats, recipe.max_new_tokens)
+        outputs = answer(engine, chats, recipe)
         longer = [
             (*chats[int(output.id)], Message(role="assistant", content=output.text))
             for output in outputs
             if output.finish_reason == "stop" and output.text and rng.random() < 0.5
         ]
-        turns = zip(longer, write_turns(engine, longer), strict=True)
+        turns = zip(longer, write_turns(engine, longer, recipe.seed), strict=True)
         second = [
             (*chat, Message(role=user, content=text))
             for chat, text in turns
             if _TOO_SHORT <= len(text) <= _TOO_LONG
         ]
-        outputs += answer(engine, second, recipe.max_new_tokens)
+        outputs += answer(engine, second, recipe)
         encode = engine.tokenizer.encode_rendered
         pairs = dict.fromkeys((output.prompt, output.token_ids) for output in outputs)  # greedy ones repeat
         answered = [(encode(prompt), list(token_ids)) for prompt, token_ids in pairs]

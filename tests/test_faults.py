@@ -457,7 +457,7 @@ def require_no_change(setting: Setting, right: FaultFree, error: type[RuntimeErr
     """``error`` in the places of ``planned_faults``; which operation of a place it is differs by setting."""
     for fault in planned_faults(setting, right, error, owner):
         found = attempt(setting, in_steps(fault))
-        assert fault.raised == len(fault.numbers), fault
+        assert fault.raised, fault  # of two, the run may be over before the second
         for mine, theirs in zip(right.results, found, strict=True):
             assert mine.differences(theirs, setting.plan is None) == [], fault
         assert len(found[0].errors) <= fault.raised - 1, fault

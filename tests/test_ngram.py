@@ -60,8 +60,8 @@ def copying(count: int, sampling: SamplingParams = GREEDY, num_ids: int = 5) -> 
     return requests
 
 
-def checked(outputs: Outputs, longest: int, k: int | None = None) -> dict[int, int]:
-    """How many steps had so many drafts, after each is compared with the naive search."""
+def checked(outputs: Outputs, longest: int, k: int | None = None, end: int = END) -> dict[int, int]:
+    """How many steps had so many drafts, after each is compared with the naive search up to the ``end`` token."""
     seen: dict[int, int] = {}
     for name, steps in outputs.verified.items():
         completion = outputs.completions[name]
@@ -70,7 +70,7 @@ def checked(outputs: Outputs, longest: int, k: int | None = None) -> dict[int, i
         written = 1
         for drafts, _, emitted in steps:
             expected = naive(tokens[1:], longest, k or len(drafts))
-            assert drafts == expected[: expected.index(END) + 1 if END in expected else None], name
+            assert drafts == expected[: expected.index(end) + 1 if end in expected else None], name
             seen[len(drafts)] = seen.get(len(drafts), 0) + 1
             tokens += completion.token_ids[written : written + emitted]
             written += emitted

@@ -9,9 +9,12 @@ import torch
 from demo_target import Recipe, answer
 from dense_heads import HeadConfig, HeadKind
 from head_training import Answered, measure_acceptance, read_head, train_head, write_head
+from train_head import write_turns
 from transformers import LlamaForCausalLM
 
+from specgen import Engine, EngineConfig
 from specgen.config import SamplingParams
+from specgen.config.bundled import data_directory
 from specgen.core.sequence import Request
 from specgen.record.record_rows import Step
 from tests.engines import engine_of, load_pair
@@ -102,3 +105,18 @@ def runs_within(steps: Sequence[Step], num_tokens: int) -> Iterator[int]:
     for step in steps:
         yield min(step.accepted, room)
         room -= step.accepted + 1
+
+
+def test_another_seed_writes_other_prompts() -> None:
+    """Several processes answer at once, a seed each: what they write must differ."""
+    config = EngineConfig(
+        model=str(data_directory() / "demo" / "target"),
+        drafter=None,
+        num_spec_tokens=0,
+        max_batch_size=8,
+        device="cpu",
+    )
+    with Engine(config) as engine:
+        first, second, again = (set(write_turns(engine, [()] * 8, seed)) for seed in (1, 2, 1))
+    assert first == again
+    assert len(first & second) < 4

@@ -582,7 +582,7 @@ class DFlashHead(Head):
         heads = self.context(hidden).view(len(hidden), 2, len(self.blocks), -1, self.config.head_dim)
         for block, layer in zip(self.blocks, heads.unbind(2), strict=True):
             assert isinstance(block.attention, Attention)
-            attend.write_kv(block.attention.layer, layer.flatten(1, 2))
+            attend.write_kv(block.attention.layer, layer.flatten(1, 2).contiguous())
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The rows of a block, [rows] -> [rows, H]."""

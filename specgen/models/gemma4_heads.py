@@ -115,7 +115,7 @@ class Gemma4DFlashHead(DFlashHead):
         del token_ids
         heads = self.context(hidden).view(len(hidden), 2, len(self.layers), -1, self.context.head_dim)
         for layer, own in zip(self.layers, heads.unbind(2), strict=True):
-            attend.write_kv(layer.attention.layer, own.flatten(1, 2))
+            attend.write_kv(layer.attention.layer, own.flatten(1, 2).contiguous())
 
     def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         del hidden

@@ -22,7 +22,7 @@ class Store(Protocol):
     def __call__(
         self, qkv: Tensor, keys: Tensor, values: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
     ) -> Tensor:
-        """``qkv`` [rows, Hq + 2 * Hkv, D] into pages of keys and of values, [num_pages, page_size, Hkv, D].
+        """Contiguous ``qkv`` [rows, Hq + 2 * Hkv, D] into pages of keys and of values, [num_pages, page_size, Hkv, D].
 
         Where Hkv is 0 there is q alone. Of each head the first numbers are rotated, two for each frequency; what is
         behind them stays as it is.

@@ -161,6 +161,7 @@ class _Store:
     ) -> Tensor:
         num_kv_heads = keys.shape[2]
         num_heads = qkv.shape[1] - 2 * num_kv_heads
+        assert qkv.is_contiguous(), "the kernels read no strides"
         qk, v = qkv.tensor_split((num_heads + num_kv_heads,), 1)
         qk = self._rotated(qk)
         for pages, rows, scale in ((keys, qk[:, num_heads:], k_scale), (values, v, v_scale)):
