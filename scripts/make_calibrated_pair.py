@@ -63,7 +63,7 @@ from calibrated_shapes import (
 )
 from calibrated_weights import Fp8Format, Fp8Layers, Layer, Named, Source, dense_layer, target_tensors
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 SHARD_BYTES = 2 * 10**9
 WRITERS = 4  # files that are written while the next one is made
@@ -174,18 +174,25 @@ def write_tensors(folder: Path, tensors: list[Named], shard_bytes: int) -> None:
 
 
 def write_tokenizer(folder: Path, shape: Shape, cycle: Cycle) -> None:
-    """A word for each id, ``w17`` for 17; any other word is the text's first token, so any prompt works."""
-    vocabulary = {f"w{token}": token for token in range(shape.vocab_size)}
-    unknown = f"w{cycle.tokens[0]}"
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    """A word for each id, ``w17`` for 17; any other word is the text's first token, so any prompt works.
+
+    A token's text is the word behind a space, whatever stands around it: a constraint can be compiled for it.
+    """
+    words = [f"▁w{token}" for token in range(shape.vocab_size)]
+    vocabulary = {word: token for token, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=words[cycle.tokens[0]]))
+    spaces = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), spaces])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(
         folder / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": f"w{shape.bos_token_id}",
-            "eos_token": f"w{shape.eos_token_ids[0]}",
+            "bos_token": words[shape.bos_token_id],
+            "eos_token": words[shape.eos_token_ids[0]],
             "model_max_length": shape.max_positions,
             "chat_template": CHAT_TEMPLATE,
         },
