@@ -100,14 +100,19 @@ class Outputs:
 
 
 def load_pair(
-    path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", drafter: str = "drafter"
+    path: Path,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    drafter: str = "drafter",
+    *,
+    fp8_output: bool = False,
 ) -> Pair:
     """The target in ``path/target`` with ``path/drafter``, or with MTP layers of its own, without a tokenizer."""
     no_models: Any = None
     pair = Pair(path=path, models=no_models, drafter=drafter)
     checkpoints = open_checkpoints(EngineConfig(**pair.names))
     target = load_target(checkpoints["model"], dtype, torch.device(device))
-    head = load_drafter(checkpoints["drafter"], target)
+    head = load_drafter(checkpoints["drafter"], target, fp8_output)
     no_tokenizer: Any = NoTokenizer()
     models = Models(target=target, head=head, tokenizer=no_tokenizer, checkpoints=checkpoints)
     return replace(pair, models=models)

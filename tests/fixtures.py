@@ -145,12 +145,12 @@ def _bundled_models() -> tuple[Callable[..., Target], Callable[..., Head]]:
             targets[key] = load_target(checkpoint, dtype, device, ranks)
         return targets[key]
 
-    def head(checkpoint: Checkpoint, of: Target) -> Head:
+    def head(checkpoint: Checkpoint, of: Target, fp8_output: bool = False) -> Head:
         if checkpoint.path.parent != data_directory() / "demo" or not any(of is x for x in targets.values()):
-            return load_drafter(checkpoint, of)
-        key = checkpoint.path, id(of)
+            return load_drafter(checkpoint, of, fp8_output)
+        key = checkpoint.path, id(of), fp8_output
         if key not in heads:
-            heads[key] = load_drafter(checkpoint, of)
+            heads[key] = load_drafter(checkpoint, of, fp8_output)
         return heads[key]
 
     return target, head

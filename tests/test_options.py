@@ -178,7 +178,7 @@ def test_invalid_draft_lengths_are_refused(asked):
 
 
 def test_invalid_choices_are_refused():
-    for field in ("drafter_batch", "draft_sampling", "dtype", "attention", "cuda_graphs"):
+    for field in ("drafter_batch", "draft_sampling", "draft_lm_head", "dtype", "attention", "cuda_graphs"):
         option = field.replace("_", "-")
         with pytest.raises(UserError, match=rf"^{option} is 'none': use one of \w+, "):
             EngineConfig(model="a", drafter="b", **{field: "none"})
@@ -194,11 +194,11 @@ def test_sizes_and_lists_of_numbers():
 
 NAMES = {
     verify: "model lora drafter dataset data_path num_prompts split prompt_field chat chat_template_kwargs "
-    "num_spec_tokens max_new_tokens generation_config batch_sizes device tensor_parallel dtype kv_dtype "
+    "num_spec_tokens draft_lm_head max_new_tokens generation_config batch_sizes device tensor_parallel dtype kv_dtype "
     "attention cuda_graphs output as_json quiet",
     evaluate: "tasks study arms limit num_fewshot apply_chat_template data_path "
-    "confirm_run_unsafe_code model lora drafter chat_template_kwargs num_spec_tokens draft_sampling verification "
-    "seed n max_new_tokens generation_config max_batch_size "
+    "confirm_run_unsafe_code model lora drafter chat_template_kwargs num_spec_tokens draft_sampling draft_lm_head "
+    "verification seed n max_new_tokens generation_config max_batch_size "
     "max_prefill_tokens kv_memory device tensor_parallel dtype "
     "kv_dtype attention cuda_graphs gpu_memory_utilization prefix_cache log_samples output quiet",
     score: "model lora chat_template_kwargs dataset data_path num_prompts split prompt_field chat shard "
@@ -209,11 +209,11 @@ NAMES = {
     kernels.kernels: "num_seqs max_seq_lens num_heads num_kv_heads head_dim latents num_spec_tokens page_size repeats "
     "dtype kv_dtype device output as_json quiet",
     tune: "batch k drafter_batch attention cuda_graphs repeats precision budget dry_run model lora drafter dataset "
-    "data_path num_prompts split prompt_field chat prompt_tokens chat_template_kwargs synthetic_acceptance output_lens "
-    "max_new_tokens generation_config max_prefill_tokens "
+    "data_path num_prompts split prompt_field chat prompt_tokens chat_template_kwargs draft_lm_head "
+    "synthetic_acceptance output_lens max_new_tokens generation_config max_prefill_tokens "
     "device tensor_parallel dtype kv_dtype gpu_memory_utilization output as_json quiet",
-    step.step: "batch_sizes prompt_tokens model drafter num_spec_tokens drafter_batch max_prefill_tokens device "
-    "tensor_parallel dtype kv_dtype attention cuda_graphs output as_json quiet",
+    step.step: "batch_sizes prompt_tokens model drafter num_spec_tokens drafter_batch draft_lm_head max_prefill_tokens "
+    "device tensor_parallel dtype kv_dtype attention cuda_graphs output as_json quiet",
 }
 
 

@@ -209,6 +209,14 @@ def test_every_kind_of_head_leaves_the_distribution_of_plain_sampling(
 
 
 @pytest.mark.slow
+def test_drafts_of_an_output_layer_in_fp8_leave_the_distribution_of_plain_sampling(small_pair: Pair) -> None:
+    pair = load_pair(small_pair.path, fp8_output=True)
+    values, accepted = p_values(pair, FILTERS["plain"], draft_sampling="probabilistic")
+    assert min(values) > 1e-4, values
+    assert accepted == {(3, 0), (3, 1), (3, 2), (3, 3)}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "all", "penalised", "constrained"])
 def test_ngram_drafts_leave_the_distribution_of_plain_sampling(small_pair: Pair, name: str) -> None:
     """Steps with drafts, up to the end of a text, and steps without, where the bonus token is the first."""

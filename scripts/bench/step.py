@@ -532,7 +532,7 @@ def step(
     engine: Annotated[
         EngineConfig,
         Only(
-            f"model drafter num_spec_tokens drafter_batch max_prefill_tokens {ON_A_DEVICE}",
+            f"model drafter num_spec_tokens drafter_batch draft_lm_head max_prefill_tokens {ON_A_DEVICE}",
             {"max_prefill_tokens": 8192, "num_spec_tokens": _STEP_K},
         ),
     ],

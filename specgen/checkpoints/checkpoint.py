@@ -4,6 +4,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -165,13 +166,17 @@ def load_target(
         return build_target(target_config(checkpoint), reader)
 
 
-def load_drafter(checkpoint: Checkpoint, target: Target) -> Head:
+def load_drafter(checkpoint: Checkpoint, target: Target, fp8_output: bool = False) -> Head:
     """The head on the device and in the dtype of its target, or the share of that one's rank.
 
-    ``UserError`` also where the two do not fit.
+    With ``fp8_output`` its logits, and with them the probabilities of sampled drafts, are those of a copy of its output
+    layer in FP8; of the target's, where it has none, beside that one. ``UserError`` also where the two do not fit.
     """
     ranks = target.vocabulary.ops.ranks
-    config = _fitting_config(checkpoint, target.config, ranks.size)
+    config = fitting_config(checkpoint, target.config, ranks.size, fp8_output)
+    if fp8_output and not config.own_lm_head:
+        whole: Any = target
+        target = replace(whole, vocabulary=target.vocabulary.in_fp8())
     ids = draft_to_target(checkpoint, config)
     if target.device.type != "meta":  # a pair without weights still knows its vocabularies
         ids = ids.to(target.device)
@@ -186,14 +191,16 @@ def load_drafter(checkpoint: Checkpoint, target: Target) -> Head:
         return build_head(config, reader, target, ids)
 
 
-def check_fit(target: Checkpoint, head: Checkpoint) -> None:
+def check_fit(target: Checkpoint, head: Checkpoint, fp8_output: bool = False) -> None:
     """``UserError`` where ``head`` does not fit ``target``, from their headers."""
-    _fitting_config(head, target_config(target))
+    fitting_config(head, target_config(target), 1, fp8_output)
 
 
-def _fitting_config(checkpoint: Checkpoint, target: TargetConfig, num_ranks: int = 1) -> HeadConfig:
-    """Of the whole head; ``target`` is one of so many shares."""
-    config = drafter_config(checkpoint, target.num_layers).over(target)
+def fitting_config(
+    checkpoint: Checkpoint, target: TargetConfig, num_ranks: int, fp8_output: bool
+) -> HeadConfig:
+    """Of the whole head; ``target`` is one of so many shares. ``UserError`` where they do not fit."""
+    config = replace(drafter_config(checkpoint, target.num_layers).over(target), fp8_output=fp8_output)
     for reason in misfits(target, config.shared(num_ranks)):
         raise UserError(f"{checkpoint.name} cannot draft for this target: {reason}")
     return config
@@ -215,13 +222,14 @@ def build_target(config: TargetConfig, reader: TensorReader) -> Target:
 def build_head(config: HeadConfig, reader: TensorReader, target: Target, draft_to_target: Tensor) -> Head:
     """The head of ``config`` from the tensors of ``reader``, or a rank's share; ``UserError`` for unused ones."""
     if isinstance(config, DraftModelConfig):  # whole on every rank
-        alone = replace(reader, ranks=SINGLE_RANK)
+        alone = replace(reader, ranks=SINGLE_RANK, fp8_output=config.fp8_output)
         ops = bind_ops(reader.device, reader.dtype, SINGLE_RANK)
         return DraftModel.over(config, build_target(config.model, alone), draft_to_target, ops)
     family, ranks = HEAD_FAMILIES[config.family], reader.ranks
     if config.num_shares(ranks.size) == 1:
         ranks = SINGLE_RANK
-    reader, config = replace(reader, fp8=config.fp8, share=_share(config, ranks)), config.shared(ranks.size)
+    reader = replace(reader, fp8=config.fp8, fp8_output=config.fp8_output, share=_share(config, ranks))
+    config = config.shared(ranks.size)
     ops = bind_ops(reader.device, reader.dtype, ranks)
     head = family.build(config, reader, target, draft_to_target, ops)
     reader.finish(family.ignored)

@@ -18,6 +18,7 @@ from specgen.config import UserError, require, shown
 from specgen.device import SINGLE_RANK, Ranks
 from specgen.models.fp8_config import Fp8Config
 from specgen.models.loader import Arrange
+from specgen.ops.fp8 import in_fp8
 from specgen.ops.weight import GROUP, Weight
 from specgen.storage import file_state
 
@@ -159,6 +160,7 @@ class TensorReader:
     dtype: torch.dtype
     device: torch.device
     fp8: Fp8Config | None = None  # of linear layers stored as e4m3
+    fp8_output: bool = False  # whether output layers are copied to e4m3, if they are not stored so
     ranks: Ranks = SINGLE_RANK  # that hold a target together
     share: RankShare | None = None  # of this rank; None: everything
     upload: Upload | None = None  # to a GPU
@@ -174,6 +176,14 @@ class TensorReader:
             biases = [self(f"{name}.bias", (n,)) for name, n in num_out.items()]
             weights = [replace(weight, bias=each) for weight, each in zip(weights, biases, strict=True)]
         return Weight.joined(weights)
+
+    def output(self, name: str, num_out: int, num_in: int, tied: Tensor | None = None) -> Weight:
+        weight = self.linear({name: num_out}, num_in) if tied is None else Weight(data=tied)
+        if not self.fp8_output or weight.format == "fp8":
+            return weight
+        copy = in_fp8(weight)
+        self.taken[f"{name}.weight"] = copy.num_bytes
+        return copy
 
     def flat(self, name: str, length: int) -> Tensor:
         info = self.checkpoint.tensors.get(name)

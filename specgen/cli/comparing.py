@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from specgen.report.references import Reference
 
 _ENGINE = Only(
-    "generation_config model lora chat_template_kwargs num_spec_tokens drafter_batch draft_sampling verification "
-    f"max_batch_size max_prefill_tokens kv_memory {ON_A_DEVICE} gpu_memory_utilization prefix_cache",
+    "generation_config model lora chat_template_kwargs num_spec_tokens drafter_batch draft_sampling draft_lm_head "
+    f"verification max_batch_size max_prefill_tokens kv_memory {ON_A_DEVICE} gpu_memory_utilization prefix_cache",
     {"drafter": "ngram"},  # each of --drafter takes its place
 )
 _OF_READING = {"directories", "against", "export", "as_json"}

@@ -48,8 +48,8 @@ _TASKS = typer.Argument(
 )
 _RUNS = typer.Argument(help="Finished runs of `specgen generate` of one target.", show_default=False)
 _ENGINE = Only(
-    "generation_config model lora drafter chat_template_kwargs num_spec_tokens draft_sampling verification "
-    f"max_prefill_tokens kv_memory {ON_A_DEVICE} gpu_memory_utilization prefix_cache"
+    "generation_config model lora drafter chat_template_kwargs num_spec_tokens draft_sampling draft_lm_head "
+    f"verification max_prefill_tokens kv_memory {ON_A_DEVICE} gpu_memory_utilization prefix_cache"
 )
 
 
@@ -143,7 +143,7 @@ def verify(
     engine: Annotated[
         EngineConfig,
         Only(
-            f"generation_config model lora drafter chat_template_kwargs num_spec_tokens {ON_A_DEVICE}",
+            f"generation_config model lora drafter chat_template_kwargs num_spec_tokens draft_lm_head {ON_A_DEVICE}",
             drafts=True,
         ),
     ],

@@ -98,8 +98,9 @@ _TUNED = option(
 
 _JOB = Only(
     "batches draft_lengths drafter_batches attentions graphs repeats precision budget model lora drafter dataset "
-    "data_path num_prompts split prompt_field chat prompt_tokens chat_template_kwargs synthetic output_lens "
-    "max_new_tokens generation_config max_prefill_tokens device tensor_parallel dtype kv_dtype gpu_memory_utilization",
+    "data_path num_prompts split prompt_field chat prompt_tokens chat_template_kwargs draft_lm_head synthetic "
+    "output_lens max_new_tokens generation_config max_prefill_tokens device tensor_parallel dtype kv_dtype "
+    "gpu_memory_utilization",
     {"max_prefill_tokens": 8192, "num_prompts": _NUM_PROMPTS},  # as in a server
 )
 

@@ -12,7 +12,7 @@ import typer
 from specgen.cli.comparing import print_comparison
 from specgen.cli.options import AS_JSON, with_options
 from specgen.cli.printing import print_found, print_notes_and_exit, print_parts
-from specgen.config import FormatName, KVDtypeName, option, parse_bytes, require
+from specgen.config import DraftLmHeadName, FormatName, KVDtypeName, option, parse_bytes, require
 from specgen.config.bundled import pair
 from specgen.config.urls import Url, location
 from specgen.jobs.job import FORMAT
@@ -226,6 +226,9 @@ def inspect(
     tensor_parallel: int = option(
         1, None, "GPUs of that plan that share the target, as for `specgen generate`."
     ),
+    draft_lm_head: DraftLmHeadName = option(
+        "model", None, "The output layer of drafts in that plan, as for `specgen generate`."
+    ),
     as_json: bool = _AS_JSON,
 ) -> None:
     """Say what a checkpoint is, how it is read, and whether target and head fit."""
@@ -234,7 +237,11 @@ def inspect(
 
     total = None if gpu is None else parse_bytes(gpu, "gpu")
     require(total is None or total >= 1 << 20, f"gpu is {gpu} bytes: add the unit, such as --gpu 80GiB")
-    of_plan = (("kv-dtype", kv_dtype == "auto", "the"), ("tensor-parallel", tensor_parallel == 1, "a"))
+    of_plan = (
+        ("kv-dtype", kv_dtype == "auto", "the"),
+        ("tensor-parallel", tensor_parallel == 1, "a"),
+        ("draft-lm-head", draft_lm_head == "model", "the"),
+    )
     for name, is_default, which in of_plan:
         require(
             gpu is not None or is_default,
@@ -247,7 +254,7 @@ def inspect(
     if total is not None and not description.misfits:
         from specgen.engine.memory_plan import memory_plans, of_plans
 
-        plans = memory_plans(*description.pair(), total, kv_dtype, tensor_parallel)
+        plans = memory_plans(*description.pair(), total, kv_dtype, tensor_parallel, draft_lm_head)
         document["memory_plan"] = [plan.to_json() for plan in plans]
         parts = [*of_plans(plans)]
     if as_json:

@@ -30,6 +30,7 @@ VERSION = "0.1.0"  # of specgen
 
 DrafterBatchName = Literal["padded", "non-padded"]
 DraftSamplingName = Literal["greedy", "probabilistic"]
+DraftLmHeadName = Literal["model", "fp8"]
 VerificationName = Literal["token", "block"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 KVDtypeName = Literal["auto", "model", "fp8"]
@@ -267,6 +268,13 @@ class EngineConfig:
         "Speculation",
         "A head's drafts by argmax, or sampled at the temperature; the distribution of the text is the same.",
     )
+    draft_lm_head: DraftLmHeadName = option(
+        "model",
+        "Speculation",
+        "The output layer that a head or a draft model drafts with. model: as it verifies or was trained, in --dtype; "
+        "fp8: a copy in FP8 (e4m3), made when it is loaded, of which a draft reads half as much. The text is the same; "
+        "a few other drafts are accepted.",
+    )
     verification: VerificationName = option(
         "token",
         "Speculation",
@@ -392,7 +400,8 @@ class EngineConfig:
     @property
     def formats(self) -> str:
         """The number formats of a resolved configuration, as a report names them."""
-        return self.dtype + (" with an FP8 KV cache" if self.kv_dtype == "fp8" else "")
+        drafts = ", drafts by an FP8 lm_head" if self.head and self.draft_lm_head == "fp8" else ""
+        return self.dtype + (" with an FP8 KV cache" if self.kv_dtype == "fp8" else "") + drafts
 
     def plain(self) -> Self:
         """The same without speculation."""
@@ -401,8 +410,8 @@ class EngineConfig:
     def to_json(self) -> dict[str, Any]:
         """For a manifest, with the draft length in two fields and the template's names as an object.
 
-        A KV cache in the model's format, verification by token and one GPU are not named, so that a run of an earlier
-        version goes on.
+        A KV cache and drafts in the model's format, verification by token and one GPU are not named, so that a run of
+        an earlier version goes on.
         """
         length, fields = self.draft_length, asdict(self)
         del fields["generation_config"]  # what it does is in the sampling parameters
@@ -410,6 +419,8 @@ class EngineConfig:
             del fields["synthetic_acceptance"]
         if self.kv_dtype != "fp8":
             del fields["kv_dtype"]
+        if self.draft_lm_head == "model":
+            del fields["draft_lm_head"]
         if self.verification == "token":
             del fields["verification"]
         if self.lora is None:

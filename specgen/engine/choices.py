@@ -331,6 +331,7 @@ def gemm_modules(config: EngineConfig, checkpoints: Checkpoints) -> list[Module]
         return []
     layers = target_config(checkpoints["model"]).shared(config.tensor_parallel)
     in_fp8 = layers.fp8 is not None and layers.fp8.activations != "group"
+    in_fp8 |= config.head is not None and config.draft_lm_head == "fp8"
     found = [*hopper_linear.modules("bf16"), *(hopper_linear.modules("fp8") if in_fp8 else ())]
     in_blocks = layers.fp8 is not None and layers.fp8.activations == "group"
     rows = max(config.max_prefill_tokens, config.max_batch_size * (config.draft_length.most + 1))

@@ -140,13 +140,13 @@ def _load(
     dtype, tokenizer = DTYPES[config.dtype], load_chat_tokenizer(config, checkpoints)
     target, head = load_target(checkpoints["model"], dtype, device, ranks), None
     if config.head is not None:
-        head = _drafting(checkpoints["drafter"], target, tokenizer)
+        head = _drafting(checkpoints["drafter"], target, tokenizer, config)
     return Models(target=target, head=head, tokenizer=tokenizer, checkpoints=checkpoints, peers=peers)
 
 
-def _drafting(checkpoint: Checkpoint, target: Target, tokenizer: Tokenizer) -> Head:
+def _drafting(checkpoint: Checkpoint, target: Target, tokenizer: Tokenizer, config: EngineConfig) -> Head:
     """The head of ``checkpoint``, or the draft model, whose tokens must be those of ``tokenizer``."""
-    head = load_drafter(checkpoint, target)
+    head = load_drafter(checkpoint, target, config.draft_lm_head == "fp8")
     if head.config.is_model:
         reason = tokenizer.difference(load_tokenizer(str(checkpoint.path)))
         require(reason is None, f"{checkpoint.name} cannot draft for this target: {reason}")
@@ -174,12 +174,14 @@ def over_target(models: Models, config: EngineConfig, checkpoints: Checkpoints) 
             + ": use the same, or make the engine without models, which loads them",
         )
     if config.head is not None and (
-        models.head is None or _head_of(models.checkpoints) != _head_of(checkpoints)
+        models.head is None
+        or _head_of(models.checkpoints) != _head_of(checkpoints)
+        or models.head.config.fp8_output != (config.draft_lm_head == "fp8")
     ):
         if config.head != MTP and models.peers.ranks.rank == 0:
             _note_unread(checkpoints["drafter"])
         with models.peers.loading(config):
-            head = _drafting(checkpoints["drafter"], target, models.tokenizer)
+            head = _drafting(checkpoints["drafter"], target, models.tokenizer, config)
         models = replace(models, head=head, checkpoints=checkpoints)
     if models.tokenizer.template_kwargs == config.template_kwargs:
         return models
@@ -198,18 +200,19 @@ class OneTarget:
 
     first: Callable[[EngineConfig, Checkpoints], Models] = load_models  # loads the target, with a head
     _first: Models | None = None
-    _with_head: dict[str, Models] = field(default_factory=dict)
+    _with_head: dict[tuple[str | None, str], Models] = field(default_factory=dict)
 
     def load(self, config: EngineConfig, checkpoints: Checkpoints) -> Models:
         """As ``load_models``, for configurations of one model, device and number format."""
+        head = config.head, config.draft_lm_head
         if self._first is None:
             self._first = self.first(config, checkpoints)
             models = self._first
         else:
-            models = over_target(self._with_head.get(str(config.head), self._first), config, checkpoints)
+            models = over_target(self._with_head.get(head, self._first), config, checkpoints)
         if config.head is None:
             return replace(models, head=None, checkpoints=checkpoints)
         kept = self._with_head.items()
         self._with_head = {name: each for name, each in kept if each.checkpoints["drafter"].path.exists()}
-        self._with_head[config.head] = models
+        self._with_head[head] = models
         return models

@@ -10,9 +10,9 @@ import torch
 
 from specgen.attention.planning import DECODE_BYTES
 from specgen.attention.trtllm import TrtllmBackend
-from specgen.checkpoints.checkpoint import build_head, build_target, drafter_config, target_config
+from specgen.checkpoints.checkpoint import build_head, build_target, fitting_config, target_config
 from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
-from specgen.config import LARGEST_AUTOMATON, EngineConfig, KVDtypeName
+from specgen.config import LARGEST_AUTOMATON, DraftLmHeadName, EngineConfig, KVDtypeName
 from specgen.decoding.automaton_tables import table_bytes
 from specgen.device import Ranks
 from specgen.engine.build import num_state_slots, state_bytes
@@ -20,7 +20,7 @@ from specgen.engine.choices import DTYPES, choose_kv_dtype
 from specgen.engine.loading import open_checkpoints
 from specgen.engine.page_budget import PageBudget
 from specgen.models.model_config import HeadConfig, TargetConfig
-from specgen.models.protocols import no_target
+from specgen.models.protocols import Target, no_target
 from specgen.report.display import count
 from specgen.report.table import Column, Table
 from specgen.report.terminal import Part
@@ -161,7 +161,12 @@ def _of_heads(model: TargetConfig) -> int:
 
 
 def memory_plans(
-    model: str, drafter: str | None, total: int, kv_dtype: KVDtypeName = "auto", tensor_parallel: int = 1
+    model: str,
+    drafter: str | None,
+    total: int,
+    kv_dtype: KVDtypeName = "auto",
+    tensor_parallel: int = 1,
+    draft_lm_head: DraftLmHeadName = "model",
 ) -> tuple[MemoryPlan, ...]:
     """The plans by K on a GPU of ``total`` bytes, else as by default; without ``drafter`` that of plain decoding.
 
@@ -169,7 +174,7 @@ def memory_plans(
     target that they cannot share.
     """
     lengths = _LENGTHS if drafter is not None else _LENGTHS[:1]
-    configs = [_config(model, drafter, k) for k in lengths]
+    configs = [replace(_config(model, drafter, k), draft_lm_head=draft_lm_head) for k in lengths]
     checkpoints = open_checkpoints(configs[-1])
     kv_dtype = choose_kv_dtype(kv_dtype, checkpoints["model"])
     configs = [replace(config, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel) for config in configs]
@@ -180,7 +185,7 @@ def memory_plans(
             config=config,
             total=total,
             weights=weights + (head[1] if head is not None and config.head is not None else 0),
-            target=target,
+            target=target.config,
             head=None if head is None else head[0],
         )
         for config in configs
@@ -198,21 +203,21 @@ def _config(model: str, drafter: str | None, num_spec_tokens: int) -> EngineConf
     )
 
 
-def _target(checkpoint: Checkpoint, config: EngineConfig) -> tuple[TargetConfig, int]:
-    """The config of a target, or a rank's share, and the bytes of its weights as loaded, from its files' headers."""
-    ranks = Ranks(size=config.tensor_parallel)
-    reader, known = replace(_reader(checkpoint, config), ranks=ranks), target_config(checkpoint)
-    build_target(known, reader)
-    return known.shared(ranks.size), sum(reader.taken.values())
+def _target(checkpoint: Checkpoint, config: EngineConfig) -> tuple[Target, int]:
+    """The outline of a target, or a rank's share, and the bytes of its weights as loaded, from its files' headers."""
+    reader = replace(_reader(checkpoint, config), ranks=Ranks(size=config.tensor_parallel))
+    return build_target(target_config(checkpoint), reader), sum(reader.taken.values())
 
 
-def _head(checkpoint: Checkpoint, config: EngineConfig, target: TargetConfig) -> tuple[HeadConfig, int]:
-    """The same of a head, which may have the target's embedding for its own."""
+def _head(checkpoint: Checkpoint, config: EngineConfig, target: Target) -> tuple[HeadConfig, int]:
+    """The config of a head, and such bytes of its own, a copy of the target's output weights among them."""
     ranks, nothing = Ranks(size=config.tensor_parallel), torch.empty(0, device=_META)
     reader = replace(_reader(checkpoint, config), ranks=ranks)
-    known = drafter_config(checkpoint, target.num_layers)
+    known = fitting_config(checkpoint, target.config, ranks.size, config.draft_lm_head == "fp8")
     build_head(known, reader, no_target(), nothing)
-    return known.shared(ranks.size), sum(reader.taken.values())
+    copy = target.vocabulary.in_fp8()
+    copied = known.fp8_output and not known.own_lm_head and copy is not target.vocabulary
+    return known.shared(ranks.size), sum(reader.taken.values()) + copied * copy.weight.num_bytes
 
 
 def _reader(checkpoint: Checkpoint, config: EngineConfig) -> TensorReader:

@@ -175,23 +175,21 @@ class StepBytes:
         head's has in any case.
         """
         target, width = models.target.config, models.target.dtype.itemsize
-        meta, vocabulary = torch.device("meta"), models.target.vocabulary
+        meta, ranks = torch.device("meta"), models.target.vocabulary.ops.ranks
         readers = {
-            role: TensorReader(
-                checkpoint=checkpoint, dtype=models.target.dtype, device=meta, ranks=vocabulary.ops.ranks
-            )
+            role: TensorReader(checkpoint=checkpoint, dtype=models.target.dtype, device=meta, ranks=ranks)
             for role, checkpoint in models.checkpoints.items()
         }
-        build_target(target_config(models.checkpoints["model"]), readers["model"])
+        outline = build_target(target_config(models.checkpoints["model"]), readers["model"])
+        lm_head = outline.vocabulary.weight.num_bytes
         experts = ExpertSize.of(target, width)
-        lm_head = len(vocabulary.rows) * target.hidden_size * width
         sizes = cls(
             target=_read_whole(readers["model"])
             + lm_head * target.tied_embeddings
             - (experts.total_bytes if experts else 0),
             target_kv=KVBytes.of(target, kv_width or width),
             target_states=0 if target.state_spec is None else 2 * target.state_spec.num_bytes,
-            logits=len(vocabulary.rows) * width,
+            logits=len(outline.vocabulary.rows) * width,
             lm_head=lm_head,
             bytes_per_value=width,
             experts=experts,
@@ -200,7 +198,10 @@ class StepBytes:
             return sizes
         head, drafter = models.head.config, readers["drafter"]
         whole = drafter_config(models.checkpoints["drafter"], target.num_layers)
+        whole = replace(whole, fp8_output=head.fp8_output)
         build_head(whole, drafter, models.target, models.head.draft_to_target)
+        if head.fp8_output:
+            lm_head = outline.vocabulary.in_fp8().weight.num_bytes
         fused = 0 if head.fc_each_pass else _bytes(drafter, "fc.weight")
         borrowed = 0 if _bytes(drafter, "lm_head.weight", "shared_head.head.weight") else lm_head
         if isinstance(head, AssistantConfig):  # its output weights are its embedding

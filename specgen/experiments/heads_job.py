@@ -110,7 +110,7 @@ class HeadsJob:
         """The drafter's fingerprint, as in the manifest of its run."""
         checkpoints = open_checkpoints(config)
         if config.head is not None:
-            check_fit(checkpoints["model"], checkpoints["drafter"])
+            check_fit(checkpoints["model"], checkpoints["drafter"], config.draft_lm_head == "fp8")
         resolve(config, checkpoints)
         return str(config.drafter) if config.head is None else fingerprint(checkpoints["drafter"])
 

@@ -336,6 +336,7 @@ def command(arm: Arm, engine: EngineConfig, workload: Workload) -> str:
         "--max-batch-size": config.max_batch_size,
         "--num-spec-tokens": length.kind if length.auto else length.most,
         "--drafter-batch": None if config.head is None else config.drafter_batch,
+        "--draft-lm-head": "fp8" if config.head and config.draft_lm_head == "fp8" else None,
         "--max-new-tokens": workload.max_new_tokens if workload.output_lens == "fixed" else None,
     }
     defaults = {each.name: each.default for each in fields(EngineConfig)}

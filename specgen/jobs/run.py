@@ -311,6 +311,7 @@ class _Work:
             "drafter": from_here(str(config.drafter)) if drafts else "none (plain decoding)",
             "draft tokens (K)": str(config.draft_length),
             "drafter batch": None if config.head is None else config.drafter_batch,
+            "draft lm_head": "a copy in FP8" if config.head and config.draft_lm_head == "fp8" else None,
             "draft sampling": None if config.draft_sampling == "greedy" else config.draft_sampling,
             "verification": None if config.verification == "token" else f"by {config.verification}",
             "data": f"{job.data.dataset}, {several(self.index.num_prompts, 'prompt')}",
@@ -535,8 +536,9 @@ def without_effect(job: Job, index: PromptIndex) -> Iterator[str]:
     """A sentence on options of ``job`` that change nothing, if there are any."""
     asked, drafts = job.sampling, job.engine
     sampled = drafts.draft_sampling == "probabilistic"
-    if sampled and drafts.head is None:
-        yield "draft-sampling changes nothing without a head that drafts: leave it out"
+    of_heads = {"draft-sampling": sampled, "draft-lm-head": drafts.draft_lm_head == "fp8"}
+    for name in (name for name, given in of_heads.items() if given and drafts.head is None):
+        yield f"{name} changes nothing without a head that drafts: leave it out"
     if drafts.verification == "block" and not (sampled and drafts.head):
         yield (
             "verification block accepts no more than token where drafts are chosen outright: set --draft-sampling "

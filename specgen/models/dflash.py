@@ -563,7 +563,7 @@ class DFlashHead(Head):
             "mask_embedding": load(MASK_TENSOR, (hidden,)) if config.own_mask else None,
             "fc": ops.linear(load.linear({"fc": hidden}, len(config.aux_layers) * config.target_hidden_size)),
             "hidden_norm": load_norm(config, "hidden_norm", hidden, load, ops),
-            "lm_head": ops.linear(load.linear({"lm_head": config.draft_vocab_size}, hidden))
+            "lm_head": ops.linear(load.output("lm_head", config.draft_vocab_size, hidden))
             if config.own_lm_head
             else logits_of(target),
             "one_pass": OnePass(mask_token_id=config.mask_token_id, first=0),

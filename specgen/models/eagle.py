@@ -274,7 +274,7 @@ class Eagle3Head(Head):
             ),
             layers=HeadLayers.build(config, prefixes, 2 * hidden, load, ops),
             norm=load_norm(config, f"{root}norm", hidden, load, ops),
-            lm_head=ops.linear(load.linear({"lm_head": config.draft_vocab_size}, hidden)),
+            lm_head=ops.linear(load.output("lm_head", config.draft_vocab_size, hidden)),
             **cls.common(config, draft_to_target, ops),
         )
         if config.mask_token_id is None:

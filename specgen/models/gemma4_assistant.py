@@ -22,9 +22,9 @@ from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.protocols import Head, Target
 from specgen.models.rotary import rope_of
 from specgen.ops import Map, Norm, Ops, Rope, Store
-from specgen.ops.weight import Weight
 
 NOT_ASSISTANT = "no pre_projection.weight: the checkpoint is not an assistant of Gemma 4 either"
+_TABLE = "model.embed_tokens"
 TOKEN_ORDERING = "masked_embedding.token_ordering"
 ASSISTANT_IGNORED = frozenset({TOKEN_ORDERING, "lm_head.weight"})  # read as the vocabulary map; tied
 # Where a row stands, from the newest position that is stored: transformers, which is Google's own code, rotates queries
@@ -107,6 +107,11 @@ class AssistantConfig(Gemma4Layers, HeadConfig):
         )
 
     def misfits(self, target: TargetConfig) -> tuple[str, ...]:
+        if self.fp8_output and self.num_centroids:
+            return (
+                f"draft-lm-head is fp8, but a draft reads only {self.output_share:.1%} of its output weights: "
+                "leave it out",
+            )
         if not isinstance(target, Gemma4Config):
             return (
                 f"it reads what layers of a Gemma 4 store, and the target is a {target.architecture}: use its own",
@@ -163,10 +168,9 @@ class OrderedOutput:
     weight: Tensor  # [V, H], in the order of the drafts
 
     @classmethod
-    def build(
-        cls, config: AssistantConfig, table: Tensor, order: Tensor, load: Loader, ops: Ops
-    ) -> "OrderedOutput":
-        """``order`` [V] are the tokens of ``table`` [V, H], group by group."""
+    def build(cls, config: AssistantConfig, order: Tensor, load: Loader, ops: Ops) -> "OrderedOutput":
+        """``order`` [V] are the tokens of the embedding [V, H], group by group."""
+        table = load(f"{_TABLE}.weight", (config.vocab_size, config.hidden_size))
         names = {"masked_embedding.centroids": config.num_centroids}
         return cls(
             centroids=ops.linear(load.linear(names, config.hidden_size)),
@@ -204,7 +208,6 @@ class AssistantHead(Head):
     ) -> "AssistantHead":
         """Load every tensor of the head; ``target`` is a Gemma 4."""
         hidden, wide, device = config.hidden_size, config.target_hidden_size, draft_to_target.device
-        table = load("model.embed_tokens.weight", (config.vocab_size, hidden))
         turned = _ahead(rope_of(config.global_rope, config.global_kv_heads[1], ops, device))
         common: dict[str, Any] = cls.common(config, draft_to_target, ops)
         layers = [_reading(config, index, cast(Gemma4, target), turned) for index in range(config.num_layers)]
@@ -218,9 +221,9 @@ class AssistantHead(Head):
             ),
             norm=load_norm(config, "model.norm", hidden, load, ops),
             leave=ops.linear(load.linear({"post_projection": wide}, hidden)),
-            output=OrderedOutput.build(config, table, draft_to_target, load, ops)
+            output=OrderedOutput.build(config, draft_to_target, load, ops)
             if config.num_centroids
-            else ops.linear(Weight(data=table)),
+            else ops.linear(load.output(_TABLE, config.vocab_size, hidden)),
             **common | {"rope": _ahead(common["rope"])},
         )
 

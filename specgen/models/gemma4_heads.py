@@ -226,7 +226,7 @@ class Gemma4EagleHead(Head):
             block=Gemma4Block.build(config, 0, prefix, layer, load, ops, 2 * hidden),
             stored=projection(config, 0, f"{prefix}self_attn.", 2 * hidden, 0, load, ops),
             norm=load_norm(config, "norm", hidden, load, ops),
-            lm_head=ops.linear(load.linear({"lm_head": config.draft_vocab_size}, hidden))
+            lm_head=ops.linear(load.output("lm_head", config.draft_vocab_size, hidden))
             if config.own_lm_head
             else logits_of(target),
             **cls.common(config, draft_to_target, ops),

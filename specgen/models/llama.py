@@ -15,6 +15,7 @@ from specgen.models.loader import Loader
 from specgen.models.model_config import TargetConfig
 from specgen.models.rotary import rope_of
 from specgen.ops import Map, Norm, Ops, Rope
+from specgen.ops.fp8 import in_fp8
 from specgen.ops.weight import Weight
 
 _ALIGNED = 128  # rows that kernels take at once, or that share a scale in FP8
@@ -41,6 +42,8 @@ class Vocabulary:
     """``lm_head``, split over the ranks by token."""
 
     lm_head: Map  # [n, H] -> [n, len(rows)]
+    weight: Weight  # that of ``lm_head``; on a GPU the one that it reads
+    cap: float | None = None  # of the logits, by tanh
     size: int  # V
     rows: range  # that this rank has
     ops: Ops
@@ -49,20 +52,23 @@ class Vocabulary:
     def build(cls, config: TargetConfig, embedding: Tensor, load: Loader, ops: Ops) -> "Vocabulary":
         """Load ``lm_head``; if it is tied, it is the rows of ``embedding`` [V, H]."""
         rows = rows_of(config.vocab_size, ops.ranks.rank, ops.ranks.size)
-        if config.tied_embeddings:
-            weight = Weight(data=embedding[rows.start : rows.stop])
-        else:
-            weight = load.linear({"lm_head": len(rows)}, config.hidden_size)
-        return cls(lm_head=ops.linear(weight), size=config.vocab_size, rows=rows, ops=ops)
+        tied = embedding[rows.start : rows.stop] if config.tied_embeddings else None
+        weight = load.output("lm_head", len(rows), config.hidden_size, tied)
+        return cls(lm_head=ops.linear(weight), weight=weight, size=config.vocab_size, rows=rows, ops=ops)
 
     def capped(self, cap: float | None) -> "Vocabulary":
         """The same with logits between ``-cap`` and ``cap``, by tanh."""
-        plain = self.lm_head
-        return self if cap is None else replace(self, lm_head=lambda x: (plain(x) / cap).tanh() * cap)
+        return replace(self, cap=cap)
+
+    def in_fp8(self) -> "Vocabulary":
+        """The same by a copy of the weight in FP8, for drafts; itself where the weight is in FP8."""
+        copy = in_fp8(self.weight)
+        return self if copy is self.weight else replace(self, lm_head=self.ops.linear(copy), weight=copy)
 
     def share(self, hidden: Tensor) -> Tensor:
         """This rank's logits [n, len(rows)] of hidden states [n, H]."""
-        return self.lm_head(hidden)
+        logits = self.lm_head(hidden)
+        return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
 
     def whole(self, share: Tensor) -> Tensor:
         """Logits [..., V] from every rank's [..., len(rows)]."""

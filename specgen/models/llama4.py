@@ -356,7 +356,6 @@ class EagleLlama4Head(Head):
         read: Any = _PairsAsHalves(load, config.head_dim, (True,) * config.num_layers)
         plain = HeadLayers.build(replace(config, qk_norm=False), prefixes, hidden, read, ops)
         norm = load_norm(config, "norm", hidden, load, ops)
-        own = {"lm_head": config.draft_vocab_size}
         return cls(
             config=config,
             embedding=table,
@@ -368,7 +367,9 @@ class EagleLlama4Head(Head):
                 kv_proj=_unit_norm(config, plain.kv_proj, table, ops) if config.qk_norm else plain.kv_proj,
             ),
             norm=norm,
-            lm_head=ops.linear(load.linear(own, hidden)) if config.own_lm_head else logits_of(target),
+            lm_head=ops.linear(load.output("lm_head", config.draft_vocab_size, hidden))
+            if config.own_lm_head
+            else logits_of(target),
             **cls.common(config, draft_to_target, ops),
         )
 

@@ -155,7 +155,7 @@ class MtpLayer:
             input_norm=load_norm(config, f"{names.block}input_layernorm", hidden, load, ops, scale),
             block=block,
             norm=load_norm(config, names.norm, hidden, load, ops),
-            logits=ops.linear(load.linear({names.lm_head: config.vocab_size}, hidden))
+            logits=ops.linear(load.output(names.lm_head, config.vocab_size, hidden))
             if own
             else logits_of(target),
         )

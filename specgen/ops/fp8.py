@@ -14,6 +14,7 @@ from specgen.config import require
 from specgen.ops.weight import GROUP, Weight
 
 LARGEST = 448.0  # of e4m3
+_ROWS = 4096  # that are in float32 at once, while a weight is copied
 _Map = Callable[[Tensor], Tensor]
 
 
@@ -22,6 +23,18 @@ def fp8_linear(weight: Weight, plain: Callable[[Weight], _Map]) -> _Map:
     bias = None if weight.bias is None else weight.bias.float()
     gemm, rounds = plain(Weight(data=dequantised(weight), bias=bias)), rounding(weight)
     return lambda x: gemm(rounds(x)).to(x.dtype)
+
+
+def in_fp8(weight: Weight) -> Weight:
+    """``weight`` [out, in] with a scale for each output, inputs rounded row by row; as it is if it is in FP8."""
+    if weight.format == "fp8":
+        return weight
+    data, scales = torch.empty_like(weight.matrix, dtype=torch.float8_e4m3fn), list[Tensor]()
+    for rows, place in zip(*(torch.split(each, _ROWS) for each in (weight.matrix, data)), strict=True):
+        wide = rows.float()
+        scales.append(_scale(wide))
+        place.copy_(_to_e4m3(wide, scales[-1]))
+    return Weight(data=data, scale=torch.cat(scales), bias=weight.bias, format="fp8", activations="token")
 
 
 def dequantised(weight: Weight) -> Tensor:
@@ -85,5 +98,9 @@ def _scale(x: Tensor) -> Tensor:
 
 def through_e4m3(x: Tensor, scale: Tensor) -> Tensor:
     """``x`` in float32 rounded to e4m3 with ``scale``, and times it again."""
+    return _to_e4m3(x, scale).float() * scale
+
+
+def _to_e4m3(x: Tensor, scale: Tensor) -> Tensor:
     # before torch 2.13 a cast makes NaN of what is beyond the range
-    return (x / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float() * scale
+    return (x / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
