@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench import draft_output
 from torch import Tensor
 
 from specgen.checkpoints.checkpoint import load_target, open_checkpoint
@@ -209,6 +210,15 @@ def test_a_run_says_so_and_has_the_baseline_s_texts(tmp_path: Path) -> None:
     assert json.loads((out / "manifest.json").read_text())["engine"]["draft_lm_head"] == "fp8"
     refusal = specgen("inspect", "--draft-lm-head", "fp8").exception
     assert str(refusal).startswith("--draft-lm-head requires --gpu: add it")
+
+
+@pytest.mark.scripts
+def test_the_script_times_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_output, "ROWS", (1, 3))
+    monkeypatch.setattr(draft_output, "num_layers", lambda *_: 2)
+    lines = [*draft_output.measured("256x64", CPU)]
+    assert [line[:2] for line in lines] == [("256x64", "1"), ("256x64", "3")]
+    assert all(float(line[2]) > 0 < float(line[3]) for line in lines)
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ class _Layer:
         require(
             any(not tile.rounds and tile.row_blocks == _MANY for tile in fitting),
             f"a weight in FP8 is [{out}, {width}]: kernels for GPUs need multiples of {64 * halves} and 128, use "
-            "--device cpu or plain weights",
+            "--device cpu or plain weights (--draft-lm-head model, if it is a copy for drafts)",
         )
         static = weight.static_scale
         scale = block_scales(weight.scale) if grouped else weight.scale.flatten()
