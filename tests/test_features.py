@@ -10,6 +10,7 @@ from datasets import load_from_disk
 from safetensors.torch import load_file
 from torch import Tensor
 
+from specgen.checkpoints.checkpoint import open_checkpoint
 from specgen.config.bundled import data_directory
 from specgen.jobs import features
 from tests.commands import printed, refused, specgen
@@ -72,6 +73,52 @@ def test_states_are_those_of_transformers_and_say_the_answers(run: Path, made: P
         torch.testing.assert_close(found["verifier_last_hidden_states"], expected[:, -1], atol=2e-4, rtol=0)
         said = model.lm_head(model.model.norm(found["verifier_last_hidden_states"])).argmax(-1)
         assert said[:-1][mask[1:]].tolist() == row["token_ids"]
+
+
+def as_specforge_reads(path: Path) -> list[dict[str, Tensor]]:
+    """All texts by the rules of its offline reader: every .ckpt below, by name, of which a kind of head takes some."""
+    found = []
+    for file in sorted(path.rglob("*.ckpt"), key=str):
+        raw = torch.load(file, weights_only=False, mmap=True)
+        ids, mask = (raw[name][:2048].unsqueeze(0) for name in ("input_ids", "loss_mask"))
+        assert ids.dtype == mask.dtype == torch.long
+        eagle3 = {
+            "target": raw["hidden_state"].squeeze(0)[:2048].unsqueeze(0),
+            "hidden_state": raw["aux_hidden_state"].squeeze(0)[:2048].unsqueeze(0),
+        }
+        dspark = {name: raw[name] for name in ("hidden_states", "target_last_hidden_states")}
+        assert {each.shape[:2] for each in (*eagle3.values(), *dspark.values())} == {ids.shape}
+        assert torch.equal(eagle3["hidden_state"], dspark["hidden_states"])
+        assert torch.equal(eagle3["target"], dspark["target_last_hidden_states"])
+        assert (mask[0, :-1] + mask[0, 1:] == 2).any(), "DFlash's refuses others"
+        found.append({"input_ids": ids, "loss_mask": mask, **eagle3})
+    return found
+
+
+@torch.inference_mode()
+def test_specforge_s_files_say_the_answers_by_the_output_weights_alone(
+    run: Path, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tensor is in a file once, and a folder has no more files than it may."""
+    monkeypatch.setattr(features, "_TOGETHER", 1)
+    path = run.with_name("for-specforge")
+    printed("features", run, "--device", "cpu", "--layout", "specforge", "--output", path)
+    files = sorted(each.relative_to(path).as_posix() for each in path.rglob("*.ckpt"))
+    rows = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
+    assert files == [f"rows_{number}-{number + 1}/data_{number}.ckpt" for number in range(len(rows))]
+    lm_head = open_checkpoint(str(TARGET)).read("model.embed_tokens.weight")  # tied
+    assert lm_head is not None
+    for number, (row, found) in enumerate(zip(rows, as_specforge_reads(path), strict=True)):
+        ids, mask = found["input_ids"][0], found["loss_mask"][0].bool()
+        assert ids[mask].tolist() == row["token_ids"]
+        said = (found["target"][0] @ lm_head.float().T).argmax(-1)
+        assert said[:-1][mask[1:]].tolist() == row["token_ids"]
+        theirs = as_its_trainer_reads(made, number)["hidden_states"]
+        torch.testing.assert_close(found["hidden_state"][0], theirs, atol=2e-4, rtol=0)
+        numbers = sum(found[name].nbytes for name in ("hidden_state", "target", "input_ids", "loss_mask"))
+        assert (path / files[number]).stat().st_size < numbers + 4096
+    with refused("differs in data.layout"):
+        printed("features", run, "--device", "cpu", "--output", path)
 
 
 def test_it_goes_on_with_what_is_missing(run: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:

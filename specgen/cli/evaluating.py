@@ -22,7 +22,7 @@ from specgen.cli.printing import (
     stoppable,
 )
 from specgen.cli.progress_bar import QUIET, progress
-from specgen.config import EngineConfig, SamplingParams, UserError, counts, option, require
+from specgen.config import EngineConfig, LayoutName, SamplingParams, UserError, counts, option, require
 from specgen.experiments.studies import (
     ALL_NAMED,
     OF_NGRAMS,
@@ -251,6 +251,9 @@ def features(
         "Layers whose inputs are kept, counted from 0, comma-separated; the stream behind the last one always is.",
         shown="2, L//2, L-3 of a target of L layers, as EAGLE3 heads read",
     ),
+    layout: LayoutName = option(
+        "speculators", "Results", "Whose trainer the files are for; specforge: its offline training."
+    ),
     model: str | None = option(
         None, "Models", "The runs' target, where it lies elsewhere now.", shown="as the runs name it"
     ),
@@ -263,7 +266,7 @@ def features(
     ),
     quiet: bool = QUIET,
 ) -> None:
-    """Hidden states of a target for its own answers, to train a draft head on, in the layout of speculators' trainer.
+    """Hidden states of a target for its own answers, to train a draft head on, as speculators or SpecForge read them.
 
     Each text takes one prefill: nothing is generated. Exit code 75 if SIGTERM stopped it (the same command goes on).
     """
@@ -276,7 +279,7 @@ def features(
         {"model": model} if model else {}
     )
     with stoppable(interruptible, partial(kept_in, output)) as interrupt:
-        done, size = dump_features(runs, output, numbers, progress(quiet), interrupt, **given)
+        done, size = dump_features(runs, output, numbers, progress(quiet), interrupt, layout, **given)
     if not quiet:
         print(
             f"specgen: features of {several(done, 'text')}, {size / 1e9:,.2f} GB, are in {output}",

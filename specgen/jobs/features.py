@@ -4,12 +4,19 @@ The directory has the layout that speculators' trainer reads: a data set of ``da
 ``loss_mask`` and ``seq_len``, and of its row i ``hidden_states/hs_i.safetensors`` with ``token_ids`` ``[n]`` and
 ``hidden_states`` ``[n, layers, H]``. The last of these layers is the residual stream behind the target's last one,
 before its final norm, which the trainer's own norm and output weights turn into the target's logits.
+
+Or that of SpecForge's offline training: text i is ``rows_0-2000/data_i.ckpt``, 2000 to a folder, by ``torch.save``:
+``input_ids`` and ``loss_mask`` int64 ``[n]``; ``aux_hidden_state`` ``[1, n, layers * H]``; and ``hidden_state``
+``[1, n, H]`` behind the final norm, as its trainer has the output weights alone. DFlash and DSpark call these
+``hidden_states`` and ``target_last_hidden_states``: the same tensors in the file, once.
 """
 
 import hashlib
+import io
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +25,7 @@ from torch import Tensor
 
 from specgen.attention import Attend
 from specgen.checkpoints.fingerprint import fingerprint
-from specgen.config import EngineConfig, SamplingParams, UserError, require
+from specgen.config import EngineConfig, LayoutName, SamplingParams, UserError, require
 from specgen.config.json_fields import load_json
 from specgen.core.engine_core import never_stop
 from specgen.engine.choices import BACKENDS, resolve
@@ -35,8 +42,9 @@ from specgen.record.results import directory, require_same
 from specgen.report.display import several
 from specgen.text.tokenizer import Tokenizer
 
-FILE, STATES = "features.json", "hidden_states"
+FILE = "features.json"
 _REMEDY = "name another directory"
+_TOGETHER = 2000  # files of SpecForge's in a folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +54,56 @@ class Sample:
     token_ids: list[int]
     num_prompt: int
 
+    @property
+    def is_answer(self) -> list[bool]:
+        """Of each token, which are those of the loss."""
+        return [position >= self.num_prompt for position in range(len(self.token_ids))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    file: Callable[[int], str]  # of a text, in the directory
+    content: Callable[[Sample, Tensor, Tensor], bytes]  # with states [n, layers, H], the last normed [n, H]
+    least: int = 1  # tokens of an answer
+
+
+def _for_speculators(sample: Sample, states: Tensor, normed: Tensor) -> bytes:
+    from safetensors.torch import save
+
+    del normed
+    ids = torch.tensor(sample.token_ids)
+    found: bytes = save({"token_ids": ids, "hidden_states": states.contiguous().cpu()})
+    return found
+
+
+def _for_specforge(sample: Sample, states: Tensor, normed: Tensor) -> bytes:
+    own = partial(torch.clone, memory_format=torch.contiguous_format)  # else a file holds the whole pass
+    read, last = (own(each[None]).cpu() for each in (states[:, :-1].flatten(1), normed))
+    record = {
+        "input_ids": torch.tensor(sample.token_ids),
+        "loss_mask": torch.tensor(sample.is_answer).long(),
+        "aux_hidden_state": read,
+        "hidden_state": last,
+        "hidden_states": read,
+        "target_last_hidden_states": last,
+    }
+    torch.save(record, file := io.BytesIO())
+    return file.getvalue()
+
+
+def _grouped(number: int) -> str:
+    first = number // _TOGETHER * _TOGETHER
+    return f"rows_{first}-{first + _TOGETHER}/data_{number}.ckpt"
+
+
+_LAYOUTS: dict[LayoutName, _Layout] = {
+    "speculators": _Layout(
+        file=lambda number: f"hidden_states/hs_{number}.safetensors", content=_for_speculators
+    ),
+    # of a single token its readers can make no loss
+    "specforge": _Layout(file=_grouped, content=_for_specforge, least=2),
+}
+
 
 def dump_features(
     runs: Sequence[Path],
@@ -53,6 +111,7 @@ def dump_features(
     layers: Sequence[int],
     progress: Progress,
     until: Callable[[], bool] = never_stop,
+    layout: LayoutName = "speculators",
     **settings: Any,  # noqa: ANN401, of ``EngineConfig``
 ) -> tuple[int, int]:
     """Write the features of all texts of ``runs``, or go on there; returns how many texts, and bytes of states.
@@ -69,6 +128,7 @@ def dump_features(
     print_of = fingerprint(checkpoints["model"])
     for run in runs:
         _require_of(run, print_of)
+    form = _LAYOUTS[layout]
     with directory(output, FILE) as path:
         models = load_models(config, checkpoints)
         target, most = models.target, models.target.config.num_layers
@@ -79,7 +139,8 @@ def dump_features(
         kept = (*(layers or default_aux_layers(most)), most)
         for layer in kept:
             require(0 <= layer <= most, f"layers has {layer}: the target has inputs of layers 0 to {most}")
-        samples = [sample for run in runs for sample in _samples(run, models.tokenizer)]
+        every = (sample for run in runs for sample in _samples(run, models.tokenizer))
+        samples = [each for each in every if sum(each.is_answer) >= form.least]
         require(bool(samples), f"{runs[0]} has no answers: there is nothing to train on")
         width = len(kept) * target.config.hidden_size * target.dtype.itemsize
         size, free = width * sum(len(each.token_ids) for each in samples), shutil.disk_usage(path).free
@@ -92,14 +153,17 @@ def dump_features(
             manifest(
                 engine=config,
                 sampling=SamplingParams(),
-                data={"runs": [str(run) for run in runs], "texts": _digest(samples), "layers": list(kept)},
+                data={"runs": [str(run) for run in runs], "texts": _digest(samples), "layers": list(kept)}
+                | ({} if layout == "speculators" else {"layout": layout}),
                 fingerprints={"model": print_of},
             ),
             free=FREE_IN_A_RUN,
             remedy=_REMEDY,
         )
         progress.note(f"the hidden states of {several(len(samples), 'text')} take {size / 1e9:,.2f} GB")
-        _work(path, target, config, samples, kept, progress, until)
+        if layout == "speculators":
+            _write_samples(path, samples)
+        _work(path, target, config, samples, kept, form, progress, until)
     return len(samples), size
 
 
@@ -109,20 +173,23 @@ def _work(
     config: EngineConfig,
     samples: Sequence[Sample],
     layers: tuple[int, ...],
+    form: _Layout,
     progress: Progress,
     until: Callable[[], bool],
 ) -> None:
-    """Whatever of ``samples`` and their states is not in ``path`` yet."""
-    if not all((path / name).exists() for name in ("state.json", "dataset_info.json")):
-        _write_samples(path, samples)
-    (path / STATES).mkdir(exist_ok=True)
-    waiting = [number for number in range(len(samples)) if not _states(path, number).exists()]
+    """Whatever states of ``samples`` are not in ``path`` yet."""
+    files = [path / form.file(number) for number in range(len(samples))]
+    waiting = [number for number, file in enumerate(files) if not file.exists()]
     progress.start("features", Tally(), len(samples), len(samples) - len(waiting))
     for numbers in _packs(waiting, samples, config.max_prefill_tokens):
         texts = [samples[number].token_ids for number in numbers]
         found = _hidden_states(target, config, texts, layers)
-        for number, text, states in zip(numbers, texts, found, strict=True):
-            _save(_states(path, number), text, states)
+        for number, (states, normed) in zip(numbers, found, strict=True):
+            finite = bool(states.isfinite().all())
+            require(finite, f"{files[number].name}: the target's hidden states are not finite (NaN)")
+            files[number].parent.mkdir(exist_ok=True)
+            with replacement(files[number]) as file:
+                file.write(form.content(samples[number], states, normed))
             progress.advance()
         if until():
             raise StoppedError("interrupted; the same command goes on")
@@ -165,29 +232,18 @@ def _digest(samples: Sequence[Sample]) -> str:
 
 
 def _write_samples(path: Path, samples: Sequence[Sample]) -> None:
+    """The data set beside the states, if it is not there yet."""
+    if all((path / name).exists() for name in ("state.json", "dataset_info.json")):
+        return
     from datasets import Dataset, disable_progress_bars
 
     disable_progress_bars()
     columns = {
         "input_ids": [each.token_ids for each in samples],
-        "loss_mask": [
-            [position >= each.num_prompt for position in range(len(each.token_ids))] for each in samples
-        ],
+        "loss_mask": [each.is_answer for each in samples],
         "seq_len": [len(each.token_ids) for each in samples],
     }
     Dataset.from_dict(columns).with_format("torch").save_to_disk(path)
-
-
-def _states(path: Path, number: int) -> Path:
-    return path / STATES / f"hs_{number}.safetensors"
-
-
-def _save(path: Path, token_ids: list[int], states: Tensor) -> None:
-    from safetensors.torch import save
-
-    require(bool(states.isfinite().all()), f"{path.name}: the target's hidden states are not finite (NaN)")
-    with replacement(path) as file:
-        file.write(save({"token_ids": torch.tensor(token_ids), "hidden_states": states.contiguous().cpu()}))
 
 
 def _packs(numbers: Sequence[int], samples: Sequence[Sample], most: int) -> Iterator[list[int]]:
@@ -207,8 +263,8 @@ def _packs(numbers: Sequence[int], samples: Sequence[Sample], most: int) -> Iter
 @torch.inference_mode()
 def _hidden_states(
     target: Target, config: EngineConfig, texts: Sequence[list[int]], layers: tuple[int, ...]
-) -> Iterator[Tensor]:
-    """``[n, layers, H]`` of each text, all in one pass."""
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """``[n, layers, H]`` of each text, and behind the final norm ``[n, H]``, all in one pass."""
     size = config.page_size
     pages = [-(-len(text) // size) for text in texts]
     cache = KVCache(
@@ -226,5 +282,7 @@ def _hidden_states(
     layout = Layout.ragged(tables, [0] * len(texts), [len(text) for text in texts], size)
     backend = BACKENDS[config.attention](target.device)
     ids = torch.tensor([token for text in texts for token in text], device=target.device)
-    _, states = target.forward(ids, Attend(backend, cache, layout, target.rope), layers)
-    yield from torch.split(states.view(len(ids), len(layers), -1), [len(text) for text in texts])
+    normed, states = target.forward(ids, Attend(backend, cache, layout, target.rope), layers)
+    lengths = [len(text) for text in texts]
+    whole = states.view(len(ids), len(layers), -1)
+    yield from zip(torch.split(whole, lengths), torch.split(normed, lengths), strict=True)
