@@ -189,6 +189,7 @@ def test_inspect_plans_the_memory_of_a_target_that_drafts_for_itself() -> None:
     """It is named twice, and the plan is of both, by K."""
     found = json.loads(printed("inspect", DEMO, DEMO, "--gpu", "80GiB", "--json"))
     assert [each["kv_bytes_per_token"] for each in found["memory_plan"]] == [6144, *[2 * 6144] * 7]
+    assert [each["kind"] for each in found["checkpoints"]] == ["target", "draft model"]
 
 
 def test_the_bytes_of_a_step(itself: Pair) -> None:

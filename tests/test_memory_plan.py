@@ -119,6 +119,19 @@ def test_gpt_oss_on_a_gpu_of_80_gib(monkeypatch: pytest.MonkeyPatch) -> None:
         memory_plans("published", None, 80 * GIB, tensor_parallel=4)
 
 
+def test_a_short_context_has_room_for_as_many_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2,048 tokens, whether that is the whole context or a part: layers with a window need not keep all."""
+    found = []
+    for context in (2048, 4096):
+        raw = PUBLISHED["gpt-oss-20b"][0] | {"max_position_embeddings": context}
+        parts = {"model": checkpoint_of(raw, tensors(family_of(raw).config(raw)))}
+        monkeypatch.setattr("specgen.engine.memory_plan.open_checkpoints", lambda config, parts=parts: parts)
+        (plan,) = memory_plans("published", None, 40 * GIB)
+        assert plan._room(plan.num_sequences) == plan.num_sequences
+        found.append(plan.num_sequences)
+    assert found == [383, 383]
+
+
 def test_a_published_glm_fits_one_h100_with_its_mtp_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """With more than 8 GB for latents."""
     published = checkpoint_of(GLM, latent_tensors(GLM))

@@ -90,14 +90,15 @@ class Inspection:
 
     @property
     def kind(self) -> str:
-        """``target`` or ``head``."""
-        return "target" if isinstance(self.config, TargetConfig) else "head"
+        """``target``, ``head`` or ``draft model``."""
+        other = "draft model" if isinstance(self.config, DraftModelConfig) else "head"
+        return "target" if isinstance(self.config, TargetConfig) else other
 
     @property
     def _windowed(self) -> str:
-        """Of a target's KV cache, what goes back behind a window; a head keeps all."""
+        """Of a target's KV cache, what goes back behind a window; a drafter keeps all."""
         spec = self.config.kv_spec
-        if spec.window is None or self.kind == "head":
+        if spec.window is None or self.kind != "target":
             return ""
         share = self.weights.kv_bytes_per_token * spec.windowed_bytes(1) // spec.bytes_per_token(1)
         return f", {share:,} of them only of the last {spec.window:,}, which a window shows"
@@ -319,7 +320,7 @@ def _kind(part: Inspection | Ngrams) -> str:
 def _drafter(part: Inspection | Ngrams) -> str:
     if isinstance(part, Ngrams):
         return "n-grams"
-    return "draft model" if isinstance(part.config, DraftModelConfig) else "head"
+    return part.kind
 
 
 def _line(label: str, value: str, width: int) -> str:

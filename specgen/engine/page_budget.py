@@ -65,8 +65,9 @@ class PageBudget:
 
     @property
     def most_pages(self) -> int:
-        """What the largest batch of sequences of full length needs."""
-        return self.config.max_batch_size * self.of_sequence(self.target.max_positions)[0]
+        """What the largest batch of sequences of full length needs; by one page more layers with a window keep all."""
+        most = self.config.max_batch_size * self.of_sequence(self.target.max_positions)[0]
+        return most + (self.window is not None)
 
     def bytes_of(self, pages: int, windowed: int) -> int:
         """What so many take."""
