@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from calibrated_cycle import Cycle
 from calibrated_shapes import HybridShape, Shape
 from torch import Tensor
 
@@ -120,9 +119,16 @@ class Source:
 
 
 def target_tensors(
-    shape: Shape, embedding: Tensor, cycle: Cycle, source: Source, layer: Layer | None = None
+    shape: Shape,
+    embedding: Tensor,
+    followers: Mapping[int, int],
+    source: Source,
+    layer: Layer | None = None,
 ) -> Iterator[Named]:
-    """Every tensor of the target, ``embedding`` [V, H] among them; ``layer`` makes those of one that is not dense."""
+    """Every tensor of a language model that writes the token in ``followers`` behind each of them.
+
+    ``embedding`` [V, H] is what its first layer takes in; ``layer`` makes the tensors of a layer that is not dense.
+    """
     layer = layer or partial(dense_layer, shape)
     table = (shape.vocab_size, shape.hidden_size)
     yield Named(name="model.embed_tokens.weight", shape=table, make=lambda: embedding)
@@ -131,7 +137,7 @@ def target_tensors(
     norm = source.zeros if isinstance(shape, HybridShape) else source.ones
     yield norm("model.norm.weight", shape.hidden_size)
     yield Named(
-        name="lm_head.weight", shape=table, make=lambda: output_weights(shape, embedding, cycle.succ, source)
+        name="lm_head.weight", shape=table, make=lambda: output_weights(shape, embedding, followers, source)
     )
 
 

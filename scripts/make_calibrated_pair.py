@@ -2,6 +2,7 @@
 
     python scripts/make_calibrated_pair.py OUT --shape llama-3.1-8b --accept 0.75
     python scripts/make_calibrated_pair.py OUT --head eagle3 eagle1 eagle3-2 peagle-2
+    python scripts/make_calibrated_pair.py OUT --head llama-3.2-1b    # a smaller model as drafter
     python scripts/make_calibrated_pair.py OUT --shape gpt-oss-20b --expert-overlap 0.5
     python scripts/make_calibrated_pair.py OUT --weights fp8    # or fp8-block
     python scripts/make_calibrated_pair.py OUT --confidence trained    # a head that is as sure as a trained one
@@ -73,18 +74,24 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}
 
 @dataclass(frozen=True, kw_only=True)
 class HeadKind:
-    """A draft head to write: its name, ``config.json`` and tensors."""
+    """A draft head to write: its name, ``config.json`` and tensors.
+
+    ``config`` raises ``ValueError`` for a target's shape that it does not fit.
+    """
 
     name: str
     config: Callable[[Shape], dict[str, Any]]
     tensors: Callable[[Shape, Codes, Cycle, Source], Iterator[Named]]
+    model: Shape | None = None  # of a draft model, which also runs by itself
 
     @classmethod
     def find(cls, name: str) -> "HeadKind":
-        """``eagle3``, ``eagle3-2`` (layers), ``eagle1``, ``peagle-2``, ``dflash-5``, ``dspark-5``.
+        """``eagle3``, ``eagle3-2`` (layers), ``eagle1``, ``peagle-2``, ``dflash-5``, ``dspark-5``, or a shape's name.
 
         ``ValueError`` for another name.
         """
+        if name in SHAPES:
+            return cls._draft_model(name, SHAPES[name])
         kind, dash, suffix = name.partition("-")
         layers = int(suffix) if suffix.isdecimal() else 0 if dash else 1
         if layers and kind == "eagle3":
@@ -106,8 +113,28 @@ class HeadKind:
             return cls(name=name, config=_eagle_llama4_config, tensors=eagle_llama4_tensors)
         raise ValueError(
             f"no head {name!r}: use eagle3, eagle1, eagle-llama4, peagle, dflash or dspark; eagle3-2 or dflash-5 for "
-            "more layers"
+            "more layers; llama-3.2-1b for a draft model"
         )
+
+    @classmethod
+    def _draft_model(cls, name: str, model: Shape) -> "HeadKind":
+        """A target of the same text that takes unknown tokens for others, as heads do."""
+
+        def config(shape: Shape) -> dict[str, Any]:
+            if type(model) is not Shape:
+                raise ValueError(f"head is {name}: as a draft model use a dense Llama or Qwen")
+            if model.vocab_size != shape.vocab_size:
+                raise ValueError(
+                    f"head is {name}, of {model.vocab_size:,} tokens, and the target has {shape.vocab_size:,}: use a "
+                    "shape of the same vocabulary"
+                )
+            return model.target_config()
+
+        def tensors(_shape: Shape, _codes: Codes, cycle: Cycle, source: Source) -> Iterator[Named]:
+            embedding = source.stretches(model.vocab_size, model.hidden_size, model.head_dim)
+            return target_tensors(model, embedding, cycle.guess, source)
+
+        return cls(name=name, config=config, tensors=tensors, model=model)
 
 
 def _eagle_llama4_config(shape: Shape) -> dict[str, Any]:
@@ -135,7 +162,7 @@ def write_pair(
     folder.mkdir(parents=True, exist_ok=True)
     cycle.write(out)
     codes = replace(Codes.draw(shape, cycle, source), probabilities=probabilities or {})
-    tensors = list(target_tensors(shape, codes.embedding, cycle, source, layer))
+    tensors = list(target_tensors(shape, codes.embedding, cycle.succ, source, layer))
     if isinstance(shape, LatentShape):
         tensors += layer(f"model.layers.{shape.num_layers}.", source)
         tensors += mtp_tensors(shape, codes, cycle, source)
@@ -145,13 +172,14 @@ def write_pair(
     write_tensors(folder, tensors, SHARD_BYTES)
     quantization = layer.config if isinstance(layer, Fp8Layers) else {}
     _write_json(folder / "config.json", shape.target_config() | quantization)
-    _write_json(folder / "generation_config.json", shape.generation_config())
-    write_tokenizer(folder, shape, cycle)
+    _write_text_files(folder, shape, cycle)
     for head in heads:
         folder = out / ("drafter" if len(heads) == 1 else head.name)
         folder.mkdir(exist_ok=True)
         write_tensors(folder, list(head.tensors(shape, codes, cycle, source)), SHARD_BYTES)
         _write_json(folder / "config.json", head.config(shape))
+        if head.model is not None:
+            _write_text_files(folder, head.model, cycle)
 
 
 def write_tensors(folder: Path, tensors: list[Named], shard_bytes: int) -> None:
@@ -173,11 +201,13 @@ def write_tensors(folder: Path, tensors: list[Named], shard_bytes: int) -> None:
     )
 
 
-def write_tokenizer(folder: Path, shape: Shape, cycle: Cycle) -> None:
-    """A word for each id, ``w17`` for 17; any other word is the text's first token, so any prompt works.
+def _write_text_files(folder: Path, shape: Shape, cycle: Cycle) -> None:
+    """What a model needs beside tensors and ``config.json``.
 
-    A token's text is the word behind a space, whatever stands around it: a constraint can be compiled for it.
+    Its tokenizer has a word for each id, ``w17`` for 17; any other is the text's first token, so any prompt works. A
+    token's text is the word behind a space, whatever stands around it: a constraint can be compiled for it.
     """
+    _write_json(folder / "generation_config.json", shape.generation_config())
     words = [f"▁w{token}" for token in range(shape.vocab_size)]
     vocabulary = {word: token for token, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=words[cycle.tokens[0]]))
@@ -319,7 +349,7 @@ def _parser() -> argparse.ArgumentParser:
         "--head",
         nargs="+",
         help="eagle3 (default, where the target has no MTP layer), eagle1, peagle, dflash, dspark; eagle3-2: two; "
-        "eagle-llama4",
+        "eagle-llama4; or a shape of the same vocabulary as draft model, as llama-3.2-1b for llama-3.1-8b",
     )
     parser.add_argument("--accept", type=float, default=0.75, help="acceptance of the first draft")
     parser.add_argument(
@@ -339,7 +369,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=get_args(Confidence),
         default="none",
         help="what a head's probability says of its drafts: nothing (it is nearly 1), as much as a trained head's, or "
-        "all; not of eagle1, which has the target's lm_head",
+        "all; not of eagle1, which has the target's lm_head, or of a draft model",
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
@@ -356,6 +386,8 @@ def main() -> None:
         layer = chosen_layer(shape, arguments.expert_overlap, arguments.weights)
         usual = [] if isinstance(shape, LatentShape | HybridShape) else ["eagle3"]
         heads = [HeadKind.find(name) for name in arguments.head or usual]
+        for head in heads:
+            head.config(shape)
         cycle = chosen_cycle(shape, arguments.accept, arguments.seed)
         known = arguments.confidence != "none"
         said = cycle.probabilities(arguments.confidence, arguments.seed) if known else None

@@ -44,7 +44,7 @@ def test_the_bytes_of_experts_are_those_of_their_tensors(name: str, mxfp4: bool,
     mixture: Any = mixture_of(shape, mxfp4=mxfp4, biases=biases)
     config: Any = SimpleNamespace(mixture=mixture, fp8=None, hidden_size=shape.hidden_size)
     layer, cycle = MixtureLayers(shape=shape, common=0.0), Cycle(tokens=(1, 2), unknown=(), accept=1.0)
-    tensors = target_tensors(shape, torch.empty(0), cycle, Source("cpu", 0), layer)
+    tensors = target_tensors(shape, torch.empty(0), cycle.succ, Source("cpu", 0), layer)
     experts = [each for each in tensors if ".mlp.experts." in each.name]
     total = sum(torch.Size(each.shape).numel() * each.dtype.itemsize for each in experts)
     size = ExpertSize.of(config, 2)

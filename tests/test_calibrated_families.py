@@ -107,7 +107,7 @@ def tensors_of(shape: Any, weights: str, overlap: float | None = None) -> tuple[
         Codes(embedding=torch.empty(0), turns=torch.zeros(0)),
     )
     assert layer is not None
-    own = list(target_tensors(shape, nothing.embedding, cycle, source, layer))
+    own = list(target_tensors(shape, nothing.embedding, cycle.succ, source, layer))
     if not isinstance(shape, HybridShape):
         return own, []
     return own, [*layer("mtp.layers.0.", source), *hybrid_mtp_tensors(shape, nothing, source)]
@@ -485,6 +485,11 @@ def test_layers_come_in_fours() -> None:
             lambda: HeadKind.find("eagle-llama4").config(SHAPES["tiny"]),
             "the shape no Llama-4: use --shape llama-4-scout",
         ),
+        (
+            lambda: HeadKind.find("llama-3.2-1b").config(SHAPES["qwen3-8b"]),
+            "use a shape of the same vocabulary",
+        ),
+        (lambda: HeadKind.find("tiny-qwen3-moe").config(SHAPES["tiny"]), "use a dense Llama or Qwen"),
     ],
 )
 def test_what_is_impossible_is_refused(call: Callable[[], object], reason: str) -> None:

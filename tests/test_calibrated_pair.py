@@ -34,6 +34,9 @@ TINY = SHAPES["tiny"]
 CYCLE = Cycle.draw(TINY.num_plain_tokens, TINY.draft_vocab_size, 0.75, seed=5)
 LENGTHS = {"eagle3": 5, "eagle3-3": 5, "eagle1": 5, "peagle": 2, "peagle-2": 4, "peagle-3": 8}  # K
 LENGTHS |= {"dflash-4": 8, "dspark-3": 8}
+DRAFT_MODEL = "tiny-draft"
+HEADS = tuple(LENGTHS)  # without draft models
+LENGTHS |= {DRAFT_MODEL: 5}
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +97,7 @@ def known_texts(asked: list[Request]) -> dict[str, tuple[int, ...]]:
     return {r.id: CYCLE.after(r.prompt_token_ids[-1], r.sampling.max_tokens) for r in asked}
 
 
-@pytest.mark.parametrize("name", mostly_slow(LENGTHS, "peagle-2"))
+@pytest.mark.parametrize("name", mostly_slow(HEADS, "peagle-2"))
 def test_a_dense_evaluation_drafts_the_guesses(root: Path, dense: DenseTarget, name: str) -> None:
     texts = random_texts(64, 40)
     newest = [CYCLE.succ[text[-1]] for text in texts]
@@ -113,6 +116,7 @@ def test_a_dense_evaluation_drafts_the_guesses(root: Path, dense: DenseTarget, n
             for how in (("padded", torch.bfloat16), ("non-padded", torch.float32))
         ],
         ("eagle3-3", "non-padded", torch.float32),
+        (DRAFT_MODEL, "non-padded", torch.float32),
     ),
 )
 def test_the_engine_drafts_the_guesses_and_writes_the_known_text(
@@ -133,7 +137,7 @@ def test_plain_decoding_writes_the_known_text(load, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["eagle1", "eagle3-3", "peagle-2"])
+@pytest.mark.parametrize("name", ["eagle1", "eagle3-3", "peagle-2", DRAFT_MODEL])
 @pytest.mark.parametrize("accept", [0.75, 0.5])
 def test_acceptance_is_a_power_of_the_known_share(load, tmp_path: Path, name: str, accept: float) -> None:
     pair, cycle = load(name), CYCLE
@@ -231,6 +235,22 @@ def test_transformers_generates_the_same_text(root: Path) -> None:
     assert text.tolist() == list(CYCLE.after(prompt[-1], 32))
 
 
+def test_a_draft_model_runs_by_itself_and_writes_its_guesses(root: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = root / DRAFT_MODEL
+    model, found = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(found.values())
+    assert model.config.num_hidden_layers == SHAPES[DRAFT_MODEL].num_layers != TINY.num_layers
+    texts = torch.tensor([CYCLE.tokens[:256]])
+    with torch.no_grad():
+        assert model(texts).logits[0].argmax(-1).tolist() == [
+            CYCLE.guess[each] for each in CYCLE.tokens[:256]
+        ]
+    ours, theirs = (AutoTokenizer.from_pretrained(each).get_vocab() for each in (path, root / "target"))
+    assert ours == theirs
+
+
 def test_the_cli_runs_the_pair_and_reports_synthetic_weights(root: Path, tmp_path: Path) -> None:
     target, drafter = root / "target", root / "eagle3"
     assert "Target and head fit" in printed("inspect", target, drafter)
@@ -247,7 +267,7 @@ def test_sharded_and_single_file_checkpoints_hold_the_same_tensors(tmp_path: Pat
         source = Source("cpu", 0)
         embedding = source.stretches(TINY.vocab_size, TINY.hidden_size, TINY.head_dim)
         (tmp_path / name).mkdir()
-        write_tensors(tmp_path / name, list(target_tensors(TINY, embedding, cycle, source)), shard_bytes)
+        write_tensors(tmp_path / name, list(target_tensors(TINY, embedding, cycle.succ, source)), shard_bytes)
     one, many = tensor_infos(tmp_path / "one"), tensor_infos(tmp_path / "many")
     assert len({info.file for info in many.values()}) > 5
     assert max(file.stat().st_size for file in (tmp_path / "many").glob("*.safetensors")) < (1 << 20) + 4096
@@ -265,7 +285,7 @@ def test_tensors_have_the_shapes_of_the_config(name: str) -> None:
         HeadKind.find(head).tensors(shape, codes, cycle, source)
         for head in ("eagle3", "eagle3-2", "eagle1", "peagle-2")
     ]
-    for tensors in (target_tensors(shape, nothing, cycle, source, chosen_layer(shape, None)), *heads):
+    for tensors in (target_tensors(shape, nothing, cycle.succ, source, chosen_layer(shape, None)), *heads):
         for named in tensors:
             if (
                 torch.Size(named.shape).numel() <= 1 << 20
