@@ -59,13 +59,6 @@ class HybridMixtureLayers(MixtureLayers):
             yield replace(named, name=named.name.replace("mlp.", "mlp.shared_expert."))
         yield source.linear(prefix + "mlp.shared_expert_gate.weight", 1, shape.hidden_size, 1.0)
 
-    def _stacked_experts(self, prefix: str, source: Source) -> Iterator[Named]:
-        """``[E, 2 I, H]``, gate before up, and ``[E, H, I]``."""
-        count, hidden, inner = self.shape.num_experts, self.shape.hidden_size, self.shape.expert_size
-        yield source.noise(prefix + "experts.gate_up_proj", (count, 2 * inner, hidden), hidden**-0.5)
-        down = source.noise(prefix + "experts.down_proj", (count, hidden, inner), RESIDUAL / inner**0.5)
-        yield self._quiet(down, 1)
-
 
 def plain_modules(shape: HybridShape) -> Iterator[str]:
     """The linear layers that stay in bfloat16 where others are in FP8."""

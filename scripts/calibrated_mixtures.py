@@ -112,6 +112,13 @@ class MixtureLayers:
             yield source.linear(name + "up_proj.weight", inner, hidden, 1.0)
             yield self._quiet(source.linear(name + "down_proj.weight", hidden, inner, RESIDUAL), 0)
 
+    def _stacked_experts(self, prefix: str, source: Source) -> Iterator[Named]:
+        """``[E, 2 I, H]``, gate before up, and ``[E, H, I]``."""
+        count, hidden, inner = self.shape.num_experts, self.shape.hidden_size, self.shape.expert_size
+        yield source.noise(prefix + "experts.gate_up_proj", (count, 2 * inner, hidden), hidden**-0.5)
+        down = source.noise(prefix + "experts.down_proj", (count, hidden, inner), RESIDUAL / inner**0.5)
+        yield self._quiet(down, 1)
+
     def _gpt_oss_experts(self, prefix: str, source: Source) -> Iterator[Named]:
         """The rows of gate and up alternate; without MXFP4 matrices are stored as ``[E, in, out]``."""
         shape = self.shape

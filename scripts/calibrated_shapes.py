@@ -31,6 +31,7 @@ class Shape:
     qk_norm: bool = False
     passage_size: int = 0  # tokens of the text whose embeddings have a part in common; 0: no such part
     head_hidden_size: int = 0  # of the EAGLE3 head's stream, where that is not the target's
+    interval: int = 1  # layers after which their kinds come again
 
     @property
     def q_size(self) -> int:
@@ -62,6 +63,11 @@ class Shape:
         return replace(
             self, hidden_size=width, intermediate_size=8 * width // 3, num_heads=width // self.head_dim
         )
+
+    @property
+    def embedding_scale(self) -> float:
+        """What the model multiplies its embedding by."""
+        return 1.0
 
     @property
     def mask_token_id(self) -> int:
@@ -273,7 +279,7 @@ class HybridShape(Shape):
     linear_head_dim: int  # of keys and of values
     num_taps: int = 4  # of the convolution
     rotary_share: float = 0.25  # of a head
-    interval: int = 4  # from one layer that attends to the next
+    interval: int = 4  # the last of which attends
 
     @property
     def leap_size(self) -> int:
@@ -332,7 +338,7 @@ class Llama4Shape(Mixture):
     """Llama-4 Scout: attention in chunks but for every fourth layer, an expert a token beside one for all tokens."""
 
     chunk_size: int
-    interval: int = 4  # from one layer without positions to the next
+    interval: int = 4  # the last of which has no positions
 
     def target_config(self) -> dict[str, Any]:
         return super().target_config() | self._layers() | {"moe_layers": list(range(self.num_layers))}
@@ -359,6 +365,94 @@ class Llama4Shape(Mixture):
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Shape(Shape):
+    """Gemma 4 without own inputs of layers: windows, but in every sixth layer wider heads, whose keys are values too.
+
+    ``num_kv_heads`` and ``head_dim`` are those of layers with a window, and of heads, which ``rope_theta`` is of too.
+    """
+
+    qk_norm: bool = True
+    interval: int = 6  # the last of which has no window
+    global_kv_heads: int
+    global_head_dim: int
+    sliding_window: int
+    assistant_size: int  # width of its stream
+    assistant_inner: int  # and of its MLPs
+
+    @property
+    def embedding_scale(self) -> float:
+        return self.hidden_size**0.5
+
+    @property
+    def of_assistant(self) -> "Gemma4Shape":
+        """The sizes of an assistant."""
+        sizes = {"hidden_size": self.assistant_size, "intermediate_size": self.assistant_inner}
+        return replace(self, **sizes, num_layers=4, interval=4)
+
+    def sees_all(self, layer: int) -> bool:
+        """Whether ``layer`` has no window."""
+        return (layer + 1) % self.interval == 0
+
+    def heads_of(self, layer: int) -> "Gemma4Shape":
+        """With the heads of keys of ``layer`` and their width."""
+        if not self.sees_all(layer):
+            return self
+        return replace(self, num_kv_heads=self.global_kv_heads, head_dim=self.global_head_dim)
+
+    def target_config(self) -> dict[str, Any]:
+        others = {"rope_theta", "hidden_act", "mlp_bias", "torch_dtype"}
+        plain = {name: value for name, value in super().target_config().items() if name not in others}
+        ropes = (
+            {"rope_type": "default", "rope_theta": 10_000.0},
+            {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": self.rope_theta},
+        )
+        return plain | {
+            "dtype": "bfloat16",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "layer_types": [ATTENTION_BLOCK[self.sees_all(layer)] for layer in range(self.num_layers)],
+            "rope_parameters": dict(zip(ATTENTION_BLOCK, ropes, strict=True)),
+            "sliding_window": self.sliding_window,
+            "global_head_dim": self.global_head_dim,
+            "num_global_key_value_heads": self.global_kv_heads,
+            "attention_k_eq_v": True,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": self.vocab_size,
+            "final_logit_softcapping": 30.0,
+            "pad_token_id": 0,
+        }
+
+    def assistant_config(self) -> dict[str, Any]:
+        """The ``config.json`` of an assistant in Google's format."""
+        own = self.of_assistant
+        layers = {"num_kv_shared_layers": own.num_layers, "vocab_size_per_layer_input": 0}
+        output = {"tie_word_embeddings": True, "final_logit_softcapping": None}
+        return {
+            "synthetic_weights": True,
+            "architectures": ["Gemma4AssistantForCausalLM"],
+            "model_type": "gemma4_assistant",
+            "dtype": "bfloat16",
+            "backbone_hidden_size": self.hidden_size,
+            "use_ordered_embeddings": False,
+            "tie_word_embeddings": True,
+            "text_config": Gemma4Shape.target_config(own) | layers | output,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4MixtureShape(Gemma4Shape, Mixture):
+    """The same with experts beside the MLP, which is ``intermediate_size`` wide."""
+
+    def target_config(self) -> dict[str, Any]:
+        return super().target_config() | {
+            "enable_moe_block": True,
+            "num_experts": self.num_experts,
+            "top_k_experts": self.num_chosen,
+            "moe_intermediate_size": self.moe_size,
+        }
+
+
 _CLASSES: Mapping[str, type[Shape]] = {  # by architecture; of all others Shape
     "GptOssForCausalLM": GptOssShape,
     "Qwen3MoeForCausalLM": Qwen3MoeShape,
@@ -366,6 +460,7 @@ _CLASSES: Mapping[str, type[Shape]] = {  # by architecture; of all others Shape
     "Qwen3_5ForCausalLM": HybridShape,
     "Qwen3_5MoeForCausalLM": HybridMixtureShape,
     "Llama4ForCausalLM": Llama4Shape,
+    "Gemma4ForCausalLM": Gemma4Shape,
 }
 _TABLE: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
@@ -383,6 +478,8 @@ def _sizes(name: str) -> dict[str, Any]:
 def _shape(name: str) -> Shape:
     sizes = _sizes(name)
     kind = _CLASSES.get(sizes["architecture"], Shape)
+    if kind is Gemma4Shape and "num_experts" in sizes:
+        kind = Gemma4MixtureShape
     return kind(**sizes | {"eos_token_ids": tuple(sizes["eos_token_ids"])})
 
 

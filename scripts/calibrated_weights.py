@@ -73,13 +73,14 @@ class Source:
 
     def ones(self, name: str, width: int) -> Named:
         """The weight of a norm."""
-        return self._constant(name, width, 1.0)
+        return self.constant(name, width, 1.0)
 
     def zeros(self, name: str, width: int) -> Named:
         """The weight of a norm that adds 1 to it."""
-        return self._constant(name, width, 0.0)
+        return self.constant(name, width, 0.0)
 
-    def _constant(self, name: str, width: int, value: float) -> Named:
+    def constant(self, name: str, width: int, value: float) -> Named:
+        """So many times the same number."""
         return Named(
             name=name,
             shape=(width,),
@@ -131,7 +132,7 @@ def target_tensors(
     """
     layer = layer or partial(dense_layer, shape)
     table = (shape.vocab_size, shape.hidden_size)
-    yield Named(name="model.embed_tokens.weight", shape=table, make=lambda: embedding)
+    yield Named(name="model.embed_tokens.weight", shape=table, make=lambda: embedding / shape.embedding_scale)
     for index in range(shape.num_layers):
         yield from layer(f"model.layers.{index}.", source)
     norm = source.zeros if isinstance(shape, HybridShape) else source.ones

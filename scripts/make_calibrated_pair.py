@@ -37,6 +37,7 @@ from typing import Any, cast, get_args
 import torch
 from calibrated_codes import Codes
 from calibrated_cycle import Confidence, Cycle
+from calibrated_gemma4 import Gemma4MixtureLayers, assistant_tensors, gemma4_layer
 from calibrated_heads import (
     block_tensors,
     eagle1_tensors,
@@ -54,6 +55,8 @@ from calibrated_mixtures import (
 )
 from calibrated_shapes import (
     SHAPES,
+    Gemma4MixtureShape,
+    Gemma4Shape,
     GptOssShape,
     HybridMixtureShape,
     HybridShape,
@@ -111,9 +114,11 @@ class HeadKind:
             return cls(name=name, config=Shape.eagle1_config, tensors=eagle1_tensors)
         if name == "eagle-llama4":
             return cls(name=name, config=_eagle_llama4_config, tensors=eagle_llama4_tensors)
+        if name == "assistant":
+            return cls(name=name, config=_assistant_config, tensors=assistant_tensors)
         raise ValueError(
-            f"no head {name!r}: use eagle3, eagle1, eagle-llama4, peagle, dflash or dspark; eagle3-2 or dflash-5 for "
-            "more layers; llama-3.2-1b for a draft model"
+            f"no head {name!r}: use eagle3, eagle1, eagle-llama4, assistant, peagle, dflash or dspark; eagle3-2 or "
+            "dflash-5 for more layers; llama-3.2-1b for a draft model"
         )
 
     @classmethod
@@ -141,6 +146,12 @@ def _eagle_llama4_config(shape: Shape) -> dict[str, Any]:
     if not isinstance(shape, Llama4Shape):
         raise ValueError("head is eagle-llama4, and the shape no Llama-4: use --shape llama-4-scout")
     return shape.eagle_llama4_config()
+
+
+def _assistant_config(shape: Shape) -> dict[str, Any]:
+    if not isinstance(shape, Gemma4Shape):
+        raise ValueError("head is assistant, and the shape no Gemma 4: use --shape gemma-4-12b")
+    return shape.assistant_config()
 
 
 def write_pair(
@@ -270,7 +281,7 @@ def chosen_shape(name: str, num_layers: int | None, experts: str | None) -> Shap
             raise ValueError(
                 f"layers is {num_layers}: use at least {LEAST_LAYERS}, an EAGLE3 head reads three"
             )
-        if isinstance(shape, HybridShape | Llama4Shape) and num_layers % shape.interval:
+        if num_layers % shape.interval:
             raise ValueError(
                 f"layers is {num_layers}: use a multiple of {shape.interval} with {name}, of which one is of another "
                 "kind"
@@ -290,7 +301,7 @@ def chosen_layer(shape: Shape, overlap: float | None, weights: str = "bf16") -> 
     """
     fp8 = None if weights == "bf16" else cast(Fp8Format, weights)
     if isinstance(shape, Mixture):
-        if fp8 is not None and isinstance(shape, GptOssShape):
+        if fp8 is not None and isinstance(shape, GptOssShape | Gemma4MixtureShape):
             raise ValueError(
                 f"weights is {weights}, but experts of {shape.model_type} are not in FP8: leave it out"
             )
@@ -299,6 +310,8 @@ def chosen_layer(shape: Shape, overlap: float | None, weights: str = "bf16") -> 
         raise ValueError("expert-overlap is for mixtures of experts, and this shape is dense: leave it out")
     elif isinstance(shape, HybridShape):
         layer = partial(hybrid_layer, shape)
+    elif isinstance(shape, Gemma4Shape):
+        layer = partial(gemma4_layer, shape)
     elif fp8 is None:
         return None
     else:
@@ -311,6 +324,8 @@ def _mixture_layers(shape: Mixture, overlap: float, *, stacked: bool) -> Layer:
     common = common_share(shape.num_experts, shape.num_chosen, overlap)
     if isinstance(shape, HybridMixtureShape):
         return HybridMixtureLayers(shape=shape, common=common, stacked=stacked)
+    if isinstance(shape, Gemma4MixtureShape):
+        return Gemma4MixtureLayers(shape=shape, common=common)
     if isinstance(shape, LatentShape):
         return LatentLayers(shape=shape, common=common)
     if isinstance(shape, Llama4Shape):

@@ -1,4 +1,4 @@
-"""Calibrated hybrids, Llama-4s and mixtures have the known text in ``transformers`` and in the engine.
+"""Calibrated hybrids, Llama-4s, Gemma 4s and mixtures have the known text in ``transformers`` and in the engine.
 
 Their heads and MTP layers draft as asked, and tokens choose their experts as asked.
 """
@@ -18,7 +18,7 @@ from calibrated_codes import Codes
 from calibrated_cycle import Cycle
 from calibrated_hybrids import hybrid_mtp_tensors
 from calibrated_mixtures import common_share
-from calibrated_shapes import MIXTURES, SHAPES, HybridShape
+from calibrated_shapes import MIXTURES, SHAPES, Gemma4Shape, HybridShape
 from calibrated_weights import RESIDUAL, Named, Source, target_tensors
 from make_calibrated_pair import HeadKind, chosen_cycle, chosen_layer, chosen_shape, main, write_pair
 from safetensors.torch import load_file
@@ -37,7 +37,10 @@ pytestmark = [pytest.mark.scripts, pytest.mark.xdist_group("calibrated")]  # pai
 
 HYBRIDS = ("tiny-qwen3.5", "tiny-qwen3.5-moe")
 LLAMA4, GPT_OSS, GLM = "tiny-llama4", "tiny-gpt-oss", "tiny-glm"
-TINY = (GPT_OSS, "tiny-qwen3-moe", GLM, "tiny-qwen3.5-moe")  # whose neighbours choose alike
+GEMMA4, GEMMA4_MOE = GEMMAS = ("tiny-gemma4", "tiny-gemma4-moe")
+OF_GEMMAS = ("eagle3", "peagle-2", "dflash-4", "assistant")
+HEADS = {LLAMA4: ("eagle3", "eagle-llama4")} | dict.fromkeys(GEMMAS, OF_GEMMAS)
+TINY = (GPT_OSS, "tiny-qwen3-moe", GLM, "tiny-qwen3.5-moe", GEMMA4_MOE)  # whose neighbours choose alike
 DTYPES = (torch.float32, torch.bfloat16)
 BATCHES = ("padded", "non-padded")
 K = 4
@@ -92,7 +95,7 @@ def write(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Written]:
     ) -> Written:
         path, shape = tmp_path_factory.mktemp("calibrated"), chosen_shape(name, None, experts)
         cycle = chosen_cycle(shape, accept, 3)
-        heads = [HeadKind.find(each) for each in ("eagle3", "eagle-llama4" if name == LLAMA4 else "peagle-2")]
+        heads = [HeadKind.find(each) for each in HEADS.get(name, ("eagle3", "peagle-2"))]
         write_pair(path, shape, cycle, Source("cpu", 3), heads, chosen_layer(shape, overlap, weights))
         return Written(path=path, cycle=cycle, shape=shape)
 
@@ -125,6 +128,10 @@ FULL_SIZE = [
     ("gpt-oss-20b", None, "bf16", 13.8, 0, None),
     ("qwen3-30b-a3b", None, "bf16", 61.1, 0, None),
     ("glm-4.7-flash", None, "bf16", 59.9, 0, None),
+    ("gemma-4-12b", None, "bf16", 25.8, 0, 667),  # with output weights, which published ones have not
+    ("gemma-4-12b", None, "fp8-block", 15.0, 0, None),
+    ("gemma-4-31b", None, "bf16", 64.2, 0, 833),
+    ("gemma-4-26b-a4b", None, "bf16", 51.9, 0, 658),
 ]
 
 
@@ -178,6 +185,15 @@ SCOUT |= {
 }
 SCOUT |= {"hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384}
 SCOUT |= {"use_qk_norm": True, "floor_scale": 8192}
+GEMMA: dict[str, Any] = {"layer_types": [*["sliding_attention"] * 5, "full_attention"] * 10}
+GEMMA |= {
+    "num_attention_heads": 32,
+    "attention_k_eq_v": True,
+    "vocab_size": 262144,
+    "num_kv_shared_layers": 0,
+}
+GEMMA |= {"hidden_size": 5376, "intermediate_size": 21504, "sliding_window": 1024, "enable_moe_block": False}
+GEMMA |= {"final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 0}
 PUBLISHED = {
     "qwen3.6-27b": ("Qwen3_5TextConfig", QWEN | {"hidden_size": 5120, "intermediate_size": 17408}),
     "qwen3.6-35b-a3b": (
@@ -188,6 +204,7 @@ PUBLISHED = {
         | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
     ),
     "llama-4-scout": ("Llama4TextConfig", SCOUT),
+    "gemma-4-31b": ("Gemma4TextConfig", GEMMA),
 }
 
 
@@ -204,12 +221,12 @@ def test_the_config_is_that_of_the_published_model(name: str, tmp_path: Path) ->
     ("name", "how", "dtype"),
     mostly_slow(
         [
-            *((name, {}, dtype) for name in HYBRIDS for dtype in DTYPES),
+            *((name, {}, dtype) for name in (*HYBRIDS, GEMMA4) for dtype in DTYPES),
             (LLAMA4, {"overlap": 0.5}, torch.float32),
             *((name, {"overlap": 0.5}, dtype) for name in TINY for dtype in DTYPES),
             *((GPT_OSS, {"overlap": 0.5, "experts": "bf16"}, dtype) for dtype in DTYPES),
         ],
-        *((name, {}, torch.float32) for name in HYBRIDS),
+        *((name, {}, torch.float32) for name in (*HYBRIDS, GEMMA4)),
         *((name, {"overlap": 0.5}, torch.float32) for name in (LLAMA4, GPT_OSS)),
     ),
 )
@@ -223,10 +240,12 @@ def test_transformers_finds_every_tensor_and_generates_the_known_text(
     with torch.no_grad():
         out = model(torch.tensor([pair.cycle.tokens]), use_cache=True, output_hidden_states=True)
     assert out.logits[0].argmax(-1).tolist() == list(pair.cycle.succ.values())
-    if isinstance(pair.shape, HybridShape):
+    if isinstance(pair.shape, HybridShape | Gemma4Shape):
         first, last = out.hidden_states[0][0], out.hidden_states[-1][0]
         rms = (last - first).float().square().mean(0).sqrt()
         assert RESIDUAL < rms.mean() < 8 * RESIDUAL  # two blocks a layer
+        assert first.float().square().mean().item() == pytest.approx(1, abs=0.01)
+    if isinstance(pair.shape, HybridShape):
         states = out.past_key_values.layers[0].recurrent_states[0]
         assert 0.01 < states.float().std() < 1
 
@@ -254,12 +273,16 @@ def test_files_are_as_qwen_publishes_them(write: Callable[..., Written], name: s
     assert not fp8 or {"lm_head", "mtp.fc", "model.layers.4.linear_attn.in_proj_a"} <= set(plain)
 
 
-HOW = {name: {} for name in HYBRIDS} | {LLAMA4: {"overlap": 0.5}, GLM: {"overlap": 0.5}}
+HOW = {name: {} for name in (*HYBRIDS, GEMMA4)} | {
+    name: {"overlap": 0.5} for name in (LLAMA4, GLM, GEMMA4_MOE)
+}
 DRAFTING = [
     *((name, "mtp", *how) for name in HYBRIDS for how in product(("bf16", "fp8-block"), BATCHES)),
     *((name, head, "bf16", "padded") for name in HYBRIDS for head in ("eagle3", "peagle-2")),
     *((LLAMA4, *how) for how in product(("eagle3", "eagle-llama4"), ("bf16", "fp8", "fp8-block"), BATCHES)),
     *((GLM, "mtp", weights, "padded") for weights in ("bf16", "fp8-block")),
+    *((GEMMA4, *how) for how in product(OF_GEMMAS, ("bf16", "fp8", "fp8-block"), BATCHES)),
+    *((GEMMA4_MOE, head, "bf16", batch) for head, batch in product(OF_GEMMAS, BATCHES)),
 ]
 
 
@@ -271,6 +294,9 @@ DRAFTING = [
         ("tiny-qwen3.5-moe", "mtp", "fp8-block", "non-padded"),
         (LLAMA4, "eagle-llama4", "bf16", "padded"),
         (LLAMA4, "eagle3", "fp8", "non-padded"),
+        (GEMMA4, "dflash-4", "bf16", "padded"),
+        (GEMMA4, "assistant", "bf16", "non-padded"),
+        (GEMMA4_MOE, "eagle3", "bf16", "non-padded"),
     ),
 )
 def test_heads_draft_the_guesses_in_the_known_text(
@@ -292,9 +318,11 @@ def test_plain_decoding_writes_the_known_text(write: Callable[..., Written], nam
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("accept", "dtype"), [(0.9, "float32"), (0.5, "float32"), (0.9, "bfloat16")])
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize(
+    ("name", "head"), [*((name, "mtp") for name in HYBRIDS), (GEMMA4, "assistant"), (GEMMA4, "dflash-4")]
+)
 def test_acceptance_is_a_power_of_the_asked_share(
-    write: Callable[..., Written], name: str, accept: float, dtype: str
+    write: Callable[..., Written], name: str, head: str, accept: float, dtype: str
 ) -> None:
     pair = write(name, "bf16", accept)
     sampling = SamplingParams(max_tokens=64, ignore_eos=True)
@@ -302,7 +330,7 @@ def test_acceptance_is_a_power_of_the_asked_share(
         Request(id=str(place), prompt_token_ids=pair.cycle.slice(place, 3), sampling=sampling)
         for place in range(0, len(pair.cycle.tokens), 64)  # every token of the cycle once
     ]
-    accepted = pair.check_texts("mtp", asked, max_batch_size=16, dtype=dtype)
+    accepted = pair.check_texts(head, asked, max_batch_size=16, dtype=dtype)
     for position in range(K):
         share = sum(count > position for count in accepted) / len(accepted)
         low, high = wilson(share, len(accepted))
@@ -406,7 +434,8 @@ def test_experts_add_little_to_the_stream(
     write: Callable[..., Written], name: str, experts: str | None
 ) -> None:
     pair = write(name, overlap=0.5, experts=experts)
-    block = pair.model()[0].model.layers[3].mlp.experts
+    layer = pair.model()[0].model.layers[3]
+    block = layer.experts if name == GEMMA4_MOE else layer.mlp.experts
     assert 0.6 < block.gate_up_proj.std() * pair.shape.hidden_size**0.5 < 1.6
     check_experts(block.down_proj.mT if name == GPT_OSS else block.down_proj, pair.shape)
 
@@ -481,6 +510,9 @@ def test_layers_come_in_fours() -> None:
         (lambda: chosen_shape("qwen3-30b-a3b", None, "mxfp4"), "none in that format"),
         (lambda: chosen_layer(chosen_shape("tiny", None, None), 0.5), "is dense"),
         (lambda: chosen_layer(MIXTURES["gpt-oss-20b"], 0.5, "fp8-block"), "of gpt_oss are not in FP8"),
+        (lambda: chosen_layer(MIXTURES["gemma-4-26b-a4b"], 0.5, "fp8"), "of gemma4_text are not in FP8"),
+        (lambda: chosen_shape("gemma-4-12b", 8, None), "use a multiple of 6"),
+        (lambda: HeadKind.find("assistant").config(SHAPES["tiny"]), "the shape no Gemma 4"),
         (
             lambda: HeadKind.find("eagle-llama4").config(SHAPES["tiny"]),
             "the shape no Llama-4: use --shape llama-4-scout",
