@@ -68,7 +68,7 @@ class Vllm:
         target, num_drafts, drafts = str(args.pair / "target"), args.num_spec_tokens, None
         if num_drafts != "0":
             how = {"method": "mtp", "model": target} if args.drafter == "mtp" else {
-                "method": "eagle3", "model": str(args.pair / args.drafter)
+                "method": args.method, "model": str(args.pair / args.drafter)
             }  # fmt: skip
             drafts = {**how, "num_speculative_tokens": int(num_drafts)}
         self._llm = LLM(
@@ -153,6 +153,9 @@ def main() -> None:
     parser.add_argument("pair", type=Path, help="of make_calibrated_pair.py")
     parser.add_argument("--num-spec-tokens", default="0", help="K; of specgen auto and uniform as well")
     parser.add_argument("--drafter", default="drafter", help="a directory of the pair, or mtp")
+    parser.add_argument(
+        "--method", default="eagle3", help="vLLM's name for a drafter in a directory: draft_model, dflash"
+    )
     parser.add_argument("--cells", type=cells, default="1,8,32")
     parser.add_argument(
         "--lengths", type=Path, help=f"JSON list of prompt lengths; else all are {_MEAN} tokens"

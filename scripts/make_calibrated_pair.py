@@ -12,12 +12,17 @@
     python scripts/make_calibrated_pair.py OUT --shape qwen3.6-27b --weights fp8-block    # 30 GB; 55 GB in bf16
     python scripts/make_calibrated_pair.py OUT --shape qwen3.6-35b-a3b --layers 20    # a multiple of 4
     python scripts/make_calibrated_pair.py OUT --shape llama-4-scout --layers 8 --head eagle-llama4    # 42 GB
+    python scripts/make_calibrated_pair.py OUT --shape gemma-4-12b --head assistant dflash-5    # 29 GB
+    python scripts/make_calibrated_pair.py OUT --shape gemma-4-31b --weights fp8-block    # 37 GB; 66 GB in bf16
+    python scripts/make_calibrated_pair.py OUT --shape gemma-4-26b-a4b --head assistant    # 53 GB
 
 ``OUT/target`` and ``OUT/drafter`` are checkpoints in the public formats, ``OUT/cycle.json`` is the text they generate
 (see calibrated_weights.py, calibrated_heads.py and calibrated_cycle.py). They are for measuring
 speed, not quality. Several heads for one target are in directories of their names: ``OUT/eagle3``, ``OUT/eagle1``. The
 targets of glm-4.7-flash and of qwen3.6 hold an MTP layer that drafts as heads do (``--drafter mtp``), and get no head
 unless asked. Of the layers of qwen3.6 every fourth attends; the others have a recurrent state (calibrated_hybrids.py).
+The name of a dense shape with the target's vocabulary is a head too: a draft model, which is a checkpoint like the
+target's. Gemma 4's ``assistant`` drafts with the target's keys and values (calibrated_gemma4.py).
 
 In a mixture of experts all are chosen equally often, and ``--expert-overlap`` says how alike neighbouring tokens choose
 (see calibrated_mixtures.py). Fewer ``--layers`` save disk and memory; each costs what it does in the whole model.
@@ -364,7 +369,7 @@ def _parser() -> argparse.ArgumentParser:
         "--head",
         nargs="+",
         help="eagle3 (default, where the target has no MTP layer), eagle1, peagle, dflash, dspark; eagle3-2: two; "
-        "eagle-llama4; or a shape of the same vocabulary as draft model, as llama-3.2-1b for llama-3.1-8b",
+        "eagle-llama4; assistant (of gemma-4); or a shape of the same vocabulary as draft model, as llama-3.2-1b for llama-3.1-8b",
     )
     parser.add_argument("--accept", type=float, default=0.75, help="acceptance of the first draft")
     parser.add_argument(
@@ -384,7 +389,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=get_args(Confidence),
         default="none",
         help="what a head's probability says of its drafts: nothing (it is nearly 1), as much as a trained head's, or "
-        "all; not of eagle1, which has the target's lm_head, or of a draft model",
+        "all; not of eagle1, which has the target's lm_head, of a draft model or an assistant",
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)

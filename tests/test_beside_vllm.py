@@ -16,14 +16,16 @@ from make_calibrated_pair import HeadKind, write_pair
 from specgen import Engine
 
 pytestmark = [pytest.mark.scripts, pytest.mark.slow]
-ASKED = "--num-spec-tokens 2 --cells 1,2,2x9 --max-new-tokens 6 --repeats 2 --kv-memory 0.1"
+ASKED = (
+    "--num-spec-tokens 2 --cells 1,2,2x9 --max-new-tokens 6 --repeats 2 --kv-memory 0.1 --method draft_model"
+)
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root, shape = tmp_path_factory.mktemp("pair"), SHAPES["tiny"]
     cycle = Cycle.draw(shape.num_plain_tokens, shape.draft_vocab_size, 0.75, seed=5)
-    write_pair(root, shape, cycle, Source("cpu", 5), [HeadKind.find("eagle3")])
+    write_pair(root, shape, cycle, Source("cpu", 5), [HeadKind.find("tiny-draft")])
     return root
 
 
@@ -102,7 +104,7 @@ def test_both_have_the_same_prompts_and_what_is_wrong_is_counted(
     assert all(1 < row["mean_acceptance_length"] < 3 for row in ours)
     assert {row["mean_acceptance_length"] for row in theirs} == {1.5}
     assert vllm.given["speculative_config"] == {
-        "method": "eagle3",
+        "method": "draft_model",
         "model": str(written / "drafter"),
         "num_speculative_tokens": 2,
     }

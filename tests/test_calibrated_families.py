@@ -16,6 +16,7 @@ import pytest
 import torch
 from calibrated_codes import Codes
 from calibrated_cycle import Cycle
+from calibrated_gemma4 import assistant_tensors
 from calibrated_hybrids import hybrid_mtp_tensors
 from calibrated_mixtures import common_share
 from calibrated_shapes import MIXTURES, SHAPES, Gemma4Shape, HybridShape
@@ -143,6 +144,14 @@ def test_full_size_pairs_take_the_bytes_of_the_published_models(
     sizes = [sum(torch.Size(t.shape).numel() * t.dtype.itemsize for t in part) / 1e9 for part in found]
     assert sizes == pytest.approx([own, mtp], abs=0.01 if mtp else 0.1)
     assert number in (None, len(found[0]))
+
+
+def test_an_assistant_has_the_tensors_and_bytes_of_the_published_one() -> None:
+    codes = Codes(embedding=torch.empty(0), turns=torch.zeros(0))
+    cycle = Cycle(tokens=(1, 2), unknown=(), accept=1.0)
+    found = list(assistant_tensors(SHAPES["gemma-4-12b"], codes, cycle, Source("cpu", 0)))
+    assert len(found) == 48
+    assert sum(torch.Size(each.shape).numel() * 2 for each in found) / 1e6 == pytest.approx(845, abs=1)
 
 
 @pytest.mark.parametrize(
