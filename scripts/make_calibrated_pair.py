@@ -369,7 +369,7 @@ def _parser() -> argparse.ArgumentParser:
         "--head",
         nargs="+",
         help="eagle3 (default, where the target has no MTP layer), eagle1, peagle, dflash, dspark; eagle3-2: two; "
-        "eagle-llama4; assistant (of gemma-4); or a shape of the same vocabulary as draft model, as llama-3.2-1b for llama-3.1-8b",
+        "eagle-llama4; assistant, of a Gemma 4; a shape of the same vocabulary for a draft model, as llama-3.2-1b",
     )
     parser.add_argument("--accept", type=float, default=0.75, help="acceptance of the first draft")
     parser.add_argument(
