@@ -21,10 +21,16 @@ pytestmark = on_gpu()
 @torch.inference_mode()
 @pytest.mark.parametrize("num_out", [128_256, 262_144])
 def test_logits_of_many_tokens(num_out: int) -> None:
-    """By the kernels of a few rows and of many; the copy is the one that a CPU makes."""
+    """By the kernels of a few rows and of many; the copy is the one that a CPU makes.
+
+    But for the last bit of a scale: by a number, torch multiplies with its reciprocal on a GPU.
+    """
     matrix = torch.randn(num_out, 1024, dtype=torch.bfloat16) / 32
     here, copy = in_fp8(Weight(data=matrix)), in_fp8(Weight(data=matrix.cuda()))
-    assert torch.equal(here.data.view(torch.uint8), copy.data.view(torch.uint8).cpu())
+    assert here.scale is not None
+    assert copy.scale is not None
+    torch.testing.assert_close(copy.scale.cpu(), here.scale, rtol=1e-6, atol=0)
+    assert (here.data.view(torch.uint8) != copy.data.view(torch.uint8).cpu()).float().mean() < 1e-4
     linear, exact = bind_ops(torch.device("cuda"), torch.bfloat16).linear(copy), dequantised(copy).T
     for rows in (1, 5, 40, 100, 200):
         x = torch.randn(rows, 1024, dtype=torch.bfloat16, device="cuda")
@@ -41,8 +47,8 @@ def test_drafts_are_the_cpus_and_graph_modes_agree(tmp_path: Path, write: Callab
     for mode in MODES:
         found = run(there, GREEDY, "padded", cuda_graphs=mode, **EXACT)
         assert found.texts == here.texts, mode
-        first = [(here.verified[name][0][0], found.verified[name][0][0]) for name in here.verified]
-        same = [mine == theirs for mine, theirs in first]
-        assert sum(same) > 0.8 * len(same), mode
+        steps = [(mine[0][0], found.verified[name][0][0]) for name, mine in here.verified.items() if mine]
+        assert len(steps) > 5
+        assert sum(mine == theirs for mine, theirs in steps) > 0.8 * len(steps), mode
     pair = load_pair(tmp_path, torch.bfloat16, "cuda", fp8_output=True)
     assert sum(map(len, run(pair, GREEDY, "padded", **PAGED).verified.values())) > 50
