@@ -3,12 +3,17 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from specgen.config import SamplingParams, StructuredOutputs
 from specgen.core.sequence import Request
+from specgen.decoding.automaton_tables import Tables
 from specgen.engine.build import build_engine
+from specgen.ops import bind_ops
+from specgen.ops.reference import torch_ops
 from specgen.text.tokenizer import load_tokenizer
 from tests.engines import Pair, bundled_requests, config_of, generate
 from tests.marks import on_gpu
@@ -79,3 +84,36 @@ def test_a_constrained_step_waits_for_nothing(gpu_pair: Pair) -> None:
             engine._steps._decode(columns, plan)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_look_ups_equal_the_reference(dtype: torch.dtype) -> None:
+    """Random automata, columns with strides, a draft vocabulary or none; a padding row's automaton allows all."""
+    rng, device = np.random.default_rng(3), torch.device("cuda")
+    there, ops = bind_ops(device, dtype), torch_ops()
+    for vocab_size in (5, 300, 4096, 128_256):
+        tables = Tables(4, 400, vocab_size, device, walk=there.walk, mask=there.mask)
+        starts = [0]
+        for number in range(1, 5):
+            starts.append(2 + 70 * (number - 1))
+            table = rng.integers(-1, min(9, vocab_size), (9, 7))
+            tables.fill(number, starts[-1], rng.integers(0, 6, vocab_size), table)
+        for batch, n in ((1, 1), (7, 5), (40, 3)):
+            automata = torch.from_numpy(rng.integers(0, 5, (batch, 3))).to(device)[:, 2]
+            states = torch.tensor([starts[a] + (7 * rng.integers(9) if a else 0) for a in automata.tolist()])
+            tokens = torch.from_numpy(rng.integers(-1, vocab_size, (batch, n))).to(device)
+            walked = tables.walk(automata, states.to(device), tokens)
+            expected = ops.walk(tables.classes, tables.successors, automata, states.to(device), tokens)
+            assert torch.equal(walked, expected), (vocab_size, batch)
+            few = torch.from_numpy(rng.permutation(vocab_size)[: max(1, vocab_size // 4)]).to(device)
+            ids: Tensor | None
+            for ids in (None, few):
+                size = vocab_size if ids is None else len(ids)
+                logits = torch.randn(batch, n + 3, size, dtype=dtype, device=device)[:, 1 : n + 2]
+                for least, rows in ((float("-inf"), slice(None)), (-1e4, slice(1, 2))):
+                    given = (automata, walked[:, rows], least, ids)
+                    expected = ops.mask(logits[:, rows], tables.classes, tables.successors, *given)
+                    assert torch.equal(tables.mask(logits[:, rows], *given), expected), (
+                        vocab_size,
+                        ids is None,
+                    )

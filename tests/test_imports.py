@@ -190,7 +190,7 @@ sys.modules |= dict.fromkeys(("flashinfer", "triton"))  # as on a Mac
 import specgen
 for module in pkgutil.walk_packages(specgen.__path__, "specgen."):
     kernels = (
-        *("cuda", "fp8_cuda", "fp8_kernels", "fused_sum", "launch", "rope"),
+        *("automaton_kernels", "cuda", "fp8_cuda", "fp8_kernels", "fused_sum", "launch", "rope"),
         *("router_kernel", "row_kernels", "skinny", "delta_kernels"),
     )
     if module.name.rpartition(".")[2] not in kernels and ".ops.expert_" not in module.name:

@@ -21,6 +21,7 @@ from specgen.kv.kv_cache import StateCache
 from specgen.kv.pages import PageAllocator
 from specgen.models.families import family_of
 from specgen.models.model_config import LayerConfig
+from specgen.ops.reference import torch_ops
 from tests.commands import specgen
 from tests.test_published import GLM, PUBLISHED, checkpoint_of, latent_tensors, tensors
 from tests.tiny_hybrids import write_hybrid
@@ -183,7 +184,9 @@ def test_states_of_a_hybrid_are_counted(tmp_path: Path) -> None:
 def test_tables_of_constraints_are_said(demo_path: Path) -> None:
     plan = plans(demo_path, None)[0]
     most = num_state_slots(plan.num_sequences)
-    tables = Tables(most, LARGEST_AUTOMATON, plan.target.vocab_size, torch.device("meta"))
+    ops = torch_ops()
+    meta = torch.device("meta")
+    tables = Tables(most, LARGEST_AUTOMATON, plan.target.vocab_size, meta, walk=ops.walk, mask=ops.mask)
     assert plan.constraints == tables.classes.nbytes + tables.successors.nbytes
     _, text = inspected(str(demo_path / "target"), "--gpu=1GiB")
     assert f"take {plan.constraints / GIB:.2f} GiB more" in " ".join(text.split())

@@ -23,6 +23,7 @@ from specgen.core.sequence import Request
 from specgen.decoding.automaton_tables import Tables
 from specgen.decoding.sampling import SamplingBatch
 from specgen.engine import build
+from specgen.ops.reference import torch_ops
 from specgen.text import constraints
 from specgen.text.answer_automaton import Answer, byte_automaton, compiled, compiled_apart
 from specgen.text.automaton import Automaton, ByteAutomaton, Thoughts, TokenBytes, without
@@ -814,7 +815,8 @@ def test_drafts_end_or_are_forced_where_they_do_not_fit(seed: int) -> None:
         [token if token >= 0 and successors[s, classes[token]] >= 0 else -1 for s, token in enumerate(forced)]
     )
     automaton = Automaton(classes=classes, successors=successors, forced=forced)
-    tables = Tables(3, 100, 5, torch.device("cpu"))
+    ops = torch_ops()
+    tables = Tables(3, 100, 5, torch.device("cpu"), walk=ops.walk, mask=ops.mask)
     tables.fill(2, 7, classes, automaton.table)
     drafts = rng.integers(0, 5, (8, 4))
     drafts[np.arange(4) >= rng.integers(0, 6, (8, 1))] = -1

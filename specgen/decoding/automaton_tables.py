@@ -1,5 +1,6 @@
 """The automata of constraints on the device, where a step looks up what may come next."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,9 +23,18 @@ class Tables:
     the next. The state of the automaton that allows everything is 0, and its class of every token 1.
     """
 
-    def __init__(self, most: int, num_entries: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        most: int,
+        num_entries: int,
+        vocab_size: int,
+        device: torch.device,
+        *,
+        walk: Callable[..., Tensor],  # these two as of ``Ops``
+        mask: Callable[..., Tensor],
+    ) -> None:
         self._shape, self._num_entries = (most + 1, vocab_size), num_entries
-        self._device = device
+        self._device, self._walk, self._mask = device, walk, mask
         self._tensors: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -36,6 +46,22 @@ class Tables:
     def successors(self) -> Tensor:
         """[entries] int32: states, or NOT_ALLOWED; at a state, the token that is forced there, or NOT_ALLOWED."""
         return self._made()[1]
+
+    def walk(self, automata: Tensor, states: Tensor, tokens: Tensor) -> Tensor:
+        """The states ``[B, n + 1]`` before and behind each of ``tokens`` ``[B, n]``, from ``states`` ``[B]`` on.
+
+        A token that the automaton ``[B]`` does not allow, or that is missing (below 0), leaves the state as it is.
+        """
+        return self._walk(self.classes, self.successors, automata, states, tokens)
+
+    def mask(
+        self, logits: Tensor, automata: Tensor, states: Tensor, least: float, ids: Tensor | None
+    ) -> Tensor:
+        """Logits ``[B, n, Vd]`` with ``least`` for what is not allowed in the state ``[B, n]`` of their row.
+
+        They are of the tokens ``ids`` ``[Vd]``, or of all.
+        """
+        return self._mask(logits, self.classes, self.successors, automata, states, least, ids)
 
     def fill(self, number: int, first: int, classes: NDArray[Any], table: NDArray[Any]) -> None:
         """Put that of ``classes`` ``[V]`` and ``table`` ``[S, 1 + C]`` at ``number`` and from entry ``first`` on.

@@ -193,14 +193,12 @@ class SamplingBatch:
             self.counts.scatter_add_(1, tokens, kept.to(self.counts.dtype) * _IN_OUTPUT)
 
     def walk(self, drafts: Tensor) -> Tensor:
-        """States ``[B, n]`` of each row behind the first of ``drafts`` ``[B, n - 1]``, none of which may be missing.
+        """States ``[B, n]`` of each row behind the first of ``drafts`` ``[B, n - 1]``.
 
-        A draft that is not allowed leaves the state as it is: what lies behind it is never accepted.
+        A draft that is not allowed, or missing, leaves the state as it is: what lies behind it is never accepted.
         """
-        states = [self.states]
-        for tokens in drafts.clamp(min=0).unbind(1):
-            states.append(self.following(states[-1], tokens))
-        return torch.stack(states, 1)
+        assert self.tables is not None
+        return self.tables.walk(self.automata, self.states, drafts)
 
     def enter(self, walked: Tensor, tokens: Tensor, accepted: Tensor, entering: Tensor | None = None) -> None:
         """Go to the states behind ``accepted`` ``[B]`` of ``walked``'s drafts and the token behind them.
@@ -213,8 +211,8 @@ class SamplingBatch:
 
     def following(self, states: Tensor, tokens: Tensor) -> Tensor:
         """The states ``[B]`` behind ``tokens`` ``[B]`` in ``states`` ``[B]``, the same for what is not allowed."""
-        found = self.successors(states, tokens)
-        return torch.where(found < 0, states, found)
+        assert self.tables is not None
+        return self.tables.walk(self.automata, states, tokens[:, None])[:, 1]
 
     def successors(self, states: Tensor, tokens: Tensor) -> Tensor:
         """The states ``[B]`` behind ``tokens`` ``[B]`` in ``states`` ``[B]``, below 0 where one is not allowed."""
@@ -326,10 +324,7 @@ def constrained(
     They may be of a draft vocabulary, whose tokens are ``ids`` ``[V]``.
     """
     assert batch.tables is not None
-    kinds = batch.tables.classes[batch.automata]
-    places = states[:, :, None].to(torch.int32) + (kinds if ids is None else kinds[:, ids])[:, None]
-    found = batch.tables.successors.index_select(0, places.flatten()).view(places.shape)
-    return logits.masked_fill(found < 0, least)
+    return batch.tables.mask(logits, batch.automata, states, least, ids)
 
 
 def decisive_logits(

@@ -33,6 +33,7 @@ from specgen.kv.layout import Layout
 from specgen.kv.pages import PageAllocator, Places, StateSlots
 from specgen.models.draft_model import DraftModelConfig
 from specgen.models.model_config import LayerConfig
+from specgen.ops import bind_ops
 from specgen.ops.jit_modules import compile_missing
 from specgen.record.record_rows import EngineRow
 from specgen.record.startup import phase
@@ -103,6 +104,7 @@ def assemble(
     drafter = _drafter(config, models, backend, allocator, cache)
     # passes in flight will end some
     places = Places(num_state_slots(num_sequences), LARGEST_AUTOMATON)
+    ops = bind_ops(target.device, target.dtype)
     return EngineCore(
         config=target.config,
         steps=Steps(
@@ -121,7 +123,11 @@ def assemble(
             state_columns=drafter.state_columns,
             device=target.device,
             end_tokens=target.config.eos_token_ids,
-            tables=Tables(places.most, places.num_entries, target.config.vocab_size, target.device),
+            tables=Tables(
+                *(places.most, places.num_entries, target.config.vocab_size, target.device),
+                walk=ops.walk,
+                mask=ops.mask,
+            ),
         ),
         scheduler=Scheduler(
             allocators=allocators,

@@ -143,6 +143,12 @@ class Ops:
     sigmoid_gated: Pair
     largest: Largest
     most_likely: MostLikely
+    # Classes [automata, V] and successors [entries] of automata, which of them [B], their states [B] and tokens [B, n]
+    # -> the states [B, n + 1] before and behind each token; a token that is not allowed, or below 0, changes none.
+    walk: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    # Logits [B, n, Vd]; classes, successors and automata as above, states [B, n], a number, and the tokens ids [Vd] or
+    # None for all of V -> new logits, with that number for tokens that are not allowed in the state of their row.
+    mask: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
     rope: MakeRope
     ranks: Ranks = SINGLE_RANK  # over which ``Norm.add`` sums parts, as layers that are split need it
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specgen.config import require
-from specgen.ops import Map, Ops, measured_choices
+from specgen.ops import Map, Ops, automaton_kernels, measured_choices
 from specgen.ops.expert_kernels import few_rows_experts
 from specgen.ops.experts import Experts, ExpertsMap, grouped_experts
 from specgen.ops.fp8_cuda import fp8_gated, fp8_map, fp8_parts
@@ -59,6 +59,8 @@ def cuda_ops(dtype: torch.dtype) -> Ops:
         sigmoid_gated=sigmoid_gated,
         largest=largest,
         most_likely=most_likely,
+        walk=automaton_kernels.walk,
+        mask=automaton_kernels.mask,
         rope=TritonRope,
     )
 

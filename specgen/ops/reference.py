@@ -31,6 +31,8 @@ def torch_ops() -> Ops:
         sigmoid_gated=lambda x, gate: x * gate.sigmoid(),
         largest=largest,
         most_likely=most_likely,
+        walk=walk,
+        mask=mask,
         rope=rope,
     )
 
@@ -46,6 +48,31 @@ def most_likely(x: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See ``MostLikely``."""
     index, value = largest(x, ids)
     return index, (value.float() - x.float().logsumexp(-1)).exp()
+
+
+def walk(classes: Tensor, successors: Tensor, automata: Tensor, states: Tensor, tokens: Tensor) -> Tensor:
+    """See ``Ops.walk``."""
+    found = [states]
+    for each in tokens.unbind(1):
+        after = successors.index_select(0, found[-1] + classes[automata, each.clamp(min=0)])
+        found.append(torch.where((after < 0) | (each < 0), found[-1], after))
+    return torch.stack(found, 1)
+
+
+def mask(
+    logits: Tensor,
+    classes: Tensor,
+    successors: Tensor,
+    automata: Tensor,
+    states: Tensor,
+    least: float,
+    ids: Tensor | None,
+) -> Tensor:
+    """See ``Ops.mask``."""
+    kinds = classes[automata]
+    places = states[:, :, None].to(torch.int32) + (kinds if ids is None else kinds[:, ids])[:, None]
+    after = successors.index_select(0, places.flatten()).view(places.shape)
+    return logits.masked_fill(after < 0, least)
 
 
 def linear(weight: Weight) -> Map:
