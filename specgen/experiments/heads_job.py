@@ -19,7 +19,7 @@ from specgen.engine.generation_config import generation_config
 from specgen.engine.loading import Models, OneTarget, load_chat_tokenizer, open_checkpoints
 from specgen.experiments.head_figures import PLAN, ROUNDS, Comparison, as_directory, compare_runs, short_names
 from specgen.experiments.plans import Plan, all_together
-from specgen.experiments.rounds import LEAST_ROUNDS, PLAIN, Rounds, Speeds, rounds_by_data
+from specgen.experiments.rounds import LEAST_ROUNDS, PLAIN, Rounds, Search, Speeds, rounds_by_data
 from specgen.experiments.turns import Turn, Turns, Watch, ignore
 from specgen.jobs.job import Job
 from specgen.jobs.run import run
@@ -166,16 +166,17 @@ class HeadsRun:
 
     def measure(self, found: Comparison) -> Speeds:
         """The rounds of speeds that are missing, data set by data set; the plan is written before."""
+        search = Search(plain=PLAIN, arms=(PLAIN, *self._job.heads), most=self._job.repeats)
         digests = {data: self._conditions_digest(found, data) for data in found.data}
         self._write_plan(digests)
         with closing(RowFile(self._path / ROUNDS)) as file:
             speeds = rounds_by_data(file.values(), digests, file)
             for data, rounds in speeds.items():
-                if rounds.incomplete([PLAIN, *self._job.heads], self._job.repeats):
-                    self._take_turns(data, self._plans(found, data), rounds)
+                if search.next_arms(search.arms, rounds):
+                    self._take_turns(data, self._plans(found, data), rounds, search)
         return speeds
 
-    def _take_turns(self, data: str, plans: Sequence[Plan], rounds: Rounds) -> None:
+    def _take_turns(self, data: str, plans: Sequence[Plan], rounds: Rounds, search: Search) -> None:
         def see(turn: Turn) -> None:
             self._watch(replace(turn, arm=f"{turn.arm} on {data}"))
             if turn.failure is not None:  # a round without one of them has no ratios
@@ -185,7 +186,7 @@ class HeadsRun:
             return self._target.load(plan.config, open_checkpoints(plan.config))
 
         turns = Turns(load, None, rounds, see, self._until)
-        for _ in turns.run(plans, most=self._job.repeats, plain=PLAIN):
+        for _ in turns.run(plans, search):
             pass
 
     def _plans(self, found: Comparison, data: str) -> list[Plan]:

@@ -262,10 +262,6 @@ class Rounds:
         """Output tokens per second by arm, round by round."""
         return [{arm: each.tokens_per_second for arm, each in arms.items()} for arms in self._each.values()]
 
-    def incomplete(self, arms: Iterable[str], repeats: int) -> list[str]:
-        """The ``arms`` that have fewer than ``repeats``."""
-        return [arm for arm in arms if self.count(arm) < repeats]
-
     def measured(self, arms: Iterable[str]) -> dict[str, Repeats]:
         """The repeats of each of ``arms`` that has some."""
         return {arm: self.of(arm) for arm in arms if self.count(arm)}
@@ -399,28 +395,25 @@ class Search:
     plain: str
     arms: tuple[str, ...]  # that can run, plain decoding too
     most: int  # repeats of an arm
-    precision: float  # half of the interval's width, on the scale of logarithms
+    precision: float = 0.0  # half of the interval's width, on the scale of logarithms
 
     def ranking(self, rounds: Rounds) -> Ranking:
         """The ranking of the arms that have repeats."""
         return Ranking(plain=self.plain, arms=rounds.measured(self.arms), drops=self.precision > 0)
 
     def next_arms(self, group: Sequence[str], rounds: Rounds) -> list[str]:
-        """The arms of ``group`` that need repeats, and what they are compared with; see ``turns.NextArms``."""
+        """The arms of ``group`` that need repeats, and what they are compared with; none: it is over."""
         ranking = self.ranking(rounds)
-        needed = [arm for arm in group if arm not in ranking.arms]
-        if ranking.arms:
-            needed += [arm for arm in group if arm in ranking.arms and self._is_open(ranking, arm)]
-            if needed:
-                needed += [arm for arm in (ranking.reference, ranking.best) if arm in group]
-        return list(dict.fromkeys(needed))
+        needed = [arm for arm in group if self._is_open(ranking, arm)]
+        others = (ranking.reference, ranking.best) if needed and ranking.arms else ()
+        return list(dict.fromkeys((*needed, *(arm for arm in others if arm in group))))
 
     def _is_open(self, ranking: Ranking, arm: str) -> bool:
-        done = len(ranking.arms[arm].each)
-        if done >= self.most or ranking.cannot_win(arm):
+        done = len(ranking.arms[arm].each) if arm in ranking.arms else 0
+        if done >= self.most or not self.precision or not done:
+            return done < self.most
+        if ranking.cannot_win(arm):
             return False
-        if not self.precision:
-            return True
         if arm == ranking.reference:  # it takes part for the others' sake
             return done < min(LEAST, self.most)
         return done < LEAST or half_width(ranking.over_reference(arm)) > self.precision

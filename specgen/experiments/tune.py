@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from specgen.engine.arms import Arm
 from specgen.engine.build import room_for_turns
 from specgen.engine.choices import attention_note
 from specgen.experiments.output import BenchTable
@@ -88,7 +87,7 @@ class _Tuning:
         self._arms = {plan.arm.name: plan.arm for plan in setup.plans}
         self._dropped: set[str] = set()
         self._room = room_for_turns(setup.base, models)
-        self._searches = [_search(job, setup, arms) for arms in job.by_batch().values()]
+        self._searches = [_search(job, setup, batch) for batch in job.batches]
 
     def run(self) -> Iterator[BenchTable]:
         for number, (search, plans) in enumerate(self._searches):
@@ -101,13 +100,7 @@ class _Tuning:
                 names = [plan.arm.name for plan in group]
                 waiting = [plan for plan in waiting if plan.arm.name not in names]
                 self._turns.turns_behind = (behind + len(waiting)) * (self._job.repeats + 1)
-                for _ in self._turns.run(
-                    group,
-                    most=self._job.repeats,
-                    next_arms=search.next_arms,
-                    plain=search.plain,
-                    deadline=deadline,
-                ):
+                for _ in self._turns.run(group, search, deadline):
                     self._tell_dropped(search)
                     yield self._table()
         yield self._table()
@@ -170,18 +163,12 @@ class _Tuning:
         return tune_table(self._arms, rankings, self._conditions, notes, self._roofline, run)
 
 
-def _search(job: TuneJob, setup: Setup, arms: Sequence[Arm]) -> tuple[Search, list[Plan]]:
-    """The search of the ``arms`` of one batch size, and the plans of those that can run."""
-    names = {arm.name for arm in arms}
-    plans = [plan for plan in setup.plans if plan.arm.name in names]
-    plain = (plan.arm.name for plan in plans if plan.arm.changes["K"] == 0)
-    search = Search(
-        plain=next(plain, arms[0].name),
-        arms=tuple(plan.arm.name for plan in plans),
-        most=job.repeats,
-        precision=math.log1p(job.precision),
-    )
-    return search, plans
+def _search(job: TuneJob, setup: Setup, batch: int) -> tuple[Search, list[Plan]]:
+    """The search of the arms of one batch size, and the plans of those that can run."""
+    plans = [plan for plan in setup.plans if plan.arm.changes["batch"] == batch]
+    names = tuple(plan.arm.name for plan in plans)
+    plain = next((plan.arm.name for plan in plans if plan.arm.changes["K"] == 0), "")
+    return Search(plain=plain, arms=names, most=job.repeats, precision=math.log1p(job.precision)), plans
 
 
 def _conditions(job: TuneJob, setup: Setup, roofline: Roofline) -> Row:

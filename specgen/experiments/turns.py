@@ -23,7 +23,7 @@ from specgen.engine.loading import Models
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.experiments.bound import mean_step_bytes
 from specgen.experiments.plans import Plan, Roofline, free_memory
-from specgen.experiments.rounds import BUSY, JUDGED, Ranking, Repeat, Rounds
+from specgen.experiments.rounds import BUSY, JUDGED, Repeat, Rounds, Search
 from specgen.record.interrupt import StoppedError
 from specgen.record.provenance import busy, state_after
 from specgen.record.record_rows import Captured, EngineRow, OutOfMemory, PassRow, RequestRow
@@ -31,8 +31,6 @@ from specgen.report.acceptance import Acceptance
 from specgen.report.timings import PassSums, latencies, latency_stats
 
 _Done = TypeVar("_Done")
-# Of the arms that can take part, those that are to in the next round; none: it is over
-NextArms = Callable[[Sequence[str], Rounds], Sequence[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,16 +79,8 @@ class Turns:
         """A line for each arm that failed."""
         return [f"failed: {arm}: {type(error).__name__}: {error}" for arm, error in self.failed.items()]
 
-    def run(
-        self,
-        plans: Sequence[Plan],
-        *,
-        most: int,
-        next_arms: NextArms | None = None,
-        plain: str | None = None,
-        deadline: float = math.inf,
-    ) -> Iterator[None]:
-        """Yield after each round of ``plans``, each with at most ``most`` repeats; ``next_arms`` may say fewer.
+    def run(self, plans: Sequence[Plan], search: Search, deadline: float = math.inf) -> Iterator[None]:
+        """Yield after each round of ``plans``, in which those take part whom ``search`` still needs.
 
         An engine is built when its arm takes part for the first time: what was measured earlier costs nothing. No
         engine is built and no round begins that would not end before the ``deadline``, a time of ``time.monotonic``, by
@@ -99,24 +89,24 @@ class Turns:
         engines: dict[str, WarmEngine] = {}
         waiting = {plan.arm.name: plan for plan in plans}  # without an engine
         while able := [plan.arm.name for plan in plans if plan.arm.name in {*engines, *waiting}]:
-            asked = next_arms(able, self.rounds) if next_arms else self.rounds.incomplete(able, most)
+            asked = search.next_arms(able, self.rounds)
             if not asked:
                 break
-            judged = any(self.rounds.count(name) >= JUDGED for name in able if name != plain)
+            judged = any(self.rounds.count(name) >= JUDGED for name in able if name != search.plain)
             # those without repeats first: a deadline must not leave the same ones out every time
             for name in sorted((name for name in waiting if name in asked), key=self.rounds.count):
                 # its warm-up and a round, then what the fastest arm needs for a verdict
-                verdict = [] if plain is None or judged else [plain, name]
+                verdict = [] if judged else [search.plain, name]
                 if not self._fits([name, name, *engines, *verdict], deadline):
                     continue
                 plan = waiting.pop(name)
                 engine = self._attempt(name, partial(self._warm, plan))
                 if engine is not None:
                     engines[name] = engine
-                self._tell(name, None, {}, plain, most, [*engines, *waiting])
+                self._tell(name, None, {}, search, [*engines, *waiting])
             found: dict[str, Repeat] = {}
             names = [plan.arm.name for plan in plans if plan.arm.name in {*asked} & engines.keys()]
-            names = self._in_time(names, plain, deadline)
+            names = self._in_time(names, search, deadline)
             if not names:
                 break
             for name in balanced_order(names, len(self.rounds)):  # rounds of earlier commands count too
@@ -125,14 +115,14 @@ class Turns:
                     found[name] = repeat
                 else:
                     del engines[name]
-                self._tell(name, repeat, found, plain, most, [*engines, *waiting])
+                self._tell(name, repeat, found, search, [*engines, *waiting])
             if found:
                 self.rounds.add({name: found[name] for name in names if name in found})
                 yield
         engines.clear()
         free_memory()
 
-    def _in_time(self, names: Sequence[str], plain: str | None, deadline: float) -> list[str]:
+    def _in_time(self, names: Sequence[str], search: Search, deadline: float) -> list[str]:
         """``names`` where a round of them would end in time, else ``plain``, those without repeats and the two fastest.
 
         The fastest comes first until it can be called that. None of several where only one would end in time: a round
@@ -140,13 +130,12 @@ class Turns:
         """
         if self._fits(names, deadline):
             return list(names)
-        ranking = Ranking(plain=plain or "", arms=self.rounds.measured(names))
-        fastest = sorted(
-            (name for name in ranking.arms if name != plain), key=ranking.strength, reverse=True
-        )[:2]
+        ranking = replace(search, arms=tuple(names)).ranking(self.rounds)
+        drafting = [name for name in ranking.arms if name != search.plain]
+        fastest = sorted(drafting, key=ranking.strength, reverse=True)[:2]
         unjudged = [name for name in fastest[:1] if self.rounds.count(name) < JUDGED]
         new = [name for name in names if name not in ranking.arms]
-        first = [name for name in names if name == plain]
+        first = [name for name in names if name == search.plain]
         kept = list(dict.fromkeys((*first, *unjudged, *new, *fastest)))
         while kept and not self._fits(kept, deadline):
             kept.pop()
@@ -193,18 +182,17 @@ class Turns:
         name: str,
         repeat: Repeat | None,
         found: Mapping[str, Repeat],
-        plain: str | None,
-        most: int,
+        search: Search,
         going_on: Sequence[str],
     ) -> None:
-        left = sum(max(0, most - self.rounds.count(each) - (each in found)) for each in going_on)
+        left = sum(max(0, search.most - self.rounds.count(each) - (each in found)) for each in going_on)
         self.watch(
             Turn(
                 arm=name,
                 number=self.rounds.count(name) + 1 if repeat else 0,
                 repeat=repeat,
                 failure=self.failed.get(name),
-                plain=None if plain is None or plain == name else found.get(plain),
+                plain=None if name == search.plain else found.get(search.plain),
                 seconds_left=(left + self.turns_behind) * self._seconds / self._num_turns,
             )
         )
