@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -173,10 +173,10 @@ class HeadsRun:
             speeds = rounds_by_data(file.values(), digests, file)
             for data, rounds in speeds.items():
                 if search.next_arms(search.arms, rounds):
-                    self._take_turns(data, self._plans(found, data), rounds, search)
+                    self._take_turns(found, data, rounds, search)
         return speeds
 
-    def _take_turns(self, data: str, plans: Sequence[Plan], rounds: Rounds, search: Search) -> None:
+    def _take_turns(self, found: Comparison, data: str, rounds: Rounds, search: Search) -> None:
         def see(turn: Turn) -> None:
             self._watch(replace(turn, arm=f"{turn.arm} on {data}"))
             if turn.failure is not None:  # a round without one of them has no ratios
@@ -185,8 +185,7 @@ class HeadsRun:
         def load(plan: Plan) -> Models:
             return self._target.load(plan.config, open_checkpoints(plan.config))
 
-        turns = Turns(load, None, rounds, see, self._until)
-        for _ in turns.run(plans, search):
+        for _ in Turns(load, None, rounds, see, self._until).run(self._plans(found, data), search):
             pass
 
     def _plans(self, found: Comparison, data: str) -> list[Plan]:
@@ -208,7 +207,10 @@ class HeadsRun:
         """
         every = [Rows(run.directory / "completions.jsonl") for run in found.on(data)]
         config = self._one(data, found.on(data)[0].head).engine
-        tokenizer = load_chat_tokenizer(config, open_checkpoints(config))
+        checkpoints = open_checkpoints(config)
+        tokenizer = load_chat_tokenizer(config, checkpoints)
+        defaults = generation_config(checkpoints["model"], config.generation_config)
+        sampling = defaults.over(self._job.sampling, self._job.given)
         for prompt in source.open():
             if isinstance(prompt, Rejected):
                 continue
@@ -219,18 +221,12 @@ class HeadsRun:
                 yield Request(
                     id=name,
                     prompt_token_ids=tuple(prompt_ids(prompt, tokenizer, earlier)[1]),
-                    sampling=replace(self._sampling, **prompt.sampling),
+                    sampling=replace(sampling, **prompt.sampling),
                     category=prompt.category,
                     turn=turn,
                     num_turns=len(prompt.turn_ids),
                 )
                 earlier.append(str(every[0][name]["text"]))
-
-    @property
-    def _sampling(self) -> SamplingParams:
-        plain = self._job.engine.plain()
-        defaults = generation_config(open_checkpoints(plain)["model"], plain.generation_config)
-        return defaults.over(self._job.sampling, self._job.given)
 
     def _arms(self, data: str) -> dict[str, EngineConfig]:
         heads = {head: self._one(data, head).engine for head in self._job.heads}
