@@ -9,9 +9,7 @@ import typer
 from specgen.cli.options import AS_JSON, Only, repeating, with_options
 from specgen.cli.printing import kept_in, print_files, print_found, print_parts, stoppable
 from specgen.cli.progress_bar import QUIET
-from specgen.config import (
-    option,
-)
+from specgen.config import option
 from specgen.experiments.tune_job import TuneJob
 from specgen.record.files import writable, write_text
 from specgen.record.interrupt import breakable
