@@ -23,7 +23,7 @@ from specgen.record.results import RunDirectory
 from specgen.report.references import load_results
 from specgen.report.report import load
 from tests.commands import printed, specgen
-from tests.jobs import Silent
+from tests.jobs import HOW_IT_WENT, Silent
 
 pytestmark = pytest.mark.xdist_group("eval_command")  # one study for all
 
@@ -92,6 +92,10 @@ def test_three_arms_answer_alike_and_leave_their_numbers(study: tuple[Path, str]
         assert report.num_spec_tokens == k
         texts = (files / "report.html").read_text()
         assert texts.count("<summary>word_problems ") == texts.count(" stop · ") == 6
+        assert f"<h1>{arm}: demo/target " in texts
+        first, *_ = RowFile(files / "completions.jsonl").values()
+        assert first["title"] == "word_problems 0"
+        assert "Noah sold 76 balloons" in first["prompt"]
         assert ("<i class=correction" in texts) == (arm != "baseline")
         assert report.num_requests == 6
         document = json.loads((files / "results.json").read_text())
@@ -294,16 +298,7 @@ def test_a_killed_evaluation_resumes(study: tuple[Path, str], tmp_path: Path) ->
     assert "The data show no difference" in printed
     for arm in ("padded", "non-padded", "baseline"):
         ours, theirs = (load(path / arm)[0].to_json() for path in (killed, whole))
-        for timed in (
-            "wall_seconds",
-            "wall",
-            "ttft_seconds",
-            "tpot_seconds",
-            "steps",
-            "rows",
-            "output_tokens_per_second",
-            "num_lost_tokens",
-        ):
+        for timed in {*HOW_IT_WENT} - {"num_cached_tokens", "busy"}:
             del ours[timed], theirs[timed]
         assert ours == theirs
         rows = [

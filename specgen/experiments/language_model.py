@@ -80,7 +80,6 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         self.cut: dict[str, tuple[int, int]] = {}  # by task: prompts that were cut, to so many tokens
         self._answers = dict(files.completions)
         self.generated: dict[tuple[str, int], Generated] = {}
-        self._prompts: dict[str, tuple[str, str]] = {}  # title and text of what was asked, by id
         self._names: dict[str, _Row] = {}  # what a row says of its request: of one of several samples, which
         self._asked: dict[str, None] = {}  # ids, in the order of the input
 
@@ -195,8 +194,6 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         asked = self._requests(requests)
         index = {request.id: at for at, request in enumerate(asked)}
         texts = [""] * len(requests)
-        for request, instance in zip(asked, requests, strict=True):
-            self._prompts[request.id] = f"{instance.task_name} {instance.doc_id}", instance.args[0]
         for name, row in self._by_task(asked):
             at = index[name]
             texts[at], instance = row["text"], requests[at]
@@ -209,14 +206,6 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
             )
             self.generated.setdefault((instance.task_name, instance.doc_id), answer)
         return texts
-
-    @property
-    def texts(self) -> dict[str, _Row]:
-        """The rows of all generated texts by id, with their title and prompt."""
-        return {
-            name: {**self._files.completions[name], "title": title, "prompt": prompt}
-            for name, (title, prompt) in self._prompts.items()
-        }
 
     def _by_task(self, asked: list[Request]) -> Iterator[tuple[str, _Row]]:
         """The answers to ``asked``, task by task, so that each has its own speed."""
@@ -240,7 +229,11 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
             sample, several = times[name], total[name] > 1
             times[name] += 1
             request = self._request(sample_id(name, sample), instance, share=name if several else "")
-            self._names[request.id] = {"id": name, "sample": sample} if several else {}
+            self._names[request.id] = {
+                **({"id": name, "sample": sample} if several else {}),
+                "title": f"{instance.task_name} {instance.doc_id}",
+                "prompt": instance.args[0],
+            }
             asked.append(request)
         return asked
 

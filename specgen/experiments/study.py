@@ -33,16 +33,15 @@ from specgen.experiments.audit import Judge
 from specgen.experiments.language_model import SpecgenLM
 from specgen.experiments.studies import Asking, Study
 from specgen.experiments.study_comparison import ArmRun, StudyComparison, answers, compare, reference_of
+from specgen.jobs.run_output import FinishedRun
 from specgen.record import columns
 from specgen.record.files import write_json, write_text
 from specgen.record.progress import Progress
-from specgen.record.provenance import MACHINE, busy, manifest, now, state_after, with_recorded_date
+from specgen.record.provenance import MACHINE, manifest, now, state_after, with_recorded_date
 from specgen.record.results import RunDirectory, require_same
-from specgen.report import tables
 from specgen.report.display import checkpoint_name, devices, from_here
 from specgen.report.origin import origin
-from specgen.report.report import report_categories, report_of
-from specgen.report.run_texts import RunTexts
+from specgen.report.report import report_categories
 from specgen.report.table import Column, Table
 from specgen.storage import file_digest
 
@@ -395,27 +394,20 @@ class StudyRun:
             )
         assert results is not None, "only other ranks than the first get None"
         files.arrange(lm.order())
-        answered = columns.read(path, config.draft_length.most, files.completions)
-        report = report_of(answered, files.passes())
+        finished = FinishedRun(path, files.completions, files.errors)
         run = ArmRun(
             name=arm.name,
             dtype=config.formats,
             seconds=lm.seconds,
-            report=replace(report, busy=busy(asked["state"], state_after(config))),
+            report=finished.write_report(None, asked["state"], state_after(config)),
             answers=answers(results["samples"], lm.generated),
             results=results,
-            tasks=report_categories(answered),
+            tasks=report_categories(columns.read(path, config.draft_length.most, files.completions)),
             cut=lm.cut,
         )
         own = {"config": _lm_eval_config(config, job.study.limit, arguments), "date": began}
         summary = {key: value for key, value in results.items() if key != "samples"}
         write_text(path / "results.json", _json(summary | own))
-        title = f"{arm.name}: {self._title()}"
-        shown = RunTexts(answered, lm.texts).shown(models.tokenizer)
-        write_text(
-            path / "report.html", tables.page(run.report, asked["settings"], title, origin(asked), *shown)
-        )
-        write_json(path / "report.json", run.report.to_json())
         return run
 
 

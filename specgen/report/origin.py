@@ -22,7 +22,9 @@ def run_title(record: Mapping[str, Any]) -> str:
     model = record.get("served_model_name", checkpoint_name(engine["model"]))
     data, shard = record["data"], record["data"].get("shard", WHOLE)
     source = PurePath(data["dataset"]).name if "dataset" in data else ", ".join(data["tasks"])
-    return f"{model} {_drafting(engine)} on {source}{'' if shard == WHOLE else f' (shard {shard})'}"
+    arm = record.get("settings", {}).get("arm")
+    whole = "" if shard == WHOLE else f" (shard {shard})"
+    return f"{arm + ': ' if arm else ''}{model} {_drafting(engine)} on {source}{whole}"
 
 
 def _drafting(engine: Mapping[str, Any]) -> str:
