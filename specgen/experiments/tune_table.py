@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain, product
 
-from specgen.config import DraftLength, EngineConfig, TemplateKwargs, bundled
+from specgen.config import DraftLength, EngineConfig, bundled
 from specgen.engine.arms import Arm
 from specgen.experiments.output import BenchTable, Plot, Value, selected
 from specgen.experiments.plans import Roofline
@@ -237,17 +237,11 @@ def _plots(rows: Sequence[Row]) -> Iterator[Plot]:
             )
 
 
-_RUN_AS_MEASURED = (  # options of ``generate`` that are kept where they are not its defaults
-    "device",
-    "tensor_parallel",
-    "dtype",
-    "kv_dtype",
-    "attention",
-    "cuda_graphs",
-    "gpu_memory_utilization",
-    "max_prefill_tokens",
-    "generation_config",
-)
+# fields of an arm's configuration that ``command`` says otherwise, or that are the bench's own
+_ASIDE = {
+    *("model", "drafter", "num_spec_tokens", "drafter_batch", "draft_lm_head", "max_batch_size"),
+    "prefix_cache",
+}
 
 
 def sentence(batch: int, ranking: Ranking, arms: Mapping[str, Arm]) -> str:
@@ -320,27 +314,24 @@ def _compared(ranking: Ranking, arm: str, name: str) -> str:
 def command(arm: Arm, engine: EngineConfig, workload: Workload) -> str:
     """The ``specgen generate`` that runs as ``arm`` did; ``engine`` is what the arms changed."""
     config, how = arm.configure(engine), workload.how
-    length, template = config.draft_length, engine.template_kwargs
+    length = config.draft_length
     is_bundled = (engine.model, engine.drafter) == bundled.pair(None, None, DraftLength(most=1))
     given = {  # option: value, None where it is left out
         "--model": None if is_bundled else engine.model,
-        "--lora": engine.lora,
         "--drafter": None if is_bundled or length.most == 0 else engine.drafter,
         "--dataset": workload.dataset,
         "--data-path": workload.data_path,
         "--split": how.split,
         "--prompt-field": how.prompt_field,
         **({} if how.chat is None else {"--chat" if how.chat else "--raw": True}),
-        # others are other prompts
-        "--chat-template-kwargs": None if template == TemplateKwargs() else template,
         "--max-batch-size": config.max_batch_size,
         "--num-spec-tokens": length.kind if length.auto else length.most,
         "--drafter-batch": None if config.head is None else config.drafter_batch,
         "--draft-lm-head": "fp8" if config.head and config.draft_lm_head == "fp8" else None,
         "--max-new-tokens": workload.max_new_tokens if workload.output_lens == "fixed" else None,
     }
-    defaults = {each.name: each.default for each in fields(EngineConfig)}
-    changed = [name for name in _RUN_AS_MEASURED if getattr(config, name) != defaults[name]]
+    options = (each for each in fields(config) if each.metadata and each.name not in _ASIDE)
+    changed = [each.name for each in options if getattr(config, each.name) != each.default]
     given |= {f"--{name.replace('_', '-')}": getattr(config, name) for name in changed}
     words = [
         [name] if value is True else [name, str(value)] for name, value in given.items() if value is not None
