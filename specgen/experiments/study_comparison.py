@@ -1,6 +1,6 @@
 """What the arms of a study answered, and how they compare with their reference: accuracy, texts, acceptance, speed."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -272,17 +272,15 @@ def compare(arms: Sequence[ArmRun], target: "Judge", *, template_unused: bool = 
     task, document and metric, of metrics between 0 and 1. ``UserError`` for no arm, two of one name, and arms with
     different samples.
     """
-    reference, scores = reference_of(arms), {arm.name: _scores(arm) for arm in arms}
+    reference = reference_of(arms)
     left_out = {
-        key
-        for each in scores.values()
-        for key, documents in each.items()
-        if not all(0 <= score <= 1 for score in documents.values())
+        (task, metric)
+        for arm in arms
+        for (task, _), answer in arm.answers.items()
+        for metric, score in answer.scores.items()
+        if not 0 <= score <= 1
     }
-    kept = {
-        name: {key: each for key, each in found.items() if key not in left_out}
-        for name, found in scores.items()
-    }
+    kept = {arm.name: _scores(arm, left_out) for arm in arms}
     names, base = [arm.name for arm in arms], kept[reference.name]
     for name in names:
         require(names.count(name) == 1, f"two arms are named {name!r}: give every arm its own name")
@@ -330,11 +328,12 @@ def compare(arms: Sequence[ArmRun], target: "Judge", *, template_unused: bool = 
 _Scores = dict[tuple[str, str], dict[int, float]]  # (task, metric): document: score
 
 
-def _scores(arm: ArmRun) -> _Scores:
+def _scores(arm: ArmRun, left_out: Set[tuple[str, str]]) -> _Scores:
     scores: _Scores = {}
     for (task, doc_id), answer in arm.answers.items():
-        for metric, score in answer.scores.items():
-            scores.setdefault((task, metric), {})[doc_id] = score
+        for metric in answer.scores:
+            if (task, metric) not in left_out:
+                scores.setdefault((task, metric), {})[doc_id] = answer.scores[metric]
     return scores
 
 
