@@ -5,12 +5,14 @@ import os
 import random
 import re
 import subprocess
+from concurrent.futures import Future
 from dataclasses import replace
 from decimal import Decimal
 from itertools import count, product
 from threading import Event
 from time import process_time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jsonschema
 import numpy as np
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from specgen import SamplingParams, StructuredOutputs, UserError
+from specgen.core.engine_core import Incoming
 from specgen.core.sequence import Request
 from specgen.decoding.automaton_tables import Tables
 from specgen.decoding.sampling import SamplingBatch
@@ -698,6 +701,22 @@ def test_requests_whose_constraints_are_ready_go_first(
     assert {each.request.id: each.token_ids for each in found} == {
         each.request.id: each.token_ids for each in one_by_one
     }
+
+
+def test_requests_of_one_constraint_keep_their_order() -> None:
+    compiling, ready = Future[Automaton](), Future[Automaton]()
+    ready.set_result(without(4, [(1,)]))
+    kinds = [compiling, None, compiling, ready, compiling]
+    asked = [
+        Request(id=str(at), prompt_token_ids=(at,), sampling=SamplingParams()) for at in range(len(kinds))
+    ]
+    found = SimpleNamespace(compiling=lambda sampling, prompt: kinds[prompt[0]])
+    incoming = Incoming(iter(asked), cast("Constraints", found))
+    assert [incoming.next() for _ in range(3)] == [asked[1], asked[3], None]
+    assert incoming.wait(), "there is one to wait for"
+    compiling.set_result(without(4, [(1,)]))
+    assert [incoming.next() for _ in range(4)] == [asked[0], asked[2], asked[4], None]
+    assert not incoming.wait()
 
 
 def test_a_run_ends_while_nothing_but_a_constraint_is_missing(

@@ -54,6 +54,37 @@ def discard(_: object) -> None:
     """Nothing is done with a row, or with a completion."""
 
 
+class Incoming:
+    """The requests of ``source`` in its order; while the constraints of some are compiled, those behind go first."""
+
+    def __init__(self, source: Iterator[Request | None], constraints: Constraints) -> None:
+        self._source, self._constraints = source, constraints
+        self._waiting: dict[Future[Automaton], deque[Request]] = {}  # by constraint
+
+    def next(self) -> Request | None:
+        """The next whose constraint is there, of one constraint in the order of the source; None: there is none now."""
+        for compiled, requests in self._waiting.items():
+            if compiled.done():
+                ready = requests.popleft()
+                if not requests:
+                    del self._waiting[compiled]
+                return ready
+        while sum(map(len, self._waiting.values())) < _MOST_UNCOMPILED:
+            request = next(self._source, None)
+            if request is None:
+                return None
+            automaton = self._constraints.compiling(request.sampling, request.prompt_token_ids)
+            if automaton is None or (automaton not in self._waiting and automaton.done()):
+                return request
+            self._waiting.setdefault(automaton, deque()).append(request)
+        return None
+
+    def wait(self) -> bool:
+        """Wait a little, while nothing runs, for a constraint; whether there is one to wait for."""
+        wait(self._waiting, _PATIENCE, FIRST_COMPLETED)
+        return bool(self._waiting)
+
+
 class EngineCore:
     """Generates for many requests at once; made by ``engine.build.build_engine``.
 
@@ -105,8 +136,6 @@ class EngineCore:
         )
         self._in_flight: deque[Pass] = deque()  # launched and not read yet, the oldest first
         self._completions: list[Completion] = []  # not handed out yet
-        # requests whose constraint is being compiled
-        self._uncompiled: dict[Future[Automaton], list[Request]] = {}
 
     # Runs
 
@@ -147,13 +176,14 @@ class EngineCore:
         follow_up: Callable[[Completion], Request | None] = no_follow_up,
         until: Callable[[], bool] = never_stop,
     ) -> Generator[Completion, None, None]:
+        incoming = Incoming(source, self._constraints)
         try:
             while not until():
                 finished = list[Completion]()
                 try:
-                    self._work(source, finished)
+                    self._work(incoming, finished)
                     if finished and self._lookahead and not self._in_flight:
-                        self._work(source, finished)  # or the device would wait while they are handed out
+                        self._work(incoming, finished)  # or the device would wait while they are handed out
                 except Exception:  # of the source, or the device is lost
                     yield from finished
                     raise
@@ -164,17 +194,17 @@ class EngineCore:
                         if refused is None:
                             break
                         yield (completion := refused)
-                if not finished and not self._has_work:
-                    if not self._uncompiled:
-                        return
-                    wait(self._uncompiled, _PATIENCE, FIRST_COMPLETED)
+                if not finished and not self._has_work and not incoming.wait():
+                    return
             yield from self.drain()
         finally:  # also where the caller has seen enough, or something failed
             self.abandon()
 
-    def _work(self, source: Iterator[Request | None], finished: list[Completion]) -> None:
+    def _work(self, incoming: "Incoming", finished: list[Completion]) -> None:
         """Pull requests and do a step; what was ``finished`` before something failed is kept."""
-        finished.extend(self._pull_requests(source))
+        while self._scheduler.wants_request and (request := incoming.next()) is not None:
+            if (refused := self.submit(request)) is not None:
+                finished.append(refused)
         finished.extend(self.step())
 
     def score(self, requests: Iterable[ScoreRequest]) -> Iterator[Scored]:
@@ -249,26 +279,6 @@ class EngineCore:
     def max_prefill_tokens(self) -> int:
         """Rows of a prefill pass, as they are limited now."""
         return self._scheduler.limits.max_prefill_tokens
-
-    def _pull_requests(self, source: Iterator[Request | None]) -> Iterator[Completion]:
-        for request in self._next_requests(source):
-            refused = self.submit(request)
-            if refused is not None:
-                yield refused
-
-    def _next_requests(self, source: Iterator[Request | None]) -> Iterator[Request]:
-        """Those whose constraints are there, of one constraint in the order of ``source``."""
-        for compiled in [each for each in self._uncompiled if each.done()]:
-            yield from self._uncompiled.pop(compiled)
-        while self._scheduler.wants_request and sum(map(len, self._uncompiled.values())) < _MOST_UNCOMPILED:
-            request = next(source, None)
-            if request is None:
-                return
-            automaton = self._constraints.compiling(request.sampling, request.prompt_token_ids)
-            if automaton is None or (automaton not in self._uncompiled and automaton.done()):
-                yield request
-            else:
-                self._uncompiled.setdefault(automaton, []).append(request)
 
     def _now(self) -> float:
         """Seconds since the engine was warm; the clock counts in nanoseconds."""
@@ -388,7 +398,6 @@ class EngineCore:
         self._scheduler.clear()
         self._batch.reset()
         self._completions.clear()
-        self._uncompiled.clear()
 
     def _take(self) -> list[Completion]:
         taken, self._completions = self._completions, []
