@@ -85,6 +85,9 @@ def test_own_rows_say_how_long_they_are(models: Models, tmp_path: Path) -> None:
         "--output-lens fixed needs neither",
     )
     assert RAW in make_prompts(replace(workload, output_lens="fixed"), models, 2).notes
+    rows.write_text('{"id": "x", "prompt": "Tom has", "max_tokens": 7, "temprature": 1}\n')
+    (note,) = make_prompts(workload, models, 1).notes
+    assert note.endswith("a field 'temprature', which is ignored: did you mean temperature?")
     rows.write_text('{"id": "y", "prompt": "Ann has"}\n')
     with refused(r"no prompt of .* can run: left out: y: it has no answer whose length"):
         make_prompts(workload, models, 2)

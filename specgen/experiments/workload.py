@@ -75,7 +75,7 @@ def make_prompts(
         turns = "first turns"
     asked, sampled = greedy(asked)
     requests, notes = _fitting(asked, models, workload)
-    notes += sampled + _in_short(failures)
+    notes += (*opened.notes.sentences(), *sampled, *_in_short(failures))
     require(bool(requests), f"no prompt of {workload.dataset} can run: {'; '.join(notes[:_SHOWN])}")
     again = f", repeated to {count}" if len(requests) < count else ""
     description = f"{min(len(requests), count)} {turns} of {workload.dataset}{again}"
