@@ -16,10 +16,14 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from calibrated_cycle import Cycle
+
+if TYPE_CHECKING:
+    from specgen.record.record_rows import RequestRow
 
 Prompt = list[int]
 _LONG = 8000  # tokens of a prompt
@@ -28,7 +32,11 @@ _MEAN = 87  # of ShareGPT's first turns
 
 
 class Specgen:
-    def __init__(self, args: argparse.Namespace, most: int) -> None:
+    """``record`` takes the engine's rows; ``records`` are those of the requests of the last call."""
+
+    def __init__(
+        self, args: argparse.Namespace, most: int, record: Callable[[object], None] = lambda row: None
+    ) -> None:
         from specgen import Engine, EngineConfig
 
         mtp, spec = args.drafter == "mtp", args.num_spec_tokens
@@ -38,22 +46,30 @@ class Specgen:
             max_batch_size=most, max_prefill_tokens=8192, prefix_cache=False, kv_memory=int(args.kv_memory * 2**30),
             tensor_parallel=args.tensor_parallel,
         )  # fmt: skip
-        self._engine, self._num_prompts, self._steps, self._accepted = Engine(config), 0, 0, 0
-        if self._engine.config.cuda_graphs != "off":
-            self._engine.capture_graphs()
+        self.engine, self._num_prompts, self._steps, self._accepted = Engine(config, record=record), 0, 0, 0
+        self.records: list[RequestRow] = []
 
-    def generate(self, prompts: Sequence[Prompt], num_tokens: int) -> list[Sequence[int]]:
+    def capture_graphs(self) -> None:
+        """Those of all batch sizes, as vLLM does at its start."""
+        if self.engine.config.cuda_graphs != "off":
+            self.engine.capture_graphs()
+
+    def generate(self, prompts: Sequence[Prompt], num_tokens: Sequence[int]) -> list[Sequence[int]]:
         from specgen import Prompt, SamplingParams
 
         first, self._num_prompts = self._num_prompts, self._num_prompts + len(prompts)
-        asked = [Prompt(id=str(first + i), token_ids=tuple(each)) for i, each in enumerate(prompts)]
-        greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-        found = {output.id: output for output in self._engine.generate(asked, greedy)}
+        asked = [
+            Prompt(id=str(first + i), token_ids=tuple(each), sampling={"max_tokens": most})
+            for i, (each, most) in enumerate(zip(prompts, num_tokens, strict=True))
+        ]
+        greedy = SamplingParams(temperature=0, ignore_eos=True)
+        found = {output.id: output for output in self.engine.generate(asked, greedy)}
         failed = [output.error for output in found.values() if output.error]
         if failed:
             raise SystemExit(f"a prompt failed: {failed[0]}")
         self._steps += sum(output.metrics.num_spec_steps for output in found.values())
         self._accepted += sum(output.metrics.num_accepted_draft_tokens for output in found.values())
+        self.records = [output.record for output in found.values()]
         return [found[prompt.id].token_ids for prompt in asked]
 
     def drafted(self) -> tuple[int, int]:
@@ -77,10 +93,16 @@ class Vllm:
             kv_cache_memory_bytes=int(args.kv_memory * 2**30), disable_log_stats=False,
         )  # fmt: skip
 
-    def generate(self, prompts: Sequence[Prompt], num_tokens: int) -> list[Sequence[int]]:
+    def capture_graphs(self) -> None:
+        """It has captured them."""
+
+    def generate(self, prompts: Sequence[Prompt], num_tokens: Sequence[int]) -> list[Sequence[int]]:
         from vllm import SamplingParams
 
-        greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        greedy = [
+            SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
+            for most in num_tokens
+        ]
         asked = [{"prompt_token_ids": each} for each in prompts]
         return [each.outputs[0].token_ids for each in self._llm.generate(asked, greedy, use_tqdm=False)]
 
@@ -102,8 +124,8 @@ def cells(text: str) -> list[tuple[int, int]]:
 class Text:
     """The only text that the target writes."""
 
-    def __init__(self, cycle: Cycle, lengths: Sequence[int]) -> None:
-        self._cycle, self._lengths, self._random = cycle, lengths, random.Random(0)
+    def __init__(self, cycle: Cycle, lengths: Sequence[int], seed: int = 0) -> None:
+        self._cycle, self._lengths, self._random = cycle, lengths, random.Random(seed)
 
     def prompts(self, count: int, length: int) -> list[Prompt]:
         """Pieces of the text, of ``length`` tokens or, where that is 0, of lengths that are drawn."""
@@ -113,6 +135,10 @@ class Text:
             size = length or max(4, min(_MOST_DRAWN, self._random.choice(self._lengths)))
             found.append([tokens[(first + i) % len(tokens)] for i in range(size)])
         return found
+
+    def lengths(self, count: int, lengths: Sequence[int]) -> list[int]:
+        """How many tokens so many answers are to have, drawn from ``lengths``."""
+        return self._random.choices(lengths, k=count)
 
     def num_wrong(self, prompt: Prompt, output: Sequence[int]) -> int:
         before = [prompt[-1], *output[:-1]]
@@ -125,20 +151,21 @@ def measured(
     """A row: the cell is run once before the clock, with other prompts."""
     count = batch if length >= _LONG else 3 if batch == 1 else 2 * batch
     prompts = text.prompts(count, length)
-    engine.generate(text.prompts(batch, length), args.max_new_tokens)
+    engine.generate(text.prompts(batch, length), [args.max_new_tokens] * batch)
     at_once = count if batch == most and batch > 1 else batch
     before, seconds, wrong = engine.drafted(), [], 0
     for _ in range(args.repeats):
         began, outputs = time.perf_counter(), []
         for first in range(0, count, at_once):
-            outputs += engine.generate(prompts[first : first + at_once], args.max_new_tokens)
+            some = prompts[first : first + at_once]
+            outputs += engine.generate(some, [args.max_new_tokens] * len(some))
         seconds.append(time.perf_counter() - began)
         wrong += sum(map(text.num_wrong, prompts, outputs))
     steps, accepted = (now - then for now, then in zip(engine.drafted(), before, strict=True))
     tokens = sum(map(len, outputs))
     return {
         "engine": args.engine, "pair": args.pair.name, "num_spec_tokens": args.num_spec_tokens, "batch": batch,
-        "prompt_tokens": length or "drawn", "prompts": count, "output_tokens": tokens,
+        "prompt_tokens": length or "drawn", "prompts": count, "handed_over_at_once": at_once, "output_tokens": tokens,
         "seconds": [round(each, 3) for each in seconds],
         "tokens_per_second": round(tokens / statistics.median(seconds), 1), "wrong_tokens": wrong,
         "mean_acceptance_length": round(1 + accepted / steps, 3) if steps else None,
@@ -175,6 +202,7 @@ def main() -> None:
         parser.error(str(error))
     most = max(batch for batch, _ in args.cells)
     engine = (Specgen if args.engine == "specgen" else Vllm)(args, most)
+    engine.capture_graphs()
     for batch, length in args.cells:
         print(json.dumps(measured(engine, text, batch, length, most, args)), flush=True)
 

@@ -49,10 +49,10 @@ class FakeLlm:
 
     def generate(self, prompts: list[dict[str, list[int]]], sampling: Any, use_tqdm: bool) -> list[Any]:
         found = []
-        for each in prompts:
+        for each, asked in zip(prompts, sampling, strict=True):
             self.asked.append(each["prompt_token_ids"])
             token, out = each["prompt_token_ids"][-1], []
-            for _ in range(sampling.max_tokens):
+            for _ in range(asked.max_tokens):
                 out.append(token := self._next[token])
             self._drafts += 4
             found.append(
@@ -95,7 +95,8 @@ def test_both_have_the_same_prompts_and_what_is_wrong_is_counted(
         (2, "drawn", 4),
         (2, 9, 4),
     ]
-    same = ("batch", "prompt_tokens", "prompts", "output_tokens")
+    assert [row["handed_over_at_once"] for row in ours] == [1, 4, 4]
+    same = ("batch", "prompt_tokens", "prompts", "handed_over_at_once", "output_tokens")
     assert [[row[name] for name in same] for row in ours] == [[row[name] for name in same] for row in theirs]
     assert [row["output_tokens"] for row in ours] == [18, 24, 24]
     assert {row["wrong_tokens"] for row in ours} == {0}

@@ -6,7 +6,7 @@ The bandwidth and the FLOP/s are those of a large copy within the device's memor
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -128,14 +128,15 @@ class ExpertSize:
         """Bytes of all experts of all layers."""
         return self.num_layers * self.num_experts * self.num_bytes
 
-    def touched(self, num_rows: int) -> float:
+    def touched(self, num_rows: float) -> float:
         """Experts of a layer that so many rows choose on average: an estimate, as if each chose evenly and by itself.
 
         Rows that choose alike, as those of one text may, touch fewer.
         """
-        return self.num_experts * (1 - (1 - self.num_chosen / self.num_experts) ** num_rows)
+        left: float = (1 - self.num_chosen / self.num_experts) ** num_rows  # the share that none chooses
+        return self.num_experts * (1 - left)
 
-    def work(self, passes: int, num_rows: int) -> "Work":
+    def work(self, passes: int, num_rows: float) -> "Work":
         """The work of ``passes`` of ``num_rows`` each."""
         return Work(
             num_bytes=passes * self.num_layers * self.touched(num_rows) * self.num_bytes,
@@ -239,11 +240,17 @@ class StepBytes:
         parts = self.parts(num_spec_tokens, batch, context)
         return sum(work.num_bytes for name, work in parts.items() if name != "accept")
 
-    def parts(self, num_spec_tokens: int, batch: int, context: float) -> dict[str, Work]:
-        """The work of each part of a step of ``batch`` sequences at ``context`` positions each."""
-        k, rows = num_spec_tokens, batch * (num_spec_tokens + 1)
+    def parts(
+        self, num_spec_tokens: int, batch: int, context: float, rows: float | None = None
+    ) -> dict[str, Work]:
+        """The work of each part of a step of ``batch`` sequences at ``context`` positions each.
 
-        def work(weights: float, cache: float, rows_each: int) -> Work:
+        ``rows`` are those that the target verifies, where they are not all of them.
+        """
+        k = num_spec_tokens
+        rows = batch * (k + 1) if rows is None else rows
+
+        def work(weights: float, cache: float, rows_each: float) -> Work:
             flops = 2 * weights / self.bytes_per_value * rows_each
             return Work(num_bytes=weights + cache, flops=flops, cache_bytes=cache)
 
@@ -265,14 +272,14 @@ class StepBytes:
         }
 
 
-def _experts(size: ExpertSize | None, passes: int, num_rows: int) -> Work:
+def _experts(size: ExpertSize | None, passes: int, num_rows: float) -> Work:
     return Work(num_bytes=0.0, flops=0.0) if size is None else size.work(passes, num_rows)
 
 
-def mean_step_bytes(
-    requests: Iterable[RequestRow], passes: Iterable[EngineRow], sizes: StepBytes
-) -> float | None:
-    """The mean of the least bytes that the decode steps of a run read; None without any."""
+def decode_steps(
+    requests: Iterable[RequestRow], passes: Iterable[EngineRow]
+) -> Iterator[tuple[PassRow, float]]:
+    """The decode steps of a run, each with the positions that its sequences have on average."""
     positions = Counter[int]()  # by pass: of all its sequences
     for request in requests:
         steps = request.steps or ()
@@ -280,10 +287,18 @@ def mean_step_bytes(
         for step in steps:
             positions[step.number] += length
             length += step.emitted
+    for row in passes:
+        if isinstance(row, PassRow) and row.kind == "decode":
+            yield row, positions[row.number] / row.num_sequences
+
+
+def mean_step_bytes(
+    requests: Iterable[RequestRow], passes: Iterable[EngineRow], sizes: StepBytes
+) -> float | None:
+    """The mean of the least bytes that the decode steps of a run read; None without any."""
     each = [
-        sizes.step(row.num_spec_tokens, row.num_sequences, positions[row.number] / row.num_sequences)
-        for row in passes
-        if isinstance(row, PassRow) and row.kind == "decode"
+        sizes.step(row.num_spec_tokens, row.num_sequences, context)
+        for row, context in decode_steps(requests, passes)
     ]
     return sum(each) / len(each) if each else None
 
