@@ -51,6 +51,7 @@ OF_SCRIPTS = {
     "--confidence",
     "--cells",
     "--lengths",
+    *{"--jobs", "--cold", "--speed"},
 }
 
 OF_ALL = {"--help"}
