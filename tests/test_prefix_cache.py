@@ -9,9 +9,11 @@ import torch
 
 from specgen.config import SamplingParams
 from specgen.core import scheduler
-from specgen.core.sequence import Request, ScoreRequest
+from specgen.core.scheduler import Limits, Scheduler
+from specgen.core.sequence import Request, ScoreRequest, Sequence
 from specgen.core.step import Steps
-from specgen.kv.pages import PageAllocator, extend_digests
+from specgen.kv import pages
+from specgen.kv.pages import PageAllocator, Places, StateSlots, common_digests, extend_digests
 from specgen.record.record_rows import EngineRow, PassRow
 from tests.engines import Outputs, Pair, bundled_requests, engine_of, generate, random_requests
 from tests.marks import mostly_slow
@@ -59,6 +61,53 @@ def test_a_page_digest_covers_all_tokens_up_to_the_one_after_the_page() -> None:
     grown = digests(range(6))
     extend_digests(grown, list(range(13)), 4, b"")
     assert grown == whole
+
+
+def test_pages_of_one_text_are_named_as_those_of_another_that_begins_alike() -> None:
+    known = [*range(13)]
+    for length in range(1, 18):
+        for at in range(length + 1):  # where the texts part, if within both
+            text = [token if place < at else 90 + place for place, token in enumerate(range(length))]
+            same = common_digests(digests(known), known, text, 4)
+            both = zip(digests(known), digests(text), strict=False)
+            assert same == [one for one, other in both if one == other]
+    assert common_digests([], known, known, 4) == []
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_what_prompts_share_is_hashed_once(monkeypatch: pytest.MonkeyPatch, prefix_cache: bool) -> None:
+    """Of hundreds of waiting prompts behind one prefix each page is, and every prompt has its own behind it."""
+    hashed, blake2b = [], pages.hashlib.blake2b
+
+    def counted(content: bytes, **how: int) -> Any:
+        hashed.append(content)
+        return blake2b(content, **how)
+
+    monkeypatch.setattr(pages.hashlib, "blake2b", counted)
+    made = Scheduler(
+        allocators=(PageAllocator(5000, 4, prefix_cache=prefix_cache),),
+        slots=StateSlots(None),
+        places=Places(0, 0),
+        limits=Limits(max_batch_size=300, max_prefill_tokens=100_000),
+        step_rows=4,
+    )
+    sequences = []
+    for number, share in enumerate(["a", "b"] * 2 if not prefix_cache else [""] * 300):
+        prompt = [*range(400), *([number] * 9)]
+        request = Request(id=str(number), prompt_token_ids=tuple(prompt), sampling=GREEDY, share=share)
+        sequences.append(
+            Sequence(request=request, tokens=prompt, max_length=430, seed=0, eos_token_ids=frozenset())
+        )
+        made.submit(sequences[-1])
+    made.launched(made.next_chunks())
+    assert len(made.running) == len(sequences)
+    # the last page of the prefix is named with the token behind it, and two more are a prompt's own; what shares
+    # something else is named alike with none
+    of_one, num = 102, len(sequences)
+    assert len(hashed) == (99 + 3 * num if prefix_cache else of_one * num)
+    monkeypatch.undo()
+    for each in sequences:
+        assert each.digests == digests(each.tokens, root=each.request.share.encode())
 
 
 def test_page_sharing_and_eviction_equal_a_simple_model() -> None:

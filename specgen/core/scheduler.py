@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from specgen.core.sequence import Sequence
-from specgen.kv.pages import PageAllocator, Places, StateSlots, extend_digests
+from specgen.kv.pages import PageAllocator, Places, StateSlots, common_digests, extend_digests
 from specgen.record.record_rows import OutOfMemory
 
 # A prefill of fewer rows than this takes hardly less time: reading the weights is what it waits for.
@@ -115,6 +115,7 @@ class Scheduler:
         self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []
         self.draining: list[Sequence] = []  # out of the batch; passes in flight will end them
+        self._hashed: tuple[bytes, Sequence | None] = b"", None  # the newest that has digests, and their root
         self._idle_slots = 0  # free batch slots, summed over steps in which prompts waited for more prompts
 
     @property
@@ -213,7 +214,8 @@ class Scheduler:
         return False
 
     def _admit(self, sequence: Sequence, budget: int) -> bool:
-        alone = any(each.alone for each in (sequence, *self.prefilling, *self.running))
+        # of those that were admitted one that is to run alone is the first, as there is no other
+        alone = sequence.alone or any(each[0].alone for each in (self.prefilling, self.running) if each)
         if self.num_admitted >= (1 if alone else self.limits.max_batch_size) or not self._slots.available:
             return False
         digests = self._digests(sequence, sequence.num_reusable)
@@ -286,8 +288,10 @@ class Scheduler:
         chunks.append(
             Chunk(sequence=sequence, start=start, num_rows=num_rows, state_source=source, state_copy=copy)
         )
+        # pages in front are known, or were expected before
+        first, digests = start // self.page_size, self._digests(sequence, start + num_rows)
         for allocator, pages in self._pages(sequence):
-            allocator.expect(pages, self._digests(sequence, start + num_rows))
+            allocator.expect(pages[first:], digests[first:])
         return num_rows
 
     def _rows_to_compute(self, sequence: Sequence) -> int:
@@ -302,6 +306,13 @@ class Scheduler:
             if not sequence.request.share:
                 return []
             root = sequence.request.share.encode()
+        if not sequence.digests:
+            known_root, known = self._hashed
+            if known is not None and known_root == root:
+                sequence.digests = common_digests(
+                    known.digests, known.tokens, sequence.tokens, self.page_size
+                )
+            self._hashed = root, sequence
         extend_digests(sequence.digests, sequence.tokens, self.page_size, root)
         return sequence.digests[: num_positions // self.page_size]
 

@@ -9,6 +9,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import islice, takewhile
 
 
 def extend_digests(digests: list[bytes], tokens: Sequence[int], page_size: int, root: bytes) -> None:
@@ -22,6 +23,24 @@ def extend_digests(digests: list[bytes], tokens: Sequence[int], page_size: int, 
         before = digests[-1] if digests else root
         own = array("q", tokens[page * page_size : (page + 1) * page_size + 1])
         digests.append(hashlib.blake2b(before + own.tobytes(), digest_size=16).digest())
+
+
+def common_digests(
+    digests: list[bytes], known: Sequence[int], tokens: Sequence[int], page_size: int
+) -> list[bytes]:
+    """Those of ``digests``, of the text ``known``, that are of ``tokens`` too, where both have one root.
+
+    Prompts behind one long prefix follow each other, and to compare it takes a fifth of what hashing it does.
+    """
+    same, most = 0, min(len(digests), (len(tokens) - 1) // page_size)
+    while same < most:
+        tried = (same + most + 1) // 2
+        part = slice(same * page_size, tried * page_size + 1)  # a page is named with the token behind it
+        if known[part] == tokens[part]:
+            same = tried
+        else:
+            most = tried - 1
+    return digests[:same]
 
 
 def window_pages(window: int, rows: int, page_size: int) -> int:
@@ -162,8 +181,8 @@ class PageAllocator:
 
     def _known(self, digests: Sequence[bytes]) -> list[int]:
         """The pages of the first ``digests``, as far as all are known."""
-        known: list[int] = []
-        for digest in digests:
+        known = list(takewhile(bool, map(self._page_of.get, digests)))  # most of a long prefix, in one call
+        for digest in islice(digests, len(known), None):
             page = self._page_of.get(digest) or self._expected.get(digest)
             if page is None:
                 break
