@@ -179,6 +179,7 @@ class Engine:
     ) -> Iterator[RequestOutput]:
         failed: deque[RequestOutput] = deque()
         models, core = self._require_idle()
+        num_spec_tokens = self.config.draft_length.most
         conversations = Conversations(prompts, models.tokenizer, sampling, failed.append, earlier, lost)
         self._running = core.generate(conversations.first_turns(), conversations.follow_up, until)
         del models, core  # ``close`` frees them while this is suspended
@@ -188,7 +189,7 @@ class Engine:
                     yield from _drained(failed)
                     record = completion.record
                     per_step = (step.accepted for step in record.steps or () if step.drafts)
-                    metrics = metrics_of(record.counts, per_step, self.config.draft_length.most)
+                    metrics = metrics_of(record.counts, per_step, num_spec_tokens)
                     yield conversations.answer(completion, metrics)
             self._require_open()  # else this is not all of it
             yield from _drained(failed)

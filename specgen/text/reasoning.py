@@ -1,8 +1,9 @@
 """Reasoning and answer of a generated text, separated by the tokens that a model writes around them."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 from typing import Literal, Protocol
 
@@ -49,12 +50,16 @@ def new_reader(tokenizer: Tokenizer, prompt: Sequence[int]) -> Reader | None:
     Decided by the tokens, not by the name of the model: harmony's channels (GPT-OSS), ``<think>`` (Qwen3), or
     ``<|channel>thought`` (Gemma 4).
     """
-    if all(tokenizer.added_token_id(text) is not None for text in _HARMONY):
-        return _HarmonyReader(tokenizer, prompt)
-    if all(tokenizer.added_token_id(text) is not None for text in _THINK):
-        return _ThinkReader(tokenizer, prompt)
-    if all(tokenizer.added_token_id(text) is not None for text in _CHANNEL):
-        return _ChannelReader(tokenizer, prompt)
+    reader = _reader_of(tokenizer)
+    return None if reader is None else reader(tokenizer, prompt)
+
+
+@lru_cache(maxsize=8)  # a short text takes little more than to ask for nine tokens
+def _reader_of(tokenizer: Tokenizer) -> "Callable[[Tokenizer, Sequence[int]], Reader] | None":
+    marked = ((_HARMONY, _HarmonyReader), (_THINK, _ThinkReader), (_CHANNEL, _ChannelReader))
+    for marks, reader in marked:
+        if all(tokenizer.added_token_id(text) is not None for text in marks):
+            return reader
     return None
 
 
@@ -286,8 +291,9 @@ def answer_of(
         parts = replace(
             split(tokenizer, prompt, token_ids[:-1]), num_reasoning_tokens=every.num_reasoning_tokens
         )
-    first = token_ids[: sampling.min_tokens] if stops else ()
-    num_first = len(split(tokenizer, prompt, first).answer)
+    if not stops:
+        return parts, tokenizer.decode(parts.answer)
+    num_first = len(split(tokenizer, prompt, token_ids[: sampling.min_tokens]).answer)
     return parts, StopStrings(tokenizer, stops).text(parts.answer, num_first)
 
 
