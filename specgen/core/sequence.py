@@ -59,6 +59,7 @@ class Request:
     num_turns: int = 1  # of its conversation
     alone: bool = False
     share: str = ""  # of samples, what their prompt is called; empty: nothing
+    asked: str = ""  # see ``RequestRow``
     text: ScoreRequest | None = None
 
 
@@ -257,6 +258,7 @@ class Sequence:
             counts=StepCounts.of(self.steps, most),
             parts=count_parts(self.switches, self.steps, num_tokens, most) if self.switches else None,
             steps=self.steps,
+            asked=request.asked,
         )
 
     def _scored(self) -> Scored | None:

@@ -209,7 +209,7 @@ class Conversations:
             metrics=metrics,
             logprobs=completion.logprobs,
             prompt_logprobs=completion.prompt_logprobs,
-            record=replace(completion.record, asked=asked_digest(conversation.prompt, request.turn)),
+            record=completion.record,
         )
 
     def _ask(self, conversation: _Conversation) -> Request | None:
@@ -240,15 +240,17 @@ class Conversations:
         sampling = replace(self._sampling, **prompt.sampling) if prompt.sampling else self._sampling
         require(sampling.n == 1 or not prompt.follow_ups, several_turns(sampling.n))
         conversation.asked, token_ids = self._prompt_ids(conversation)
+        turn = len(conversation.answers) + 1
         return Request(
             id=request_id,
             prompt_token_ids=tuple(token_ids),
             sampling=sampling,
             category=prompt.category,
-            turn=len(conversation.answers) + 1,
+            turn=turn,
             num_turns=len(prompt.turn_ids),
             alone=bool(lost),
             share=prompt.id if conversation.num_samples > 1 else "",
+            asked=asked_digest(prompt, turn),
         )
 
     def _prompt_ids(self, conversation: _Conversation) -> tuple[str, list[int]]:
