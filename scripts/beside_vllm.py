@@ -172,26 +172,31 @@ def measured(
     }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def engine_options(description: str) -> argparse.ArgumentParser:
+    """A parser of what ``Specgen`` and ``Vllm`` read, but for --num-spec-tokens."""
+    how = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=how)
     parser.add_argument("engine", choices=("specgen", "vllm"))
-    parser.add_argument("pair", type=Path, help="of make_calibrated_pair.py")
-    parser.add_argument("--num-spec-tokens", default="0", help="K; of specgen auto and uniform as well")
+    parser.add_argument("pair", type=Path, help="a directory of make_calibrated_pair.py")
     parser.add_argument("--drafter", default="drafter", help="a directory of the pair, or mtp")
     parser.add_argument(
         "--method", default="eagle3", help="vLLM's name for a drafter in a directory: draft_model, dflash"
     )
+    parser.add_argument("--kv-memory", type=float, default=18.0, help="GiB of each GPU")
+    parser.add_argument("--max-model-len", type=int, default=9000, help="of vLLM")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    return parser
+
+
+def main() -> None:
+    parser = engine_options(__doc__)
+    parser.add_argument("--num-spec-tokens", default="0", help="K; of specgen auto and uniform as well")
     parser.add_argument("--cells", type=cells, default="1,8,32")
     parser.add_argument(
         "--lengths", type=Path, help=f"JSON list of prompt lengths; else all are {_MEAN} tokens"
     )
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--kv-memory", type=float, default=18.0, help="GiB of each GPU")
-    parser.add_argument("--max-model-len", type=int, default=9000, help="of vLLM")
-    parser.add_argument("--tensor-parallel", type=int, default=1)
     args = parser.parse_args()
     if args.engine == "vllm" and not args.num_spec_tokens.isdigit():
         parser.error(f"num-spec-tokens is {args.num_spec_tokens!r}: vLLM takes a number")

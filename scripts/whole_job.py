@@ -27,7 +27,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from beside_vllm import Specgen, Text, Vllm
+from beside_vllm import Specgen, Text, Vllm, engine_options
 from calibrated_cycle import FILE, Cycle
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ PARTS = ("prefill", "full", "filling", "tail", "captures", "idle", "rest")
 DEFINITIONS = """\
 tokens/s: output tokens over the wall time, from handing over the prompts to the last answer; the median of the jobs
 ready, first token: seconds from the start of the process until the engine takes prompts, and until the first token of
-  one prompt is there; warm: with all kernels compiled before, cold (--cold): with none; files of weights are read in
-  both as the system caches them
+  one prompt is there; warm: with what earlier processes have compiled, cold (--cold): with nothing compiled; weights
+  are read as the system caches them in both
 prefill to rest: seconds of the job in the middle by the device's clock, which add up to its wall time; behind a slash
   the least that part could take
 prefill: passes over prompts; the least: the target's GEMMs for all their tokens, at the rate of a large GEMM
@@ -269,26 +269,17 @@ CELLS: Mapping[str, Callable[[Row], str]] = {
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("engine", choices=("specgen", "vllm"))
-    parser.add_argument(
-        "pair", type=Path, help="a directory with target and drafter, as of make_calibrated_pair.py"
-    )
+    parser = engine_options(__doc__)
+    parser.set_defaults(kv_memory=36.0, max_model_len=2304)
     parser.add_argument(
         "--arms", default="0,4,auto", help="K of each, 0: plain; of specgen auto and uniform as well"
     )
-    parser.add_argument("--drafter", default="drafter", help="a directory of the pair, or mtp")
     parser.add_argument("--max-batch-size", type=int, default=256, help="sequences at once")
     parser.add_argument("--prompts", type=int, default=2048)
     parser.add_argument("--jobs", type=int, default=3, help="behind the one that warms up")
     parser.add_argument("--lengths", type=Path, default=LENGTHS)
     parser.add_argument("--cold", action="store_true", help="start each arm without compiled kernels, too")
     parser.add_argument("--rows", type=Path, help="a file that the rows are added to")
-    parser.add_argument("--kv-memory", type=float, default=36.0, help="GiB of each GPU")
-    parser.add_argument("--max-model-len", type=int, default=2304, help="of vLLM")
-    parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument(
         "--speed",
         type=float,

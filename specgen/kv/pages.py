@@ -9,7 +9,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import islice, repeat, takewhile
 
 
 def extend_digests(digests: list[bytes], tokens: Sequence[int], page_size: int, root: bytes) -> None:
@@ -181,7 +181,8 @@ class PageAllocator:
 
     def _known(self, digests: Sequence[bytes]) -> list[int]:
         """The pages of the first ``digests``, as far as all are known."""
-        known = list(takewhile(bool, map(self._page_of.get, digests)))  # most of a long prefix, in one call
+        found = map(self._page_of.get, digests, repeat(0))
+        known = list(takewhile(bool, found))  # of a long prefix most
         for digest in islice(digests, len(known), None):
             page = self._page_of.get(digest) or self._expected.get(digest)
             if page is None:
