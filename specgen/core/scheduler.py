@@ -222,11 +222,13 @@ class Scheduler:
         if self._slots.expects(digests):  # with the next pass it need not compute what this one does
             return False
         cached = self._num_cached(digests)
+        whole, first = len(sequence.tokens) + self._step_rows, self._allocators[0]
+        if first.pages_for(whole) - cached > first.num_free:  # as in step after step while pages are short
+            return False
         for allocator, pages in self._pages(sequence):
             allocator.reuse(pages, digests[:cached])
-        whole = len(sequence.tokens) + self._step_rows
         if not (
-            self._allocators[0].grow(sequence.pages, whole)
+            first.grow(sequence.pages, whole)
             and self._take_piece(sequence, cached * self.page_size, budget)
             and self._take_place(sequence)
         ):
