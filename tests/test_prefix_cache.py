@@ -74,6 +74,41 @@ def test_pages_of_one_text_are_named_as_those_of_another_that_begins_alike() -> 
     assert common_digests([], known, known, 4) == []
 
 
+def waiting_behind(
+    prefix: int, shares: list[str], *, num_pages: int, prefix_cache: bool = True
+) -> tuple[Scheduler, list[Sequence]]:
+    """A scheduler with a prompt for each of ``shares``: a prefix of so many tokens, and nine of its own."""
+    made = Scheduler(
+        allocators=(PageAllocator(num_pages, 4, prefix_cache=prefix_cache),),
+        slots=StateSlots(None),
+        places=Places(0, 0),
+        limits=Limits(max_batch_size=300, max_prefill_tokens=100_000),
+        step_rows=4,
+    )
+    for number, share in enumerate(shares):
+        prompt = [*range(prefix), *([number] * 9)]
+        request = Request(id=str(number), prompt_token_ids=tuple(prompt), sampling=GREEDY, share=share)
+        most = len(prompt) + 21
+        made.submit(
+            Sequence(request=request, tokens=prompt, max_length=most, seed=0, eos_token_ids=frozenset())
+        )
+    return made, [*made.waiting]
+
+
+def test_a_prompt_waits_for_the_pages_alone_that_it_does_not_share() -> None:
+    made, (first, second, third) = waiting_behind(40, [""] * 3, num_pages=14 + 5 + 2)
+    made.launched(made.next_chunks())
+    # 53 positions take 14 pages, of which all but 9 tokens' and what a step writes are there for the second
+    assert made.running == [first, second]
+    assert len(set(first.pages) & set(second.pages)) == 10 - 1, (
+        "the last page is named with a token of its own"
+    )
+    assert not made.next_chunks()
+    made.retire(second)
+    made.launched(made.next_chunks())
+    assert made.running == [first, third]
+
+
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_what_prompts_share_is_hashed_once(monkeypatch: pytest.MonkeyPatch, prefix_cache: bool) -> None:
     """Of hundreds of waiting prompts behind one prefix each page is, and every prompt has its own behind it."""
@@ -84,21 +119,8 @@ def test_what_prompts_share_is_hashed_once(monkeypatch: pytest.MonkeyPatch, pref
         return blake2b(content, **how)
 
     monkeypatch.setattr(pages.hashlib, "blake2b", counted)
-    made = Scheduler(
-        allocators=(PageAllocator(5000, 4, prefix_cache=prefix_cache),),
-        slots=StateSlots(None),
-        places=Places(0, 0),
-        limits=Limits(max_batch_size=300, max_prefill_tokens=100_000),
-        step_rows=4,
-    )
-    sequences = []
-    for number, share in enumerate(["a", "b"] * 2 if not prefix_cache else [""] * 300):
-        prompt = [*range(400), *([number] * 9)]
-        request = Request(id=str(number), prompt_token_ids=tuple(prompt), sampling=GREEDY, share=share)
-        sequences.append(
-            Sequence(request=request, tokens=prompt, max_length=430, seed=0, eos_token_ids=frozenset())
-        )
-        made.submit(sequences[-1])
+    shares = [""] * 300 if prefix_cache else ["a", "b"] * 2
+    made, sequences = waiting_behind(400, shares, num_pages=5000, prefix_cache=prefix_cache)
     made.launched(made.next_chunks())
     assert len(made.running) == len(sequences)
     # the last page of the prefix is named with the token behind it, and two more are a prompt's own; what shares
