@@ -216,8 +216,8 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
     job = rows[0]["job"]
     yield (
         f"{job['prompts']:,} prompts all handed over at once ({job['prompt_tokens'][0]:,} tokens), answers of "
-        f"{job['output_tokens'][0]:,} tokens; {job['pair']} on {job['gpus']} GPUs; the first of "
-        f"{len(job['prompt_tokens'])} jobs, the others draw other lengths"
+        f"{job['output_tokens'][0]:,} tokens; {job['pair']} on {job['gpus']} device{'s' * (job['gpus'] > 1)}; "
+        f"the first of {len(job['prompt_tokens'])} jobs, the others draw other lengths"
     )
     names = [f"{row['engine']} {'plain' if row['arm'] == '0' else 'K = ' + row['arm']}" for row in rows]
     yield from ("", line("", names), line("---", ["---"] * len(rows)))
