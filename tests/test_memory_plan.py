@@ -50,7 +50,7 @@ def test_an_engine_has_the_planned_pages(demo_path: Path, drafter: str | None) -
         assert num_pages(config, models) == plan.num_pages
         pages = PageAllocator(plan.num_pages, config.page_size)
         stored = models.target.config, *([models.head.config] if models.head else [])
-        texts = 4 * (config.ngram is not None) * config.page_size  # n-grams look up ids
+        texts = 4 * (config.lookup is not None) * config.page_size  # n-grams look up ids
         page = config.page_size * plan.kv_bytes_per_token
         taken = sum(cache_bytes(each, pages, config) for each in stored) + texts * (plan.num_pages + 1)
         assert taken == (plan.num_pages + 1) * page, "one page more, for padding rows"

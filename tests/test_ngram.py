@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specgen.checkpoints.inspect_checkpoint import describe
-from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError, ngram_length
+from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError, lookup_of
 from specgen.config.bundled import data_directory, pair
 from specgen.core.sequence import Request
 from specgen.core.spec_length import BestPlan, StepCosts
@@ -308,9 +308,9 @@ def test_auto_falls_to_no_drafts_where_nothing_is_found(
 
 def test_names() -> None:
     found = {
-        name: ngram_length(name) for name in (None, "ngram", "ngram:1", "ngram:16", "./ngram", "some/ngram")
+        name: lookup_of(name) for name in (None, "ngram", "ngram:1", "ngram:16", "./ngram", "some/ngram")
     }
-    assert list(found.values()) == [None, 3, 1, 16, None, None]
+    assert [each and each.longest for each in found.values()] == [None, 3, 1, 16, None, None]
     for wrong in ("ngram:", "ngram:0", "ngram:17", "ngram:x", "ngram:-1", "ngram:³"):
         with pytest.raises(UserError, match=r"write ngram:N with .* 1 to 16, or \./ngram"):
             EngineConfig(model="some", drafter=wrong)

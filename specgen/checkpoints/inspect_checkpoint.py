@@ -20,7 +20,7 @@ from specgen.checkpoints.checkpoint import (
 )
 from specgen.checkpoints.lora import summary, with_lora
 from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
-from specgen.config import MTP, NGRAM_BYTES, UserError, ngram_length, require, shown, under
+from specgen.config import MTP, NGRAM_BYTES, Lookup, UserError, lookup_of, require, shown, under
 from specgen.models.config_fields import architectures
 from specgen.models.config_keys import listed
 from specgen.models.draft_model import DraftModelConfig
@@ -130,25 +130,34 @@ class Inspection:
 
 @dataclass(frozen=True, kw_only=True)
 class Ngrams:
-    """Drafts without a checkpoint: the last tokens, at most ``length``, are looked up in the text so far."""
+    """Drafts without a checkpoint."""
 
-    length: int
+    lookup: Lookup
     kv_bytes_per_token: int = NGRAM_BYTES
 
     @property
     def name(self) -> str:
-        return f"ngram:{self.length}"
+        return self.lookup.name
 
     def facts(self) -> dict[str, str]:
-        tokens = f"tokens, at most {self.length}," if self.length > 1 else "token"
+        longest, pool = self.lookup.longest, self.lookup.pool_bytes
+        tokens = f"tokens, at most {longest}," if longest > 1 else "token"
+        where = "in prompt and output" + ", or most often in answers that have ended" * self.lookup.learns
+        beside = f", and {pool / (1 << 20):,.0f} MiB for answers" if pool else ""
         return {
-            "drafts": f"what followed an earlier occurrence of the last {tokens} in prompt and output",
+            "drafts": f"what followed an earlier occurrence of the last {tokens} {where}",
             "weights": "none: any target will do",
-            "memory": f"{self.kv_bytes_per_token} bytes per token",
+            "memory": f"{self.kv_bytes_per_token} bytes per token{beside}",
         }
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "kind": "ngram", **asdict(self)}
+        return {
+            "name": self.name,
+            "kind": self.lookup.kind,
+            "length": self.lookup.longest,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            **({"pool_bytes": self.lookup.pool_bytes} if self.lookup.learns else {}),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,15 +215,15 @@ class Description:
 
 
 def describe(path: str, other: str | None = None, adapter: str | None = None) -> Description:
-    """Describe one checkpoint (directory or hub id), or a target and a head, ``mtp`` or ``ngram[:N]`` in either order.
+    """Describe one checkpoint (directory or hub id), or a target and a drafter in either order.
 
-    With ``adapter``, a LoRA, of the target as it is merged. Reads headers and the vocabulary map; of weights only an
-    output layer beside an embedding that config.json ties it to. ``UserError`` for anything but checkpoints of known
-    families.
+    That is a head, ``mtp``, ``ngram[:N]`` or ``suffix[:N]``. With ``adapter``, a LoRA, of the target as it is
+    merged. Reads headers and the vocabulary map; of weights only an output layer beside an embedding that config.json
+    ties it to. ``UserError`` for anything but checkpoints of known families.
     """
     names = [name for name in (path, other) if name is not None]
-    ngrams = [Ngrams(length=n) for name in names if (n := ngram_length(name)) is not None]
-    checkpoints = [open_checkpoint(name) for name in names if ngram_length(name) is None and name != MTP]
+    ngrams = [Ngrams(lookup=asked) for name in names if (asked := lookup_of(name)) is not None]
+    checkpoints = [open_checkpoint(name) for name in names if lookup_of(name) is None and name != MTP]
     drafts = [_is_head(each) for each in checkpoints]
     if drafts == [False, False]:
         drafts = [False, True]  # the second is a draft model
@@ -313,13 +322,13 @@ def _of_tokens(checkpoints: Sequence[Checkpoint]) -> Iterator[str]:
 
 def _kind(part: Inspection | Ngrams) -> str:
     if isinstance(part, Ngrams):
-        return "drafts from the text so far"
+        return "drafts from the text so far" + " and from other answers" * part.lookup.learns
     return part.config.title if isinstance(part.config, HeadConfig) else "a target"
 
 
 def _drafter(part: Inspection | Ngrams) -> str:
     if isinstance(part, Ngrams):
-        return "n-grams"
+        return "n-grams" + " of all answers" * part.lookup.learns
     return part.kind
 
 

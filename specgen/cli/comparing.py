@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 _ENGINE = Only(
     "generation_config model lora chat_template_kwargs num_spec_tokens drafter_batch draft_sampling draft_lm_head "
-    f"verification max_batch_size max_prefill_tokens kv_memory {ON_A_DEVICE} gpu_memory_utilization prefix_cache",
+    f"verification learn_from max_batch_size max_prefill_tokens kv_memory {ON_A_DEVICE} gpu_memory_utilization "
+    "prefix_cache",
     {"drafter": "ngram"},  # each of --drafter takes its place
 )
 _OF_READING = {"directories", "against", "export", "as_json"}
@@ -58,7 +59,7 @@ def compare(
     drafter: list[str] | None = option(
         None,
         "Models",
-        "A head, or ngram[:N], as for generate; once for every one to compare.",
+        "A head, ngram[:N] or suffix[:N], as for generate; once for every one to compare.",
         shown="the bundled heads",
     ),
     sampling: SamplingParams,

@@ -101,7 +101,7 @@ def _study(tasks: str | None, study: str | None, arms: str | None, engine: Engin
     names = None if tasks is None else tuple(name.strip() for name in tasks.split(","))
     if study is None:
         assert names is not None
-        own = ALL_NAMED if engine.ngram is None else OF_NGRAMS
+        own = ALL_NAMED if engine.lookup is None else OF_NGRAMS
         return Study(name=str(tasks), tasks=names, arms=named_arms(arms or own))
     loaded = load_study(study)
     return replace(

@@ -209,7 +209,7 @@ def inspect(
     other: Annotated[
         str | None,
         typer.Argument(
-            help="Second checkpoint, or ngram[:N]: do target and drafter fit?", show_default=False
+            help="Second checkpoint, ngram[:N] or suffix[:N]: do target and drafter fit?", show_default=False
         ),
     ] = None,
     lora: str | None = option(None, None, "A LoRA adapter: what it changes in the target.", metavar="DIR"),

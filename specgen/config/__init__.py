@@ -6,7 +6,7 @@ from dataclasses import MISSING, asdict, dataclass, replace
 from datetime import date
 from importlib.util import find_spec
 from math import inf
-from typing import Any, Literal, Self, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, Self, cast, get_args, get_origin, get_type_hints
 
 from specgen.config.errors import UserError as UserError
 from specgen.config.errors import first_line as first_line
@@ -43,10 +43,11 @@ ExecutorName = Literal["local", "ray"]
 GenerationConfigName = Literal["model", "none"]
 # The groups of --help, in their order
 _MAX_AUTO = 7  # drafts per sequence and step
-_NGRAM = 3  # tokens that --drafter ngram looks up
+_LOOKUPS = {"ngram": 3, "suffix": 8}  # drafters without a checkpoint, and how many last tokens they look up
 _MAX_NGRAM = 16
 MTP = "mtp"  # the drafter that is part of the target's checkpoint
 NGRAM_BYTES = 4  # per token of the texts that are searched
+POOL_TOKENS = 1 << 18  # of the newest answers that --drafter suffix looks up
 LARGEST_AUTOMATON = 16 << 20  # entries of 4 bytes, of the table of a request's constraints
 MOST_DRAFTS = 16  # per sequence and step
 # Where levels of a drafter's confidence begin: tenths, and finer near certainty, where most drafts are
@@ -115,21 +116,42 @@ class DraftLength:
 NumSpecTokens = int | Literal["auto", "uniform"] | DraftLength
 
 
-def ngram_length(drafter: str | None) -> int | None:
-    """N of a ``drafter`` that is ``ngram:N`` or ``ngram``; None where it names a checkpoint, or is None.
+class Lookup(NamedTuple):
+    """A drafter without a checkpoint: what followed an earlier occurrence of the last tokens is proposed again."""
+
+    kind: str  # ngram: in the text so far; suffix: in answers that have ended too
+    longest: int  # N, the most last tokens that are looked up
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}:{self.longest}"
+
+    @property
+    def learns(self) -> bool:
+        """Whether answers that have ended change what is drafted."""
+        return self.kind == "suffix"
+
+    @property
+    def pool_bytes(self) -> int:
+        """Of answers that have ended and their table, see ``AnswerPool``: for each n-gram a key, a place, a share."""
+        return POOL_TOKENS * (NGRAM_BYTES + self.longest * (8 + 4 + 4)) if self.learns else 0
+
+
+def lookup_of(drafter: str | None) -> Lookup | None:
+    """Of a ``drafter`` that is ``ngram``, ``suffix``, or one of these with ``:N``; None of a checkpoint, or of None.
 
     A directory of such a name is reached as ``./ngram``.
     """
     kind, colon, number = (drafter or "").partition(":")
-    if kind != "ngram":
+    if kind not in _LOOKUPS:
         return None
-    length = int(number) if number.isascii() and number.isdecimal() else 0 if colon else _NGRAM
+    length = int(number) if number.isascii() and number.isdecimal() else 0 if colon else _LOOKUPS[kind]
     require(
         1 <= length <= _MAX_NGRAM,
-        f"drafter is {drafter!r}: write ngram:N with the number of last tokens to look up, 1 to {_MAX_NGRAM}, "
-        "or ./ngram for a directory",
+        f"drafter is {drafter!r}: write {kind}:N with the number of last tokens to look up, 1 to {_MAX_NGRAM}, "
+        f"or ./{kind} for a directory",
     )
-    return length
+    return Lookup(kind, length)
 
 
 def choices(config: type) -> dict[str, tuple[str, ...]]:
@@ -209,11 +231,11 @@ def _is_date(text: str) -> bool:
 class EngineConfig:
     """The models and how they run. ``UserError`` for a value that is wrong.
 
-    ``model`` and ``drafter`` are directories, URLs or hub ids, or ``ngram`` or ``mtp`` as the drafter; without one
-    (``drafter=None, num_spec_tokens=0``) decoding is plain. ``max_batch_size`` counts sequences, ``max_prefill_tokens``
-    and ``page_size`` tokens, ``kv_memory`` bytes, and ``gpu_memory_utilization`` is a share of the GPU. Every field but
-    ``page_size`` and ``synthetic_acceptance`` is an option of ``specgen generate``, whose help says more. vLLM's
-    names are taken too (``VLLM_NAMES``). ``auto`` is resolved only in ``engine/choices.py``.
+    ``model`` and ``drafter`` are directories, URLs or hub ids, or ``ngram``, ``suffix`` or ``mtp`` as the drafter;
+    without one (``drafter=None, num_spec_tokens=0``) decoding is plain. ``max_batch_size`` counts sequences,
+    ``max_prefill_tokens`` and ``page_size`` tokens, ``kv_memory`` bytes, and ``gpu_memory_utilization`` is a share of
+    the GPU. Every field but ``page_size`` and ``synthetic_acceptance`` is an option of ``specgen generate``, whose help
+    says more. vLLM's names are taken too (``VLLM_NAMES``). ``auto`` is resolved only in ``engine/choices.py``.
     """
 
     model: str = option(MISSING, "Models", "Target: a directory, URL or hub id.", shown="the bundled target")
@@ -221,8 +243,9 @@ class EngineConfig:
         MISSING,
         "Models",
         "EAGLE, DFlash or DSpark head, or a smaller model of the same vocabulary: a directory, URL or hub id. Or "
-        f"ngram[:N]: no head; n-gram lookup of up to N tokens (default {_NGRAM}) in the text so far. Or mtp: the "
-        "target's own MTP layers.",
+        f"ngram[:N]: no head; n-gram lookup of up to N tokens (default {_LOOKUPS['ngram']}) in the text so far; "
+        f"suffix[:N] (default {_LOOKUPS['suffix']}): in answers that have ended too. Or mtp: the target's own MTP "
+        "layers.",
         shown="the bundled head",
     )
     lora: str | None = option(
@@ -281,6 +304,13 @@ class EngineConfig:
         "Speculation",
         "How sampled drafts are judged: one after the other, or as a block, which accepts as many or more; the "
         "distribution of the text is the same.",
+    )
+    learn_from: str | None = option(
+        None,
+        "Speculation",
+        "An earlier run's directory, whose newest answers --drafter suffix begins with.",
+        metavar="DIR",
+        shown="none",
     )
     max_batch_size: int = option(32, "Running", "Sequences per batch.")
     max_prefill_tokens: int = option(2048, "Running", "Prompt tokens per prefill pass.")
@@ -349,7 +379,7 @@ class EngineConfig:
             f"num-spec-tokens is {self.draft_length.most} but no drafter is given: "
             "name one with --drafter, or use --num-spec-tokens 0",
         )
-        ngram_length(self.drafter)
+        lookup_of(self.drafter)
         for url in filter(None, (self.model, self.drafter, self.lora)):
             require_no_secrets(url)
         for name, known in choices(EngineConfig).items():
@@ -365,14 +395,19 @@ class EngineConfig:
         return TemplateKwargs.of(self.chat_template_kwargs)
 
     @property
-    def ngram(self) -> int | None:
-        """N where n-grams draft, else None."""
-        return ngram_length(self.drafter) if self.draft_length.most else None
+    def lookup(self) -> Lookup | None:
+        """What drafts without a checkpoint, if that does."""
+        return lookup_of(self.drafter) if self.draft_length.most else None
+
+    @property
+    def learns(self) -> bool:
+        """Whether answers that have ended change what is drafted."""
+        return self.lookup is not None and self.lookup.learns
 
     @property
     def head(self) -> str | None:
         """The checkpoint that drafts, or ``MTP``; None for n-grams and plain decoding."""
-        return self.drafter if self.draft_length.most and self.ngram is None else None
+        return self.drafter if self.draft_length.most and self.lookup is None else None
 
     def synthetic_chances(self) -> tuple[float, ...]:
         """The chances of ``synthetic_acceptance`` at this K (of ``auto``, the largest), the last for later drafts too.
@@ -388,7 +423,7 @@ class EngineConfig:
             "mean acceptance length of 1 to K + 1",
         )
         require(
-            self.ngram is None,
+            self.lookup is None,
             f"synthetic-acceptance is {length:g}, but n-grams may draft fewer than K tokens, so no chance gives them a "
             "length: use chances such as 0.8,0.6",
         )
@@ -406,7 +441,7 @@ class EngineConfig:
 
     def plain(self) -> Self:
         """The same without speculation."""
-        return replace(self, num_spec_tokens=0, drafter=None)
+        return replace(self, num_spec_tokens=0, drafter=None, learn_from=None)
 
     def to_json(self) -> dict[str, Any]:
         """For a manifest, with the draft length in two fields and the template's names as an object.
@@ -424,8 +459,9 @@ class EngineConfig:
             del fields["draft_lm_head"]
         if self.verification == "token":
             del fields["verification"]
-        if self.lora is None:
-            del fields["lora"]
+        for name in ("lora", "learn_from"):
+            if fields[name] is None:
+                del fields[name]
         if self.tensor_parallel == 1:
             del fields["tensor_parallel"]
         auto = {"num_spec_tokens": length.most, "spec_length": length.kind}

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from specgen.config import DraftLength, NumSpecTokens, UserError, ngram_length, require
+from specgen.config import DraftLength, NumSpecTokens, UserError, lookup_of, require
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -33,7 +33,7 @@ def pair(
     """
     if model is None:
         require(
-            drafter is None or ngram_length(drafter) is not None,
+            drafter is None or lookup_of(drafter) is not None,
             f"drafter {drafter!r} is given without a model: name its target with --model",
         )
         demo = data_directory() / "demo"

@@ -37,6 +37,7 @@ _NONE_ALONE = "the device has no memory for it even alone: lower --gpu-memory-ut
 _MAX_SHORTAGES = 3  # of a sequence that is alone: a shortage may be another program's, and pass
 _MOST_UNCOMPILED = 256  # requests that wait for their constraints, while others are pulled
 _PATIENCE = 0.1  # seconds between two looks at whether a run shall end, while nothing runs
+_BEFORE_ANSWER = 8  # tokens of a prompt
 _SCORING = SamplingParams(max_tokens=1)  # says nothing of a text that is scored
 
 
@@ -187,6 +188,7 @@ class EngineCore:
                 except Exception:  # of the source, or the device is lost
                     yield from finished
                     raise
+                self.learn(_answer(completion) for completion in finished if completion.token_ids)
                 for completion in finished:
                     yield completion
                     while (request := follow_up(completion)) is not None:
@@ -199,6 +201,27 @@ class EngineCore:
             yield from self.drain()
         finally:  # also where the caller has seen enough, or something failed
             self.abandon()
+
+    def learn(self, answers: Iterable[Items[int]]) -> None:
+        """Let drafts come from ``answers``, of token ids, if the drafter takes them from such.
+
+        ``UserError`` where the model has no such token.
+        """
+        if self._steps.pool is not None:
+            answers, size = [*answers], self.vocab_size
+            if (token := _outside(chain.from_iterable(answers), size)) is not None:
+                raise UserError(
+                    f"an answer to learn from has token {token}, which is not in the vocabulary of {size}: use answers "
+                    "of this model's tokens"
+                )
+            self._peers.broadcast(EngineCore.learn, answers)
+            self._steps.pool.add(answers)
+
+    def forget(self) -> None:
+        """Draft from no answer so far."""
+        if self._steps.pool is not None:
+            self._peers.broadcast(EngineCore.forget)
+            self._steps.pool.clear()
 
     def _work(self, incoming: "Incoming", finished: list[Completion]) -> None:
         """Pull requests and do a step; what was ``finished`` before something failed is kept."""
@@ -665,6 +688,11 @@ def require_device(device: torch.device, requests: tuple[str, ...] = ()) -> None
             torch.cuda.synchronize(device)
     except RuntimeError as error:
         raise DeviceLost(first_line(error), requests) from error
+
+
+def _answer(completion: Completion) -> tuple[int, ...]:
+    """Its tokens, and a few before them, by which the beginning of another is known."""
+    return *completion.request.prompt_token_ids[-_BEFORE_ANSWER:], *completion.token_ids
 
 
 def _attempt(launch: Callable[[], Pass]) -> Pass | None:

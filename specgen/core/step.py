@@ -143,6 +143,7 @@ class Steps:
         self._cache = cache
         self._backend = backend
         self._drafter = drafter
+        self.pool = drafter.pool
         self.runner = runner
         self._accept_sampled = accept_block if verification == "block" else accept_sampled
         # pages that are to be cleared, and windowed ones
@@ -220,6 +221,8 @@ class Steps:
         Without drafts the head still takes in what the target accepts, so that any later step can draft.
         """
         self._clear_spoilt()
+        if self.pool is not None:
+            self.pool.refresh()
         if plan.chances and plan.chances is not self._uploaded:
             self._chances[: len(plan.chances)] = on_device(plan.chances, self._target.device, torch.float32)
             self._uploaded = plan.chances

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specgen.attention import Attend, Backend
+from specgen.decoding.answer_pool import AnswerPool
 from specgen.decoding.outcome import (
     DrafterBatch,
     Drafts,
@@ -47,6 +48,7 @@ class Drafter(Protocol):
     aux_layers: tuple[int, ...]  # whose inputs make the target's features
     reads_output: bool  # the features are the target's last hidden states instead
     state_columns: tuple[StateColumn, ...]  # of ``DraftState.columns``
+    pool: AnswerPool | None  # of answers that have ended, if it drafts from such
 
     def observe(self, outcome: Outcome) -> tuple[DraftState, int]:
         """Take in what the target accepted; also says how many rows that took."""
@@ -82,6 +84,7 @@ class NoDrafter:
     aux_layers: tuple[int, ...] = ()
     reads_output = False
     state_columns: tuple[StateColumn, ...] = ()
+    pool: AnswerPool | None = None
 
     def observe(self, outcome: Outcome) -> tuple[DraftState, int]:
         return PaddedBatch().prepare(outcome).state(), 0
@@ -111,6 +114,8 @@ class HeadDrafter:
 
     With ``sampled_drafts`` drafts are drawn at the request's temperature, else they are the argmax.
     """
+
+    pool: AnswerPool | None = None
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specgen.decoding.answer_pool import AnswerPool
 from specgen.decoding.outcome import (
     NO_DRAFT,
     Drafts,
@@ -30,6 +31,8 @@ _AT_ONCE = 1 << 22  # positions searched at once, which bounds the memory of a s
 class NgramDrafter:
     """Copies drafts from the text of the same sequence: prompt and output, without the very first token.
 
+    With a ``pool``, from answers that have ended where they have more of the last tokens.
+
     The texts lie in pages like a KV cache, with the page numbers of the target's: the slot of position p holds the
     token at p + 1, which is what a page of the prefix cache is known by. So shared prefixes, preemption and rejected
     rows need nothing of their own.
@@ -40,14 +43,22 @@ class NgramDrafter:
     state_columns: tuple[StateColumn, ...] = ()
 
     def __init__(
-        self, *, longest: int, num_pages: int, page_size: int, device: torch.device, ends: Sequence[int] = ()
+        self,
+        *,
+        longest: int,
+        num_pages: int,
+        page_size: int,
+        device: torch.device,
+        ends: Sequence[int] = (),
+        pool: AnswerPool | None = None,
     ) -> None:
         """``longest`` is N, the most last tokens that are looked up; ``num_pages`` counts page 0 too.
 
         Nothing is drafted behind one of ``ends``, the tokens that end a text: prompts hold them between messages.
         """
         self._longest = longest
-        self._ends = torch.tensor(ends, dtype=torch.int64, device=device)
+        self.pool = pool
+        self._ends = torch.tensor([*ends, NO_DRAFT], dtype=torch.int64, device=device)
         self._texts = torch.zeros(num_pages, page_size, dtype=_STORED, device=device)
 
     def observe(self, outcome: Outcome) -> tuple[DraftState, int]:
@@ -73,13 +84,13 @@ class NgramDrafter:
         width = block_tables.shape[1] * self._texts.shape[1]
         rows = max(1, _AT_ONCE // width)
         found = [
-            lookup(self._texts[tables].flatten(1), lengths, self._longest, num_drafts)
+            self._search(self._texts[tables].flatten(1), lengths, num_drafts)
             for tables, lengths in zip(
                 torch.split(block_tables, rows), torch.split(state.positions, rows), strict=True
             )
         ]
-        drafts, matched = (torch.cat(each) for each in zip(*found, strict=True))
-        confidence = (matched[:, None] / self._longest).expand_as(drafts)
+        drafts, sure = (torch.cat(each) for each in zip(*found, strict=True))
+        confidence = sure[:, None].expand_as(drafts)
         if sampling.form.constrained:
             drafts, forced = sampling.fitting(drafts)
             confidence = torch.where(forced, _FORCED, confidence)
@@ -87,6 +98,16 @@ class NgramDrafter:
         drafts = drafts.masked_fill(is_end.cumsum(1) > is_end, NO_DRAFT)
         confidence = torch.where(drafts == NO_DRAFT, -1, confidence)
         return Drafts(tokens=drafts, probs=None, confidence=confidence)
+
+    def _search(self, texts: Tensor, lengths: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
+        """Drafts ``[B, K]`` as of ``lookup``, and how sure they are, ``[B]``."""
+        drafts, matched = lookup(texts, lengths, self._longest, num_drafts)
+        sure = matched / self._longest
+        if self.pool is None:
+            return drafts, sure
+        learnt, also_matched, share = self.pool.lookup(texts, lengths, num_drafts)
+        better = also_matched > matched
+        return torch.where(better[:, None], learnt, drafts), torch.where(better, share, sure)
 
     def draft_rows(self, num_drafts: int) -> int:
         return 0

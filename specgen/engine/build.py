@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specgen.attention import Attend, Backend
-from specgen.config import LARGEST_AUTOMATON, EngineConfig, SamplingParams, require
+from specgen.config import LARGEST_AUTOMATON, POOL_TOKENS, EngineConfig, SamplingParams, require
 from specgen.core.engine_core import EngineCore
 from specgen.core.graphs import Runner
 from specgen.core.running_batch import ROW_BYTES, RunningBatch
@@ -18,6 +18,7 @@ from specgen.core.scheduler import Limits, Scheduler
 from specgen.core.sequence import Request
 from specgen.core.spec_length import BestPlan, FixedPlan, StepPlan
 from specgen.core.step import Steps
+from specgen.decoding.answer_pool import AnswerPool
 from specgen.decoding.automaton_tables import Tables
 from specgen.decoding.drafting import Drafter, HeadDrafter, ModelDrafter, NoDrafter
 from specgen.decoding.ngram import NgramDrafter
@@ -218,13 +219,18 @@ def _drafter(
 ) -> Drafter:
     if config.draft_length.most == 0:
         return NoDrafter()
-    if config.ngram is not None:
+    if (lookup := config.lookup) is not None:
+        device = models.target.device
+        pool = (
+            AnswerPool(longest=lookup.longest, capacity=POOL_TOKENS, device=device) if lookup.learns else None
+        )
         return NgramDrafter(
-            longest=config.ngram,
+            longest=lookup.longest,
             num_pages=allocator.num_pages + 1,  # as in ``new_cache``
             page_size=allocator.page_size,
-            device=models.target.device,
+            device=device,
             ends=models.target.config.eos_token_ids,
+            pool=pool,
         )
     assert models.head is not None
     trained, asked = models.head.config.most_drafts, config.draft_length.most
@@ -334,7 +340,8 @@ def _memory_for_kv(config: EngineConfig, models: Models, expected: SamplingParam
     free += torch.cuda.memory_reserved(config.device) - torch.cuda.memory_allocated(config.device)
     not_ours = int(total * (1 - config.gpu_memory_utilization))
     # once for passes that the host launches, and once for those in graphs, which keep their memory
-    return free - not_ours - 2 * _largest_pass(config, models, expected)
+    pool = 0 if config.lookup is None else config.lookup.pool_bytes
+    return free - not_ours - pool - 2 * _largest_pass(config, models, expected)
 
 
 def room_for_turns(config: EngineConfig, models: Models) -> int:

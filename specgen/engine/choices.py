@@ -30,6 +30,7 @@ from specgen.core.graphs import PassGraphs, Runner, StepGraphs, bucket
 from specgen.core.packing import BLOCK, MOST_BLOCKS
 from specgen.decoding import sampling
 from specgen.device import use
+from specgen.engine.earlier_answers import require_same_tokens
 from specgen.models.fp8_config import FP8 as FP8_SCHEME
 from specgen.models.fp8_config import kv_scheme
 from specgen.models.model_config import LayerConfig
@@ -58,8 +59,8 @@ RUNNERS: dict[GraphsName, type[Runner]] = {"step": StepGraphs, "pass": PassGraph
 def resolve(config: EngineConfig, checkpoints: Checkpoints) -> EngineConfig:
     """``config`` with every ``auto`` replaced by what will run; ``UserError`` for what cannot run here.
 
-    N-gram drafts get their full name, ``ngram:N``, and a chat template that asks for the date gets today's. A target
-    with recurrent states has no prefix cache: they are those behind the last position alone.
+    Drafts without a checkpoint get their full name, ``ngram:N``, and a chat template that asks for the date gets
+    today's. A target with recurrent states has no prefix cache: they are those behind the last position alone.
     """
     device = choose_device(config.device)
     require_devices(device, config.tensor_parallel)
@@ -76,11 +77,12 @@ def resolve(config: EngineConfig, checkpoints: Checkpoints) -> EngineConfig:
         f"cuda-graphs is {graphs!r} but attention {attention!r} on {kind!r} cannot be captured: "
         "use --cuda-graphs off, or on a GPU --attention auto, or in float32 sdpa-static",
     )
+    require_same_tokens(config, checkpoints["model"])
     dated = calls_for_date(checkpoints["model"].path)
     return replace(
         config,
         chat_template_kwargs=config.template_kwargs.with_date(today()) if dated else config.template_kwargs,
-        drafter=config.drafter if config.ngram is None else f"ngram:{config.ngram}",
+        drafter=config.drafter if config.lookup is None else config.lookup.name,
         attention=attention,
         cuda_graphs=graphs,
         page_size=config.page_size or capabilities.page_size,

@@ -17,6 +17,7 @@ from specgen.core.sequence import Completion
 from specgen.engine.build import DRAWN, build_engine, most_demanding, require_memory
 from specgen.engine.choices import choose_device, require_not_forked, resolve
 from specgen.engine.conversations import Conversations, RequestOutput
+from specgen.engine.earlier_answers import given_answers
 from specgen.engine.generation_config import generation_config
 from specgen.engine.loading import Models, load_models, open_checkpoints, over_target
 from specgen.engine.step_costs import capture_all
@@ -81,6 +82,7 @@ class Engine:
         try:
             core = build_engine(self.config, models, record, expected=expected)
             core.warm_up()
+            core.learn(given_answers(self.config))
             core.delay_captures(_CAPTURE_DELAY)
         except DeviceLost as lost:
             raise DeviceLost(lost.reason, ()) from lost  # what was tried meanwhile is no caller's request
@@ -135,6 +137,14 @@ class Engine:
             core.delay_captures(0)
             capture_all(core, self.config.max_batch_size, self.config.draft_length.lengths)
             core.delay_captures(_CAPTURE_DELAY)
+
+    def learn(self, answers: Iterable[Sequence[int]]) -> None:
+        """Let drafts come from ``answers``, of token ids, as they do from those that this engine has finished.
+
+        Nothing where the drafter is not ``suffix``. ``UserError`` where the model has no such token.
+        """
+        _, core = self._require_idle()
+        core.learn(answers)
 
     def generate(
         self,

@@ -50,8 +50,9 @@ class MemoryPlan:
 
     @property
     def workspace(self) -> int:
-        """Of the attention kernels, and what CUDA itself takes."""
-        return DECODE_BYTES + _CONTEXT
+        """Of the attention kernels, what CUDA itself takes, and of answers that drafts come from."""
+        lookup = self.config.lookup
+        return DECODE_BYTES + _CONTEXT + (0 if lookup is None else lookup.pool_bytes)
 
     @property
     def length(self) -> int:

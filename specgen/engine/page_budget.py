@@ -46,7 +46,7 @@ class PageBudget:
         total = self.target.kv_spec.bytes_per_token(target_kv_dtype(config).itemsize)
         if config.head is not None and self.head is not None:
             total += self.head.kv_spec.bytes_per_token(DTYPES[config.dtype].itemsize)
-        if config.ngram is not None:
+        if config.lookup is not None:
             total += NGRAM_BYTES
         return config.page_size * total
 

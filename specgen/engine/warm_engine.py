@@ -10,6 +10,7 @@ from specgen.core.engine_core import discard, never_stop, no_follow_up
 from specgen.core.sequence import Completion, Request
 from specgen.device import synchronize
 from specgen.engine.build import build_engine, most_demanding
+from specgen.engine.earlier_answers import given_answers
 from specgen.engine.loading import Models
 from specgen.engine.step_costs import capture_all
 from specgen.record import columns
@@ -66,6 +67,7 @@ class WarmEngine:
         mark: Callable[[], None] | None = None,
     ) -> None:
         self.config, self._requests, self._tape = config, requests, _Tape()
+        self._given = given_answers(config)
         expected = most_demanding(request.sampling for request in requests)
         self._engine = build_engine(config, models, self._tape.record, mark, expected)
         if config.draft_length.auto:
@@ -84,6 +86,8 @@ class WarmEngine:
         """
         self._tape.rows, self._tape.on_row = [], on_row
         completions: dict[str, Completion] = {}
+        self._engine.forget()  # or drafts would be the answers of the run before
+        self._engine.learn(self._given)
         synchronize()
         began = time.perf_counter()
         for completion in self._engine.generate(self._requests, no_follow_up, until):

@@ -200,7 +200,7 @@ def audit(job: AuditJob, progress: Progress) -> dict[str, Any]:
     for sentence in notes:
         progress.warn(sentence)
     # n-grams have no drafter batch
-    decodings = [each for each in DECODING if config.ngram is None or each != "non-padded"]
+    decodings = [each for each in DECODING if config.lookup is None or each != "non-padded"]
     first, *others = _arms(decodings, distinct(job.batch_sizes, len(requests)))
     decode = partial(_decode, config=config, models=models, requests=requests, progress=progress)
     reference, target = decode(first).completions, Judge.of(config, models)

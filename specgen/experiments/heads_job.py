@@ -9,7 +9,7 @@ from pathlib import Path
 
 from specgen.checkpoints.checkpoint import check_fit
 from specgen.checkpoints.fingerprint import fingerprint
-from specgen.config import EngineConfig, SamplingParams, UserError, ngram_length, require, under
+from specgen.config import EngineConfig, SamplingParams, UserError, lookup_of, require, under
 from specgen.config.json_fields import load_json
 from specgen.core.sequence import Request
 from specgen.engine.arms import Arm
@@ -68,9 +68,7 @@ class HeadsJob:
             all(each.dataset != STDIN for each in self.data),
             "dataset is -, but standard input can be read only once: write it to a file",
         )
-        drafters = [
-            each if ngram_length(each) is None else f"ngram:{ngram_length(each)}" for each in self.drafters
-        ]
+        drafters = [each if (known := lookup_of(each)) is None else known.name for each in self.drafters]
         object.__setattr__(self, "drafters", tuple(drafters))
         for what, names in (("drafter", drafters), ("dataset", [each.dataset for each in self.data])):
             twice = [name for name in names if names.count(name) > 1]

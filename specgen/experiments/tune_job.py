@@ -243,7 +243,7 @@ class TuneJob:
         for length in (length for length in self.draft_lengths if length.most):
             k: int | str = length.kind if length.auto else length.most
             # n-grams have no drafter batch
-            modes = [{"drafter_batch": mode} for mode in self.drafter_batches if self.base.ngram is None]
+            modes = [{"drafter_batch": mode} for mode in self.drafter_batches if self.base.lookup is None]
             yield from ({"K": k, **mode} for mode in modes or [{}])
 
     def to_json(self) -> dict[str, Any]:

@@ -302,13 +302,15 @@ def _resources(cluster: Cluster, config: EngineConfig) -> dict[str, int]:
 
 def _portable(config: EngineConfig) -> EngineConfig:
     """``config`` for a process with another working directory that sees only its own GPU."""
-    model, drafter = (
+    model, drafter, learn_from = (
         str(Path(name).resolve()) if name not in (None, MTP) and Path(str(name)).exists() else name
-        for name in (config.model, config.head)
+        for name in (config.model, config.head, config.learn_from)
     )
     assert model is not None
     drafter = config.drafter if config.head is None else drafter
-    return replace(config, model=model, drafter=drafter, device=config.device.partition(":")[0])
+    return replace(
+        config, model=model, drafter=drafter, learn_from=learn_from, device=config.device.partition(":")[0]
+    )
 
 
 def _on_stderr(values: Iterator[_Answer]) -> Iterator[_Answer]:

@@ -22,6 +22,7 @@ from specgen.core.graphs import bucket
 from specgen.engine.build import most_demanding, require_memory
 from specgen.engine.choices import attention_note, choose_attention, kv_note, resolve
 from specgen.engine.conversations import RequestOutput
+from specgen.engine.earlier_answers import newest_answers
 from specgen.engine.engine import Engine
 from specgen.engine.generation_config import FILE, generation_config
 from specgen.engine.loading import (
@@ -309,6 +310,7 @@ class _Work:
             "model": job.served_model_name or described(config.model, checkpoints["model"]),
             "LoRA": None if config.lora is None else lora.summary(checkpoints["model"]),
             "drafter": from_here(str(config.drafter)) if drafts else "none (plain decoding)",
+            "learnt from": None if not config.learns else config.learn_from,
             "draft tokens (K)": str(config.draft_length),
             "drafter batch": None if config.head is None else config.drafter_batch,
             "draft lm_head": "a copy in FP8" if config.head and config.draft_lm_head == "fp8" else None,
@@ -394,7 +396,11 @@ class _Work:
             engine.tokenizer.require_chat_template()
         elif engine.tokenizer.chat_template and config is self.config and self.prompts.are_raw(self.first):
             self.progress.warn(RAW)
-        if isinstance(engine, Engine):  # else its workers are still to start
+        if isinstance(
+            engine, Engine
+        ):  # else its workers are still to start, and learn each from its own answers
+            if config.learns:
+                engine.learn(newest_answers(files.completions))
             begin()
         first = self._first_ids(files)
         outputs = engine.generate(
@@ -536,6 +542,8 @@ def without_effect(job: Job, index: PromptIndex) -> Iterator[str]:
     """A sentence on options of ``job`` that change nothing, if there are any."""
     asked, drafts = job.sampling, job.engine
     sampled = drafts.draft_sampling == "probabilistic"
+    if drafts.learn_from is not None and not drafts.learns:
+        yield "learn-from changes nothing without --drafter suffix: leave it out"
     of_heads = {"draft-sampling": sampled, "draft-lm-head": drafts.draft_lm_head == "fp8"}
     for name in (name for name, given in of_heads.items() if given and drafts.head is None):
         yield f"{name} changes nothing without a head that drafts: leave it out"

@@ -67,7 +67,7 @@ def manifest(
 
     ``files`` are those behind the digests, by role and name, for ``differences`` to name.
     """
-    if engine.ngram is not None:  # the drafter, without a checkpoint
+    if engine.lookup is not None:  # the drafter, without a checkpoint
         fingerprints = fingerprints | {"drafter": str(engine.drafter)}
     return {
         **now(engine.device),

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from specgen.config import ngram_length
+from specgen.config import lookup_of
 from specgen.record.provenance import busy, unlike
 from specgen.record.record_rows import WHOLE
 from specgen.report.display import checkpoint_name, count
@@ -33,7 +33,7 @@ def _drafting(engine: Mapping[str, Any]) -> str:
         return "alone"
     kind = engine.get("spec_length", "fixed")
     k = length if kind == "fixed" else kind
-    batch = "" if ngram_length(drafter) is not None else f", {engine['drafter_batch']}"
+    batch = "" if lookup_of(drafter) is not None else f", {engine['drafter_batch']}"
     return f"with {checkpoint_name(drafter)} (K {k}{batch})"
 
 

@@ -154,8 +154,8 @@ class Tokenizer:
         """The id of the token ``text`` that is never part of other text, special or not; or None."""
         return self._added.get(text)
 
-    def difference(self, other: "Tokenizer") -> str | None:
-        """How the vocabulary of ``other``, of a draft model, differs, by its first such token; None: it does not."""
+    def difference(self, other: "Tokenizer", whose: str = "draft model") -> str | None:
+        """How the vocabulary of ``other``, ``whose`` it is, differs, by its first such token; None: it does not."""
         ours, theirs = (
             {number: piece for piece, number in each._pretrained.get_vocab().items()}
             for each in (self, other)
@@ -164,7 +164,7 @@ class Tokenizer:
             if ours.get(number) != theirs.get(number):
                 said = [repr(each[number]) if number in each else "none" for each in (theirs, ours)]
                 return (
-                    f"token {number} is {said[0]} in the draft model's tokenizer and {said[1]} in the target's: use a "
+                    f"token {number} is {said[0]} in the {whose}'s tokenizer and {said[1]} in the target's: use a "
                     "model of the target's own vocabulary"
                 )
         return None
