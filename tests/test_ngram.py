@@ -19,7 +19,7 @@ from specgen.core.spec_length import BestPlan, StepCosts
 from specgen.decoding import ngram
 from specgen.decoding.ngram import lookup
 from specgen.decoding.outcome import NO_DRAFT
-from specgen.decoding.verify import accept_greedy, accept_sampled
+from specgen.decoding.verify import accept_drawn, accept_greedy
 from specgen.engine.build import kv_page_bytes
 from specgen.jobs.ray_engine import _portable
 from specgen.jobs.run import run
@@ -198,6 +198,7 @@ def test_greedy_text_is_plain_decodings(demo_pair: Pair, k: int, batch_size: int
 def test_a_seed_gives_the_same_text_in_any_batch(random_pair: Pair) -> None:
     requests = copying(9, SamplingParams(max_tokens=16, temperature=0.8, top_p=0.95, seed=7, logprobs=2))
     alone = generate(random_pair, requests, max_batch_size=1, drafter="ngram")
+    assert alone.texts == generate(random_pair, requests, num_spec_tokens=0).texts
     together = generate(random_pair, requests[::-1], max_batch_size=8, drafter="ngram")
     assert alone.texts == together.texts
     assert alone.verified == together.verified
@@ -258,7 +259,7 @@ def test_a_missing_draft_is_never_accepted() -> None:
     for u in (0.0, 0.5, 1 - 2**-24):
         for accepted, tokens in (
             accept_greedy(drafts, greedy),
-            accept_sampled(drafts, None, probs, torch.full((3, 3), u), torch.full((3, 4), u)),
+            accept_drawn(drafts, probs, torch.full((3, 4), u)),
         ):
             assert accepted.tolist() == [1, 0, 2]
             assert tokens[:2, 0].tolist() == [4, 0]

@@ -513,7 +513,7 @@ def test_the_options_are_a_decision() -> None:
     names = (
         "ctx config model lora drafter generation_config chat_template_kwargs dataset data_path "
         "num_prompts split prompt_field chat shard num_spec_tokens drafter_batch draft_sampling draft_lm_head "
-        "verification max_new_tokens temperature top_p top_k min_p repetition_penalty presence_penalty "
+        "verification learn_from max_new_tokens temperature top_p top_k min_p repetition_penalty presence_penalty "
         "frequency_penalty seed n stop ignore_eos stop_token_ids min_tokens bad_word json_schema regex choice "
         "max_batch_size max_prefill_tokens kv_memory device tensor_parallel dtype kv_dtype attention cuda_graphs "
         "gpu_memory_utilization prefix_cache "

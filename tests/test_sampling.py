@@ -31,7 +31,7 @@ from specgen.decoding.sampling import (
     target_probs,
     uniform,
 )
-from specgen.decoding.verify import accept_block, accept_sampled
+from specgen.decoding.verify import accept_block, accept_drawn, accept_sampled
 from specgen.models.model_config import TargetConfig
 from tests.engines import Pair, generate, load_pair, random_requests
 from tests.marks import mostly_slow
@@ -294,7 +294,7 @@ def test_a_residual_without_draft_probabilities_is_caught(
     small_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def planted(
-        drafts: Tensor, q: Tensor | None, probs: Tensor, u_accept: Tensor, u_emit: Tensor
+        drafts: Tensor, q: Tensor, probs: Tensor, u_accept: Tensor, u_emit: Tensor
     ) -> tuple[Tensor, Tensor]:
         accepted, tokens = accept_sampled(drafts, q, probs, u_accept, u_emit)
         bonus = draw(probs, u_emit).gather(1, accepted[:, None])
@@ -371,10 +371,11 @@ def test_zero_probability_tokens_are_never_sampled() -> None:
 
 def test_a_draft_without_probability_is_not_accepted_by_a_random_number_of_0() -> None:
     probs = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]])
-    for drawn_from in (None, torch.tensor([[[1.0, 0.0]]])):
-        accepted, tokens = accept_sampled(
-            torch.tensor([[0]]), drawn_from, probs, torch.zeros(1, 1), torch.zeros(1, 2)
-        )
+    drafts, zeros = torch.tensor([[0]]), torch.zeros(1, 2)
+    for accepted, tokens in (
+        accept_drawn(drafts, probs, zeros),
+        accept_sampled(drafts, torch.tensor([[[1.0, 0.0]]]), probs, zeros[:, :1], zeros),
+    ):
         assert accepted.tolist() == [0]
         assert tokens[0, 0] == 1
 

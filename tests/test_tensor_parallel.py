@@ -87,6 +87,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "non-padded": {"drafter_batch": "non-padded"},
     "plain": {"num_spec_tokens": 0},
     "ngram": {"drafter": "ngram:2"},
+    "suffix": {"drafter": "suffix:3"},
     "no prefix cache": {"prefix_cache": False},
     "chunks": {"max_prefill_tokens": 16},
     "preemption": {"num_pages": 30},

@@ -188,7 +188,6 @@ class EngineCore:
                 except Exception:  # of the source, or the device is lost
                     yield from finished
                     raise
-                self.learn(_answer(completion) for completion in finished if completion.token_ids)
                 for completion in finished:
                     yield completion
                     while (request := follow_up(completion)) is not None:
@@ -228,7 +227,9 @@ class EngineCore:
         while self._scheduler.wants_request and (request := incoming.next()) is not None:
             if (refused := self.submit(request)) is not None:
                 finished.append(refused)
-        finished.extend(self.step())
+        ended = self.step()
+        finished.extend(ended)
+        self.learn(_answer(completion) for completion in ended if completion.token_ids)
 
     def score(self, requests: Iterable[ScoreRequest]) -> Iterator[Scored]:
         """Yield the scores of given texts as they are found, in no fixed order; nothing is drafted or recorded.

@@ -30,7 +30,7 @@ from specgen.decoding.sampling import (
     token_logprobs,
     uniform,
 )
-from specgen.decoding.verify import accept_block, accept_by_dice, accept_greedy, accept_sampled
+from specgen.decoding.verify import accept_block, accept_by_dice, accept_drawn, accept_greedy, accept_sampled
 from specgen.device import on_device
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
@@ -363,16 +363,15 @@ class Steps:
         else:
             decided = positions[:, None] + 1 + torch.arange(greedy_tokens.shape[1], device=logits.device)
             dice = uniform(sampling.seeds, decided[:, :-1], ACCEPT)
+            emitting = uniform(sampling.seeds, decided, EMIT)
             if chances is not None:
                 accepted, tokens = accept_by_dice(drafts.tokens, greedy_tokens, chances, dice)
+            elif drafts.probs is None:
+                probs = target_probs(decisive, greedy_tokens, sampling)
+                accepted, tokens = accept_drawn(drafts.tokens, probs, emitting)
             else:
-                accepted, tokens = self._accept_sampled(
-                    drafts.tokens,
-                    drafts.probs,
-                    target_probs(decisive, greedy_tokens, sampling),
-                    dice,
-                    uniform(sampling.seeds, decided, EMIT),
-                )
+                probs = target_probs(decisive, greedy_tokens, sampling)
+                accepted, tokens = self._accept_sampled(drafts.tokens, drafts.probs, probs, dice, emitting)
         num_top = sampling.form.num_logprobs
         return VerifyResult(
             accepted=accepted,

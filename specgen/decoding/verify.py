@@ -22,6 +22,15 @@ def accept_greedy(drafts: Tensor, greedy_tokens: Tensor) -> tuple[Tensor, Tensor
     return accepted, greedy_tokens
 
 
+def accept_drawn(drafts: Tensor, probs: Tensor, u_emit: Tensor) -> tuple[Tensor, Tensor]:
+    """As ``accept_greedy``, where plain decoding draws each token from ``probs`` ``[B, K+1, V]`` at ``u_emit``.
+
+    For drafts that were chosen outright: each is accepted with its probability, as by rejection sampling, and the text
+    is that of plain decoding with the same ``u_emit`` ``[B, K+1]``, uniform in [0, 1), whatever was drafted.
+    """
+    return accept_greedy(drafts, draw(probs, u_emit))
+
+
 def accept_by_dice(
     drafts: Tensor, greedy_tokens: Tensor, chances: Tensor, dice: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -38,15 +47,14 @@ def accept_by_dice(
 
 
 def accept_sampled(
-    drafts: Tensor, draft_probs: Tensor | None, probs: Tensor, u_accept: Tensor, u_emit: Tensor
+    drafts: Tensor, draft_probs: Tensor, probs: Tensor, u_accept: Tensor, u_emit: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Exact rejection sampling (Leviathan et al., 2023; Chen et al., 2023): tokens are distributed as ``probs``.
 
-    drafts ``[B, K]``; draft_probs ``[B, K, V]`` that they were drawn from, zeros of a missing one, or None where each
-    was chosen outright (a one-hot distribution) or is missing; probs ``[B, K+1, V]`` of the target; u_accept ``[B, K]``
-    and u_emit ``[B, K+1]`` uniform in [0, 1). Draft i is accepted with probability min(1, p/q); at the first rejection
-    the bonus token is drawn from max(0, p - q), after the last draft from p. Returns accepted ``[B]`` and tokens
-    ``[B, K+1]``.
+    drafts ``[B, K]``; draft_probs ``[B, K, V]`` that they were drawn from, zeros of a missing one; probs
+    ``[B, K+1, V]`` of the target; u_accept ``[B, K]`` and u_emit ``[B, K+1]`` uniform in [0, 1). Draft i is accepted
+    with probability min(1, p/q); at the first rejection the bonus token is drawn from max(0, p - q), after the last
+    draft from p. Returns accepted ``[B]`` and tokens ``[B, K+1]``.
     """
     proposed, drafts, q, p_draft, q_draft = _at_drafts(drafts, draft_probs, probs)
     accepted = (proposed & (u_accept * q_draft < p_draft)).long().cumprod(1).sum(1)
@@ -55,15 +63,14 @@ def accept_sampled(
 
 
 def accept_block(
-    drafts: Tensor, draft_probs: Tensor | None, probs: Tensor, u_accept: Tensor, u_emit: Tensor
+    drafts: Tensor, draft_probs: Tensor, probs: Tensor, u_accept: Tensor, u_emit: Tensor
 ) -> tuple[Tensor, Tensor]:
     """As ``accept_sampled`` in what it takes and returns, and exact too, but drafts are judged together.
 
-    Block verification (Sun et al., 2025, arXiv 2403.10444): on average it accepts as many drafts or more, and as many
-    where drafts were chosen outright. The first i drafts have a share s_i = min(1, s_{i-1} p/q), s_0 = 1. With r_i the
-    sum of max(0, s_i p - q) over the tokens behind them, they pass with probability r_i / (r_i + 1 - s_i), the last
-    with s_i, as nothing was drafted behind it. The longest beginning that passes is accepted, and the bonus token drawn
-    from max(0, s_i p - q).
+    Block verification (Sun et al., 2025, arXiv 2403.10444): on average it accepts as many drafts or more. The first i
+    drafts have a share s_i = min(1, s_{i-1} p/q), s_0 = 1. With r_i the sum of max(0, s_i p - q) over the tokens behind
+    them, they pass with probability r_i / (r_i + 1 - s_i), the last with s_i, as nothing was drafted behind it. The
+    longest beginning that passes is accepted, and the bonus token drawn from max(0, s_i p - q).
     """
     proposed, drafts, q, p_draft, q_draft = _at_drafts(drafts, draft_probs, probs)
     ratios = torch.where(proposed, p_draft / q_draft, 0)
@@ -80,7 +87,7 @@ def accept_block(
 
 
 def _at_drafts(
-    drafts: Tensor, draft_probs: Tensor | None, probs: Tensor
+    drafts: Tensor, draft_probs: Tensor, probs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Which drafts ``[B, K]`` there are, their ids, q ``[B, K+1, V]``, and p and q of the drafts ``[B, K]``.
 
@@ -88,11 +95,7 @@ def _at_drafts(
     """
     proposed, drafts = drafts != NO_DRAFT, drafts.clamp(min=0)
     chosen = drafts[..., None]
-    q = torch.zeros_like(probs)
-    if draft_probs is None:
-        q[:, :-1].scatter_(-1, chosen, proposed[..., None].to(q.dtype))
-    else:
-        q[:, :-1] = draft_probs
+    q = pad(draft_probs, (0, 0, 0, 1))
     p_draft, q_draft = (x[:, :-1].gather(-1, chosen).squeeze(-1) for x in (probs, q))
     return proposed, drafts, q, p_draft, q_draft
 
