@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,8 @@ from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Request
 from specgen.decoding import answer_pool
 from specgen.decoding.answer_pool import AnswerPool, table_of
-from specgen.decoding.outcome import NO_DRAFT
+from specgen.decoding.ngram import NgramDrafter
+from specgen.decoding.outcome import NO_DRAFT, DraftState
 from specgen.engine.earlier_answers import newest_answers
 from specgen.engine.engine import Engine
 from specgen.engine.memory_plan import memory_plans
@@ -156,9 +158,12 @@ def test_the_oldest_answers_make_room_and_one_that_is_too_long_keeps_its_end() -
     pool.add([range(20)])
     pool.refresh()
     assert [found(pool, [each], 1)[2] for each in (4, 7, 10, 11, 18)] == [[], [], [], [12], [19]]
-    pool.clear()
-    pool.refresh()
-    assert found(pool, [18], 1)[2] == []
+    for _ in range(2):
+        keys = pool._table.keys  # also where there were more: a search needs them in order
+        assert (keys[:, 1:] >= keys[:, :-1]).all()
+        pool.clear()
+        pool.refresh()
+    assert found(pool, [18], 1) == (0, 0.0, [])
 
 
 def test_the_table_is_made_anew_when_a_quarter_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +183,18 @@ def test_the_table_is_made_anew_when_a_quarter_is_new(monkeypatch: pytest.Monkey
     assert all(later > 1.25 * size for size, later in pairwise(sizes) if later < 1000)
     assert len(sizes) < 35
     assert [each.data_ptr() for each in (pool._tokens, *pool._table)] == addresses
+
+
+def test_no_draft_follows_the_end_of_an_answer() -> None:
+    """Nor is any behind it sure, or ``auto`` would verify it."""
+    pool = pool_of([[5, 6], [7, 8, 9, 10]])
+    drafter = NgramDrafter(longest=2, num_pages=3, page_size=4, device=CPU, ends=(9,), pool=pool)
+    drafter._texts[1, 0], drafter._texts[2, 0] = 5, 7
+    state = DraftState(tokens=torch.tensor([5, 7]), positions=torch.tensor([1, 1]), columns=())
+    sampling: Any = SimpleNamespace(form=SimpleNamespace(constrained=False))
+    drafts = drafter.propose(state, 4, torch.tensor([[1], [2]]), sampling)
+    assert drafts.tokens.tolist() == [[6, NO_DRAFT, NO_DRAFT, NO_DRAFT], [8, 9, NO_DRAFT, NO_DRAFT]]
+    assert drafts.confidence.tolist() == [[0.5, -1, -1, -1], [0.5, 0.5, -1, -1]]
 
 
 # --- in an engine ---------------------------------------------------------------------------------

@@ -81,7 +81,6 @@ class AnswerPool:
         size, longest = len(tokens), len(self._table.keys)
         made = table_of(tokens, longest)
         self._tokens[:size] = tokens
-        self._tokens[size:] = NO_DRAFT
         for whole, part in zip(self._table, made, strict=True):
             whole[:, :size] = part
         self._table.keys[:, size:] = _NO_KEY
@@ -90,8 +89,8 @@ class AnswerPool:
     def lookup(self, texts: Tensor, lengths: Tensor, num_drafts: int) -> tuple[Tensor, Tensor, Tensor]:
         """What followed the most last tokens of the first ``lengths`` ``[B]`` of ``texts`` ``[B, L]`` int32.
 
-        The drafts ``[B, K]``, NO_DRAFT from the end of an answer on; how many last tokens the match has ``[B]``, 0
-        where there is none; and its share ``[B]``, see ``Table``.
+        The drafts ``[B, K]``, of which NO_DRAFT is the end of an answer, and means nothing behind it; how many last
+        tokens the match has ``[B]``, 0 where there is none; and its share ``[B]``, see ``Table``.
         """
         table, longest = self._table, len(self._table.keys)
         sizes = torch.arange(1, longest + 1, device=texts.device)
