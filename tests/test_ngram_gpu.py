@@ -8,6 +8,7 @@ import torch
 
 from specgen.config import DraftLength, SamplingParams
 from specgen.core.sequence import Request
+from specgen.decoding.answer_pool import table_of
 from specgen.decoding.ngram import lookup
 from specgen.engine.warm_engine import WarmEngine
 from specgen.record.record_rows import Captured, PassRow
@@ -75,6 +76,28 @@ def test_texts_and_steps_equal_the_cpus(demo_pair: Pair, gpu_pair: Pair, mode: s
     plain = generate(gpu_pair, repeating(GREEDY), num_spec_tokens=0, cuda_graphs=mode, **EXACT)
     assert there.texts == here.texts == plain.texts
     assert there.verified == here.verified
+
+
+def test_a_table_of_answers_equals_the_cpus() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(-1, 40, (50_000,), generator=generator)
+    for here, there in zip(table_of(tokens, 8), table_of(tokens.cuda(), 8), strict=True):
+        assert torch.equal(here, there.cpu())
+
+
+def test_drafts_from_answers_change_no_text_and_are_the_same_in_all_modes(gpu_pair: Pair) -> None:
+    """The table is replaced between replays of the graph that reads it."""
+    asked: dict[str, Any] = {"num_spec_tokens": 4, "max_batch_size": 3}
+    runs = {
+        mode: generate(gpu_pair, repeating(GREEDY), drafter="suffix:3", cuda_graphs=mode, **asked, **EXACT)
+        for mode in MODES
+    }
+    assert {mode: captured(run) for mode, run in runs.items()} == CAPTURED
+    plain = generate(gpu_pair, repeating(GREEDY), num_spec_tokens=0, **EXACT)
+    own = generate(gpu_pair, repeating(GREEDY), drafter="ngram:3", **asked, **EXACT)
+    for run in runs.values():
+        assert run.texts == plain.texts
+        assert run.verified == runs["off"].verified != own.verified
 
 
 @pytest.mark.parametrize("mode", MODES)
