@@ -25,6 +25,7 @@ from specgen.config import (
 from specgen.config.bundled import data_directory
 from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Request
+from specgen.core.spec_length import StepPlan
 from specgen.decoding import answer_pool
 from specgen.decoding.answer_pool import AnswerPool, table_of
 from specgen.decoding.ngram import NgramDrafter
@@ -41,6 +42,7 @@ from tests.commands import printed, refused, specgen
 from tests.engines import Pair, engine_of, generate, loaded
 from tests.jobs import Silent, conversations
 from tests.marks import mostly_slow
+from tests.test_faults import ERRORS, Setting, require_no_change, run_without_fault
 from tests.test_ngram import END, GREEDY, copying
 from tests.test_ngram import naive as own_text
 
@@ -314,6 +316,19 @@ def test_a_timed_run_knows_nothing_of_the_one_before(
     monkeypatch.setattr(EngineCore, "forget", lambda engine: None)
     assert steps() != first
     assert warm._engine._steps.pool._num_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_while_the_table_is_made_or_read_changes_no_text(
+    demo_pair: Pair, error: type[RuntimeError]
+) -> None:
+    """Drafts may be others, as some answers end later."""
+    settings = {"drafter": "suffix", "max_batch_size": 2}
+    setting = Setting(demo_pair, "greedy", 4, True, False, settings, StepPlan(num_drafts=4))
+    right = run_without_fault(setting)
+    assert {"answer_pool.AnswerPool.refresh", "answer_pool.AnswerPool.lookup"} <= set(right.places)
+    require_no_change(setting, right, error, "answer_pool.")
 
 
 def test_a_token_that_the_model_has_not_is_refused(random_pair: Pair) -> None:
