@@ -205,7 +205,7 @@ def test_no_draft_follows_the_end_of_an_answer() -> None:
 def test_drafts_equal_the_naive_search(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """One request after the other: the answers before it, each behind the end of its prompt, and its own text."""
     monkeypatch.setattr(answer_pool, "_GROWTH", 10**9)  # always anew
-    requests = copying(14)
+    requests = copying(10, replace(GREEDY, max_tokens=16))
     outputs = generate(random_pair, requests, drafter="suffix:3", num_spec_tokens=4, max_batch_size=1)
     assert outputs.texts == generate(random_pair, requests, num_spec_tokens=0).texts
     answers, sources = list[list[int]](), Counter[str]()
@@ -223,7 +223,7 @@ def test_drafts_equal_the_naive_search(random_pair: Pair, monkeypatch: pytest.Mo
             tokens += output[written : written + emitted]
             written += emitted
         answers.append([*request.prompt_token_ids[-8:], *output])
-    assert min(sources["answers"], sources["text"]) > 10
+    assert min(sources["answers"], sources["text"]) > 5
 
 
 def _occurs_before(text: Sequence[int], n: int) -> bool:
@@ -302,7 +302,7 @@ def test_a_timed_run_knows_nothing_of_the_one_before(
         cuda_graphs="off",
         kv_dtype="model",
     )
-    requests = copying(6, replace(GREEDY, max_tokens=12), num_ids=3)
+    requests = copying(5, replace(GREEDY, max_tokens=10), num_ids=3)
     warm = WarmEngine(config, loaded(config), requests)
     assert warm._engine._steps.pool is not None
     assert warm._engine._steps.pool._num_tokens == 0
@@ -391,7 +391,7 @@ def test_constrained_answers_are_the_same(demo_pair: Pair) -> None:
 
 
 def a_job(path: Path) -> Any:
-    rows = [{"question_id": n, "turns": [f"say {n} {n} {n}", "again"]} for n in range(5)]
+    rows = [{"question_id": n, "turns": [f"say {n} {n} {n}", "again"]} for n in range(3)]
     job = conversations(path, rows)
     return replace(job, engine=replace(job.engine, drafter="suffix", max_batch_size=2))
 
@@ -402,7 +402,7 @@ def test_a_stopped_run_goes_on_with_its_answers(tmp_path: Path, monkeypatch: pyt
     run(job, whole, Silent())
     rows = out / "completions.jsonl"
     with pytest.raises(StoppedError):
-        run(job, out, Silent(), lambda: rows.exists() and rows.read_bytes().count(b"\n") >= 3)
+        run(job, out, Silent(), lambda: rows.exists() and rows.read_bytes().count(b"\n") >= 2)
     done = [json.loads(line)["token_ids"] for line in rows.read_text().splitlines()]
     learn = Engine.learn
 
