@@ -21,7 +21,7 @@ from specgen.device import on_device
 _GROWTH = 4  # the table is made anew when the answers have grown by one part in so many
 _AHEAD = 8  # tokens of a continuation that are counted; behind them it is the latest of equal ones
 _NO_KEY = torch.iinfo(torch.int64).max  # in place of keys behind the last
-# Of a polynomial modulo 2^64: two n-grams in the same pool have the same key once in ten million pools
+# Of a polynomial modulo 2^64. Two n-grams of a pool have the same key once in some ten million pools: a poor draft
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
@@ -71,7 +71,7 @@ class AnswerPool:
     def clear(self) -> None:
         """Forget every answer."""
         self._answers.clear()
-        self._num_tokens, self._num_fresh = 0, self._num_held + 1
+        self._num_tokens, self._num_fresh = 0, self._num_held + 1  # ``refresh`` has something to do
 
     def refresh(self) -> None:
         """Replace what the device has, if a good part is new. Between steps; nothing here waits for the device."""

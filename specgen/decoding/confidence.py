@@ -1,8 +1,9 @@
 """How sure a drafter is of a draft, in levels; and which drafts are verified where not all of them are.
 
-A drafter's confidence is its probability of its most likely token at the draft's place (a head's), or how much of the
-longest match it found (n-grams). It never depends on which token was drawn there: of drafts that are sampled, verified
-ones would else be biased towards tokens that the drafter finds likely.
+A drafter's confidence is its probability of its most likely token at the draft's place (a head's), how much of the
+longest match it found (n-grams), or how often other answers went on so behind their match. It never depends on which
+token was drawn there: of drafts that are sampled, verified ones would else be biased towards tokens that the drafter
+finds likely.
 """
 
 import torch

@@ -48,7 +48,10 @@ _CONFIDENCE = (
     Column(name="share", show=percent, interval="ci95"),
 )
 _CONFIDENCE_TERMS = (
-    ("confidence", "its probability of its most likely token; of n-grams, tokens matched / longest match"),
+    (
+        "confidence",
+        "its probability of its most likely token; lookups: matched / N, or how often answers go on so",
+    ),
     ("AUC", "chance that it was surer of an accepted draft than of a rejected one; 0.5 says nothing"),
     ("ECE", "how far accepted shares are from confidence, the mean over drafts; 0 is best"),
 )
