@@ -32,9 +32,7 @@ class Table(NamedTuple):
     """
 
     keys: Tensor  # [N, size] int64, see ``_keys``
-    places: (
-        Tensor  # [N, size] int32: where a continuation begins that is the most frequent one at every token
-    )
+    places: Tensor  # [N, size] int32: where a continuation begins, at every token the most frequent one
     shares: Tensor  # [N, size] float32: c / (n + 1) where c of n occurrences have its first token; 0: none goes on
 
 
@@ -47,9 +45,9 @@ class AnswerPool:
     def __init__(self, *, longest: int, capacity: int, device: torch.device) -> None:
         self._capacity, self._device = capacity, device
         self._answers = deque[Sequence[int]]()  # the oldest first, each with NO_DRAFT behind it
-        self._num_tokens = self._num_fresh = self._num_held = (
-            0  # in all; of them, or gone, since ``refresh``; then
-        )
+        self._num_tokens = 0  # of ``_answers``
+        self._num_fresh = 0  # that came since ``refresh``
+        self._num_held = 0  # that the device has
         shape = longest, capacity
         self._tokens = torch.full((capacity + MOST_DRAFTS,), NO_DRAFT, dtype=torch.int32, device=device)
         self._table = Table(
