@@ -133,6 +133,9 @@ def test_it_goes_on_with_what_is_missing(run: Path, made: Path, monkeypatch: pyt
         return whole(target, config, texts, layers)  # type: ignore[arg-type]
 
     monkeypatch.setattr(features, "_hidden_states", counted)
+    # room for what is missing, and not for the whole
+    free = 2 * (states / "hs_0.safetensors").stat().st_size
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, free))  # type: ignore[attr-defined]
     printed("features", run, "--max-prefill-tokens", 100, "--device", "cpu", "--output", again)
     assert asked == [1]
     assert {name for name, at in kept.items() if (states / name).stat().st_mtime_ns != at} == {
@@ -148,6 +151,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
     run: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask = ("features", run, "--device", "cpu", "--output")
+    printed(*ask, tmp_path / "embeddings", "--layers", "0")
     with refused("layers has 13: the target has inputs of layers 0 to 12"):
         printed(*ask, tmp_path / "out", "--layers", "1,13")
     with refused("manifest.json cannot be read"):

@@ -272,7 +272,7 @@ def features(
     """
     from specgen.jobs.features import dump_features  # imports torch
 
-    numbers = () if layers is None else counts("layers", layers)
+    numbers = () if layers is None else counts("layers", layers, least=0)
     if output is None:
         raise UserError("no output is named: add --output DIR for the data set")
     given = {"device": engine.device, "max_prefill_tokens": engine.max_prefill_tokens} | (

@@ -96,12 +96,12 @@ def whole_numbers(value: object, what: str) -> tuple[int, ...]:
     return tuple(whole(each, what) for each in value)
 
 
-def counts(name: str, text: str) -> tuple[int, ...]:
+def counts(name: str, text: str, least: int = 1) -> tuple[int, ...]:
     """The numbers of option ``name``, such as ``1,8,32``; ``UserError`` for anything else."""
     parts = [part.strip() for part in text.split(",")]
     require(
-        all(part.isdecimal() and int(part) >= 1 for part in parts),
-        f"{name} is {text!r}: write comma-separated numbers of at least 1, such as 1,8,32",
+        all(part.isdecimal() and int(part) >= least for part in parts),
+        f"{name} is {text!r}: write comma-separated numbers of at least {least}, such as 1,8,32",
     )
     return tuple(int(part) for part in parts)
 

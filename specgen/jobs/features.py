@@ -143,10 +143,13 @@ def dump_features(
         samples = [each for each in every if sum(each.is_answer) >= form.least]
         require(bool(samples), f"{runs[0]} has no answers: there is nothing to train on")
         width = len(kept) * target.config.hidden_size * target.dtype.itemsize
-        size, free = width * sum(len(each.token_ids) for each in samples), shutil.disk_usage(path).free
+        files = [path / form.file(number) for number in range(len(samples))]
+        lengths = [len(each.token_ids) for each in samples]
+        size, free = width * sum(lengths), shutil.disk_usage(path).free
+        left = width * sum(n for n, file in zip(lengths, files, strict=True) if not file.exists())
         require(
-            size < free,
-            f"the hidden states take {size / 1e9:,.1f} GB and the disk has {free / 1e9:,.1f} GB free",
+            left < free or not left,
+            f"the hidden states take {left / 1e9:,.1f} GB and the disk has {free / 1e9:,.1f} GB free",
         )
         require_same(
             path / FILE,
@@ -163,12 +166,12 @@ def dump_features(
         progress.note(f"the hidden states of {several(len(samples), 'text')} take {size / 1e9:,.2f} GB")
         if layout == "speculators":
             _write_samples(path, samples)
-        _work(path, target, config, samples, kept, form, progress, until)
+        _work(files, target, config, samples, kept, form, progress, until)
     return len(samples), size
 
 
 def _work(
-    path: Path,
+    files: Sequence[Path],
     target: Target,
     config: EngineConfig,
     samples: Sequence[Sample],
@@ -177,8 +180,7 @@ def _work(
     progress: Progress,
     until: Callable[[], bool],
 ) -> None:
-    """Whatever states of ``samples`` are not in ``path`` yet."""
-    files = [path / form.file(number) for number in range(len(samples))]
+    """Whatever states of ``samples`` are not in their ``files`` yet."""
     waiting = [number for number, file in enumerate(files) if not file.exists()]
     progress.start("features", Tally(), len(samples), len(samples) - len(waiting))
     for numbers in _packs(waiting, samples, config.max_prefill_tokens):
