@@ -13,6 +13,7 @@ from torch import Tensor
 from specgen.checkpoints.checkpoint import open_checkpoint
 from specgen.config.bundled import data_directory
 from specgen.jobs import features
+from specgen.text.tokenizer import load_tokenizer
 from tests.commands import printed, refused, specgen
 
 pytestmark = pytest.mark.xdist_group("features")
@@ -182,3 +183,17 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
         printed(*ask, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert specgen("features", run, "--layers", "x", "--output", tmp_path / "out").exit_code != 0
+
+
+def test_prompts_of_token_ids_are_taken_as_they_were_given(tmp_path: Path) -> None:
+    """Also where the tokenizer makes others, as many, of their text."""
+    tokenizer = load_tokenizer(str(TARGET))
+    given = [2197, 347, 1220, 313, 828, 454, 589, 2691]
+    others = tokenizer.encode_rendered(tokenizer.decode_with_special(given))
+    assert others != given
+    assert len(others) == len(given)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"id": "a", "prompt_token_ids": given}))
+    ask = ("--dataset", tmp_path / "rows.jsonl", "--max-new-tokens", 4, "--device", "cpu")
+    printed("generate", *ask, "--output", tmp_path / "run")
+    printed("features", tmp_path / "run", "--device", "cpu", "--output", tmp_path / "out")
+    assert as_its_trainer_reads(tmp_path / "out", 0)["input_ids"][: len(given)].tolist() == given

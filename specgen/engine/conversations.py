@@ -50,6 +50,7 @@ class RequestOutput:
     num_samples: int = 1
     num_prompt_tokens: int = 0
     prompt_token_ids: tuple[int, ...] = ()
+    was_tokenized: bool = False  # the prompt was token ids, which ``prompt`` may not give back
     category: str | None = None
     endpoint: str | None = None
     error: str | None = None
@@ -92,10 +93,8 @@ class RequestOutput:
         if self.error is not None:
             return {**name, "error": self.error, "turn": self.turn, **given}
         assert self.metrics is not None
-        of_prompt = {
-            "prompt_token_ids": list(self.prompt_token_ids),
-            "prompt_logprobs": [each and dict(vars(each)) for each in self.prompt_logprobs or ()],
-        }
+        ids = {"prompt_token_ids": list(self.prompt_token_ids)}
+        scores = {"prompt_logprobs": [each and dict(vars(each)) for each in self.prompt_logprobs or ()]}
         reasoned = {"reasoning": self.reasoning, "num_reasoning_tokens": self.num_reasoning_tokens}
         return {
             **name,
@@ -109,7 +108,8 @@ class RequestOutput:
             "num_prompt_tokens": self.num_prompt_tokens,
             **given,
             **({} if self.logprobs is None else {"logprobs": [dict(vars(each)) for each in self.logprobs]}),
-            **({} if self.prompt_logprobs is None else of_prompt),
+            **(ids if self.was_tokenized or self.prompt_logprobs is not None else {}),
+            **({} if self.prompt_logprobs is None else scores),
             "metrics": self.metrics.to_row(),
         }
 
@@ -203,6 +203,7 @@ class Conversations:
             turn=request.turn,
             num_prompt_tokens=len(request.prompt_token_ids),
             prompt_token_ids=request.prompt_token_ids,
+            was_tokenized=bool(conversation.prompt.token_ids),
             category=request.category,
             endpoint=conversation.prompt.endpoint,
             error=None if completion.error is None else _placed(conversation.prompt, completion.error),

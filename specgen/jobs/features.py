@@ -216,8 +216,10 @@ def _samples(run: Path, tokenizer: Tokenizer) -> Iterator[Sample]:
     for name, row in Rows(run / "completions.jsonl").items():
         if not row["token_ids"]:
             continue
-        found = (encode(row["prompt"]) for encode in (tokenizer.encode_rendered, tokenizer.encode_text))
-        prompt = next((ids for ids in found if len(ids) == row["num_prompt_tokens"]), None)
+        prompt = row.get("prompt_token_ids")
+        if prompt is None:
+            found = (encode(row["prompt"]) for encode in (tokenizer.encode_rendered, tokenizer.encode_text))
+            prompt = next((ids for ids in found if len(ids) == row["num_prompt_tokens"]), None)
         if prompt is None:
             raise UserError(
                 f"{run}: the prompt of {name!r} was token ids, which its text does not give back: leave it out"
