@@ -124,7 +124,8 @@ def _run(
             if not job.retry_errors:
                 work.take_samples(path / "manifest.json", asked)
             is_corrected = job.retry_errors and work.take_corrections(path, asked)
-            require_same(path / "manifest.json", asked, free=FREE_IN_A_RUN, remedy=_REMEDY)
+            remedy = _REMEDY if shared is None else "name another directory"  # a comparison has no --restart
+            require_same(path / "manifest.json", asked, free=FREE_IN_A_RUN, remedy=remedy)
             run = complete_run(path, job, status.claim(), work.index)
             if run is not None:
                 status.restore()
@@ -202,7 +203,9 @@ class _Work:
             load_chat_tokenizer(config, self.checkpoints)
         if job.cluster is None:
             require_memory(_with_rows_for(self.index, config))
-        for sentence in (*self.prompts.notes.sentences(), *without_effect(job, self.index)):
+        # arms of a comparison have options that others of them need
+        idle = without_effect(job, self.index) if shared is None else ()
+        for sentence in (*self.prompts.notes.sentences(), *idle):
             progress.warn(sentence)
         if said := self.generation.sentence(job.given):
             progress.note(f"{FILE}: {said}")
