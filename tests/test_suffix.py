@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from specgen.checkpoints.checkpoint import open_checkpoint
 from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.config import (
     EngineConfig,
@@ -30,7 +31,7 @@ from specgen.decoding import answer_pool
 from specgen.decoding.answer_pool import AnswerPool, table_of
 from specgen.decoding.ngram import NgramDrafter
 from specgen.decoding.outcome import NO_DRAFT, DraftState
-from specgen.engine.earlier_answers import newest_answers
+from specgen.engine.earlier_answers import given_answers, newest_answers, require_same_tokens
 from specgen.engine.engine import Engine
 from specgen.engine.memory_plan import memory_plans
 from specgen.engine.warm_engine import WarmEngine
@@ -331,6 +332,16 @@ def test_an_error_while_the_table_is_made_or_read_changes_no_text(
     require_no_change(setting, right, error, "answer_pool.")
 
 
+def test_ranks_are_told_of_answers_alone(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once a step."""
+    engine, told = engine_of(random_pair, drafter="suffix"), list[Any]()
+    monkeypatch.setattr(engine._peers, "broadcast", lambda call, *given: told.append((call, *given)))
+    list(engine.generate(copying(3)))
+    learnt = [given[0] for call, *given in told if call is EngineCore.learn]
+    assert all(learnt)
+    assert sum(map(len, learnt)) == 3
+
+
 def test_a_token_that_the_model_has_not_is_refused(random_pair: Pair) -> None:
     engine = engine_of(random_pair, drafter="suffix")
     with pytest.raises(
@@ -433,7 +444,7 @@ def test_a_run_learns_from_an_earlier_one(tmp_path: Path) -> None:
     assert "learn_from" not in json.loads((first / "manifest.json").read_text())["engine"]
     assert _portable(learning.engine).learn_from == str(first.resolve())
     with pytest.raises(UserError, match="differs in --learn-from"):
-        run(learning, first, Silent())
+        run(job, again, Silent())
     newest = newest_answers(Rows(first / "completions.jsonl"))
     assert newest == [json.loads(line)["token_ids"] for line in (first / "completions.jsonl").open()]
 
@@ -464,6 +475,41 @@ def test_what_cannot_be_learnt_from_is_refused(tmp_path: Path) -> None:
         with refused(reason):
             run(learning(tmp_path / "run"), tmp_path / "out", Silent())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        ("completions.jsonl", "", "learn-from .*run' holds no answers: name the directory"),
+        ("completions.jsonl", '{"id": "a", "token_ids": null}', "the row of 'a' has no token ids: name"),
+        ("completions.jsonl", '{"id": "a", "token_ids": ["b"]}', "the row of 'a' has no token ids: name"),
+        ("manifest.json", '{"engine": 5}', "has answers of None, whose tokens cannot be compared"),
+    ],
+)
+def test_a_directory_of_something_else_is_refused(
+    tmp_path: Path, demo_path: Path, file: str, content: str, reason: str
+) -> None:
+    path, target = tmp_path / "run", str(demo_path / "target")
+    path.mkdir()
+    (path / "manifest.json").write_text(json.dumps({"engine": {"model": target}}))
+    (path / "completions.jsonl").write_text('{"id": "a", "token_ids": [4, 5]}\n')
+    config = EngineConfig(model=target, drafter="suffix", learn_from=str(path))
+    require_same_tokens(config, open_checkpoint(target))
+    assert given_answers(config) == [[4, 5]]
+    (path / file).write_text(content + "\n" * bool(content))
+    with refused(reason):
+        require_same_tokens(config, open_checkpoint(target))
+        given_answers(config)
+
+
+def test_the_output_itself_is_refused_before_it_is_renamed(tmp_path: Path) -> None:
+    job, out = a_job(tmp_path), tmp_path / "run"
+    run(job, out, Silent())
+    again = replace(job, restart=True, engine=replace(job.engine, learn_from=f"{out}/"))
+    with refused("learn-from .* is the output itself"):
+        run(again, out, Silent())
+    assert (out / "completions.jsonl").exists()
+    assert not (tmp_path / "run.1").exists()
 
 
 @pytest.mark.slow

@@ -206,8 +206,8 @@ class EngineCore:
 
         ``UserError`` where the model has no such token.
         """
-        if self._steps.pool is not None:
-            answers, size = [*answers], self.vocab_size
+        if self._steps.pool is not None and (answers := [*answers]):
+            size = self.vocab_size
             if (token := _outside(chain.from_iterable(answers), size)) is not None:
                 raise UserError(
                     f"an answer to learn from has token {token}, which is not in the vocabulary of {size}: use answers "

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from specgen.checkpoints.tensor_reader import Checkpoint
-from specgen.config import POOL_TOKENS, EngineConfig, UserError, require
-from specgen.config.json_fields import load_json
+from specgen.config import POOL_TOKENS, EngineConfig, UserError, require, shown
+from specgen.config.json_fields import flat, load_json
 from specgen.record.files import Rows
 from specgen.text.tokenizer import load_tokenizer
 
@@ -15,14 +15,20 @@ def given_answers(config: EngineConfig) -> list[list[int]]:
     """Those of the run that ``config`` is to learn from, if it names one: see ``newest_answers``."""
     if config.learn_from is None or not config.learns:
         return []
-    return newest_answers(Rows(Path(config.learn_from) / "completions.jsonl"))
+    found = newest_answers(Rows(Path(config.learn_from) / "completions.jsonl"))
+    require(bool(found), f"learn-from {config.learn_from!r} holds no answers: {_REMEDY}")
+    return found
 
 
 def newest_answers(rows: Rows) -> list[list[int]]:
     """Token ids of the last answers in a ``completions.jsonl``, the oldest first: as many as a drafter keeps."""
     found, room = list[list[int]](), POOL_TOKENS
     for name in reversed([*rows]):
-        answer = rows[name].get("token_ids", [])
+        answer = rows[name].get("token_ids")
+        require(
+            isinstance(answer, list) and all(isinstance(token, int) for token in answer),
+            f"{rows.path}: the row of {shown(name)} has no token ids: {_REMEDY}",
+        )
         room -= len(answer) + 1
         if room < 0:
             break
@@ -35,8 +41,11 @@ def require_same_tokens(config: EngineConfig, target: Checkpoint) -> None:
     if config.learn_from is None or not config.learns:
         return
     path = Path(config.learn_from)
-    require((path / "completions.jsonl").is_file(), f"learn-from {str(path)!r} holds no answers: {_REMEDY}")
-    model = load_json(path / "manifest.json", _REMEDY).get("engine", {}).get("model")
+    require(
+        (path / "completions.jsonl").is_file(),
+        f"learn-from {config.learn_from!r} holds no answers: {_REMEDY}",
+    )
+    model = dict(flat(load_json(path / "manifest.json", _REMEDY))).get("engine.model")
     if model == config.model:
         return
     try:

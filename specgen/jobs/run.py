@@ -96,6 +96,15 @@ def run(
         output is not None or job.format == "jsonl",
         f"format is {job.format!r} and no file is kept: name a directory with --output, or - for stdout",
     )
+    learn_from = job.engine.learn_from
+    require(
+        output is None
+        or isinstance(output, Url)
+        or not learn_from
+        or output.resolve() != Path(learn_from).resolve(),
+        f"learn-from {learn_from!r} is the output itself, whose answers are learnt where a run is resumed: name "
+        "another run",
+    )
     if isinstance(output, Url):
         with mirrored(output, restart=job.restart) as mirror:
             return _run(
