@@ -15,9 +15,9 @@ def given_answers(config: EngineConfig) -> list[list[int]]:
     """Those of the run that ``config`` is to learn from, if it names one: see ``newest_answers``."""
     if config.learn_from is None or not config.learns:
         return []
-    found = newest_answers(Rows(Path(config.learn_from) / "completions.jsonl"))
-    require(bool(found), f"learn-from {config.learn_from!r} holds no answers: {_REMEDY}")
-    return found
+    rows = Rows(Path(config.learn_from) / "completions.jsonl")
+    require(len(rows) > 0, f"learn-from {config.learn_from!r} holds no answers: {_REMEDY}")
+    return newest_answers(rows)
 
 
 def newest_answers(rows: Rows) -> list[list[int]]:
@@ -25,10 +25,8 @@ def newest_answers(rows: Rows) -> list[list[int]]:
     found, room = list[list[int]](), POOL_TOKENS
     for name in reversed([*rows]):
         answer = rows[name].get("token_ids")
-        require(
-            isinstance(answer, list) and all(isinstance(token, int) for token in answer),
-            f"{rows.path}: the row of {shown(name)} has no token ids: {_REMEDY}",
-        )
+        if not isinstance(answer, list) or not all(isinstance(token, int) for token in answer):
+            raise UserError(f"{rows.path}: the row of {shown(name)} has no token ids: {_REMEDY}")
         room -= len(answer) + 1
         if room < 0:
             break
