@@ -26,8 +26,8 @@ class RequestOutput:
 
     ``id`` is the prompt's, for later turns ``ID/turn-2`` and so on; ``turn`` counts from 1. Of ``num_samples`` of the
     prompt this is ``sample``, from 0 on; all have its ``id``, and each a ``name``. ``prompt`` is the text that
-    the model saw, the chat template around it, and ``num_prompt_tokens`` its tokens. ``text`` is the answer without
-    ``reasoning``, the part before it of ``num_reasoning_tokens``, which is None where there is none; ``token_ids`` are
+    the model saw, the chat template around it, and ``num_prompt_tokens`` its tokens; it ``was_tokenized`` where it was
+    given as token ids, which a text may not give back. ``text`` is the answer without ``reasoning``, the part before it of ``num_reasoning_tokens``, which is None where there is none; ``token_ids`` are
     of both, with one entry of ``logprobs`` each where they were asked for; ``prompt_logprobs`` has one of each token of
     the prompt (``prompt_token_ids``), None of the first. ``finish_reason`` is ``stop`` (end of text
     or a stop string), ``length`` (``max_tokens``, or where ``context_is_full`` the model's context; ``is_incomplete``
@@ -50,7 +50,7 @@ class RequestOutput:
     num_samples: int = 1
     num_prompt_tokens: int = 0
     prompt_token_ids: tuple[int, ...] = ()
-    was_tokenized: bool = False  # the prompt was token ids, which ``prompt`` may not give back
+    was_tokenized: bool = False
     category: str | None = None
     endpoint: str | None = None
     error: str | None = None
