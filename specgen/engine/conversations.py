@@ -27,13 +27,14 @@ class RequestOutput:
     ``id`` is the prompt's, for later turns ``ID/turn-2`` and so on; ``turn`` counts from 1. Of ``num_samples`` of the
     prompt this is ``sample``, from 0 on; all have its ``id``, and each a ``name``. ``prompt`` is the text that
     the model saw, the chat template around it, and ``num_prompt_tokens`` its tokens; it ``was_tokenized`` where it was
-    given as token ids, which a text may not give back. ``text`` is the answer without ``reasoning``, the part before it of ``num_reasoning_tokens``, which is None where there is none; ``token_ids`` are
-    of both, with one entry of ``logprobs`` each where they were asked for; ``prompt_logprobs`` has one of each token of
-    the prompt (``prompt_token_ids``), None of the first. ``finish_reason`` is ``stop`` (end of text
-    or a stop string), ``length`` (``max_tokens``, or where ``context_is_full`` the model's context; ``is_incomplete``
-    where that cut an answer before it fits its structured outputs) or ``error``.
-    ``category`` and ``endpoint`` are the prompt's. ``metrics`` says how much speculative decoding
-    helped this request, and ``record`` its times and every step; one that never ran has neither.
+    given as token ids, which a text may not give back. ``text`` is the answer without ``reasoning``, the part before it
+    of ``num_reasoning_tokens``, which is None where there is none; ``token_ids`` are of both, with one entry of
+    ``logprobs`` each where they were asked for; ``prompt_logprobs`` has one of each token of the prompt
+    (``prompt_token_ids``), None of the first. ``finish_reason`` is ``stop`` (end of text or a stop string), ``length``
+    (``max_tokens``, or where ``context_is_full`` the model's context; ``is_incomplete`` where that cut an answer before
+    it fits its structured outputs) or ``error``. ``category`` and ``endpoint`` are the prompt's. ``metrics`` says how
+    much speculative decoding helped this request, and ``record`` its times and every step; one that never ran has
+    neither.
     """
 
     id: str
