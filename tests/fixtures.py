@@ -252,3 +252,17 @@ def random_reference(random_pair: Pair) -> ReferenceHead:
 def demo_reference(demo_path: Path) -> ReferenceHead:
     """An independent reference of the bundled pair."""
     return reference_head(demo_path / "drafter", DenseTarget(demo_path / "target"))
+
+
+@pytest.fixture(scope="session")
+def calibrated_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target and an EAGLE3 head of `scripts/make_calibrated_pair.py`, whose text is known; to be read alone."""
+    from calibrated_cycle import Cycle
+    from calibrated_shapes import SHAPES
+    from calibrated_weights import Source
+    from make_calibrated_pair import HeadKind, write_pair
+
+    root, shape = tmp_path_factory.mktemp("calibrated"), SHAPES["tiny"]
+    cycle = Cycle.draw(shape.num_plain_tokens, shape.draft_vocab_size, 0.75, seed=5)
+    write_pair(root, shape, cycle, Source("cpu", 5), [HeadKind.find("eagle3")])
+    return root

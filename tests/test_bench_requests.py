@@ -7,23 +7,11 @@ from typing import Any
 
 import bench_requests
 import pytest
-from calibrated_cycle import Cycle
-from calibrated_shapes import SHAPES
-from calibrated_weights import Source
-from make_calibrated_pair import HeadKind, write_pair
 
 from specgen import Engine, EngineConfig, Prompt, SamplingParams
 from specgen.config import StructuredOutputs
 
 pytestmark = [pytest.mark.scripts, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root, shape = tmp_path_factory.mktemp("pair"), SHAPES["tiny"]
-    cycle = Cycle.draw(shape.num_plain_tokens, shape.draft_vocab_size, 0.75, seed=5)
-    write_pair(root, shape, cycle, Source("cpu", 5), [HeadKind.find("eagle3")])
-    return root
 
 
 def rows(asked: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> list[dict[str, Any]]:
@@ -33,9 +21,9 @@ def rows(asked: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> list[dict[
 
 
 def test_a_constraint_changes_no_token(
-    written: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    calibrated_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = f"constraint {written} --batches 1,3 --max-tokens 9 --rounds 2"
+    asked = f"constraint {calibrated_path} --batches 1,3 --max-tokens 9 --rounds 2"
     found = rows(asked, monkeypatch, capsys)
     assert [(row["batch"], row["wrong_tokens"]) for row in found] == [(1, 0), (3, 0)]
     assert [[*map(len, row["tokens_per_second"].values())] for row in found] == [[2, 2], [2, 2]]
@@ -45,8 +33,8 @@ def test_a_constraint_changes_no_token(
     assert rows(asked, monkeypatch, capsys)[0]["wrong_tokens"] > 0
 
 
-def test_samples_are_the_rows_texts_in_number(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = f"samples {written} --prompts 2 --n 3 --prompt-tokens 20 --max-tokens 5"
+def test_samples_are_the_rows_texts_in_number(calibrated_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = f"samples {calibrated_path} --prompts 2 --n 3 --prompt-tokens 20 --max-tokens 5"
     monkeypatch.setattr(sys, "argv", ["bench_requests.py", *asked.split()])
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(bench_requests, "measured", lambda ways, *_: seen.append(ways) or {})
@@ -56,9 +44,11 @@ def test_samples_are_the_rows_texts_in_number(written: Path, monkeypatch: pytest
         assert [len(text) for text in way(prompts)] == [5] * 6
 
 
-def test_a_text_of_a_calibrated_pair_is_its_words(written: Path) -> None:
-    """So that a constraint can be written for it, which holds from the first token on."""
-    config = EngineConfig(model=str(written / "target"), drafter=None, num_spec_tokens=0, device="cpu")
+def test_a_text_of_a_calibrated_pair_is_its_words(calibrated_path: Path) -> None:
+    """So that a constraint can be calibrated_path for it, which holds from the first token on."""
+    config = EngineConfig(
+        model=str(calibrated_path / "target"), drafter=None, num_spec_tokens=0, device="cpu"
+    )
     fits = StructuredOutputs(regex=bench_requests.WORDS)
     sampling = SamplingParams(temperature=0, max_tokens=4, structured_outputs=fits)
     with Engine(config) as engine:

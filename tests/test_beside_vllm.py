@@ -8,10 +8,6 @@ from typing import Any
 
 import beside_vllm
 import pytest
-from calibrated_cycle import Cycle
-from calibrated_shapes import SHAPES
-from calibrated_weights import Source
-from make_calibrated_pair import HeadKind, write_pair
 
 from specgen import Engine
 
@@ -19,14 +15,6 @@ pytestmark = [pytest.mark.scripts, pytest.mark.slow]
 ASKED = (
     "--num-spec-tokens 2 --cells 1,2,2x9 --max-new-tokens 6 --repeats 2 --kv-memory 0.1 --method draft_model"
 )
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root, shape = tmp_path_factory.mktemp("pair"), SHAPES["tiny"]
-    cycle = Cycle.draw(shape.num_plain_tokens, shape.draft_vocab_size, 0.75, seed=5)
-    write_pair(root, shape, cycle, Source("cpu", 5), [HeadKind.find("tiny-draft")])
-    return root
 
 
 def rows(engine: str, pair: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> list[dict[str, Any]]:
@@ -78,7 +66,7 @@ def vllm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> typ
 
 
 def test_both_have_the_same_prompts_and_what_is_wrong_is_counted(
-    written: Path, vllm: type[FakeLlm], monkeypatch: pytest.MonkeyPatch, capsys: Any
+    calibrated_path: Path, vllm: type[FakeLlm], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     asked: list[list[int]] = []
     generate = Engine.generate
@@ -88,7 +76,7 @@ def test_both_have_the_same_prompts_and_what_is_wrong_is_counted(
         return generate(self, prompts, *others)
 
     monkeypatch.setattr(Engine, "generate", recorded)
-    ours, theirs = (rows(engine, written, monkeypatch, capsys) for engine in ("specgen", "vllm"))
+    ours, theirs = (rows(engine, calibrated_path, monkeypatch, capsys) for engine in ("specgen", "vllm"))
     assert asked == vllm.asked
     assert [(row["batch"], row["prompt_tokens"], row["prompts"]) for row in ours] == [
         (1, "drawn", 3),
@@ -106,6 +94,6 @@ def test_both_have_the_same_prompts_and_what_is_wrong_is_counted(
     assert {row["mean_acceptance_length"] for row in theirs} == {1.5}
     assert vllm.given["speculative_config"] == {
         "method": "draft_model",
-        "model": str(written / "drafter"),
+        "model": str(calibrated_path / "drafter"),
         "num_speculative_tokens": 2,
     }

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -10,10 +11,6 @@ from typing import Any
 import pytest
 import whole_job
 from beside_vllm import Text
-from calibrated_cycle import Cycle
-from calibrated_shapes import SHAPES
-from calibrated_weights import Source
-from make_calibrated_pair import HeadKind, write_pair
 from whole_job import least, measure
 
 from specgen.experiments.bound import ExpertSize, KVBytes, StepBytes
@@ -78,10 +75,9 @@ def test_drafts_that_are_not_verified_take_no_time_of_the_bound() -> None:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root, shape = tmp_path_factory.mktemp("pair"), SHAPES["tiny"]
-    cycle = Cycle.draw(shape.num_plain_tokens, shape.draft_vocab_size, 0.75, seed=5)
-    write_pair(root, shape, cycle, Source("cpu", 5), [HeadKind.find("eagle3")])
+def written(calibrated_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("pair")
+    shutil.copytree(calibrated_path, root, dirs_exist_ok=True)
     (root / "lengths.json").write_text(json.dumps({"prompts": [5, 9, 40], "answers": [2, 9, 20]}))
     return root
 

@@ -222,7 +222,7 @@ class EngineCore:
             self._peers.broadcast(EngineCore.forget)
             self._steps.pool.clear()
 
-    def _work(self, incoming: "Incoming", finished: list[Completion]) -> None:
+    def _work(self, incoming: Incoming, finished: list[Completion]) -> None:
         """Pull requests and do a step; what was ``finished`` before something failed is kept."""
         while self._scheduler.wants_request and (request := incoming.next()) is not None:
             if (refused := self.submit(request)) is not None:

@@ -362,16 +362,18 @@ class Steps:
             accepted, tokens = accept_greedy(drafts.tokens, greedy_tokens)
         else:
             decided = positions[:, None] + 1 + torch.arange(greedy_tokens.shape[1], device=logits.device)
-            dice = uniform(sampling.seeds, decided[:, :-1], ACCEPT)
-            emitting = uniform(sampling.seeds, decided, EMIT)
             if chances is not None:
+                dice = uniform(sampling.seeds, decided[:, :-1], ACCEPT)
                 accepted, tokens = accept_by_dice(drafts.tokens, greedy_tokens, chances, dice)
-            elif drafts.probs is None:
-                probs = target_probs(decisive, greedy_tokens, sampling)
-                accepted, tokens = accept_drawn(drafts.tokens, probs, emitting)
             else:
                 probs = target_probs(decisive, greedy_tokens, sampling)
-                accepted, tokens = self._accept_sampled(drafts.tokens, drafts.probs, probs, dice, emitting)
+                emitting = uniform(sampling.seeds, decided, EMIT)
+                if drafts.probs is None:
+                    accepted, tokens = accept_drawn(drafts.tokens, probs, emitting)
+                else:
+                    dice = uniform(sampling.seeds, decided[:, :-1], ACCEPT)
+                    judged = (drafts.tokens, drafts.probs, probs, dice, emitting)
+                    accepted, tokens = self._accept_sampled(*judged)
         num_top = sampling.form.num_logprobs
         return VerifyResult(
             accepted=accepted,

@@ -408,9 +408,8 @@ class _Work:
             engine.tokenizer.require_chat_template()
         elif engine.tokenizer.chat_template and config is self.config and self.prompts.are_raw(self.first):
             self.progress.warn(RAW)
-        if isinstance(
-            engine, Engine
-        ):  # else its workers are still to start, and learn each from its own answers
+        # another's workers are still to start, and learn each from its own answers
+        if isinstance(engine, Engine):
             if config.learns:
                 engine.learn(newest_answers(files.completions))
             begin()

@@ -495,7 +495,7 @@ class HeadConfig(LayerConfig):
     own_lm_head: bool
     reads_output: bool  # the one feature is the target's last hidden state, behind its final norm
     fp8_output: bool = (
-        False  # drafts by a copy of its output layer, or of the target's, in FP8 (``--draft-lm-head``)
+        False  # drafts by a copy of its output layer, or the target's (``--draft-lm-head fp8``)
     )
     fc_each_pass: ClassVar[bool] = False  # and not once per accepted row
     takes_fp8: ClassVar[bool] = False
