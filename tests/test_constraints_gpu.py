@@ -17,6 +17,7 @@ from specgen.ops.reference import torch_ops
 from specgen.text.tokenizer import load_tokenizer
 from tests.engines import Pair, bundled_requests, config_of, generate
 from tests.marks import on_gpu
+from tests.test_structured import MANY, check, fuzzed
 
 pytestmark = on_gpu()
 EXACT = {"device": "cuda", "dtype": "float32", "page_size": 16, "attention": "sdpa-static"}
@@ -84,6 +85,16 @@ def test_a_constrained_step_waits_for_nothing(gpu_pair: Pair) -> None:
             engine._steps._decode(columns, plan)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+def test_many_answers_fit(gpu_pair: Pair, batch: str) -> None:
+    """As many as SPECGEN_FUZZ says: captured steps, random schemas and regexes in each batch."""
+    pair = with_tokenizer(gpu_pair)
+    settings: dict[str, Any] = {"num_spec_tokens": 4, "max_batch_size": 64}
+    settings |= {"drafter_batch": batch, "cuda_graphs": "step"} | EXACT
+    outputs, requests = fuzzed(pair, MANY // 2, 900, **settings)
+    assert check(pair, outputs, requests) > MANY // 8
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
