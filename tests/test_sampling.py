@@ -17,6 +17,7 @@ from torch import Tensor
 from specgen.config import SamplingParams
 from specgen.core import step as step_module
 from specgen.core.sequence import Request
+from specgen.decoding import drafting
 from specgen.decoding.outcome import NO_DRAFT
 from specgen.decoding.sampling import (
     ACCEPT,
@@ -25,6 +26,7 @@ from specgen.decoding.sampling import (
     SamplingBatch,
     _keep_top,
     _keep_top_on_gpu,
+    draft_places,
     draft_probs,
     draw,
     request_seed,
@@ -228,39 +230,38 @@ def test_ngram_drafts_leave_the_distribution_of_plain_sampling(small_pair: Pair,
 Accept = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def judged(accept: Accept, lengths: Sequence[int], number: int = 200_000) -> tuple[float, float]:
-    """The p-value of texts of four tokens, and the mean of accepted drafts, which have ``lengths`` in turn.
+def judged(accept: Accept, lengths: Sequence[int], number: int = 120_000) -> tuple[float, float]:
+    """The p-value of texts of four tokens, and the mean of a step's accepted drafts, which have ``lengths`` in turn.
 
-    Drafts are of a Markov chain of four tokens, texts of another.
+    Drafts are of a Markov chain of four tokens, texts of another; random numbers are those of an engine's steps.
     """
     from scipy.stats import chisquare
 
     random = torch.Generator().manual_seed(3)
     p, q = (torch.randn(4, 4, generator=random).softmax(-1) for _ in range(2))
-
-    def drawn(rows: Tensor) -> Tensor:
-        return draw(rows, torch.rand(number, generator=random))
-
-    newest, drafts, of_q, of_p = torch.zeros(number, dtype=torch.int64), [], [], []
+    seeds = torch.randint(2**62, (number,), generator=random)
     missing = torch.tensor(lengths).repeat(number // len(lengths))
-    for position in range(3):
-        there = position < missing
-        of_p.append(p[newest])
-        of_q.append(q[newest] * there[:, None])
-        newest = torch.where(there, drawn(q[newest]), newest)
-        drafts.append(torch.where(there, newest, NO_DRAFT))
-    of_p.append(p[newest])
-    u_accept, u_emit = (torch.rand(number, width, generator=random) for width in (3, 4))
-    stacked = (torch.stack(each, 1) for each in (drafts, of_q, of_p))
-    accepted, tokens = accept(*stacked, u_accept, u_emit)
-    for position in range(1, 4):  # what comes behind the step is of p alone
-        following = drawn(p[tokens[:, position - 1]])
-        tokens[:, position] = torch.where(position <= accepted, tokens[:, position], following)
-    counts = (tokens @ torch.tensor([64, 16, 4, 1])).bincount(minlength=256).double()
+    texts, newest, means = torch.zeros(number, 21, dtype=torch.int64), torch.zeros_like(seeds), []
+    while newest.min() < 4:
+        last, drafts, of_q, of_p = texts.gather(1, newest[:, None])[:, 0], [], [], []
+        for index in range(3):
+            there = index < missing
+            of_p.append(p[last])
+            of_q.append(q[last] * there[:, None])
+            drawn = draw(q[last], uniform(seeds, draft_places(newest, index, 1), DRAFT)[:, 0])
+            last = torch.where(there, drawn, last)
+            drafts.append(torch.where(there, last, NO_DRAFT))
+        of_p.append(p[last])
+        behind = newest[:, None] + torch.arange(1, 5)
+        dice, u_emit = uniform(seeds, draft_places(newest, 0, 3), ACCEPT), uniform(seeds, behind, EMIT)
+        stacked = (torch.stack(each, 1) for each in (drafts, of_q, of_p))
+        accepted, tokens = accept(*stacked, dice, u_emit)
+        texts.scatter_(1, behind, tokens)
+        newest += accepted + 1
+        means.append(float(accepted.double().mean()))
+    counts = (texts[:, 1:5] @ torch.tensor([64, 16, 4, 1])).bincount(minlength=256).double()
     expected = torch.einsum("a,ab,bc,cd->abcd", p[0], p, p, p).flatten().double()
-    return float(chisquare(counts, expected / expected.sum() * number).pvalue), float(
-        accepted.double().mean()
-    )
+    return float(chisquare(counts, expected / expected.sum() * number).pvalue), sum(means) / len(means)
 
 
 @pytest.mark.parametrize("lengths", [(3,), (0, 1, 2, 3)])
@@ -361,6 +362,25 @@ def test_random_numbers_equal_splitmix64() -> None:
         steps = [(4 * place + number) * 0x9E3779B97F4A7C15 for place in places]
         expected = [[(mix((mix(seed) + step) % 2**64) >> 40) / 2**24 for step in steps] for seed in seeds]
         assert uniform(torch.tensor(seeds), positions, purpose).tolist() == expected
+
+
+def test_drafts_and_their_dice_have_random_numbers_that_no_other_step_has(
+    small_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = Counter[tuple[int, int, int]]()
+
+    def counted(seeds: Tensor, places: Tensor, purpose: int) -> Tensor:
+        used.update((int(seeds[0]), place, purpose) for place in places[0].tolist() if purpose != EMIT)
+        return uniform(seeds, places, purpose)
+
+    monkeypatch.setattr(step_module, "uniform", counted)
+    monkeypatch.setattr(drafting, "uniform", counted)
+    sampling = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
+    requests = [Request(id=str(i), prompt_token_ids=PROMPT, sampling=sampling) for i in range(3)]
+    found = generate(small_pair, requests, max_batch_size=1, draft_sampling="probabilistic")
+    assert {len(step[0]) - step[1] for steps in found.verified.values() for step in steps} >= {0, 1, 2}
+    assert {purpose for _, _, purpose in used} == {ACCEPT, DRAFT}
+    assert set(used.values()) == {1}
 
 
 def test_zero_probability_tokens_are_never_sampled() -> None:

@@ -25,6 +25,7 @@ from specgen.decoding.sampling import (
     SamplingBatch,
     biased,
     constrained,
+    draft_places,
     penalised,
     target_probs,
     token_logprobs,
@@ -362,8 +363,9 @@ class Steps:
             accepted, tokens = accept_greedy(drafts.tokens, greedy_tokens)
         else:
             decided = positions[:, None] + 1 + torch.arange(greedy_tokens.shape[1], device=logits.device)
+            places = draft_places(positions, 0, drafts.tokens.shape[1])
             if chances is not None:
-                dice = uniform(sampling.seeds, decided[:, :-1], ACCEPT)
+                dice = uniform(sampling.seeds, places, ACCEPT)
                 accepted, tokens = accept_by_dice(drafts.tokens, greedy_tokens, chances, dice)
             else:
                 probs = target_probs(decisive, greedy_tokens, sampling)
@@ -371,7 +373,7 @@ class Steps:
                 if drafts.probs is None:
                     accepted, tokens = accept_drawn(drafts.tokens, probs, emitting)
                 else:
-                    dice = uniform(sampling.seeds, decided[:, :-1], ACCEPT)
+                    dice = uniform(sampling.seeds, places, ACCEPT)
                     judged = (drafts.tokens, drafts.probs, probs, dice, emitting)
                     accepted, tokens = self._accept_sampled(*judged)
         num_top = sampling.form.num_logprobs

@@ -26,7 +26,16 @@ from specgen.decoding.outcome import (
     StateColumn,
     no_drafts,
 )
-from specgen.decoding.sampling import DRAFT, SamplingBatch, biased, constrained, draft_probs, draw, uniform
+from specgen.decoding.sampling import (
+    DRAFT,
+    SamplingBatch,
+    biased,
+    constrained,
+    draft_places,
+    draft_probs,
+    draw,
+    uniform,
+)
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
 from specgen.models.protocols import Head, OnePass
@@ -266,8 +275,8 @@ class HeadDrafter:
             return Chosen(ids, confidence, None)
         largest, confidence = self._head.most_likely(logits)
         probs = draft_probs(logits, largest, sampling)
-        drafted = first + torch.arange(1, logits.shape[1] + 1, device=logits.device)
-        drawn = draw(probs, uniform(sampling.seeds, state.positions[:, None] + drafted, DRAFT))
+        places = draft_places(state.positions, first, logits.shape[1])
+        drawn = draw(probs, uniform(sampling.seeds, places, DRAFT))
         return Chosen(draft_to_target[drawn], confidence, probs)
 
     def _to_target(self, probs: Tensor) -> Tensor:

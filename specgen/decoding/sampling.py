@@ -1,7 +1,8 @@
 """From logits to tokens: bias, penalties, temperature and the filters, the draw, and the random numbers behind it.
 
 Greedy is temperature 0. A random number is a pure function of the request's seed, the position of the token it
-decides, and what it is for, so a text does not depend on which other requests ran beside it.
+decides, what it is for, and of a draft the step that it is made in, so a text does not depend on which other requests
+ran beside it.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specgen.config import MAX_LOGIT_BIASES, MAX_LOGPROBS, SamplingParams
+from specgen.config import MAX_LOGIT_BIASES, MAX_LOGPROBS, MOST_DRAFTS, SamplingParams
 from specgen.decoding.automaton_tables import Tables
 from specgen.device import on_device
 
@@ -271,6 +272,16 @@ def uniform(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
     counter = positions * 4 + purpose
     seeds = seeds.view(-1, *[1] * (positions.dim() - 1))
     return (_mix(_mix(seeds) + counter * -0x61C8864680B583EB) >> 40 & 0xFFFFFF).to(torch.float32) / (1 << 24)
+
+
+def draft_places(newest: Tensor, first: int, num_drafts: int) -> Tensor:
+    """In place of positions for ``uniform``, ``[B, n]``: those of drafts from ``first`` on behind ``newest`` ``[B]``.
+
+    No two steps share one. A block's drafts behind the accepted ones, and their dice, have had a say in where it ended,
+    so the next step's at the same positions have to be new.
+    """
+    drafted = torch.arange(first, first + num_drafts, device=newest.device)
+    return newest[:, None] * MOST_DRAFTS + drafted
 
 
 def _mix(x: Tensor) -> Tensor:
