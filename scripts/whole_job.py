@@ -31,7 +31,8 @@ from beside_vllm import Specgen, Text, Vllm, engine_options
 from calibrated_cycle import FILE, Cycle
 
 if TYPE_CHECKING:
-    from specgen.experiments.bound import StepBytes
+    from bench.bound import StepBytes
+
     from specgen.record.record_rows import EngineRow, RequestRow
 
 Row = dict[str, Any]
@@ -138,8 +139,9 @@ def of_passes(
     seconds: float, passes: Sequence["EngineRow"], engine: Specgen, speed: tuple[float, float]
 ) -> Row:
     """Where the ``seconds`` of a job of specgen went, and the least that its parts could take."""
+    from bench.bound import StepBytes
+
     from specgen.engine.choices import target_kv_dtype
-    from specgen.experiments.bound import StepBytes
     from specgen.report.timings import PassSums
 
     sums = PassSums()
@@ -162,7 +164,7 @@ def least(
     flops: float,
 ) -> dict[str, float]:
     """Seconds that ``prefill`` and ``full`` take at least, see ``DEFINITIONS``; bytes and FLOP/s of one GPU."""
-    from specgen.experiments.bound import decode_steps
+    from bench.bound import decode_steps
 
     steps = list(decode_steps(requests, passes))
     batch, decode = max(row.num_sequences for row, _ in steps), 0.0
@@ -179,9 +181,9 @@ def least(
 def device_speed() -> tuple[float, float]:
     """Bytes per second of a copy, and FLOP/s of a large GEMM in the dtype of the models, on this device."""
     import torch
+    from bench.bound import copy_bandwidth, matrix_flops
 
     from specgen.engine.choices import choose_device, choose_dtype
-    from specgen.experiments.bound import copy_bandwidth, matrix_flops
 
     device = choose_device("auto")
     dtype = getattr(torch, choose_dtype("auto", device))

@@ -21,7 +21,6 @@ from specgen.config.bundled import data_directory
 from specgen.core.graphs import Runner, bucket
 from specgen.device import Ranks
 from specgen.engine import build, choices
-from specgen.experiments.bound import COPIED_BYTES
 from specgen.models.protocols import Head, Target
 from tests.commands import printed
 from tests.engines import Pair, load_pair
@@ -158,9 +157,7 @@ def _bundled_models() -> tuple[Callable[..., Target], Callable[..., Head]]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _once_in_a_process() -> Iterator[None]:
-    """What every command would do again: parse all options, ask about the machine, read the bundled pair, and warm up
-    and copy much.
-    """
+    """What every command would do again: parse options, ask about the machine, read the bundled pair, and warm up."""
     read_target, read_head = _bundled_models()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("typer.testing._get_command", cache(typer.testing._get_command))
@@ -169,7 +166,6 @@ def _once_in_a_process() -> Iterator[None]:
         patch.setattr("specgen.engine.loading.load_target", read_target)
         patch.setattr("specgen.engine.loading.load_drafter", read_head)
         patch.setattr("specgen.core.engine_core.WARM_UP_TOKENS", 2)
-        patch.setitem(COPIED_BYTES, "cpu", 1 << 20)
         yield
 
 

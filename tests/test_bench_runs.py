@@ -13,18 +13,18 @@ import pytest
 import torch
 import typer
 from bench.step import Window, step_seconds
-from calibrated_shapes import MIXTURES, SHAPES
-from programs import DeviceSpeed, publish
-
-from specgen.config import UserError
-from specgen.experiments.bound import (
+from bound import (
     KVBytes,
     StepBytes,
     Work,
     copy_bandwidth,
+    decode_steps,
     matrix_flops,
-    mean_step_bytes,
 )
+from calibrated_shapes import MIXTURES, SHAPES
+from programs import DeviceSpeed, publish
+
+from specgen.config import UserError
 from specgen.experiments.output import BenchTable, Plot
 from specgen.experiments.turns import inter_token_seconds
 from specgen.models import mixture_targets
@@ -167,7 +167,7 @@ def test_copies_and_gemms_are_timed() -> None:
     assert 1e8 < matrix_flops("cpu", torch.float32) < 1e14
 
 
-def test_a_step_reads_the_cache_of_the_sequences_in_it() -> None:
+def test_the_positions_of_a_step_are_those_of_the_sequences_in_it() -> None:
     """Not of sequences in prefill, waiting or finished."""
     (a,) = request("a", [(4, 2), (4, 1), (4, 0)], num_prompt_tokens=10)
     (b,) = request("b", [(4, 0)], num_prompt_tokens=10)
@@ -178,13 +178,9 @@ def test_a_step_reads_the_cache_of_the_sequences_in_it() -> None:
         pass_row("decode" if number else "prefill", number=number, num_sequences=sizes[number])
         for number in sizes
     ]
-    found = mean_step_bytes(requests, passes, SIZES)
-    assert found == sum(SIZES.step(0, number, context) for number, context in ((2, 11), (1, 14), (1, 16))) / 3
-    drafting = [replace(row, num_spec_tokens=4) for row in passes]
-    assert mean_step_bytes(requests, drafting, SIZES) == pytest.approx(
-        sum(SIZES.step(4, number, context) for number, context in ((2, 11), (1, 14), (1, 16))) / 3
-    )
-    assert mean_step_bytes(requests, passes[:1], SIZES) is None
+    found = [(row.num_sequences, context) for row, context in decode_steps(requests, passes)]
+    assert found == [(2, 11), (1, 14), (1, 16)]
+    assert list(decode_steps(requests, passes[:1])) == []
 
 
 def test_a_step_is_one_gap_however_many_tokens_it_emits() -> None:

@@ -23,6 +23,7 @@ from bench.step import (
     step_rows,
     step_table,
 )
+from bound import Work
 from programs import DeviceSpeed
 
 from specgen.config import EngineConfig, UserError
@@ -32,7 +33,6 @@ from specgen.core.graphs import Runner
 from specgen.core.running_batch import Columns
 from specgen.decoding.drafting import HeadDrafter
 from specgen.engine import choices
-from specgen.experiments.bound import Work
 from specgen.models.llama import Llama
 from specgen.report.terminal import render
 from tests.commands import printed, specgen

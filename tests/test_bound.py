@@ -1,4 +1,4 @@
-"""The least that a step reads: experts that rows touch by chance, and the bytes of a run's steps."""
+"""The least that a step reads: experts that rows touch by chance."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -6,19 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from bound import ExpertSize, KVBytes, StepBytes
 from calibrated_cycle import Cycle
 from calibrated_mixtures import MixtureLayers
 from calibrated_shapes import MIXTURES
 from calibrated_shapes import Mixture as MixtureShape
 from calibrated_weights import Source, target_tensors
 
-from specgen.engine.warm_engine import Run
-from specgen.experiments.bound import ExpertSize, KVBytes, StepBytes, mean_step_bytes
-from specgen.experiments.plans import Roofline
-from specgen.experiments.turns import repeat_of
 from specgen.models.model_config import Seen
 from tests.engines import config_of, load_pair, loaded
-from tests.streams import pass_row, request
 from tests.timed_engines import write_tiny
 
 KV = KVBytes(layers=((3, Seen()),))
@@ -76,21 +72,3 @@ def test_experts_are_touched_as_often_as_by_random_routing() -> None:
     assert size.touched(1) == pytest.approx(8)
     assert size.touched(5) == pytest.approx(drawn.item(), rel=0.01)
     assert size.touched(10_000) == pytest.approx(128)
-
-
-def test_the_bound_of_a_run_is_the_mean_over_its_steps() -> None:
-    sizes = StepBytes(target=1000, target_kv=KV, logits=14, bytes_per_value=2, experts=SIZE)
-    stepped = pass_row(num_sequences=2, num_spec_tokens=1, target_rows=4)
-    requests = [row for name in "ab" for row in request(name, [(1, 1)], num_prompt_tokens=7)]
-    by_chance = 2 * 8 * (1 - 0.75**4) * 50
-    assert mean_step_bytes(requests, [stepped], sizes) == pytest.approx(1000 + 16 * 3 + by_chance)
-    roofline = Roofline(sizes=sizes, bytes_per_second=1e10, flops_per_second=1e12, known=None)
-    assert "of experts as many as rows touch on average" in roofline.conditions["bound"]
-
-
-def test_tokens_behind_the_end_of_a_text_are_none_of_a_step() -> None:
-    (ended,) = request("a", [(4, 4), (4, 4)], dropped=3)
-    completion: Any = SimpleNamespace(record=ended, token_ids=range(8), request=SimpleNamespace(id="a"))
-    passes = [pass_row(number=number) for number in range(2)]
-    run = Run(completions={"a": completion}, passes=passes, seconds=1.0, num_spec_tokens=4)
-    assert repeat_of(run).tokens_per_step == (5 + 2) / 2

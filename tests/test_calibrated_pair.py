@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bound import StepBytes
 from calibrated_codes import Codes
 from calibrated_cycle import Cycle
 from calibrated_shapes import MIXTURES, SHAPES
@@ -19,7 +20,6 @@ from specgen.config import EngineConfig, SamplingParams
 from specgen.core.sequence import Request
 from specgen.engine.choices import resolve
 from specgen.engine.loading import load_models, open_checkpoints, outline
-from specgen.experiments.bound import StepBytes
 from specgen.experiments.tune_job import RANDOM, Workload
 from specgen.experiments.workload import KnownText, make_prompts
 from specgen.report.intervals import wilson

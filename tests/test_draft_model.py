@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from bound import StepBytes
 
 from specgen.checkpoints.checkpoint import open_checkpoint
 from specgen.config import SamplingParams
@@ -18,7 +19,6 @@ from specgen.config.bundled import data_directory
 from specgen.core.engine_core import discard
 from specgen.engine.build import build_engine
 from specgen.engine.loading import load_models, open_checkpoints
-from specgen.experiments.bound import StepBytes
 from specgen.kv.layout import Layout
 from specgen.models.draft_model import DraftModel
 from specgen.record import columns

@@ -12,6 +12,7 @@ from weakref import ref
 
 import pytest
 import torch
+from bound import ExpertSize
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,7 +22,6 @@ from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.config import SamplingParams, UserError
 from specgen.config.bundled import data_directory
 from specgen.experiments.audit import Judge
-from specgen.experiments.bound import ExpertSize
 from specgen.models.llama import Llama
 from specgen.ops import Ops, block_fp8, fp8
 from specgen.ops.cpu import cpu_ops

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from bound import StepBytes
 
 from specgen.checkpoints.checkpoint import load_target, open_checkpoint
 from specgen.checkpoints.inspect_checkpoint import describe
@@ -18,7 +19,6 @@ from specgen.engine.build import assemble, kv_page_bytes, prefill_logits
 from specgen.engine.choices import choose_attention, kv_note, resolve
 from specgen.engine.memory_plan import memory_plans
 from specgen.experiments.audit import Judge
-from specgen.experiments.bound import StepBytes
 from specgen.models.fp8_config import kv_scheme
 from specgen.models.llama import Llama
 from tests.commands import specgen

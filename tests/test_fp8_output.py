@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from bench import draft_output
+from bound import StepBytes
 from torch import Tensor
 
 from specgen.checkpoints.checkpoint import load_target, open_checkpoint
@@ -21,7 +22,6 @@ from specgen.device import Ranks
 from specgen.engine.build import build_engine
 from specgen.engine.loading import OneTarget, load_models, open_checkpoints
 from specgen.engine.memory_plan import memory_plans
-from specgen.experiments.bound import StepBytes
 from specgen.ops import fp8
 from specgen.ops.weight import Weight
 from tests.commands import printed, specgen

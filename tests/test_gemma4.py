@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from bound import KVBytes
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -19,7 +20,6 @@ from specgen.config import EngineConfig
 from specgen.engine.choices import attention_uses, choose_attention
 from specgen.engine.loading import open_checkpoints
 from specgen.engine.memory_plan import memory_plans
-from specgen.experiments.bound import KVBytes
 from specgen.kv.kv_cache import KVCache
 from specgen.models import gemma4, model_config
 from specgen.models.gemma4 import Gemma4Config

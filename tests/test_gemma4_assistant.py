@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from bound import StepBytes
 from packaging import version
 from torch import Tensor
 
@@ -20,7 +21,6 @@ from specgen.engine.build import kv_page_bytes
 from specgen.engine.choices import attention_uses, kv_note
 from specgen.engine.memory_plan import memory_plans
 from specgen.engine.page_budget import PageBudget
-from specgen.experiments.bound import StepBytes
 from specgen.models.gemma4_assistant import TOKEN_ORDERING
 from tests.commands import refused
 from tests.engines import Outputs, Pair, config_of, generate, load_pair, page_bytes, random_requests

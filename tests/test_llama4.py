@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from bound import KVBytes
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -15,7 +16,6 @@ from specgen.attention import Temperature
 from specgen.attention.chunks import chunked
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.checkpoints.inspect_checkpoint import describe
-from specgen.experiments.bound import KVBytes
 from specgen.kv.layout import Layout
 from specgen.models import layers, llama4, mlp
 from specgen.models.families import FAMILIES

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from bound import ExpertSize, StepBytes
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -16,7 +17,6 @@ from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.config import EngineConfig, UserError
 from specgen.engine import choices
-from specgen.experiments.bound import ExpertSize, StepBytes
 from specgen.models.llama import Llama
 from specgen.ops.experts import Experts, from_mxfp4
 from specgen.ops.reference import torch_ops

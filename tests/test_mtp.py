@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from bound import StepBytes
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from specgen.checkpoints.checkpoint import load_drafter, load_target, open_check
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.engine.choices import BACKENDS
 from specgen.engine.loading import open_checkpoints
-from specgen.experiments.bound import StepBytes
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
 from specgen.models.mtp import MtpHead, MtpLayer

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from bound import KVBytes
 
 from specgen.checkpoints.checkpoint import build_head, build_target, drafter_config, misfits, target_config
 from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.config import EngineConfig
 from specgen.engine.page_budget import PageBudget
-from specgen.experiments.bound import KVBytes
 from specgen.models.config_keys import unread_keys
 from specgen.models.families import family_of, unread
 from specgen.models.gemma4 import Gemma4Config

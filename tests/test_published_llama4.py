@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from bound import ExpertSize
 
 from specgen.attention import Temperature
 from specgen.checkpoints.checkpoint import (
@@ -19,7 +20,6 @@ from specgen.checkpoints.checkpoint import (
     target_config,
 )
 from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
-from specgen.experiments.bound import ExpertSize
 from specgen.models.config_keys import unread_keys
 from specgen.models.eagle import Eagle3Config
 from specgen.models.families import family_of

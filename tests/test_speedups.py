@@ -10,13 +10,10 @@ import msgspec
 import pytest
 from scipy import stats
 
-from specgen.experiments.bound import KVBytes, StepBytes
 from specgen.experiments.rounds import Ranking, Repeat, Repeats, half_width
-from specgen.experiments.tune_table import wall_tables
 from specgen.experiments.turns import balanced_order, digest
-from specgen.report.timings import LatencyStats, WallTime
+from specgen.report.timings import LatencyStats
 
-SIZES = StepBytes(target=1, target_kv=KVBytes(layers=()), logits=1, bytes_per_value=2)
 SPREAD = LatencyStats(mean=1.0, median=2.0, p99=3.0)
 
 
@@ -31,22 +28,9 @@ def repeat(seconds: float) -> Repeat:
         itl=SPREAD,
         step_seconds=0.5,
         mean_sequences=3.5,
-        step_bytes=None,
         texts={"a": digest((1, 2))},
         num_wrong=0,
         disturbances=("late",),
-        wall=WallTime(
-            prefill=seconds / 4,
-            full=seconds / 2,
-            filling=0.0,
-            tail=seconds / 8,
-            captures=0.0,
-            idle_outside=seconds / 32,
-            idle_engine=seconds / 32,
-            rest=seconds / 16,
-        ),
-        prefill_passes=3,
-        prefill_flops=1e12,
     )
 
 
@@ -62,11 +46,8 @@ def drawn(seed: int, numbers: range, mean: float, drift: float = 0.0) -> dict[in
 def test_a_repeat_comes_back_from_its_file() -> None:
     row = asdict(repeat(2.0))
     assert msgspec.convert(row, Repeat) == repeat(2.0)
-    earlier = {
-        name: value for name, value in row.items() if name not in {"wall", "prefill_passes", "prefill_flops"}
-    }
-    earlier["touched"] = {"experts": 5.5, "plain": 2.0, "num_experts": 8, "num_bytes": 7}  # of a mixture
-    assert msgspec.convert(earlier, Repeat).wall is None
+    earlier = row | {"step_bytes": 9.0, "wall": {"prefill": 1.0}, "prefill_passes": 3, "prefill_flops": 1e12}
+    assert msgspec.convert(earlier, Repeat) == repeat(2.0), "what earlier versions kept too is no hindrance"
     assert digest((1, 2)) != digest((12,)) != digest((1, 2, 3))
 
 
@@ -118,28 +99,6 @@ def test_few_repeats_decide_nothing() -> None:
     del slow[2]
     fewer = Ranking(plain="plain", arms={"slow": repeats(slow), "fast": repeats(fast)})
     assert not fewer.cannot_win("slow")
-
-
-def test_the_wall_time_is_that_of_the_middle_repeat() -> None:
-    earlier = replace(repeat(3.0), wall=None)
-    arms = {"fast": repeats({1: 5.0, 2: 4.0, 3: 2.0}), "slow": Repeats(each={"1": earlier})}
-    (table,) = wall_tables(arms, flops_per_second=2e12)
-    (row,) = table.rows
-    assert row == {
-        "arm": "fast",
-        "wall": 4.0,
-        "prefill": 0.25,
-        "of_gemms": 0.125,
-        "passes": 3,
-        "full": 0.5,
-        "filling": 0.0,
-        "tail": 0.125,
-        "idle": 0.0625,
-        "captures": 0.0,
-        "rest": 0.0625,
-    }
-    assert list(row) == [column.name for column in table.columns]
-    assert list(wall_tables({"slow": arms["slow"]}, 2e12)) == []
 
 
 @pytest.mark.parametrize("num", range(2, 8))

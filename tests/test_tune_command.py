@@ -41,17 +41,12 @@ def test_a_dry_run_runs_nothing(pair: Path, monkeypatch, tmp_path: Path) -> None
     monkeypatch.setattr(plans, "load_models", forbidden)
     monkeypatch.setattr("specgen.checkpoints.tensor_reader.read_tensors", forbidden)
     timed = install(monkeypatch, usual)
-    monkeypatch.setattr(plans, "copy_bandwidth", lambda device: 11.7e9)
-    monkeypatch.setattr(plans, "machine_state", lambda: {"load": 5.0, "cpus": 2})
     left = to_go(pair, "--repeats", "5", "--output", str(tmp_path / "out"))
     said = left.pop("")
     assert timed.built == []
     assert not (tmp_path / "out").exists()
     assert left == dict.fromkeys(("batch 4, plain", "batch 4, K 2, padded", "batch 4, K 4, padded"), "3 to 5")
-    assert re.search(r"3 arms, with a warm-up each: about \d+ s", said)
     assert "Weights take 0.0" in said
-    busy = "BUSY: load 5 of other programs in the last minute on 2 CPUs, so speeds are doubtful)"
-    assert f"11.7 GB/s of a copy; {busy}" in said
 
 
 def to_go(pair: Path, *arguments: str) -> dict[str, str]:
@@ -64,8 +59,7 @@ def to_go(pair: Path, *arguments: str) -> dict[str, str]:
     return {**dict(rows), "": " ".join(done.stdout.split())}
 
 
-def test_the_command_measures_real_engines_and_goes_on(pair: Path, monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(plans, "copy_bandwidth", lambda device: 1e10)  # the bound's, of the last command
+def test_the_command_measures_real_engines_and_goes_on(pair: Path, tmp_path: Path) -> None:
     arguments = (*DATA, "--batch", "2", "--k", "2", "--drafter-batch", "padded", "--repeats", "2")
     done = invoke(pair, *arguments, "--output", str(tmp_path))
     assert done.exit_code == 0, done.output

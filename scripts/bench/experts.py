@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import torch
 import typer
+from bound import copy_bandwidth, matrix_flops
 from layer_timing import COLD_BYTES, Timing, num_layers, relative_error, time_layers
 from programs import OUTPUT, DeviceSpeed, program_of, publish
 from torch import Tensor
@@ -16,7 +17,6 @@ from specgen.cli.options import AS_JSON, Only, repeating, with_options
 from specgen.cli.progress_bar import QUIET
 from specgen.config import EngineConfig, counts, option, require
 from specgen.engine.choices import DTYPES, choose_device, choose_dtype
-from specgen.experiments.bound import copy_bandwidth, matrix_flops
 from specgen.experiments.output import BenchTable, Plot
 from specgen.experiments.plans import environment, free_memory
 from specgen.ops import bind_ops

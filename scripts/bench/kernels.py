@@ -17,6 +17,7 @@ from typing import Annotated
 
 import torch
 import typer
+from bound import copy_bandwidth
 from layer_timing import COLD_BYTES, MOST_LAYERS, Call, Timing, num_layers, relative_error, time_layers
 from programs import OUTPUT, program_of, publish
 from torch import Tensor
@@ -32,7 +33,6 @@ from specgen.cli.progress_bar import QUIET
 from specgen.config import EngineConfig, counts, option, require
 from specgen.device import on_device
 from specgen.engine.choices import DTYPES, FP8, choose_device, choose_dtype
-from specgen.experiments.bound import copy_bandwidth
 from specgen.experiments.output import BenchTable, Plot, Value, selected
 from specgen.experiments.plans import environment, free_memory
 from specgen.kv.kv_cache import KVCache, KVSpec

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import typer
+from bound import Work
 
 from specgen.cli.help import Command
 from specgen.cli.main import HELP
 from specgen.cli.measuring import print_table, write_table
 from specgen.cli.printing import stoppable
 from specgen.config import option, require
-from specgen.experiments.bound import Work
 from specgen.experiments.output import BenchTable
 from specgen.record.interrupt import breakable
 

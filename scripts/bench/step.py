@@ -17,6 +17,12 @@ from typing import Annotated
 
 import torch
 import typer
+from bound import (
+    StepBytes,
+    Work,
+    copy_bandwidth,
+    matrix_flops,
+)
 from programs import OUTPUT, DeviceSpeed, program_of, publish
 from torch.profiler import ProfilerActivity, profile
 
@@ -29,12 +35,6 @@ from specgen.device import synchronize
 from specgen.engine.choices import attention_note, resolve, target_kv_dtype
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.warm_engine import WarmEngine
-from specgen.experiments.bound import (
-    StepBytes,
-    Work,
-    copy_bandwidth,
-    matrix_flops,
-)
 from specgen.experiments.output import BenchTable, Plot
 from specgen.experiments.plans import conditions, free_memory
 from specgen.experiments.tune_job import RANDOM, Workload

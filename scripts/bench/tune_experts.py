@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bound import copy_bandwidth
 from experts import SHAPES, ExpertShape, Routes, expert_bytes, touched
 from layer_timing import num_layers, time_layers
 
-from specgen.experiments.bound import copy_bandwidth
 from specgen.ops.expert_kernels import LoadedExperts, down, find_blocks, gate_up
 from specgen.ops.measured_choices import ExpertTile, ExpertTiles
 

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from specgen.experiments.output import BenchTable
     from specgen.experiments.turns import Turn, Watch
 
-_DRY_RUN = option(
-    False, "Table", "Print the arms with their memory and least time; read no weights and run nothing."
-)
+_DRY_RUN = option(False, "Table", "Print the arms with their memory; read no weights and run nothing.")
 
 
 def turns(quiet: bool) -> "Watch":

@@ -1,15 +1,11 @@
-"""What is known before a weight is read: requests, the arms that can run, their memory, and the bound of their steps.
-
-``--dry-run`` prints it as a forecast.
-"""
+"""What is known before a weight is read: requests, the arms that can run and their memory; a dry run prints it."""
 
 import gc
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Self
 
 import torch
@@ -21,14 +17,13 @@ from specgen.config import EngineConfig, SamplingParams, UserError, require
 from specgen.core.sequence import Request
 from specgen.engine.arms import Arm
 from specgen.engine.build import most_demanding
-from specgen.engine.choices import Checkpoints, needed_modules, resolve, target_kv_dtype
+from specgen.engine.choices import Checkpoints, needed_modules, resolve
 from specgen.engine.generation_config import FILE, GenerationConfig, generation_config
 from specgen.engine.loading import Models, load_models, open_checkpoints, outline
-from specgen.experiments.bound import StepBytes, copy_bandwidth, matrix_flops
 from specgen.experiments.tune_job import Workload
-from specgen.experiments.workload import KnownText, Prompts, kv_bytes, make_prompts
+from specgen.experiments.workload import Prompts, kv_bytes, make_prompts
 from specgen.ops.jit_modules import compile_missing
-from specgen.record.provenance import busy, cpu_name, machine_state, manifest, versions, with_recorded_date
+from specgen.record.provenance import cpu_name, manifest, versions, with_recorded_date
 from specgen.report import display
 from specgen.report.table import Column, Row, Table
 from specgen.report.terminal import Part
@@ -207,119 +202,32 @@ _COLUMNS = (
     Column(name="prompts"),
     Column(name="new_tokens"),
     Column(name="engine", unit="GB"),
-    Column(name="repeat", unit="s"),
     Column(name="repeats"),
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Roofline:
-    """What repeats are compared with: the least time of a step here, and the known text of a calibrated pair."""
-
-    sizes: StepBytes
-    bytes_per_second: float
-    flops_per_second: float  # of a large GEMM
-    known: KnownText | None
-    synthetic_acceptance: tuple[float, ...] | float = ()
-    busy: str = ""  # what else the machine did when these were measured, where that makes them doubtful
-
-    @property
-    def bandwidth(self) -> str:
-        doubt = f"; BUSY: {self.busy}, so speeds are doubtful" if self.busy else ""
-        return f"{display.bandwidth(self.bytes_per_second)} of a copy{doubt}"
-
-    @property
-    def conditions(self) -> dict[str, str]:
-        bound = f"bytes that a decode step must read over {self.bandwidth}"
-        if self.sizes.experts is not None:
-            bound += "; of experts as many as rows touch on average that choose evenly and independently"
-        found = {
-            "bound": bound,
-            "x_plain_bound": "x_plain if steps took their bound: what drafts would give by bytes",
-        }
-        if self.synthetic_acceptance:
-            asked = self.synthetic_acceptance
-            rates = (
-                f"{', '.join(f'{rate:.3g}' for rate in asked)} by position, the last one's for later ones"
-                if isinstance(asked, tuple)
-                else f"a mean acceptance length of {asked:g} at each K (auto: at its largest)"
-            )
-            found["synthetic acceptance"] = f"{rates}: drafts are accepted by dice, texts are not the model's"
-        if self.known is not None:
-            made_for = f"the pair's head knows {display.percent(self.known.accept)} of it"
-            found["wrong_tokens"] = f"of all repeats, against the pair's known text; {made_for}"
-        return found
-
-
-def measure_roofline(setup: Setup) -> Roofline:
-    """The bound of its steps, with bandwidth and FLOP/s measured now, before there are weights."""
-    bandwidth = copy_bandwidth(setup.base.device)
-    flops = matrix_flops(setup.base.device, setup.models.target.dtype)
-    free_memory()
-    return Roofline(
-        sizes=StepBytes.of(setup.models, target_kv_dtype(setup.base).itemsize),
-        bytes_per_second=bandwidth,
-        flops_per_second=flops,
-        known=None if setup.base.synthetic_acceptance else KnownText.of(setup.models),
-        synthetic_acceptance=setup.base.synthetic_acceptance,
-        busy=busy(machine_state()),
-    )
-
-
-def forecast(
-    setup: Setup, roofline: Roofline, repeats: tuple[int, int], budget: float | None = None
-) -> Iterator[Part]:
-    """The arms, then a few sentences; each arm has so many ``repeats``, at least and at most.
-
-    ``budget`` is in seconds.
-    """
-    seconds = {plan.arm.name: plain_seconds(plan, roofline) for plan in setup.plans}
+def forecast(setup: Setup, repeats: str, budget: float | None = None) -> Iterator[Part]:
+    """The arms, each with so many ``repeats``, then a few sentences; ``budget`` is in seconds."""
     rows = tuple(
         {
             "arm": plan.arm.name,
             "prompts": len(plan.requests),
             "new_tokens": sum(request.sampling.max_tokens for request in plan.requests),
             "engine": plan.num_bytes / _GB,
-            "repeat": seconds[plan.arm.name],
-            "repeats": _span(*map(str, repeats)),
+            "repeats": repeats,
         }
         for plan in setup.plans
     )
     yield Table(title="The arms", columns=_COLUMNS, rows=rows)
-    yield "\n".join(
-        [*_time(seconds, repeats, budget, roofline), _memory(setup), *setup.notes, "Nothing was run."]
-    )
-
-
-def _time(
-    seconds: Mapping[str, float], repeats: tuple[int, int], budget: float | None, roofline: Roofline
-) -> Iterator[str]:
-    """Sentences on how long the bench takes at least."""
-    ends = [sum(seconds.values()) * (1 + number) for number in repeats]
-    yield (
-        f"{len(seconds)} arms, with a warm-up each: about {_span(*map(display.duration, ends))}, if every step took "
-        f"the time of a plain one at its bound (weights and KV cache at {roofline.bandwidth}). Arms that are slower "
-        "take longer, as do prompts, loading, compilation and CUDA graphs, which come on top."
-    )
-    if budget is not None:
-        yield (
+    within = (
+        [
             f"By the budget nothing begins that would not end within {display.duration(budget)}, prompts and weights "
             "counted; the batch sizes share it."
-        )
-
-
-def _span(low: str, high: str) -> str:
-    return low if low == high else f"{low} to {high}"
-
-
-def plain_seconds(plan: Plan, roofline: Roofline) -> float:
-    """The bound of plain decoding of a plan's requests: each step at the mean context, the batch always full."""
-    batch = min(plan.config.max_batch_size, len(plan.requests))
-    lengths = [request.sampling.max_tokens for request in plan.requests]
-    context = fmean(
-        len(request.prompt_token_ids) + request.sampling.max_tokens / 2 for request in plan.requests
+        ]
+        if budget is not None
+        else []
     )
-    return sum(lengths) / batch * roofline.sizes.step(0, batch, context) / roofline.bytes_per_second
+    yield "\n".join([*within, _memory(setup), *setup.notes, "Nothing was run."])
 
 
 def _memory(setup: Setup) -> str:

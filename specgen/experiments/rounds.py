@@ -17,7 +17,7 @@ from specgen.record.files import RowFile, Rows, writable
 from specgen.record.provenance import FREE_IN_A_RUN
 from specgen.record.results import locked, require_same
 from specgen.report.intervals import Estimate, student_t
-from specgen.report.timings import LatencyStats, WallTime
+from specgen.report.timings import LatencyStats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +33,9 @@ class Repeat:
     itl: LatencyStats | None = None
     step_seconds: float | None = None  # mean of a decode step
     mean_sequences: float | None = None  # in a decode step
-    step_bytes: float | None = None  # that a decode step must read, the mean; a table says how fast
     texts: Mapping[str, str] = field(default_factory=dict)  # digest of the token ids by request
     num_wrong: int | None = None  # tokens that differ from the known text
     disturbances: tuple[str, ...] = ()  # captures and shortages within the measured time
-    wall: WallTime | None = None  # where ``seconds`` went; none in rounds of earlier versions
-    prefill_passes: int = 0
-    prefill_flops: float = 0.0  # of all prompts' GEMMs
-    tokens_per_step: float | None = None  # that a sequence gets in a decode step, the mean
 
     @property
     def tokens_per_second(self) -> float:

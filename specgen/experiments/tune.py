@@ -17,18 +17,17 @@ from specgen.engine.choices import attention_note
 from specgen.experiments.output import BenchTable
 from specgen.experiments.plans import (
     Plan,
-    Roofline,
     Setup,
     conditions,
     forecast,
-    measure_roofline,
     prepare,
     with_kv_size,
 )
 from specgen.experiments.rounds import LEAST, Rounds, Search, kept_rounds, num_kept, record_of
 from specgen.experiments.tune_job import TuneJob
-from specgen.experiments.tune_table import NAME, TERMS, command, dropped, tune_table
+from specgen.experiments.tune_table import NAME, command, dropped, tune_table
 from specgen.experiments.turns import Turn, Turns, Watch, ignore
+from specgen.experiments.workload import KnownText
 from specgen.report import display
 from specgen.report.table import Row
 from specgen.report.terminal import Part
@@ -43,9 +42,9 @@ def set_up(job: TuneJob, output: Path | None = None) -> Setup:
 
 def forecast_of(job: TuneJob, output: Path | None) -> Iterator[Part]:
     """What ``--dry-run`` prints; rounds that ``output`` has are not taken off."""
-    setup = set_up(job, output)
     least = min(LEAST, job.repeats) if job.precision else job.repeats
-    yield from forecast(setup, measure_roofline(setup), (least, job.repeats), job.budget)
+    repeats = str(least) if least == job.repeats else f"{least} to {job.repeats}"
+    yield from forecast(set_up(job, output), repeats, job.budget)
     if output is not None and (kept := num_kept(output, NAME)):
         yield f"{display.several(kept, 'round')} in {output} will not be measured again."
 
@@ -79,11 +78,11 @@ class _Tuning:
     ) -> None:
         self._job, self._setup, self._rounds, self._say = job, setup, rounds, say
         self._end = math.inf if job.budget is None else began + job.budget
-        self._roofline = measure_roofline(setup)
-        self._conditions = _conditions(job, setup, self._roofline)
+        known = None if setup.base.synthetic_acceptance else KnownText.of(setup.models)
+        self._conditions = _conditions(job, setup, known)
         models = setup.load()
         self._watch = watch
-        self._turns = Turns(lambda plan: models, self._roofline, rounds, self._see)
+        self._turns = Turns(lambda plan: models, known, rounds, self._see)
         self._arms = {plan.arm.name: plan.arm for plan in setup.plans}
         self._dropped: set[str] = set()
         self._room = room_for_turns(setup.base, models)
@@ -154,13 +153,10 @@ class _Tuning:
         if missing:
             further = "the same command goes on" if self._rounds.are_kept else "with --output it can go on"
             notes.append(f"not measured yet: {'; '.join(missing)}: {further}")
-        engine = self._job.base
-        run = (
-            None
-            if engine.synthetic_acceptance
-            else partial(command, engine=engine, workload=self._job.workload)
-        )
-        return tune_table(self._arms, rankings, self._conditions, notes, self._roofline, run)
+        engine, run = self._job.base, None
+        if not engine.synthetic_acceptance:
+            run = partial(command, engine=engine, workload=self._job.workload)
+        return tune_table(self._arms, rankings, self._conditions, notes, run)
 
 
 def _search(job: TuneJob, setup: Setup, batch: int) -> tuple[Search, list[Plan]]:
@@ -171,7 +167,7 @@ def _search(job: TuneJob, setup: Setup, batch: int) -> tuple[Search, list[Plan]]
     return Search(plain=plain, arms=names, most=job.repeats, precision=math.log1p(job.precision)), plans
 
 
-def _conditions(job: TuneJob, setup: Setup, roofline: Roofline) -> Row:
+def _conditions(job: TuneJob, setup: Setup, known: KnownText | None) -> Row:
     config, workload = setup.base, job.workload
     # what attends in the arms: of those of one backend, in the one with the most drafts
     configs = sorted((plan.config for plan in setup.plans), key=lambda config: config.draft_length.most)
@@ -196,7 +192,21 @@ def _conditions(job: TuneJob, setup: Setup, roofline: Roofline) -> Row:
         "same_texts": None
         if config.synthetic_acceptance
         else "share of the texts that are identical to plain decoding at that batch size",
-        **roofline.conditions,
-        "wall time": TERMS.format(speed=roofline.flops_per_second / 1e12),
+        "synthetic acceptance": _by_dice(config.synthetic_acceptance),
+        "wrong_tokens": known
+        and "of all repeats, against the pair's known text; the pair's head knows "
+        f"{display.percent(known.accept)} of it",
     }
     return {name: text for name, text in found.items() if text is not None}
+
+
+def _by_dice(asked: tuple[float, ...] | float) -> str | None:
+    """What decided which drafts were accepted, where the target did not."""
+    if not asked:
+        return None
+    rates = (
+        f"{', '.join(f'{rate:.3g}' for rate in asked)} by position, the last one's for later ones"
+        if isinstance(asked, tuple)
+        else f"a mean acceptance length of {asked:g} at each K (auto: at its largest)"
+    )
+    return f"{rates}: drafts are accepted by dice, texts are not the model's"

@@ -8,13 +8,12 @@ from itertools import chain, product
 from specgen.config import DraftLength, EngineConfig, bundled
 from specgen.engine.arms import Arm
 from specgen.experiments.output import BenchTable, Plot, Value, selected
-from specgen.experiments.plans import Roofline
-from specgen.experiments.rounds import DROPPING, Ranking, Repeat, Repeats, disturbed
+from specgen.experiments.rounds import DROPPING, Ranking, Repeat, disturbed
 from specgen.experiments.tune_job import SETTINGS, Workload, label
 from specgen.report import display
 from specgen.report.charts import DRAFT_LENGTHS
 from specgen.report.intervals import Estimate
-from specgen.report.table import Column, Row, Table
+from specgen.report.table import Column, Row
 
 NAME = "tune"  # of its files
 _CHOSEN = ("auto", "uniform")  # by the engine at every step
@@ -38,8 +37,7 @@ COLUMNS = (
 _MORE = (  # not on the terminal of a search
     *(Column(name=name, unit="tokens/s", show=display.rate) for name in ("lowest", "highest")),
     Column(name="acceptance"),
-    *(Column(name=name, unit="ms") for name in ("step", "bound")),
-    *(Column(name=name, show=display.ratio) for name in ("over_bound", "x_plain_bound")),
+    Column(name="step", unit="ms"),
     *(Column(name=f"{name}_{part}", unit="ms") for name in _SPREADS for part in _PARTS),
 )
 
@@ -49,7 +47,6 @@ def tune_table(
     rankings: Mapping[int, Ranking],
     conditions: Mapping[str, Value],
     notes: Sequence[str],
-    roofline: Roofline,
     command: Callable[[Arm], str] | None,
 ) -> BenchTable:
     """The table of the arms that have repeats, by batch size; ``command`` is what runs as an arm did, if it can."""
@@ -58,7 +55,7 @@ def tune_table(
     ran = {name: arm for name, arm in arms.items() if name in repeats}
     firsts = _firsts(ran.values())
     rows = {
-        name: _row(name, ranking, ran, firsts, roofline)
+        name: _row(name, ranking, ran, firsts, judges_texts=command is not None)
         for ranking in known.values()
         for name in ran
         if name in ranking.arms
@@ -81,7 +78,6 @@ def tune_table(
         plots=tuple(_plots(tuple(rows.values()))),
         answers=tuple(sentences),
         notes=(*_doubts(rows), *others, *notes),
-        details=tuple(wall_tables({name: repeats[name] for name in rows}, roofline.flops_per_second)),
         shown=len(brief) if all(ranking.drops for ranking in rankings.values()) else None,
         num_keys=sum(column.name in _KEYS for column in brief),
     )
@@ -115,13 +111,11 @@ def _brief(arms: Iterable[Arm], rows: Iterable[Row], firsts: Mapping[str, str]) 
 
 
 def _row(
-    name: str, ranking: Ranking, arms: Mapping[str, Arm], firsts: Mapping[str, str], roofline: Roofline
+    name: str, ranking: Ranking, arms: Mapping[str, Arm], firsts: Mapping[str, str], *, judges_texts: bool
 ) -> Row:
     repeats, changes = ranking.arms[name], arms[name].changes
     plain = _beside(name, ranking, arms, K=0)
-    step, num_bytes = repeats.median(lambda r: r.step_seconds), repeats.median(lambda r: r.step_bytes)
-    bound = None if num_bytes is None else num_bytes / roofline.bytes_per_second
-    is_judged = ranking.plain in ranking.arms and ranking.has_steps and not roofline.synthetic_acceptance
+    is_judged = judges_texts and ranking.plain in ranking.arms and ranking.has_steps
     row = {
         **{axis: changes[axis] for axis in _KEYS if axis in changes},
         "drafter_batch": changes.get("drafter_batch", _PLAIN),
@@ -138,10 +132,7 @@ def _row(
         "lowest": min(repeats.speeds),
         "highest": max(repeats.speeds),
         "acceptance": repeats.acceptance,
-        "step": _milliseconds(step),
-        "bound": _milliseconds(bound),
-        "over_bound": step / bound if step and bound else None,
-        "x_plain_bound": None if plain in (None, name) else _by_bytes(repeats, ranking.arms[plain]),
+        "step": _milliseconds(repeats.median(lambda repeat: repeat.step_seconds)),
     }
     for axis, first in firsts.items():
         base = _beside(name, ranking, arms, **{axis: first}) if axis in changes else None
@@ -157,13 +148,6 @@ def _beside(name: str, ranking: Ranking, arms: Mapping[str, Arm], **changed: obj
     if wanted["K"] == 0:
         wanted.pop("drafter_batch", None)
     return next((each for each in ranking.arms if arms[each].changes == wanted), None)
-
-
-def _by_bytes(repeats: Repeats, plain: Repeats) -> float | None:
-    """How many times as fast as plain decoding an arm would be if steps took as long as reading their bytes."""
-    read, read_plain = (each.median(lambda r: r.step_bytes) for each in (repeats, plain))
-    emitted = repeats.median(lambda r: r.tokens_per_step)
-    return emitted * read_plain / read if read and read_plain and emitted is not None else None
 
 
 def _latency(name: str, part: str) -> Callable[[Repeat], float | None]:
@@ -337,57 +321,3 @@ def command(arm: Arm, engine: EngineConfig, workload: Workload) -> str:
         [name] if value is True else [name, str(value)] for name, value in given.items() if value is not None
     ]
     return shlex.join(["specgen", "generate", *chain(*words)])
-
-
-# --- where the wall time went -------------------------------------------------------------------------
-
-
-TERMS = (
-    "full: what the decode steps would take if each had the largest batch; filling and tail: what smaller steps take "
-    "beyond that, while prompts wait and when none is left; idle: the device has nothing to do; rest: before the first "
-    "pass and after the last one; of_gemms: what of prefill must be, the target's GEMMs for the prompts at the "
-    "{speed:.3g} TFLOP/s of a large one"
-)
-_WALL = ("full", "filling", "tail", "idle", "captures", "rest")
-
-
-def wall_tables(arms: Mapping[str, Repeats], flops_per_second: float) -> Iterator[Table]:
-    """The parts of the wall time of each arm's middle repeat, so that they add up."""
-    each = {name: _middle(repeats) for name, repeats in arms.items()}
-    rows = [
-        {"arm": name, **_wall_row(repeat, flops_per_second)}
-        for name, repeat in each.items()
-        if repeat.wall is not None
-    ]
-    columns = (
-        Column(name="arm"),
-        Column(name="wall", unit="s", show=display.plain),
-        *(Column(name=name, show=display.percent) for name in ("prefill", "of_gemms")),
-        Column(name="passes"),
-        *(Column(name=name, show=display.percent) for name in _WALL),
-    )
-    if rows:  # rounds of earlier versions have none
-        yield Table(
-            title="Where the wall time went",
-            note="of the repeat in the middle, in shares of its wall time",
-            columns=columns,
-            rows=selected(columns, rows),
-        )
-
-
-def _middle(repeats: Repeats) -> Repeat:
-    """The repeat of the median speed; of an even number, the slower of two."""
-    ordered = sorted(repeats.each.values(), key=lambda repeat: repeat.tokens_per_second)
-    return ordered[(len(ordered) - 1) // 2]
-
-
-def _wall_row(repeat: Repeat, flops_per_second: float) -> Row:
-    assert repeat.wall is not None
-    shares = repeat.wall.shares(repeat.seconds)
-    return {
-        **shares,
-        "wall": repeat.seconds,
-        "of_gemms": repeat.prefill_flops / flops_per_second / repeat.seconds,
-        "passes": repeat.prefill_passes,
-        "idle": shares["idle_outside"] + shares["idle_engine"],
-    }

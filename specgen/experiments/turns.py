@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
-from statistics import fmean
 from typing import TypeVar
 
 import numpy as np
@@ -21,9 +20,9 @@ from specgen.config.errors import DeviceLost
 from specgen.core.engine_core import never_stop
 from specgen.engine.loading import Models
 from specgen.engine.warm_engine import Run, WarmEngine
-from specgen.experiments.bound import mean_step_bytes
-from specgen.experiments.plans import Plan, Roofline, free_memory
+from specgen.experiments.plans import Plan, free_memory
 from specgen.experiments.rounds import BUSY, JUDGED, Repeat, Rounds, Search
+from specgen.experiments.workload import KnownText
 from specgen.record.interrupt import StoppedError
 from specgen.record.provenance import busy, state_after
 from specgen.record.record_rows import Captured, EngineRow, OutOfMemory, PassRow, RequestRow
@@ -62,12 +61,12 @@ class Turns:
     def __init__(
         self,
         load: Callable[[Plan], Models],
-        roofline: Roofline | None,
+        known: KnownText | None,
         rounds: Rounds,
         watch: Watch = ignore,
         until: Callable[[], bool] = never_stop,
     ) -> None:
-        self.load, self.roofline, self.rounds, self.watch, self.until = load, roofline, rounds, watch, until
+        self.load, self.known, self.rounds, self.watch, self.until = load, known, rounds, watch, until
         self.failed: dict[str, Exception] = {}  # by arm
         self.turns_behind = 0  # at most, of the arms that come after those at hand
         self._num_turns, self._seconds = 0, 0.0
@@ -152,7 +151,7 @@ class Turns:
         return engine
 
     def _repeat(self, name: str, engine: WarmEngine) -> Repeat:
-        repeat = repeat_of(self._run(name, engine), self.roofline)
+        repeat = repeat_of(self._run(name, engine), self.known)
         is_busy = busy(state_after(engine.config))
         return replace(repeat, disturbances=(*repeat.disturbances, BUSY)) if is_busy else repeat
 
@@ -213,17 +212,13 @@ def balanced_order(names: Sequence[str], number: int) -> list[str]:
 # --- what was measured of a run --------------------------------------------------------------------
 
 
-def repeat_of(run: Run, roofline: Roofline | None = None) -> Repeat:
-    """The figures of ``run``; without ``roofline`` nothing is compared with a bound or a known text."""
+def repeat_of(run: Run, known: KnownText | None = None) -> Repeat:
+    """The figures of ``run``; without a ``known`` text no token is called wrong."""
     completions, requests, columns = run.completions.values(), run.requests, run.columns
     acceptance, passes = Acceptance(columns), PassSums()
     passes.add(run.passes)
-    kinds = passes.steps()
-    steps, prefill = kinds.get("decode"), kinds.get("prefill")
+    steps = passes.steps().get("decode")
     ttft, tpot = latencies(columns)
-    wall = passes.wall(run.seconds)
-    known = roofline.known if roofline else None
-    emitted = [step.emitted for request in requests for step in request.steps or ()]
     return Repeat(
         seconds=run.seconds,
         num_tokens=sum(len(completion.token_ids) for completion in completions),
@@ -234,14 +229,9 @@ def repeat_of(run: Run, roofline: Roofline | None = None) -> Repeat:
         itl=latency_stats(np.fromiter(inter_token_seconds(requests, run.passes), float)),
         step_seconds=steps.mean_seconds if steps else None,
         mean_sequences=steps.mean_sequences if steps else None,
-        step_bytes=None if roofline is None else mean_step_bytes(requests, run.passes, roofline.sizes),
         texts={completion.request.id: digest(completion.token_ids) for completion in completions},
         num_wrong=known.num_wrong(completions) if known else None,
         disturbances=tuple(_disturbances(run.passes)),
-        wall=wall,
-        prefill_passes=prefill.num_steps if prefill else 0,
-        prefill_flops=roofline.sizes.prefill_flops(prefill.target_rows) if prefill and roofline else 0.0,
-        tokens_per_step=fmean(emitted) if emitted else None,
     )
 
 

@@ -118,11 +118,7 @@ class WallTime:
 
     @property
     def whole(self) -> float:
-        return sum(self.shares(1.0).values())
-
-    def shares(self, whole: float) -> dict[str, float]:
-        """Each part over ``whole`` seconds."""
-        return {name: part / whole for name, part in asdict(self).items()}
+        return float(sum(asdict(self).values()))
 
     def of_whole(self, whole: float) -> Self:
         """These parts where the wall time is ``whole``: the difference is ``rest``."""

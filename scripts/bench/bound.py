@@ -292,17 +292,6 @@ def decode_steps(
             yield row, positions[row.number] / row.num_sequences
 
 
-def mean_step_bytes(
-    requests: Iterable[RequestRow], passes: Iterable[EngineRow], sizes: StepBytes
-) -> float | None:
-    """The mean of the least bytes that the decode steps of a run read; None without any."""
-    each = [
-        sizes.step(row.num_spec_tokens, row.num_sequences, context)
-        for row, context in decode_steps(requests, passes)
-    ]
-    return sum(each) / len(each) if each else None
-
-
 def _read_whole(reader: TensorReader) -> int:
     """Bytes of weights that a pass reads: all but the embeddings, of which it gathers rows."""
     gathered = ("embed_tokens.weight", "embed_tokens_per_layer.weight", "markov_w1.weight", "_codebook")
