@@ -1,4 +1,4 @@
-"""The pages of runs, comparisons, tunes, evaluations and folders fit phones and desktops: in a browser, and by rule."""
+"""The pages of runs, comparisons, tunes and evaluations fit phones and desktops: in a browser, and by rule."""
 
 import json
 import re
@@ -17,7 +17,6 @@ from specgen.experiments.study_tables import page as eval_page
 from specgen.experiments.tune_table import COLUMNS, _plots
 from specgen.report.charts import Lines, svg
 from specgen.report.display import value
-from specgen.report.folder import listed
 from specgen.report.origin import run_title
 from specgen.report.page import Page as Content
 from specgen.report.page import width_class
@@ -92,13 +91,6 @@ def of_a_tune() -> str:
     return table.to_html()
 
 
-def of_a_folder(root: Path) -> str:
-    for at, length in enumerate((2.5, 4.5, 3.5)):
-        a_directory(root / f"run-{at}-of-a-rather-long-name", length=length, data=f"data{-at}.jsonl")
-    (a_directory(root / "broken") / "report.json").write_text("{")
-    return listed(root).to_html()
-
-
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     return {
@@ -106,7 +98,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
         "comparison": of_a_comparison(tmp_path_factory.mktemp("heads")),
         "tune": of_a_tune(),
         "evaluation": eval_page(compare_arms(a_study()), {"model": "a target"}, "A study"),
-        "folder": of_a_folder(tmp_path_factory.mktemp("runs")),
     }
 
 
@@ -118,7 +109,7 @@ def seen(pages: Mapping[str, str]) -> dict[str, dict[str, Any]]:
 
 
 def test_no_page_is_wider_than_its_window(seen: dict[str, dict[str, Any]]) -> None:
-    assert len(seen) == 15
+    assert len(seen) == 12
     for name, found in seen.items():
         assert found["width"] <= found["room"], name
         assert found["outside"] == [], name
@@ -234,7 +225,6 @@ def test_the_classes_of_wide_tables_are_on_the_pages(pages: Mapping[str, str]) -
     assert whole["tune"] == ["Every row"]
     assert 'class="card opens" id="by-category"' in pages["run"]
     assert "mt-bench: paired differences" in whole["comparison"]
-    assert whole["folder"] == ["Runs, comparisons, evaluations and benches"], "nothing stands beside it"
 
 
 def test_sentences_of_a_comparison_have_lines_of_their_own(pages: Mapping[str, str]) -> None:

@@ -20,7 +20,6 @@ from specgen.jobs.job import FORMAT
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from specgen.report.folder import Listing
     from specgen.report.references import Reference
     from specgen.report.report import Report
     from specgen.report.terminal import Part
@@ -54,7 +53,7 @@ def report(
     """Print the report of a run again, or compare runs with each other or one with published figures.
 
     Of a run that was stopped or still goes on it is the report of what it has so far. A folder of runs, comparisons,
-    evaluations and benches is listed, and gets a page, index.html, that links theirs.
+    evaluations and benches is listed.
     """
     alone = len(directories) == 1 and against is None
     with _on_this_machine(directories, _NUMBERS if alone else ()) as paths:
@@ -96,7 +95,8 @@ def _report(
         print_comparison(read_comparison(directories), reference, None, as_json)
         return
     if alone is not None and is_folder(alone) and (listing := listed(alone)).rows:
-        _print_listing(listing, as_json)
+        document = {"folder": str(alone), "rows": listing.rows}
+        print_found(document, [listing], as_json)
         return
     runs = [(str(arm), *load_so_far(arm)) for directory in directories for arm in arms(directory)]
     name, numbers, manifest = runs[0]
@@ -107,24 +107,6 @@ def _report(
     elif len(runs) > 1:
         document, parts = _compared(runs, given)
     print_found(document, chain(parts, map(evaluation_note, directories)), as_json)
-
-
-def _print_listing(listing: "Listing", as_json: bool) -> None:
-    """Print what lies in a folder and write its page, on whose failure the list does not depend."""
-    from specgen.record.files import write_text
-    from specgen.report.folder import INDEX, may_replace
-
-    print_found(listing.to_json(), listing.parts(), as_json)
-    page = listing.folder / INDEX
-    if not may_replace(page):
-        print(f"specgen: {page} is another program's file and stays as it is", file=sys.stderr)
-        return
-    try:
-        write_text(page, listing.to_html())
-    except OSError as error:
-        print(f"specgen: {page} cannot be written ({error.strerror or error})", file=sys.stderr)
-        return
-    print(f"Open {page} in a browser.", file=sys.stderr)
 
 
 def _compared(

@@ -48,7 +48,6 @@ class Page:
     origin: Mapping[str, str] = field(default_factory=dict)  # see ``origin.origin``
     findings: Sequence[str] = ()
     texts: TextList | None = None
-    generator: str = ""  # marks a page that its command may replace
 
     def cards(self) -> Iterator[tuple[Table, str]]:
         """The tables that show something, and the classes of their widths."""
