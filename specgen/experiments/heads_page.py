@@ -1,50 +1,35 @@
 """``comparison.json`` and ``compare.html`` of a comparison."""
 
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import numpy as np
-
 from specgen.config.json_fields import load_json
-from specgen.experiments.head_figures import PLAN, Comparison, HeadPair
+from specgen.experiments.head_figures import PLAN, Comparison
 from specgen.experiments.heads_tables import notes, settings, tables, terms, verdicts
-from specgen.record.files import Rows, write_json, write_text
-from specgen.record.record_rows import RequestRow
+from specgen.record.files import write_json, write_text
 from specgen.report.charts import Lines, Point, lengths
 from specgen.report.display import checkpoint_name, plain, several
 from specgen.report.origin import origin
 from specgen.report.page import Page
-from specgen.report.run_texts import keys_of, known_tokenizer, texts_of
 from specgen.report.table import Column, Table
 from specgen.report.tables import curves
-from specgen.report.text_list import Entry, ShownText, TextList, sources, within
-from specgen.text.tokenizer import Tokenizer
 
 _NAMED = 2  # heads and data sets that a title names
-_SHOWN = 5  # of the requests that moved most, on either side
-_PROMPT = 80  # characters of one
-_SPECIAL = re.compile(r"<[|/\w]+>")  # tokens of chat templates
-_PAGE_BYTES = 2_000_000  # of texts
 
 
 def write_comparison(found: Comparison, path: Path) -> None:
     """Write the page and the figures of ``found`` into the comparison's directory ``path``."""
     record = load_json(path / PLAN, "compare again")
-    texts = moved_texts(found, known_tokenizer(found.runs[0].manifest["engine"]["model"]))
-    write_text(path / "compare.html", page(found, record, path, texts))
+    write_text(path / "compare.html", page(found, record, path))
     write_json(path / "comparison.json", found.to_json())
 
 
-def page(found: Comparison, record: dict[str, Any], path: Path, texts: TextList | None = None) -> str:
-    """The comparison as HTML for the directory ``path``, ``texts`` last.
-
-    ``record`` says when, where and by which command it was made.
-    """
+def page(found: Comparison, record: dict[str, Any], path: Path) -> str:
+    """HTML for the directory ``path``; ``record`` says when, where and by which command the comparison was made."""
     return Page(
         title=_title(found),
         settings=settings(found),
@@ -53,7 +38,6 @@ def page(found: Comparison, record: dict[str, Any], path: Path, texts: TextList 
         notes=dict(terms(found)),
         findings=list(notes(found)),
         origin=origin(record),
-        texts=texts,
     ).to_html()
 
 
@@ -131,74 +115,4 @@ def _runs_table(found: Comparison, path: Path) -> Table:
             Column(name="directory", wraps=True, link="report"),
         ),
         rows=rows,
-    )
-
-
-def last_words(prompt: object) -> str:
-    """The end of a prompt as the model saw it, without the tokens of chat templates; cut between words."""
-    words = " ".join(_SPECIAL.sub(" ", str(prompt)).split())
-    if len(words) <= _PROMPT:
-        return words
-    end = words[-_PROMPT:]
-    return f"… {end.partition(' ')[2] or end}"
-
-
-def moved_texts(found: Comparison, tokenizer: Tokenizer | None) -> TextList | None:
-    """The texts of the requests whose acceptance length differs most from the first head's, the largest gap first.
-
-    A few longer and a few shorter ones of every other head. Without ``tokenizer`` texts have one colour. None where no
-    request has moved.
-    """
-    shown: list[tuple[float, HeadPair, str, list[str]]] = []  # gap, heads, request, what is said of each head
-    for pair in found.pairs:
-        if pair.first != found.heads[0]:
-            continue
-        both = pair.requests.with_steps()
-        sides = {pair.first: both.first.counts, pair.ours: both.ours.counts}
-        by_head = {head: 1 + each.num_accepted / each.num_steps for head, each in sides.items()}
-        gain = by_head[pair.ours] - by_head[pair.first]
-        order = np.argsort(-gain, kind="stable").tolist()
-        gains = [row for row in order[:_SHOWN] if gain[row] > 0]
-        losses = [row for row in order[-_SHOWN:] if gain[row] < 0]
-        for row in (*gains, *losses):
-            notes = [
-                f"{head} {plain(float(by_head[head][row]))} in {several(int(each.num_steps[row]), 'step')}"
-                for head, each in sides.items()
-            ]
-            shown.append((abs(float(gain[row])), pair, both.ours.names[row], notes))
-    if not shown:
-        return None
-    shown.sort(key=lambda each: -each[0])
-    rows = {(run.data, run.head): Rows(run.directory / "completions.jsonl") for run in found.runs}
-    entries = within(
-        (_entry(pair, name, notes, rows, tokenizer) for _, pair, name, notes in shown), _PAGE_BYTES
-    )
-    return TextList(
-        title="The requests that moved most",
-        note="both heads' tokens by how they came, the largest differences of their acceptance lengths first",
-        entries=entries,
-        keys=keys_of(entries),
-    )
-
-
-def _entry(
-    pair: HeadPair,
-    name: str,
-    notes: Sequence[str],
-    rows: Mapping[tuple[str, str], Rows],
-    tokenizer: Tokenizer | None,
-) -> Entry:
-    answers = {head: rows[pair.data, head][name] for head in (pair.first, pair.ours)}
-    category = answers[pair.ours].get("category")
-    labels = {"heads": f"{pair.ours} against {pair.first}", "data": pair.data}
-    return Entry(
-        title=f"{pair.data} {name}",
-        labels=labels | ({} if category is None else {"category": category}),
-        note=", ".join(notes),
-        question=last_words(answers[pair.ours]["prompt"]),
-        texts=[
-            ShownText(name=", ".join(filter(None, (head, text.name))), spans=text.spans)
-            for head, row in answers.items()
-            for text in texts_of(row, sources(RequestRow.of_row(row)), tokenizer)
-        ],
     )

@@ -1,6 +1,6 @@
 """The tables and sentences of a comparison; a table for a paper in Markdown and LaTeX; as CSV every figure."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from operator import methodcaller
 from typing import Any
@@ -293,71 +293,37 @@ def _spread(title: str, of: Callable[[Any], Estimate | None], show: Show) -> lis
     return [Figure(name=f"{title}{end}", of=cell) for end, cell in cells.items()]
 
 
-def leader(found: Comparison, data: str) -> str:
-    """The head with the highest mean acceptance length on ``data``."""
+def ranked(found: Comparison, data: str) -> list[str]:
+    """The heads on ``data``, that of the highest mean acceptance length first."""
     lengths = {run.head: found.length(data, run.head) for run in found.on(data)}
-    return max(lengths, key=lambda head: length.value if (length := lengths[head]) else 1.0)
+    return sorted(lengths, key=lambda head: length.value if (length := lengths[head]) else 1.0, reverse=True)
 
 
-def leads(found: Comparison, data: str) -> bool:
-    """Whether the ``leader`` is significantly better than every other head, of which there is at least one."""
-    margins = _margins(found, data).values()
-    return bool(margins) and all(is_ahead for _, is_ahead in margins)
+def leads(found: Comparison, data: str, num_others: int | None = None) -> bool:
+    """Whether the best head is significantly better than every other one, or than the best ``num_others`` of them."""
+    best, *others = ranked(found, data)
 
+    def is_behind(other: str) -> bool:
+        pair = found.pair(data, best, other)
+        figure = pair and pair.length
+        return bool(
+            pair
+            and figure
+            and is_significant(figure)
+            and (figure.paired.difference > 0) == (pair.ours == best)
+        )
 
-def _margins(found: Comparison, data: str) -> dict[str, tuple[str, bool]]:
-    """How far the ``leader`` is ahead of every other head, ``0.17 [0.11, 0.22] (p < 0.001)``; is it significant?"""
-    first, margins = leader(found, data), dict[str, tuple[str, bool]]()
-    for run in found.on(data):
-        if (pair := found.pair(data, first, run.head)) is None:
-            continue
-        if (figure := pair.length) is None:
-            margins[run.head] = "no request has steps of both", False
-            continue
-        sign = 1 if pair.ours == first else -1
-        gain, interval, p = sign * figure.paired.difference, figure.paired.interval, p_value(figure.p)
-        text = f"{plain(gain)} without an interval (one conversation, or all alike)"
-        if interval is not None:
-            low, high = sorted(sign * end for end in interval)
-            text = f"{plain(gain)} {between((low, high), plain)} (p {p if p[0] == '<' else f'= {p}'})"
-        margins[run.head] = text, is_significant(figure) and gain > 0
-    return margins
+    return bool(others) and all(map(is_behind, others[:num_others]))
 
 
 def verdicts(found: Comparison) -> Iterator[str]:
-    """A sentence on all data sets where there are several, then one for each; none for a single head.
-
-    Last, if the machine was busy while speeds were measured, that.
-    """
-    compared = [data for data in found.data if len(found.on(data)) > 1]
-    if len(compared) > 1:
-        clear: dict[str, list[str]] = {}
-        for data in compared:
-            head = f"{leader(found, data)} leads" if leads(found, data) else "no significant difference"
-            clear.setdefault(head, []).append(data)
-        whole = (
-            f"all {len(compared)} data sets"
-            if any(leads(found, data) for data in compared)
-            else "any data set"
-        )
-        parts = [
-            f"{text} on {whole if len(sets) == len(compared) else _and(sets)}" for text, sets in clear.items()
-        ]
-        yield f"In short: {'; '.join(parts)}."
-    for data in compared:
-        margins, first = _margins(found, data), leader(found, data)
-        above = [f"{head} by {text}" for head, (text, is_ahead) in margins.items() if is_ahead]
-        others = [f"{head}, {text}" for head, (text, is_ahead) in margins.items() if not is_ahead]
-        parts = [f"{first} leads {_and(above)}"] if above else []
+    """A line for each data set of several heads; last, if the machine was busy while speeds were measured, that."""
+    for data in found.data:
+        best, *others = ranked(found, data)
         if others:
-            parts.append(f"no significant difference between {'it' if above else first} and {_and(others)}")
-        yield f"{data}: {'; '.join(parts)}."
+            differs = "differs" if leads(found, data, 1) else "does not differ"
+            yield f"{data}: best {best}; second {others[0]}, which {differs} significantly."
     yield from _disturbances(found)[0]
-
-
-def _and(parts: Sequence[str]) -> str:
-    """``a, b and c``"""
-    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -402,7 +368,7 @@ def _heads_table(found: Comparison) -> Table:
         length = Figure.estimated(f"length {at}", partial(found.length, data), title=f"{data} length")
         figures.append(length)
         if leads(found, data):
-            best[length.name] = leader(found, data)
+            best[length.name] = ranked(found, data)[0]
         if _with_speed(found):
             times = partial(found.rounds(data).times, other=PLAIN)
             figures.append(Figure.estimated(f"speed {at}", times, title=f"{data} speed", show=ratio))
