@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from specgen.config import SamplingParams, require
-from specgen.report.display import count, hundredths, p_value, same_texts
+from specgen.report.display import between, count, hundredths, p_value, same_texts
 from specgen.report.intervals import LEVEL, Interval, PairedScores, holm, paired_scores, scores_interval
 from specgen.report.report import Report
 
@@ -290,13 +290,12 @@ def compare(arms: Sequence[ArmRun], target: "Judge", *, template_unused: bool = 
             f"arms {name!r} and {reference.name!r} differ in {len(alone)} samples, the first of them "
             f"{' '.join(map(str, min(alone, default=())))}: evaluate all arms on the same documents",
         )
-    level = LEVEL / max(1, (len(arms) - 1) * len(base))
     found = [
         Compared(
             **vars(arm) | {"tasks": arm.tasks if len(arm.tasks) > 1 else {}},
             reference=reference,
             metrics=tuple(
-                _score(key, kept[arm.name][key], None if arm is reference else theirs, level)
+                _score(key, kept[arm.name][key], None if arm is reference else theirs)
                 for key, theirs in base.items()
             ),
             firsts=dict(_divergences(arm, reference, target)),
@@ -305,10 +304,10 @@ def compare(arms: Sequence[ArmRun], target: "Judge", *, template_unused: bool = 
     ]
     others = [arm for arm in found if arm.name != reference.name]
     wrong = sum(not each.explained for arm in others for each in arm.firsts.values())
-    differs = bool(_significant(_tests(others)))
+    accuracy, differs = conclusion(reference.name, others)
     drafting = [arm.report for arm in arms if arm.report.num_spec_tokens and arm.report.num_requests]
     is_tested = differs or not drafting or any(report.num_drafts for report in drafting)
-    sentences = [conclusion(reference.name, others) if is_tested else _UNTESTED]
+    sentences = [accuracy if is_tested else _UNTESTED]
     sentences += _remarks(found, sorted(left_out), template_unused)
     if wrong:
         sentences.append(
@@ -341,12 +340,10 @@ def _keys(scores: _Scores) -> set[tuple[str, str, int]]:
     return {(*key, doc_id) for key, documents in scores.items() for doc_id in documents}
 
 
-def _score(
-    key: tuple[str, str], ours: Mapping[int, float], theirs: Mapping[int, float] | None, level: float
-) -> Score:
+def _score(key: tuple[str, str], ours: Mapping[int, float], theirs: Mapping[int, float] | None) -> Score:
     scores, paired = list(ours.values()), None
     if theirs is not None:
-        paired = paired_scores([ours[each] for each in theirs], list(theirs.values()), level=level)
+        paired = paired_scores([ours[each] for each in theirs], list(theirs.values()))
     interval = scores_interval(scores)
     return Score(
         task=key[0],
@@ -374,37 +371,29 @@ def _divergences(arm: ArmRun, reference: ArmRun, target: "Judge") -> "Iterator[t
 # --- what the data show ---------------------------------------------------------------------------
 
 
-_Test = tuple[str, Score, PairedScores]  # of an arm
-
-
-def conclusion(reference: str, against: Sequence[Compared]) -> str:
-    """One sentence: whether the data show a difference in accuracy, and what difference is detectable.
+def conclusion(reference: str, others: Sequence[Compared]) -> tuple[str, bool]:
+    """In a line, how many differences in accuracy are significant, and the surest of them; and whether one is.
 
     The family-wise error rate is 5 %.
     """
-    tests = _tests(against)
+    tests = [(arm.name, each, each.paired) for arm in others for each in arm.metrics if each.paired]
     if not tests:
-        what = "no score between 0 and 1" if against else "one arm only"
-        return f"There is {what}, so there is nothing to compare."
-    shown = _significant(tests)
-    if shown:
-        found = ", and ".join(_finding(*test) for test in shown)
-        return f"The data show a difference in accuracy from {reference}: {found}; {_power(tests)}."
-    least = min((paired.p for *_, paired in tests if paired.p is not None), default=None)
-    smallest = (
-        "too few samples for a test, or all differ alike" if least is None else f"smallest p {p_value(least)}"
-    )
-    many = f" of {count(len(tests))} tests" if len(tests) > 1 and least is not None else ""
-    compared = sum(len(arm.answers) for arm in against)
-    texts = same_texts(sum(arm.num_identical for arm in against) / compared, compared)
+        return (
+            f"Accuracy is not compared: {'no score is between 0 and 1' if others else 'there is one arm'}.",
+            False,
+        )
+    corrected = [
+        2.0 if p is None else p for p in holm([paired.p for *_, paired in tests])
+    ]  # 2: no test is possible
+    number, least = sum(p < LEVEL for p in corrected), min(corrected)
+    name, score, paired = tests[corrected.index(least)]
+    compared = sum(len(arm.answers) for arm in others)
+    texts = same_texts(sum(arm.num_identical for arm in others) / compared, compared)
+    surest = f"{name} {100 * paired.difference:+z.1f} points {between(paired.interval, hundredths)}"
     return (
-        f"The data show no difference in accuracy from {reference} ({smallest}{many}, {texts}); "
-        f"{_power(tests)}."
-    )
-
-
-def _tests(others: Sequence[Compared]) -> list[_Test]:
-    return [(arm.name, each, each.paired) for arm in others for each in arm.metrics if each.paired]
+        f"Significant differences in accuracy from {reference}: {count(number)} of {count(len(tests))} (smallest p "
+        f"after Holm {p_value(paired.p and least)}: {surest} on {score.task} {score.metric}); {texts}."
+    ), number > 0
 
 
 def _remarks(
@@ -430,34 +419,3 @@ def _remarks(
     ):
         if found := ", ".join(f"{count(number)} of {name}" for name, number in numbers.items() if number):
             yield f"{what}: {found}{remedy}."
-
-
-def _significant(tests: Sequence[_Test]) -> list[_Test]:
-    """The tests that are significant after Holm's correction, the smallest p first."""
-    corrected = holm([paired.p for *_, paired in tests])
-    shown = [test for p, test in zip(corrected, tests, strict=True) if p is not None and p < LEVEL]
-    return sorted(shown, key=lambda test: test[2].p or 0.0)
-
-
-def _finding(name: str, score: Score, result: PairedScores) -> str:
-    side = "higher" if result.difference > 0 else "lower"
-    interval = ""
-    if result.interval is not None:
-        low, high = (f"{100 * end:+z.1f}" for end in result.interval)
-        interval = f", 95 % {low} to {high}"
-    assert result.p is not None
-    points = hundredths(abs(result.difference))
-    return (
-        f"{name} is {points} points {side} on {score.task} {score.metric} (p {p_value(result.p)}{interval})"
-    )
-
-
-def _power(tests: Sequence[_Test]) -> str:
-    """The smallest difference that every one of the tests detects."""
-    detectable = [paired.detectable for *_, paired in tests]
-    known = [difference for difference in detectable if difference is not None]
-    if len(known) < len(detectable):
-        return "these samples are too few or too similar to detect even a large one"
-    fewest = min(paired.num_samples for *_, paired in tests)
-    points = hundredths(max(known))
-    return f"{count(fewest)} samples detect a difference of {points} points or more with 80 % power"

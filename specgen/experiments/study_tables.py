@@ -45,7 +45,6 @@ NOTES = {
     "score": "mean over samples; interval of Wilson, or of t where scores are not all 0 or 1",
     "difference": "score less the reference's, in points; interval of Tango, or paired t",
     "p": "McNemar's exact test, or paired t; more cautious than an interval that just leaves out 0",
-    "detectable": "smallest true difference that a test of these samples detects with 80 % power",
 }
 _ARM = Column(name="name", title="arm")
 
@@ -60,7 +59,6 @@ _ACCURACY = (  # of a ``Score``
     _difference("difference", lambda change: change.difference, show=lambda share: f"{100 * share:+z.1f}"),
     _difference("ends", lambda change: between(change.interval, hundredths), title="95 %"),
     _difference("p", lambda change: p_value(change.p)),
-    _difference("detectable", lambda change: change.detectable, show=hundredths),
 )
 _TEXTS = (  # of an arm
     Figure(name="same texts", of=lambda arm: f"{count(arm.num_identical)} of {count(len(arm.answers))}"),

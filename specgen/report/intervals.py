@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean, variance
+from statistics import fmean, variance
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 Z = 1.959963984540054  # the normal quantile that leaves 2.5 % on either side
 LEVEL = 0.05  # of a two-sided test
-POWER = 0.8
 _ROUNDING = 8 * sys.float_info.epsilon  # of a score: it is a quotient or two, and a difference adds its own
 
 Interval = tuple[float, float]
@@ -176,8 +175,7 @@ class PairedScores:
     """The scores of one arm minus those of another on the same samples, as fractions of the full score.
 
     In the t test ``interval`` and ``p`` are None for fewer than two samples and where all differences are equal up to
-    rounding, as without a spread there is no test; where all are 0, ``p`` is 1. ``detectable`` is the smallest true
-    difference that a test at the given level detects with 80 % power; None if these samples cannot detect any.
+    rounding, as without a spread there is no test; where all are 0, ``p`` is 1.
     """
 
     num_samples: int
@@ -186,12 +184,11 @@ class PairedScores:
     difference: float
     interval: Interval | None  # 95 %
     p: float | None
-    detectable: float | None
     higher: int  # samples that score higher than in the other arm
     lower: int
 
 
-def paired_scores(scores: Sequence[float], others: Sequence[float], *, level: float = LEVEL) -> PairedScores:
+def paired_scores(scores: Sequence[float], others: Sequence[float]) -> PairedScores:
     """Compare ``scores`` with ``others``, both ``[samples]`` in [0, 1] in the same order and not empty.
 
     Scores of 0 and 1 give McNemar's exact p and Tango's interval; others the paired t test.
@@ -202,10 +199,9 @@ def paired_scores(scores: Sequence[float], others: Sequence[float], *, level: fl
     if all(score in (0, 1) for score in (*scores, *others)):
         interval: Interval | None = tango(higher, lower, len(scores))
         p: float | None = mcnemar(higher, lower)
-        detectable = detectable_share(higher + lower, len(scores), level)
     else:
         differences = [a - b for a, b in zip(scores, others, strict=True)]
-        interval, p, detectable = _by_t(differences, level, max(map(abs, (*scores, *others))))
+        interval, p = _by_t(differences, max(map(abs, (*scores, *others))))
     return PairedScores(
         num_samples=len(scores),
         mean=fmean(scores),
@@ -213,7 +209,6 @@ def paired_scores(scores: Sequence[float], others: Sequence[float], *, level: fl
         difference=fmean(scores) - fmean(others),
         interval=interval,
         p=p,
-        detectable=detectable,
         higher=higher,
         lower=lower,
     )
@@ -223,7 +218,7 @@ def scores_interval(scores: Sequence[float]) -> Interval | None:
     """The 95 % interval of one arm's mean: Wilson's for scores of 0 and 1, else the t interval."""
     if all(score in (0, 1) for score in scores):
         return wilson(fmean(scores), len(scores)) if scores else None
-    return _by_t(scores, LEVEL, max(map(abs, scores)))[0]
+    return _by_t(scores, max(map(abs, scores)))[0]
 
 
 def mcnemar(higher: int, lower: int) -> float:
@@ -261,22 +256,6 @@ def _score(difference: float, higher: int, lower: int, num: int) -> float:
     return distance / math.sqrt(spread)
 
 
-def detectable_share(discordant: int, num: int, level: float) -> float | None:
-    """The smallest difference of shares that ``num`` pairs detect at ``level`` with 80 % power, or None.
-
-    Connor's formula (Biometrics 43, 1987) with a continuity correction, as the exact test is conservative, at the
-    observed share of discordant pairs or at the difference itself if that is larger.
-    """
-    z, z_power = NormalDist().inv_cdf(1 - level / 2), NormalDist().inv_cdf(POWER)
-
-    def missed(difference: float) -> bool:
-        share = max(discordant / num, difference)
-        noise = z * math.sqrt(share) + z_power * math.sqrt(share - difference**2)
-        return num * difference - 1 < math.sqrt(num) * noise
-
-    return None if missed(1.0) else _boundary(missed, 0.0, 1.0)
-
-
 def _boundary(inside: Callable[[float], bool], start: float, stop: float) -> float:
     """Where ``inside``, true at ``start``, becomes false on the way to ``stop``, or ``stop``; by bisection."""
     if inside(stop):
@@ -287,17 +266,14 @@ def _boundary(inside: Callable[[float], bool], start: float, stop: float) -> flo
     return (start + stop) / 2
 
 
-def _by_t(
-    values: Sequence[float], level: float, largest: float
-) -> tuple[Interval | None, float | None, float | None]:
-    """The 95 % interval of the mean of ``values``, its p against 0, and the mean detectable with 80 % power.
+def _by_t(values: Sequence[float], largest: float) -> tuple[Interval | None, float | None]:
+    """The 95 % interval of the mean of ``values``, and its p against 0.
 
     ``largest`` is that of the numbers that ``values`` were computed from: what its rounding explains is no spread.
     """
     if len(values) < 2:
-        return None, None, None
+        return None, None
     if max(values) - min(values) <= _ROUNDING * largest:
-        return None, 1.0 if abs(values[0]) <= _ROUNDING * largest else None, None
+        return None, 1.0 if abs(values[0]) <= _ROUNDING * largest else None
     error = math.sqrt(variance(values) / len(values))
-    detectable = (NormalDist().inv_cdf(1 - level / 2) + NormalDist().inv_cdf(POWER)) * error
-    return *t_test(fmean(values), error, len(values) - 1), detectable
+    return t_test(fmean(values), error, len(values) - 1)
