@@ -4,7 +4,6 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,10 +28,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("pair"))
 
 
-def last(
-    job: TuneJob, output: Path | None = None, say: Callable[[str], None] = lambda text: None
-) -> BenchTable:
-    return list(tune(job, output, say=say))[-1]
+def last(job: TuneJob, output: Path | None = None) -> BenchTable:
+    return list(tune(job, output))[-1]
 
 
 def turns_of(timed: Timed) -> Counter[tuple[int, int, str]]:
@@ -42,8 +39,8 @@ def turns_of(timed: Timed) -> Counter[tuple[int, int, str]]:
 
 
 def test_arms_of_a_batch_take_turns_and_slow_ones_are_dropped(pair: Path, monkeypatch) -> None:
-    timed, said = install(monkeypatch, usual), []
-    table = last(job_of(pair, precision=0.001), say=said.append)
+    timed = install(monkeypatch, usual)
+    table = last(job_of(pair, precision=0.001))
     runs = turns_of(timed)
     for batch in (1, 4):
         assert runs[batch, 2, "padded"] == runs[batch, 2, "non-padded"] == 8, "they are as fast"
@@ -53,8 +50,6 @@ def test_arms_of_a_batch_take_turns_and_slow_ones_are_dropped(pair: Path, monkey
     arms = [(0, "padded"), *list(RUN)[1:]]
     orders = [(0, 1, 4, 2, 3), (1, 0, 2, 4, 3)]
     assert first == [arms[at] for order in orders for at in order], "after the warm-ups, in balanced turns"
-    assert sum("dropped: batch 1, K 4, padded: 0.50x of K 2, padded" in text for text in said) == 1
-    assert {text.partition(":")[0] for text in said} == {"dropped"}
     verdicts = {(row["batch"], row["K"], row["drafter_batch"]): row["verdict"] for row in table.rows}
     assert verdicts[4, 2, "padded"] == "best"
     assert verdicts[4, 4, "non-padded"] == "dropped"
@@ -90,10 +85,8 @@ def test_sentences_are_what_the_kept_rounds_say(pair: Path, monkeypatch, tmp_pat
         best, low, high = ratio(f"batch {batch}, K 2, padded", f"batch {batch}, plain")
         assert f"At batch {batch}: K 2, padded, {best:.2f}x [{low:.2f}, {high:.2f}] of plain, " in answer
         assert low < best < high
-        twin, low, high = ratio(f"batch {batch}, K 2, non-padded", f"batch {batch}, K 2, padded")
-        shown = f"{twin:.2f}x [{low:.2f}, {high:.2f}]"
-        alike = f"; non-padded no different, {shown}" if low <= 1 <= high else f"; non-padded {shown} of that"
-        assert alike in answer
+        _, low, high = ratio(f"batch {batch}, K 2, non-padded", f"batch {batch}, K 2, padded")
+        assert answer.endswith("; no different: K 2, non-padded.") == (low <= 1 <= high)
     row = next(row for row in table.rows if (row["batch"], row["K"]) == (4, 4))
     assert (row["x_plain"], *row["x_plain_ci95"]) == pytest.approx(
         ratio("batch 4, K 4, padded", "batch 4, plain")
@@ -107,8 +100,7 @@ def test_sentences_are_what_the_kept_rounds_say(pair: Path, monkeypatch, tmp_pat
 def test_plain_decoding_may_be_the_best(pair: Path, monkeypatch) -> None:
     install(monkeypatch, lambda config, number: 1 + config.draft_length.most + number / 1000)
     (answer, _) = last(job_of(pair, batches=(4,), drafter_batches=("padded",))).answers
-    assert answer.startswith("At batch 4: plain, ")
-    assert re.search(r"; with drafts at best K 2, padded, 0.33x \[0.33, 0.33\] of plain\.$", answer)
+    assert re.fullmatch(r"At batch 4: plain, [\d,]+ tokens/s\.", answer)
 
 
 def test_sentences_are_of_what_arms_change_and_not_of_their_names(pair: Path) -> None:
@@ -124,8 +116,7 @@ def test_sentences_are_of_what_arms_change_and_not_of_their_names(pair: Path) ->
         plain="a", arms=rounds_of([dict(zip(arms, each, strict=True)) for each in speeds]).measured(arms)
     )
     assert sentence(4, ranking, arms).startswith("At batch 4: K 2, padded, 1.50x [")
-    assert re.search(r"; non-padded 0.93x \[.*; auto, padded 0.79x \[", sentence(4, ranking, arms))
-    assert "ahead" not in sentence(4, ranking, arms)
+    assert "no different" not in sentence(4, ranking, arms)
 
 
 # --- going on -------------------------------------------------------------------------------------
@@ -241,9 +232,9 @@ def test_one_repeat_is_no_verdict_and_has_no_command(pair: Path, monkeypatch, tm
     table = last(job_of(pair, repeats=1), tmp_path)
     assert {row["verdict"] for row in table.rows} == {"unknown"}
     assert [answer.partition(" (")[0] for answer in table.answers] == [
-        f"At batch {batch}: no verdict, as one repeat has no spread" for batch in (1, 4)
+        f"At batch {batch}: no verdict, one repeat has no spread" for batch in (1, 4)
     ]
-    assert "K 2, padded was ahead, 1.5" in table.answers[0]
+    assert "K 2, padded was ahead" in table.answers[0]
     assert "specgen generate" not in table.to_html()
     twice = last(job_of(pair, repeats=2), tmp_path)
     assert [row["verdict"] for row in twice.rows].count("best") == 2

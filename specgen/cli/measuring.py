@@ -125,11 +125,7 @@ def tune(
         print_parts(forecast_of(job, output), sys.stdout)
         return
 
-    def say(sentence: str) -> None:
-        if not quiet:
-            print(sentence, file=sys.stderr)
-
     with stoppable(breakable, lambda: _kept(NAME, output)):
-        for table in measure(job, output, turns(quiet), say):
+        for table in measure(job, output, turns(quiet)):
             write_table(table, output, repeating(ctx))
     print_table(table, output, as_json, quiet)

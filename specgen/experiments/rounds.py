@@ -367,12 +367,8 @@ class Ranking:
         """Whether ``arm`` is not worth another repeat; plain decoding takes part for the others' sake."""
         if not self.drops or len(self.arms[arm].each) < LEAST or arm in (self.best, self.plain):
             return False
-        return self.at_most(arm) < 1
-
-    def at_most(self, arm: str) -> float:
-        """The upper end of the interval that decides whether ``arm`` is dropped."""
         interval = self.over_best(arm, DROPPING).interval
-        return math.inf if interval is None else interval[1]
+        return interval is not None and interval[1] < 1
 
     def no_different(self, arm: str) -> bool:
         """Whether the speed of ``arm`` does not differ significantly from the best one's."""

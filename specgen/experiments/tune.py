@@ -7,7 +7,7 @@ many others as fit. See ``Search`` for who takes part in a round.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from specgen.experiments.plans import (
 )
 from specgen.experiments.rounds import LEAST, Rounds, Search, kept_rounds, num_kept, record_of
 from specgen.experiments.tune_job import TuneJob
-from specgen.experiments.tune_table import NAME, command, dropped, tune_table
+from specgen.experiments.tune_table import NAME, command, tune_table
 from specgen.experiments.turns import Turn, Turns, Watch, ignore
 from specgen.experiments.workload import KnownText
 from specgen.report import display
@@ -53,9 +53,8 @@ def tune(
     job: TuneJob,
     output: Path | None = None,
     watch: Watch = ignore,
-    say: Callable[[str], None] = lambda sentence: None,
 ) -> Iterator[BenchTable]:
-    """Yield the growing table after each round, and the whole one at the end; ``say`` takes arms that are dropped.
+    """Yield the growing table after each round, and the whole one at the end.
 
     Rounds are kept in ``output``; those kept there by the same job are not measured again.
     """
@@ -63,7 +62,7 @@ def tune(
     setup = set_up(job, output)
     settings = setup.manifest(job.to_json()) if output is not None else {}
     with kept_rounds(output, NAME, settings) as rounds:
-        yield from _Tuning(job, setup, rounds, watch, say, began).run()
+        yield from _Tuning(job, setup, rounds, watch, began).run()
 
 
 class _Tuning:
@@ -73,10 +72,9 @@ class _Tuning:
         setup: Setup,
         rounds: Rounds,
         watch: Watch,
-        say: Callable[[str], None],
         began: float,
     ) -> None:
-        self._job, self._setup, self._rounds, self._say = job, setup, rounds, say
+        self._job, self._setup, self._rounds = job, setup, rounds
         self._end = math.inf if job.budget is None else began + job.budget
         known = None if setup.base.synthetic_acceptance else KnownText.of(setup.models)
         self._conditions = _conditions(job, setup, known)
@@ -84,7 +82,6 @@ class _Tuning:
         self._watch = watch
         self._turns = Turns(lambda plan: models, known, rounds, self._see)
         self._arms = {plan.arm.name: plan.arm for plan in setup.plans}
-        self._dropped: set[str] = set()
         self._room = room_for_turns(setup.base, models)
         self._searches = [_search(job, setup, batch) for batch in job.batches]
 
@@ -100,7 +97,6 @@ class _Tuning:
                 waiting = [plan for plan in waiting if plan.arm.name not in names]
                 self._turns.turns_behind = (behind + len(waiting)) * (self._job.repeats + 1)
                 for _ in self._turns.run(group, search, deadline):
-                    self._tell_dropped(search)
                     yield self._table()
         yield self._table()
 
@@ -125,16 +121,6 @@ class _Tuning:
             elif not group:  # alone, with the cache of its configuration
                 return [plan]
         return [with_kv_size(plan) for plan in plans if plan.arm.name in group]
-
-    def _tell_dropped(self, search: Search) -> None:
-        ranking = search.ranking(self._rounds)
-        for arm in ranking.arms:
-            if arm in self._dropped and not ranking.cannot_win(arm):
-                self._dropped.remove(arm)
-                self._say(f"measured again: {arm}: it may yet be the fastest")
-            elif arm not in self._dropped and ranking.cannot_win(arm):
-                self._dropped.add(arm)
-                self._say(dropped(ranking, arm, self._arms))
 
     def _table(self) -> BenchTable:
         rankings = {

@@ -8,15 +8,13 @@ from itertools import chain, product
 from specgen.config import DraftLength, EngineConfig, bundled
 from specgen.engine.arms import Arm
 from specgen.experiments.output import BenchTable, Plot, Value, selected
-from specgen.experiments.rounds import DROPPING, Ranking, Repeat, disturbed
+from specgen.experiments.rounds import Ranking, Repeat, disturbed
 from specgen.experiments.tune_job import SETTINGS, Workload, label
 from specgen.report import display
 from specgen.report.charts import DRAFT_LENGTHS
-from specgen.report.intervals import Estimate
 from specgen.report.table import Column, Row
 
 NAME = "tune"  # of its files
-_CHOSEN = ("auto", "uniform")  # by the engine at every step
 _PLAIN = "-"  # the drafter batch of plain decoding
 _OF_PLAIN: Mapping[str, Value] = {"K": 0, "drafter_batch": _PLAIN}
 _SPREADS, _PARTS = ("ttft", "tpot", "itl"), ("mean", "median", "p99")
@@ -232,67 +230,23 @@ def sentence(batch: int, ranking: Ranking, arms: Mapping[str, Arm]) -> str:
     """The fastest arm at a batch size, by how much, and what is no different; of at least one arm."""
     best, found = ranking.best, ranking.arms[ranking.best]
     named, plain = label(arms[best].changes), _beside(best, ranking, arms, K=0)
-    of_plain = "" if plain in (None, best) else interval_of(found.speedup(ranking.arms[plain]))
     if not ranking.has_steps:
         return f"At batch {batch}: no verdict, as every text ended at its first token: no step had drafts."
     if not ranking.is_judged:
-        ahead = f", {of_plain.partition(' ')[0]} of plain" if of_plain else ""
-        return (
-            f"At batch {batch}: no verdict, as one repeat has no spread ({named} was ahead{ahead}): raise --budget or "
-            "--repeats."
-        )
+        one = f"one repeat has no spread ({named} was ahead)"
+        return f"At batch {batch}: no verdict, {one}: raise --budget or --repeats."
     parts = [f"At batch {batch}: {named}"]
     if plain is None:
         parts.append("the fastest; plain decoding was not measured")
-    elif of_plain:
-        parts.append(f"{of_plain} of plain")
+    elif plain != best:
+        of_plain = found.speedup(ranking.arms[plain])
+        parts.append(
+            f"{display.ratio(of_plain.value)} {display.between(of_plain.interval, display.plain)} of plain"
+        )
     parts += [f"{display.seconds(found.tpot)} per token"] if found.tpot is not None else []
-    parts.append(f"{display.count(found.speed.value)} tokens/s")
-    return "; ".join([", ".join(parts), *_others(ranking, arms)]) + "."
-
-
-def dropped(ranking: Ranking, arm: str, arms: Mapping[str, Arm]) -> str:
-    """Why ``arm`` gets no more repeats."""
-    ratio, most = display.ratio(ranking.over_best(arm).value), display.ratio(ranking.at_most(arm))
-    done = len(ranking.arms[arm].each)
-    return (
-        f"dropped: {arm}: {ratio} of {label(arms[ranking.best].changes)} after {done} repeats, at "
-        f"{display.percent(DROPPING)} confidence at most {most}"
-    )
-
-
-def interval_of(found: Estimate) -> str:
-    """``1.87x [1.84, 1.90]``"""
-    if found.interval is None:
-        return f"{display.ratio(found.value)} (one repeat, no interval)"
-    return f"{display.ratio(found.value)} {display.between(found.interval, display.plain)}"
-
-
-def _others(ranking: Ranking, arms: Mapping[str, Arm]) -> Iterator[str]:
-    """The same K with what else differs, ``auto``, and whatever else may be as fast."""
-    best, mine = ranking.best, arms[ranking.best].changes
-    others = {arm: arms[arm].changes for arm in ranking.arms if arm != best}
-    twins = [arm for arm, changes in others.items() if changes["K"] == mine["K"]]
-    for arm in twins:
-        differs = (value for name, value in others[arm].items() if mine.get(name) != value)
-        yield _compared(ranking, arm, ", ".join(differs))
-    autos = [arm for arm, changes in others.items() if changes["K"] in _CHOSEN and changes["K"] != mine["K"]]
-    if autos:
-        fastest = max(autos, key=lambda arm: ranking.over_best(arm).value)
-        yield _compared(ranking, fastest, label(others[fastest]).removeprefix("K "))
-    alike = [arm for arm in others if arm not in {*twins, *autos} and ranking.no_different(arm)]
-    if alike:
-        yield f"no different: {' and '.join(label(others[arm]) for arm in alike)}"
-    drafting = [arm for arm in others if others[arm]["K"] != 0]
-    if mine["K"] == 0 and drafting:
-        fastest = max(drafting, key=lambda arm: ranking.over_best(arm).value)
-        yield f"with drafts at best {label(others[fastest])}, {interval_of(ranking.over_best(fastest))} of plain"
-
-
-def _compared(ranking: Ranking, arm: str, name: str) -> str:
-    """How ``arm`` compares with the best one."""
-    found = interval_of(ranking.over_best(arm))
-    return f"{name} no different, {found}" if ranking.no_different(arm) else f"{name} {found} of that"
+    alike = [label(arms[arm].changes) for arm in ranking.arms if ranking.no_different(arm)]
+    others = f"; no different: {' and '.join(alike)}" if alike else ""
+    return f"{', '.join(parts)}, {display.count(found.speed.value)} tokens/s{others}."
 
 
 def command(arm: Arm, engine: EngineConfig, workload: Workload) -> str:
