@@ -429,7 +429,7 @@ def test_an_evaluation_scores_the_answer_alone(reasoning_pair: Path, tmp_path: P
     assert all(19 in row["token_ids"] and row["reasoning"] and row["text"] for row in found)
     assert not any(row["reasoning"] in row["text"] for row in found)
     comparison = json.loads((out / "comparison.json").read_text())
-    assert [arm["ended_in_reasoning"] for arm in comparison["arms"]] == [0, 0]
+    assert [arm["ended_in_reasoning"] for arm in comparison["arms"]] == [{}, {}]
     assert "ended while reasoning" not in comparison["sentence"]
     padded, baseline = comparison["arms"]
     parts = report(out / "padded")["parts"]

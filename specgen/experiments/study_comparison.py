@@ -112,9 +112,6 @@ class Score:
     interval: Interval | None  # 95 %
     paired: PairedScores | None
 
-    def to_json(self) -> dict[str, Any]:
-        return {name: each for name, each in vars(self).items() if name != "paired"}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Compared(ArmRun):
@@ -161,24 +158,22 @@ class Compared(ArmRun):
         return speed / base if speed is not None and base else None
 
     def to_json(self) -> dict[str, Any]:
-        report = self.report
+        """The arm's report, its scores with their paired differences, and both speeds."""
         return {
-            **_numbers(report, self.times()),
+            **self.report.to_json(),
             "name": self.name,
             "seconds": self.seconds,
-            "acceptance": [asdict(each) for each in report.acceptance],
-            "accuracies": [each.to_json() for each in self.metrics],
-            "parts": {part: asdict(each) for part, each in report.parts.items()},
-            "ended_in_reasoning": sum(report.ended_in_reasoning.values()),
-            "num_empty": report.num_empty,
+            "ratio": self.times(),
             "num_cut": self.num_cut,
-            "tasks": {task: _numbers(each, self.times(task)) for task, each in self.tasks.items()},
+            "accuracies": [asdict(each) for each in self.metrics],
+            "tasks": {
+                task: {**each.to_json(), "ratio": self.times(task)} for task, each in self.tasks.items()
+            },
         }
 
     def against(self) -> dict[str, Any]:
         """The differences from the reference, for ``comparison.json``."""
         ours, theirs = self.answers, self.reference.answers
-        tests = [(each, each.paired) for each in self.metrics if each.paired]
         differences = [
             {
                 "task": document[0],
@@ -192,29 +187,10 @@ class Compared(ArmRun):
         ]
         return {
             "name": self.name,
-            "changes": [
-                {"task": each.task, "metric": each.metric, "paired": asdict(paired)} for each, paired in tests
-            ],
             "num_compared": len(ours),
             "num_identical": self.num_identical,
             "differences": differences,
         }
-
-
-_ACCEPTANCE = (
-    *("mean_acceptance_length", "mean_acceptance_length_ci95", "length_over_all_steps"),
-    *("draft_acceptance_rate", "received"),
-)
-
-
-def _numbers(report: Report, times: float | None) -> dict[str, Any]:
-    return {
-        "num_requests": report.num_requests,
-        "num_output_tokens": report.total_num_output_tokens,
-        "output_tokens_per_second": report.output_tokens_per_second,
-        "ratio": times,
-        **{name: getattr(report, name) for name in _ACCEPTANCE},
-    }
 
 
 @dataclass(frozen=True, kw_only=True)
