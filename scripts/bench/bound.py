@@ -36,6 +36,13 @@ def copy_bandwidth(device: str) -> float:
     return 2 * num_bytes / _median_seconds(lambda: target.copy_(source))
 
 
+def shown_bandwidth(bytes_per_second: float) -> str:
+    """A bandwidth in TB/s, or in GB/s below 1 TB/s."""
+    if bytes_per_second < 1e12:
+        return f"{bytes_per_second / 1e9:.3g} GB/s"
+    return f"{bytes_per_second / 1e12:.3g} TB/s"
+
+
 def matrix_flops(device: str, dtype: torch.dtype) -> float:
     """FLOP/s of a GEMM of large square matrices."""
     use(torch.device(device))

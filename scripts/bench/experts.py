@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import torch
 import typer
-from bound import copy_bandwidth, matrix_flops
+from bound import copy_bandwidth, matrix_flops, shown_bandwidth
 from layer_timing import COLD_BYTES, Timing, num_layers, relative_error, time_layers
 from programs import OUTPUT, DeviceSpeed, program_of, publish
 from torch import Tensor
@@ -283,7 +283,7 @@ def _empty_table(job: ExpertJob, speed: DeviceSpeed) -> BenchTable:
         "touched": "experts that a layer's rows chose, the mean over layers",
         "grouped": "torch's grouped_mm between a sort and a sum",
         "bound": "bytes of the experts touched over the bandwidth of a copy, "
-        f"{display.bandwidth(speed.bytes_per_second)}, or the GEMMs at {speed.flops_per_second / 1e12:.3f} TFLOP/s "
+        f"{shown_bandwidth(speed.bytes_per_second)}, or the GEMMs at {speed.flops_per_second / 1e12:.3f} TFLOP/s "
         "where that is longer (FP8: at twice as many)",
         "difference": "largest relative error of a row against float32",
         "repeats": job.repeats,

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import torch
 import typer
-from bound import copy_bandwidth
+from bound import copy_bandwidth, shown_bandwidth
 from layer_timing import COLD_BYTES, MOST_LAYERS, Call, Timing, num_layers, relative_error, time_layers
 from programs import OUTPUT, program_of, publish
 from torch import Tensor
@@ -320,7 +320,7 @@ def _conditions(job: KernelJob, backends: TimedBackends, bandwidth: float) -> Ro
         "holds them; without planning",
         "kernels": f"of {', '.join(backends.names)}",
         "repeats": job.repeats,
-        "bound": f"bytes of KV over the bandwidth of a copy, {display.bandwidth(bandwidth)}",
+        "bound": f"bytes of KV over the bandwidth of a copy, {shown_bandwidth(bandwidth)}",
         "difference": f"largest relative error of a row against {against}",
     }
 

@@ -22,6 +22,7 @@ from bound import (
     Work,
     copy_bandwidth,
     matrix_flops,
+    shown_bandwidth,
 )
 from programs import OUTPUT, DeviceSpeed, program_of, publish
 from torch.profiler import ProfilerActivity, profile
@@ -349,7 +350,7 @@ def _conditions(
         "CUDA graphs": config.cuda_graphs,
         "prompts": f"{job.prompt_tokens} random tokens each, greedy",
         "time": f"mean of {_STEPS} steps of the whole batch, after {_SKIPPED}; {where}",
-        "bound": f"bytes read over {display.bandwidth(device.bytes_per_second)} of a copy, or FLOPs over "
+        "bound": f"bytes read over {shown_bandwidth(device.bytes_per_second)} of a copy, or FLOPs over "
         f"{device.flops_per_second / 1e12:.3g} TFLOP/s of a large GEMM, whichever takes longer",
     }
 

@@ -122,13 +122,6 @@ def clip(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def bandwidth(bytes_per_second: float) -> str:
-    """A bandwidth in TB/s, or in GB/s below 1 TB/s."""
-    if bytes_per_second < 1e12:
-        return f"{bytes_per_second / 1e9:.3g} GB/s"
-    return f"{bytes_per_second / 1e12:.3g} TB/s"
-
-
 def clock(seconds: float) -> str:
     """``0:09``, ``12:34``, ``1:02:03``"""
     minutes, rest = divmod(round(seconds), 60)
