@@ -537,10 +537,15 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
 
 def test_ratios_are_within_a_round_and_one_round_has_none() -> None:
     rounds = [{PLAIN: 100.0, "a": 150.0}, {PLAIN: 50.0, "a": 100.0}, {PLAIN: 200.0, "a": 200.0}]
-    times = rounds_of(rounds).times("a", PLAIN)
-    assert times == (1.5, (1.0, 2.0))
+    found = rounds_of(rounds)
+    logs = np.log([1.5, 2.0, 1.0])
+    half = 4.302653 * logs.std(ddof=1) / 3**0.5  # the t quantile of two degrees of freedom
+    times = found.speedup("a", PLAIN)
+    assert times.value == pytest.approx(np.exp(logs.mean()))
+    assert times.interval == pytest.approx((np.exp(logs.mean() - half), np.exp(logs.mean() + half)))
+    assert found.speed("a") == 150
     one = rounds_of(rounds[:1])
-    assert one.times("a", PLAIN) is one.speed("a") is None
+    assert one.speedup("a", PLAIN) is one.speed("a") is None
 
 
 def test_rounds_of_other_conditions_and_torn_lines_do_not_count(tmp_path: Path) -> None:
@@ -738,7 +743,9 @@ def test_csv_has_a_line_for_every_run_and_category(compared: tuple[Path, list[st
         ]
         assert int(line["num_conversations"]) == 5
         rounds = found["speeds"][run["data"]]
-        assert float(line["times_plain_low"]) == min(each[run["head"]] / each[PLAIN] for each in rounds)
+        ratios = [each[run["head"]] / each[PLAIN] for each in rounds]
+        assert float(line["times_plain"]) == pytest.approx(np.exp(np.log(ratios).mean()))
+        assert float(line["times_plain_low"]) < min(ratios), "two rounds say little"
         of_run = [each for each in lines if (each["data"], each["head"]) == (run["data"], run["head"])]
         assert {each["category"] for each in of_run} - {""} == set(run["report"]["categories"])
     for pair in found["pairs"]:

@@ -44,7 +44,7 @@ def compared(data: Path, out: Path, repeats: int) -> dict[str, Any]:
     )
     run = HeadsRun(job, out, lambda name: Silent(), lambda: False)
     speeds = run.measure(run.generate())
-    return {"ratio": speeds["prompts"].times("drafter", PLAIN), **rounds(out / "compare.rounds.jsonl")}
+    return {"ratio": speeds["prompts"].speedup("drafter", PLAIN), **rounds(out / "compare.rounds.jsonl")}
 
 
 def tuned(data: Path, out: Path, repeats: int) -> dict[str, Any]:

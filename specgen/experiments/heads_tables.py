@@ -11,8 +11,6 @@ from specgen.experiments.rounds import PLAIN, disturbed
 from specgen.report.acceptance import Acceptance
 from specgen.report.display import (
     DASH,
-    Show,
-    between,
     checkpoint_name,
     count,
     from_here,
@@ -51,7 +49,7 @@ _POINTS = (
 )
 _SPEED = (
     "tokens/s",
-    "of rounds in which all took turns, the median [lowest, highest]; ratios are within a round",
+    "the median of rounds in which all took turns; ratios are means within a round, with t intervals, as of tune",
 )
 _CAPTION = ("model", "draft tokens (K)", "draft sampling", "template", "sampling")  # of the settings
 _KEYS = ("data", "head", "category")  # columns that say what a row is of
@@ -270,27 +268,21 @@ def _speeds_table(found: Comparison) -> Table:
     def times(group: tuple[str, str], other: str) -> Estimate | None:
         data, arm = group
         drafted = {run.head for run in found.on(data) if run.report.num_drafts}
-        return found.rounds(data).times(arm, other) if arm in drafted and arm != other else None
+        return found.rounds(data).speedup(arm, other) if arm in drafted and arm != other else None
 
     ratios = {"x plain": PLAIN, **({f"x {first}": first} if len(found.heads) > 1 else {})}
-    figures = _spread("tokens/s", lambda group: found.rounds(group[0]).speed(group[1]), rate)
-    for title, other in ratios.items():
-        figures += _spread(title, partial(times, other=other), ratio)
-    return Grid(groups=groups, figures=figures).table(
+    speeds = [
+        Figure(name="tokens/s", show=rate, of=lambda group: found.rounds(group[0]).speed(group[1])),
+        *(
+            Figure.estimated(title, partial(times, other=other), show=ratio)
+            for title, other in ratios.items()
+        ),
+    ]
+    return Grid(groups=groups, figures=speeds).table(
         [Column(name="data", title="speed"), Column(name="arm", title="", wraps=True)],
         "Speed",
-        note="the median of rounds in which all took turns, [lowest, highest]; ratios are within a round",
-        group=2,
+        note="the median of rounds in which all took turns; ratios within a round, with 95 % intervals",
     )
-
-
-def _spread(title: str, of: Callable[[Any], Estimate | None], show: Show) -> list[Figure]:
-    """A median and its range, in columns of their own; both empty where there is none."""
-    cells = {
-        "": lambda group: show(spread.value) if (spread := of(group)) else "",
-        " range": lambda group: between(spread.interval, show) if (spread := of(group)) else "",
-    }
-    return [Figure(name=f"{title}{end}", of=cell) for end, cell in cells.items()]
 
 
 def ranked(found: Comparison, data: str) -> list[str]:
@@ -344,12 +336,12 @@ def exported(found: Comparison, name: ExportName) -> str:
 
 
 def _with_speed(found: Comparison) -> bool:
-    return any(found.rounds(data).times(head, PLAIN) for data in found.data for head in found.heads)
+    return any(found.rounds(data).speedup(head, PLAIN) for data in found.data for head in found.heads)
 
 
 def _note(found: Comparison) -> str:
     speed = (
-        "speed: output tokens per second over plain decoding, the median of rounds in turns [lowest, highest]; "
+        "speed: output tokens per second over plain decoding, the mean of rounds in turns, with a t interval; "
         if _with_speed(found)
         else ""
     )
@@ -370,7 +362,7 @@ def _heads_table(found: Comparison) -> Table:
         if leads(found, data):
             best[length.name] = ranked(found, data)[0]
         if _with_speed(found):
-            times = partial(found.rounds(data).times, other=PLAIN)
+            times = partial(found.rounds(data).speedup, other=PLAIN)
             figures.append(Figure.estimated(f"speed {at}", times, title=f"{data} speed", show=ratio))
     if len(found.data) > 1:
         figures.append(Figure.estimated("mean", partial(found.length, None), title="mean length of all"))
@@ -441,11 +433,8 @@ def _csv(found: Comparison) -> str:
                 row |= _cells(f"difference{end}", figure.difference)
                 row |= {f"p{end}": figure.paired.p, f"p_holm{end}": figure.p}
             speeds, head = found.rounds(run.data), run.head
-            for name, speed in (
-                ("tokens_per_second", speeds.speed(head)),
-                ("times_plain", speeds.times(head, PLAIN)),
-            ):
-                row |= _cells(name, speed if category is None else None)
+            row["tokens_per_second"] = None if category else speeds.speed(head)
+            row |= _cells("times_plain", None if category else speeds.speedup(head, PLAIN))
             rows.append(row)
     for head in found.heads if len(found.data) > 1 else ():
         cells = _length_cells(found.length(None, head), *(found.of(data, head) for data in found.data))

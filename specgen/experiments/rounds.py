@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +41,6 @@ class Repeat:
         return self.num_tokens / self.seconds
 
 
-def median_range(values: Sequence[float]) -> Estimate:
-    """The median of at least one value, with their range as its interval.
-
-    The range of n repeats contains the true median with a probability of 1 - 2^(1-n): 75 % for three, 94 % for five.
-    """
-    return Estimate(statistics.median(values), (min(values), max(values)))
-
-
 def half_width(speedup: Estimate) -> float:
     """Half the interval's width on the scale of logarithms: 0.02 is about 2 % to either side; infinite without one."""
     interval = speedup.interval
@@ -68,16 +59,9 @@ class Repeats:
         return [repeat.tokens_per_second for repeat in self.each.values()]
 
     @property
-    def speed(self) -> Estimate:
-        """Tokens per second: the median and the range."""
-        return median_range(self.speeds)
-
-    def times(self, other: "Repeats") -> Estimate:
-        """The ratio of speeds to ``other`` in the rounds of both; of all pairs of repeats if they never met."""
-        mine, theirs = self.each, other.each
-        met = [(mine[number], theirs[number]) for number in mine if number in theirs]
-        pairs = met or product(mine.values(), theirs.values())
-        return median_range([one.tokens_per_second / two.tokens_per_second for one, two in pairs])
+    def speed(self) -> float:
+        """Tokens per second: the median."""
+        return statistics.median(self.speeds)
 
     def speedup(self, other: "Repeats", confidence: float = 0.95) -> Estimate:
         """Tokens per second over those of ``other``: the geometric mean, and an interval for what many rounds give.
@@ -244,14 +228,14 @@ class Rounds:
         """The repeats of an arm that has some."""
         return Repeats(each={name: each[arm] for name, each in self._each.items() if arm in each})
 
-    def speed(self, arm: str) -> Estimate | None:
+    def speed(self, arm: str) -> float | None:
         """Output tokens per second, for a comparison; None where fewer than ``LEAST_ROUNDS`` were measured."""
         return self.of(arm).speed if self.count(arm) >= LEAST_ROUNDS else None
 
-    def times(self, arm: str, other: str) -> Estimate | None:
-        """The speed of ``arm`` over that of ``other`` in the same round; None as for ``speed``."""
+    def speedup(self, arm: str, other: str) -> Estimate | None:
+        """The speed of ``arm`` over that of ``other``; None as for ``speed``."""
         enough = min(self.count(arm), self.count(other)) >= LEAST_ROUNDS
-        return self.of(arm).times(self.of(other)) if enough else None
+        return self.of(arm).speedup(self.of(other)) if enough else None
 
     def speeds(self) -> list[dict[str, float]]:
         """Output tokens per second by arm, round by round."""
@@ -343,7 +327,7 @@ class Ranking:
         """The speed of ``arm`` over plain decoding; tokens per second where that has not run."""
         if self.plain in self.arms:
             return self.arms[arm].speedup(self.arms[self.plain]).value
-        return self.arms[arm].speed.value
+        return self.arms[arm].speed
 
     @property
     def has_steps(self) -> bool:

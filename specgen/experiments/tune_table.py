@@ -63,7 +63,7 @@ def tune_table(
     sentences += busy  # where the speeds are
     bests = [ranking.best for ranking in known.values() if ranking.is_judged]
     if bests and command is not None:
-        fastest = max(bests, key=lambda name: repeats[name].speed.value)
+        fastest = max(bests, key=lambda name: repeats[name].speed)
         sentences.append(f"Most tokens per second: {command(arms[fastest])}")
     brief = list(_brief(ran.values(), rows.values(), firsts))
     columns = (*brief, *_MORE)
@@ -117,7 +117,7 @@ def _row(
     row = {
         **{axis: changes[axis] for axis in _KEYS if axis in changes},
         "drafter_batch": changes.get("drafter_batch", _PLAIN),
-        "speed": repeats.speed.value,
+        "speed": repeats.speed,
         **_ratio("x_plain", name, plain, ranking),
         **_ratio("x_best", name, ranking.best, ranking),
         "tpot": _milliseconds(repeats.tpot),
@@ -246,7 +246,7 @@ def sentence(batch: int, ranking: Ranking, arms: Mapping[str, Arm]) -> str:
     parts += [f"{display.seconds(found.tpot)} per token"] if found.tpot is not None else []
     alike = [label(arms[arm].changes) for arm in ranking.arms if ranking.no_different(arm)]
     others = f"; no different: {' and '.join(alike)}" if alike else ""
-    return f"{', '.join(parts)}, {display.count(found.speed.value)} tokens/s{others}."
+    return f"{', '.join(parts)}, {display.count(found.speed)} tokens/s{others}."
 
 
 def command(arm: Arm, engine: EngineConfig, workload: Workload) -> str:
