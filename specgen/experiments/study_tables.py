@@ -1,13 +1,13 @@
-"""What `specgen eval` and `specgen verify` show: arms against their reference, divergences, texts side by side."""
+"""What `specgen eval` and `specgen verify` show: arms against their reference, divergences, texts that changed."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
 from os.path import commonprefix
 from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 from specgen.config import DraftLength
-from specgen.experiments.study_comparison import Document, StudyComparison
+from specgen.experiments.study_comparison import Answer, Compared, Document, StudyComparison
 from specgen.report.charts import ticks_to
 from specgen.report.display import (
     DASH,
@@ -34,13 +34,13 @@ from specgen.report.terminal import ALARMING, Part, definitions, heading
 from specgen.report.text_list import Entry, ShownText, Span, TextList, within
 
 if TYPE_CHECKING:  # which imports torch
-    from specgen.experiments.audit import Divergence
+    pass
 
 _POSITIONS = 6  # shown of an acceptance curve; the JSON has all
 _WORST = 3  # divergences shown per arm; the page has more
 _SHOWN = 20  # divergences shown of an audit; its JSON has all
 _PAGE_BYTES = 3_500_000
-_OPEN = 5  # samples shown open, of those that differ
+_OPEN = 5  # texts shown open
 NOTES = {
     "score": "mean over samples; interval of Wilson, or of t where scores are not all 0 or 1",
     "difference": "score less the reference's, in points; interval of Tango, or paired t",
@@ -216,110 +216,56 @@ def _tasks(comparison: StudyComparison) -> Table:
     return replace(figures, columns=(*figures.columns, *_SPEED))
 
 
-# --- texts side by side ---------------------------------------------------------------------------
-
-# what arms change in an answer, the most severe first
-_CHANGES = ("wrong text", "right to wrong", "wrong to right", "other score", "other text", "same text")
-_FLIPS = {(1.0, 0.0): "right to wrong", (0.0, 1.0): "wrong to right"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Answer:
-    """A text with its scores by metric, of ``arms``; ``first`` is where it leaves the reference's."""
-
-    arms: list[str]
-    text: str
-    scores: Mapping[str, float]
-    first: "Divergence | None"
-
-
-def _answers(comparison: StudyComparison, document: Document) -> list[_Answer]:
-    """The answers to a document, the reference's first, each with the arms that gave it."""
-    found: dict[object, _Answer] = {}
-    metrics = {score.metric for score in comparison.arms[0].metrics if score.task == document[0]}
-    for arm in sorted(comparison.arms, key=lambda arm: arm.name != comparison.reference):
-        answer, first = arm.answers[document], arm.firsts.get(document)
-        scores = {metric: score for metric, score in answer.scores.items() if metric in metrics}
-        same = (answer.text, tuple(scores.items()), first)
-        found.setdefault(same, _Answer(arms=[], text=answer.text, scores=scores, first=first)).arms.append(
-            arm.name
-        )
-    return list(found.values())
-
-
-def _change(reference: _Answer, *others: _Answer) -> str:
-    """The most severe of what the other arms changed."""
-    found = {"same text"}
-    for other in others:
-        if other.first is not None and not other.first.explained:
-            found.add("wrong text")
-        if other.text != reference.text:
-            found.add("other text")
-        pairs = ((reference.scores[metric], score) for metric, score in other.scores.items())
-        found |= {_FLIPS.get(pair, "other score") for pair in pairs if pair[0] != pair[1]}
-    return min(found, key=_CHANGES.index)
+# --- texts that changed ---------------------------------------------------------------------------
 
 
 def _text_list(comparison: StudyComparison) -> TextList | None:
-    """The samples on a page: wrong texts first, then flips of the score, then other texts; None without one."""
-    documents = comparison.arms[0].reference.answers
-    samples = [(document, _answers(comparison, document)) for document in documents]
-    changes = [_change(*answers) for _, answers in samples]
-    order = sorted(range(len(samples)), key=lambda at: _CHANGES.index(changes[at]))  # stable: else as asked
-    entries = within(
-        (_entry(*samples[at], changes[at], documents[samples[at][0]].question) for at in order), _PAGE_BYTES
-    )
-    numbers = ", ".join(f"{count(changes.count(each))} {each}" for each in _CHANGES if each in changes)
-    shown = (
-        "" if len(entries) == len(samples) else f"; {count(len(entries))} of {count(len(samples))} are shown"
-    )
-    if not samples:
+    """Every text that an arm changed beside the reference's: wrong ones first, then those of another score."""
+    changed = [(arm, document) for arm in comparison.others for document in arm.differing]
+    entries = [_entry(*each) for each in changed]
+    entries.sort(key=lambda each: (each.labels["change"] != "wrong", each.labels["score"] == "same score"))
+    shown = within(iter(entries), _PAGE_BYTES)
+    if not changed:
         return None
     return TextList(
-        title="Samples side by side",
-        note=f"{numbers}{shown}; texts are marked from the first difference to the reference's",
-        entries=entries,
-        num_open=min(_OPEN, sum(change != "same text" for change in changes)),
+        title="Texts that changed",
+        note=f"{count(len(shown))} of {count(len(entries))}, marked from the first difference to the reference's",
+        entries=shown,
+        num_open=_OPEN,
         keys={},
     )
 
 
-def _entry(document: Document, answers: Sequence[_Answer], change: str, question: str) -> Entry:
-    reference, *others = answers
-    equal = [len(commonprefix([reference.text, other.text])) for other in others]  # noqa: RUF071, it is meant
-    cuts = [min(equal, default=len(reference.text)), *equal]
-    texts = [
-        ShownText(name=_name(answer), spans=_marked(answer.text, cut))
-        for answer, cut in zip(answers, cuts, strict=True)
-    ]
+def _entry(arm: Compared, document: Document) -> Entry:
+    ours, theirs, first = arm.answers[document], arm.reference.answers[document], arm.firsts.get(document)
+    cut = len(commonprefix([ours.text, theirs.text]))  # noqa: RUF071, it is meant
+    where, is_wrong = "", first is not None and not first.explained
+    if first is not None:
+        instead = f"{_token(first.token, first.text)} instead of {_token(first.reference_token, first.reference_text)}"
+        where = f"at token {count(first.position)}: {instead}, gap {_four_digits(first.gap)}"
+        where += f", bound {_four_digits(first.rounding)}: {'WRONG' if is_wrong else 'rounding'}"
     return Entry(
         title=" ".join(map(str, document)),
-        labels={"task": document[0], "change": change},
-        note=f"{reference.arms[0]} {_score(reference.scores)}",
-        question=question,
-        texts=texts,
+        labels={
+            "task": document[0],
+            "arm": arm.name,
+            "change": "wrong" if is_wrong else "other text",
+            "score": "same score" if ours.scores == theirs.scores else "other score",
+        },
+        note=where,
+        question=ours.question,
+        texts=[
+            ShownText(
+                name=f"{run.name}: {_scores(run.answers[document])}",
+                spans=_marked(run.answers[document].text, cut),
+            )
+            for run in (arm.reference, arm)
+        ],
     )
 
 
-def _name(answer: _Answer) -> str:
-    parts = [", ".join(answer.arms), _score(answer.scores)]
-    if answer.first is not None:
-        first = answer.first
-        ours = _token(first.token, first.text)
-        theirs = _token(first.reference_token, first.reference_text)
-        why = "explained by rounding" if first.explained else "WRONG: more than rounding"
-        parts += [f"at token {count(first.position)}: {ours} instead of {theirs}"]
-        parts += [f"gap {_four_digits(first.gap)}", f"bound {_four_digits(first.rounding)}", why]
-    return " · ".join(parts)
-
-
-def _score(scores: Mapping[str, float]) -> str:
-    words = {
-        metric: {1.0: "right", 0.0: "wrong"}.get(score, plain(score)) for metric, score in scores.items()
-    }
-    if len(set(words.values())) == 1:
-        return next(iter(words.values()))
-    return ", ".join(f"{metric}: {word}" for metric, word in words.items())
+def _scores(answer: Answer) -> str:
+    return ", ".join(f"{metric} {plain(score)}" for metric, score in answer.scores.items())
 
 
 def _marked(text: str, at: int) -> list[Span]:
