@@ -266,7 +266,6 @@ def test_heads_beside_published_figures(tmp_path: Path) -> None:
     assert text.startswith(call(*paths))  # the comparison itself does not change
     row = r"^mt-bench:vllm +bad +mean acceptance length +2\.60 +1\.33 +\[.*\] +no$"
     assert re.search(row, text, re.MULTILINE)
-    assert "mt-bench:vllm bad mean acceptance length" in " ".join(text.split())
 
 
 def test_what_was_not_measured_is_refused_before_anything_runs(tmp_path: Path) -> None:

@@ -275,14 +275,14 @@ def test_turns_of_a_conversation_are_one_unit_of_a_mean_over_requests(tmp_path):
     assert intervals[0] == pytest.approx(intervals[1])
 
 
-def test_figures_outside_the_interval_are_named(tmp_path):
+def test_figures_outside_the_interval_are_counted(tmp_path):
     run = report(2, *[[2, 2, 2, 1, 2]] * 40)
     assert [line.inside for line in against(tmp_path, run, read()).figures[1:]] == [False, False, None]
     text = printed(tmp_path, run, read())
-    assert "Outside our intervals: acceptance at token 0, acceptance at token 1 (2 of 2" in in_one_line(text)
+    assert "2 of 2 figures outside our intervals." in in_one_line(text)
     assert all(len(line) <= 80 for line in text.splitlines())
     alone = printed(tmp_path, report(2, [2, 1]), read(acceptance=[]))
-    assert "There is no interval that could hold a figure" in alone
+    assert "0 of 0 figures outside our intervals." in alone
 
 
 def test_reasoning_in_the_texts_is_thinking(tmp_path):
@@ -331,13 +331,12 @@ def test_the_accuracy_of_another_task_is_not_taken_for_it(tmp_path):
     assert re.search(
         r"^gsm8k exact_match,strict-match +70\.0 % ± 2\.0 +- +-  not compared$", text, re.MULTILINE
     )
-    said = "Not measured here: gsm8k exact_match,strict-match; `specgen eval` measures"
-    assert said in in_one_line(text)
+    assert "`specgen eval` measures accuracy." in in_one_line(text)
     scored(tmp_path, gsm8k=250)
     text = printed(tmp_path, run, read())
     assert re.search(r"strict-match +70\.0 % ± 2\.0 +50\.0 %  \[45\.6, 54\.4\] +no$", text, re.MULTILINE)
-    assert "Not measured" not in text
-    assert "Outside our intervals: gsm8k exact_match,strict-match (1 of 4" in in_one_line(text)
+    assert "specgen eval" not in text
+    assert "1 of 4 figures outside our intervals." in in_one_line(text)
 
 
 def test_an_accuracy_that_is_no_share_is_refused(tmp_path):
@@ -388,10 +387,10 @@ def test_the_command_finds_the_accuracy_of_an_arm(run_directory):
     (run_directory / "report.json").write_text(json.dumps(report(4, [3, 1, 0], [1, 2, 0]).to_json()))
     (run_directory / "manifest.json").write_text(json.dumps(manifest("eval gsm8k", 4)))
     padded = ("--against", "vllm-25196-padded")
-    assert "Not measured here: gsm8k" in invoke(run_directory, *padded).stdout
+    assert "`specgen eval` measures accuracy." in invoke(run_directory, *padded).stdout
     scored(run_directory, gsm8k=387)
     printed = invoke(run_directory, *padded).stdout
-    assert "Our intervals hold every figure compared (2)." in printed
+    assert "0 of 2 figures outside our intervals." in printed
     assert re.search(r"strict-match +77\.4 % ± 1\.9 +77\.4 % .* +yes$", printed, re.MULTILINE)
 
 

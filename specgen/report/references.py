@@ -13,7 +13,7 @@ from specgen.config.bundled import evaluation_directory
 from specgen.config.json_fields import load_json
 from specgen.record import columns
 from specgen.report.acceptance import Acceptance
-from specgen.report.display import DASH, ends, hundredths, percent, plain
+from specgen.report.display import DASH, count, ends, hundredths, percent, plain, several
 from specgen.report.intervals import wilson
 from specgen.report.report import Report
 from specgen.report.table import Column, Row, Table
@@ -314,23 +314,13 @@ def of_figures(reference: Reference, runs: Sequence[RunComparison]) -> Iterator[
 
 
 def _summary(runs: Sequence[RunComparison]) -> Iterator[str]:
-    """Which published figures lie outside the run's intervals, and what is not comparable."""
-    lines = [(" ".join((*run.keys.values(), line.figure)), line) for run in runs for line in run.figures]
-    compared = [line for _, line in lines if line.inside is not None]
-    outside = [name for name, line in lines if line.inside is False]
-    if not compared:
-        yield "There is no interval that could hold a figure of the reference."
-    elif outside:
-        yield (
-            f"Outside our intervals: {', '.join(outside)} ({len(outside)} of {len(compared)} "
-            f"figure{'s' * (len(compared) > 1)})."
-        )
-    else:
-        yield f"Our intervals hold every figure compared ({len(compared)})."
+    """How many published figures lie outside the run's intervals, and what is not comparable."""
+    lines = [line for run in runs for line in run.figures]
+    inside = [line.inside for line in lines if line.inside is not None]
+    yield f"{count(inside.count(False))} of {several(len(inside), 'figure')} outside our intervals."
     measures = {accuracy.measure for run in runs for accuracy in run.measurement.accuracy}
-    missing = [name for name, line in lines if line.ours is None and line.figure in measures]
-    if missing:
-        yield f"Not measured here: {', '.join(missing)}; `specgen eval` measures accuracy."
+    if any(line.ours is None and line.figure in measures for line in lines):
+        yield "`specgen eval` measures accuracy."
     thinks = {run.measurement.thinking for run in runs if run.run.thinking is None} - {None}
     if thinks:
         yield (
