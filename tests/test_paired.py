@@ -34,16 +34,6 @@ def test_student_t_of_another_confidence_is_that_of_scipy(freedom, confidence):
     assert student_t(freedom, confidence) == pytest.approx(stats.t.ppf((1 + confidence) / 2, freedom))
 
 
-def test_two_groups_have_the_quantile_of_one_degree_of_freedom():
-    ratio = added([4, 8], [10, 10])
-    low, high = ratio.mean_interval()
-    assert (high - low) / 2 == pytest.approx(12.706205 * np.sqrt(ratio.variance()), rel=1e-6)
-
-
-def test_rounding_keeps_a_share_within_its_bounds():
-    assert all(wilson(1.0, trials)[1] <= 1 and wilson(0.0, trials)[0] >= 0 for trials in range(1, 200))
-
-
 def test_the_variance_is_the_robust_one_of_a_weighted_mean_in_statsmodels():
     from statsmodels.api import WLS
 
@@ -56,10 +46,34 @@ def test_the_variance_is_the_robust_one_of_a_weighted_mean_in_statsmodels():
     assert ratio.variance() == pytest.approx(mean.cov_params()[0, 0])
 
 
-def test_one_group_gives_the_plain_wilson_interval_and_none_for_a_mean():
-    ratio = added([7], [10])
-    assert ratio.share_interval() == wilson(0.7, 10)
-    assert ratio.mean_interval() is None
+@pytest.mark.parametrize(
+    ("hits", "trials", "share", "has_mean"),
+    [
+        ([7], [10], wilson(0.7, 10), False),  # one group: the plain interval
+        ([0, 0], [0, 0], None, False),
+        ([0, 0, 0], [5, 6, 7], ..., False),
+        ([2, 3], [4, 6], ..., False),
+        ([2, 4], [4, 6], ..., True),
+    ],
+)
+def test_groups_without_a_spread_have_no_interval_of_the_mean(hits, trials, share, has_mean):
+    ratio = added(hits, trials)
+    assert (ratio.mean_interval() is not None) == has_mean
+    assert share in (..., ratio.share_interval())
+    assert (ratio.groups, ratio.rate) == (
+        (0, None) if share is None else (len(hits), sum(hits) / sum(trials))
+    )
+
+
+def test_the_effective_sample_size_is_at_most_the_trials_and_at_the_edge_a_width_stays():
+    for hits in ([5, 5] * 25, [4, 6] * 25):
+        (low, high), plain = added(hits, [10] * 50).share_interval(), wilson(0.5, 500)
+        assert low <= plain[0] < plain[1] <= high
+    for rate in (0, 1):
+        low, high = added([20 * rate] * 5, [20] * 5).share_interval()
+        assert 0 <= low <= rate <= high <= 1
+        assert 0.01 < high - low < 0.2
+    assert all(wilson(1.0, trials)[1] <= 1 and wilson(0.0, trials)[0] >= 0 for trials in range(1, 200))
 
 
 def test_intervals_have_a_degree_of_freedom_less_than_groups():
@@ -72,32 +86,6 @@ def test_intervals_have_a_degree_of_freedom_less_than_groups():
     assert trials < ratio.trials
     effective = trials * (stats.norm.ppf(0.975) / t) ** 2
     assert ratio.share_interval() == pytest.approx(wilson(ratio.rate, effective), rel=1e-9)
-
-
-def test_equal_groups_give_no_interval_of_the_mean():
-    assert added([0, 0, 0], [5, 6, 7]).mean_interval() is None
-    assert added([2, 3], [4, 6]).mean_interval() is None
-    assert added([2, 4], [4, 6]).mean_interval() is not None
-
-
-def test_nothing_gives_no_interval():
-    ratio = added([0, 0], [0, 0])
-    assert (ratio.groups, ratio.rate, ratio.share_interval(), ratio.mean_interval()) == (0, None, None, None)
-
-
-@pytest.mark.parametrize("rate", [0, 1])
-def test_a_rate_at_the_edge_keeps_a_width_inside_the_bounds(rate):
-    low, high = added([20 * rate] * 5, [20] * 5).share_interval()
-    assert 0 <= low <= rate <= high <= 1
-    assert 0.01 < high - low < 0.2
-
-
-@pytest.mark.parametrize("hits", [[5, 5] * 25, [4, 6] * 25])
-def test_the_effective_sample_size_is_at_most_the_trials(hits):
-    low, high = added(hits, [10] * 50).share_interval()
-    plain_low, plain_high = wilson(0.5, 500)
-    assert low <= plain_low
-    assert high >= plain_high
 
 
 @pytest.mark.parametrize("groups", [6, 30])
@@ -136,21 +124,12 @@ def test_mcnemar_is_that_of_statsmodels(higher, lower, num):
     assert mcnemar(higher, lower) == pytest.approx(theirs(arms, exact=True).pvalue, rel=1e-9)
 
 
-def test_without_discordant_pairs_there_is_no_difference():
-    assert mcnemar(0, 0) == 1
-
-
 @pytest.mark.parametrize(("higher", "lower", "num"), [*CELLS, (0, 0, 1), (1, 0, 2), (1, 1, 3), (0, 11, 30)])
 def test_the_ends_of_the_interval_are_where_the_score_test_rejects(higher, lower, num):
     low, high = tango(higher, lower, num)
     for end in (low, high):
         assert abs(score_by_search(end, higher, lower, num)) == pytest.approx(1.959964, rel=1e-3)
     assert -1 < low < (higher - lower) / num < high < 1
-
-
-def test_swapped_arms_mirror_the_interval():
-    low, high = tango(12, 5, 60)
-    assert tango(5, 12, 60) == pytest.approx((-high, -low))
 
 
 @pytest.mark.parametrize(("higher", "lower"), [(12, 0), (0, 12)])
@@ -170,6 +149,8 @@ def test_fractional_scores_take_the_paired_t_test(num, shift):
     result, expected = paired_scores(scores.tolist(), others.tolist()), stats.ttest_rel(scores, others)
     assert result.p == pytest.approx(expected.pvalue, abs=1e-12)
     assert result.interval == pytest.approx(expected.confidence_interval(0.95), rel=1e-9)
+    scores, others = [1, 0, 1, 1, 0.5, 0], [0, 0, 1, 0, 1, 0]  # one is enough
+    assert paired_scores(scores, others).p == pytest.approx(stats.ttest_rel(scores, others).pvalue)
 
 
 def test_scores_of_0_and_1_take_mcnemar():
@@ -177,13 +158,6 @@ def test_scores_of_0_and_1_take_mcnemar():
     assert (result.higher, result.lower, result.num_samples) == (2, 1, 6)
     assert (result.mean, result.other_mean, result.difference) == pytest.approx((4 / 6, 3 / 6, 1 / 6))
     assert (result.p, result.interval) == (1, tango(2, 1, 6))
-
-
-def test_one_fractional_score_is_enough_for_the_paired_t_test():
-    from scipy import stats
-
-    scores, others = [1, 0, 1, 1, 0.5, 0], [0, 0, 1, 0, 1, 0]
-    assert paired_scores(scores, others).p == pytest.approx(stats.ttest_rel(scores, others).pvalue)
 
 
 @pytest.mark.parametrize(
@@ -214,10 +188,6 @@ def test_differences_that_differ_by_more_than_rounding_are(least):
     assert result.interval[0] < 0.25 + least / 3 < result.interval[1]
 
 
-def test_equal_fractional_scores_of_one_arm_have_no_interval():
-    assert scores_interval([0.1 + 0.2, 0.3, 0.3]) is None
-
-
 def test_the_interval_of_one_arm():
     from scipy import stats
     from statsmodels.stats.proportion import proportion_confint
@@ -226,6 +196,7 @@ def test_the_interval_of_one_arm():
     assert scores_interval([1, 1, 0, 1]) == pytest.approx(proportion_confint(3, 4, method="wilson"))
     expected = stats.ttest_1samp(scores, 0).confidence_interval(0.95)
     assert scores_interval(scores) == pytest.approx(expected, rel=5e-3)
+    assert scores_interval([0.1 + 0.2, 0.3, 0.3]) is None, "all alike"
 
 
 def score_by_search(difference, higher, lower, num):
