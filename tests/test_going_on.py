@@ -31,7 +31,7 @@ from specgen.record.interrupt import StoppedError
 from specgen.record.progress import Status, Tally
 from specgen.record.record_rows import read_passes
 from specgen.record.results import LOCK, RunDirectory
-from tests.commands import printed, write_rows
+from tests.commands import printed, rows, write_rows
 from tests.engines import engine_config
 from tests.jobs import Silent, keep_in_memory, of_field_q
 from tests.marks import mostly_slow
@@ -72,12 +72,11 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 def write_prompts(path: Path, names: Iterable[str] = NAMES, **changed: str) -> None:
-    rows = ({"id": name, "prompt": changed.get(name, f"Tom has {name}")} for name in names)
-    write_rows(path, rows)
+    write_rows(path, ({"id": name, "prompt": changed.get(name, f"Tom has {name}")} for name in names))
 
 
 def ids(path: Path) -> list[str]:
-    return [json.loads(line)["id"] for line in path.read_text().splitlines()]
+    return [row["id"] for row in rows(path)]
 
 
 def content(path: Path) -> dict[str, bytes]:
@@ -104,32 +103,18 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return names
 
 
-def test_a_finished_run_only_prints_its_report_again(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = run.run(job, tmp_path / "run", Follower())
-    before = content(tmp_path / "run")
-    monkeypatch.setattr(run, "Engine", None)
-    again = run.run(job, tmp_path / "run", Follower())
-    assert again == first
-    assert content(tmp_path / "run") == before
-
-
 @pytest.mark.parametrize("left", [0, 5])
 def test_a_finished_run_that_has_lost_rows_goes_on(job: Job, tmp_path: Path, left: int) -> None:
     """As a copy of its directory may have: the report alone does not say what is there."""
     run.run(job, tmp_path, Follower())
-    before, file = content(tmp_path), tmp_path / "completions.jsonl"
+    file = tmp_path / "completions.jsonl"
+    before = [row["token_ids"] for row in rows(file)]
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:left]))
     follower = Follower()
     run.run(job, tmp_path, follower)
     assert follower.count == 8 - left
     assert ids(file) == NAMES
-    texts = [
-        [json.loads(line)["token_ids"] for line in each.splitlines()]
-        for each in (before["completions.jsonl"], file.read_bytes())
-    ]
-    assert texts[0] == texts[1]
+    assert [row["token_ids"] for row in rows(file)] == before
 
 
 def test_rows_of_other_requests_do_not_stand_for_those_of_the_run(job: Job, tmp_path: Path) -> None:
@@ -142,37 +127,33 @@ def test_rows_of_other_requests_do_not_stand_for_those_of_the_run(job: Job, tmp_
     assert ids(file) == NAMES
 
 
-def test_a_finished_run_whose_export_is_stopped_stays_finished(
+def test_a_stop_at_the_end_of_a_run_says_what_is_done(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run.run(job, tmp_path, Follower())
-    before = (tmp_path / "status.json").read_bytes()
+    """While the report is written, twice, and while a finished run is exported, which stays finished."""
 
     def stopped_in(*given: object, **named: object) -> None:
         with swapped(tmp_path / "batch_output.jsonl") as file:
             file.write(b"half")
             raise KeyboardInterrupt
 
+    def state() -> tuple[str, int, int]:
+        status = json.loads((tmp_path / "status.json").read_text())
+        return status["state"], status["done"], status["total"]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_output.FinishedRun, "write_report", stopped_in)
+        for _ in range(2):  # the second time with nothing left to generate
+            with pytest.raises(KeyboardInterrupt):
+                run.run(job, tmp_path, Follower())
+            assert state() == ("interrupted", 8, 8)
+    run.run(job, tmp_path, Follower())
     monkeypatch.setattr("specgen.jobs.run_output.export_openai", stopped_in)
     monkeypatch.setattr(run_output.FinishedRun, "_served", lambda self: None)
     with pytest.raises(KeyboardInterrupt):
         run.run(replace(job, format="openai"), tmp_path, Follower())
-    assert (tmp_path / "status.json").read_bytes() == before
+    assert state() == ("finished", 8, 8)
     assert not list(tmp_path.glob("*.partial"))
-
-
-def test_a_stop_while_the_report_is_written_says_what_is_done(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stopped_in(*given: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run_output.FinishedRun, "write_report", stopped_in)
-    for _ in range(2):  # the second time with nothing left to generate
-        with pytest.raises(KeyboardInterrupt):
-            run.run(job, tmp_path, Follower())
-        status = json.loads((tmp_path / "status.json").read_text())
-        assert (status["state"], status["done"], status["total"]) == ("interrupted", 8, 8)
 
 
 @pytest.mark.parametrize("damage", [b"\0" * 20, b"\1", b"\xff"], ids=["zeros", "control", "not UTF-8"])
@@ -200,14 +181,20 @@ def test_a_row_that_is_damaged_within_is_answered_again_or_named(
     assert ids(file) == NAMES
 
 
-def test_a_record_of_passes_that_is_lost_makes_no_two_sessions_one(job: Job, tmp_path: Path) -> None:
-    """Whose time would be that of one of them."""
+@pytest.mark.parametrize("lost", [False, True])
+def test_finished_requests_are_not_run_again(job: Job, tmp_path: Path, lost: bool) -> None:
+    """A record of passes that is lost makes no two sessions one, whose time would be that of one of them."""
     stopped(job, tmp_path, 3)
     done = len(ids(tmp_path / "completions.jsonl"))
-    (tmp_path / "passes.jsonl").write_text("")
-    run.run(job, tmp_path, Follower())
-    lines = (tmp_path / "completions.jsonl").read_text().splitlines()
-    sessions = Counter(json.loads(line)["record"]["session"] for line in lines)
+    assert 3 <= done < 8
+    if lost:
+        (tmp_path / "passes.jsonl").write_text("")
+    follower = Follower()
+    run.run(job, tmp_path, follower)
+    assert follower.started == [("speculative decoding", 8, done)]
+    assert follower.count == 8 - done
+    assert ids(tmp_path / "completions.jsonl") == NAMES
+    sessions = Counter(row["record"]["session"] for row in rows(tmp_path / "completions.jsonl"))
     assert sessions == {"0/1-0": done, "0/1-1": 8 - done}
 
 
@@ -218,20 +205,6 @@ def test_a_damaged_record_of_passes_is_named(job: Job, tmp_path: Path) -> None:
     passes.write_text("".join([first, "\0\n", *others]))
     with pytest.raises(UserError, match=r"passes\.jsonl, line 2: not a row .*: remove that line"):
         list(read_passes(passes))
-
-
-def test_finished_requests_are_not_run_again(job: Job, tmp_path: Path) -> None:
-    stopped(job, tmp_path, 3)
-    done = ids(tmp_path / "completions.jsonl")
-    assert 3 <= len(done) < 8
-    follower = Follower()
-    run.run(job, tmp_path, follower)
-    assert follower.started == [("speculative decoding", 8, len(done))]
-    assert follower.count == 8 - len(done)
-    assert ids(tmp_path / "completions.jsonl") == NAMES
-    found = (json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines())
-    sessions = Counter(row["record"]["session"] for row in found)
-    assert sessions == {"0/1-0": len(done), "0/1-1": 8 - len(done)}
 
 
 def test_failed_requests_are_retried(job: Job, tmp_path: Path, refusing: set[str]) -> None:
@@ -249,15 +222,8 @@ def test_failed_requests_are_retried(job: Job, tmp_path: Path, refusing: set[str
     refusing.clear()
     report = run.run(job, out, Follower()).report
     assert (ids(out / "errors.jsonl"), ids(out / "completions.jsonl")) == ([], NAMES)
-    for name in (
-        "num_errors",
-        "num_requests",
-        "num_drafts",
-        "acceptance",
-        "finish_reasons",
-        "num_prompt_tokens",
-    ):
-        assert getattr(report, name) == getattr(clean, name)
+    same = ("num_errors", "num_requests", "num_drafts", "acceptance", "finish_reasons", "num_prompt_tokens")
+    assert all(getattr(report, name) == getattr(clean, name) for name in same)
 
 
 def retrying(job: Job, file: Path, **corrected: str | None) -> Job:
@@ -307,14 +273,9 @@ def test_failed_rows_are_mended_by_a_corrected_file(job: Job, tmp_path: Path, re
     assert follower.count < 3, "one was mended before the stop"
     clean = replace(mended, retry_errors=False)
     run.run(clean, tmp_path / "clean", Follower())
-    texts = [
-        [(row["id"], row["text"]) for row in map(json.loads, (each / "completions.jsonl").open())]
-        for each in (out, tmp_path / "clean")
-    ]
-    assert texts[0] == texts[1]
-    assert run.run(clean, out, follower := Follower()).report.num_errors == follower.count == 0, (
-        "one run of it"
-    )
+    mine, whole = (rows(each / "completions.jsonl") for each in (out, tmp_path / "clean"))
+    assert [(row["id"], row["text"]) for row in mine] == [(row["id"], row["text"]) for row in whole]
+    assert run.run(clean, out, follower := Follower()).report.num_errors == follower.count == 0
     finished = content(out)
     with pytest.raises(UserError, match=r"but no row of the run in '.*' failed: leave it out"):
         run.run(mended, out, Follower())
@@ -456,8 +417,11 @@ def test_a_baseline_may_be_asked_for_later(job: Job, tmp_path: Path) -> None:
 
 
 def test_another_run_is_refused(job: Job, tmp_path: Path) -> None:
-    stopped(job, tmp_path, 1)
-    before = content(tmp_path)
+    own, out = tmp_path / "own.jsonl", tmp_path / "run"
+    write_prompts(own)
+    job = replace(job, data=DataSource(dataset=str(own)))
+    stopped(job, out, 1)
+    before = content(out)
     others: dict[str, dict[str, Any]] = {
         "--max-new-tokens 6 -> 7": {"sampling": {"max_tokens": 7}},
         "--seed 0 -> 3": {"sampling": {"seed": 3}},
@@ -465,11 +429,14 @@ def test_another_run_is_refused(job: Job, tmp_path: Path) -> None:
         "--drafter-batch padded -> non-padded": {"engine": {"drafter_batch": "non-padded"}},
         "--num-prompts not given -> 7:": {"data": {"num_prompts": 7}},
         "--no-steps False -> True": {"no_steps": True},
+        rf"files of the prompts: {own} \([\d,]+ bytes of .* UTC": {},  # which are changed before that
     }
     for words, changed in others.items():
+        if not changed:
+            write_prompts(own, p7="Stop")
         with pytest.raises(UserError, match=f"holds a run that differs in {words}.* --restart"):
-            run.run(with_changes(job, changed), tmp_path, Follower())
-        assert content(tmp_path) == before
+            run.run(with_changes(job, changed), out, Follower())
+        assert content(out) == before
 
 
 def with_changes(job: Job, changed: dict[str, Any]) -> Job:
@@ -529,16 +496,6 @@ def test_another_checkpoint_of_the_same_name_is_refused(
     ) as refused:
         run.run(job, tmp_path / "run", Follower())
     assert not re.search("[0-9a-f]{12}", str(refused.value).partition("differs in")[2])
-
-
-def test_changed_prompts_are_refused(job: Job, tmp_path: Path) -> None:
-    own = tmp_path / "own.jsonl"
-    write_prompts(own)
-    job = replace(job, data=DataSource(dataset=str(own)))
-    stopped(job, tmp_path / "run", 1)
-    write_prompts(own, p7="Stop")
-    with pytest.raises(UserError, match=rf"differs in files of the prompts: {own} \([\d,]+ bytes of .* UTC"):
-        run.run(job, tmp_path / "run", Follower())
 
 
 def test_a_restart_keeps_the_old_directory(job: Job, tmp_path: Path) -> None:
@@ -601,12 +558,16 @@ def test_a_status_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest
     assert not synced
 
 
-@pytest.mark.parametrize("text", ["", "null", "[]", '"x"'])
-def test_a_status_that_says_nothing_is_not_a_finished_run(job: Job, tmp_path: Path, text: str) -> None:
-    run.run(job, tmp_path, Follower())
-    (tmp_path / "status.json").write_text(text)
-    run.run(job, tmp_path, Follower())
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [*(("status.json", text) for text in ("", "null", "[]", '"x"')), ("report.json", "")],
+)
+def test_a_file_that_says_nothing_is_made_anew(job: Job, tmp_path: Path, name: str, text: str) -> None:
+    first = run.run(job, tmp_path, Follower())
+    (tmp_path / name).write_text(text)
+    assert run.run(job, tmp_path, Follower()) == first
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "finished"
+    assert json.loads((tmp_path / "report.json").read_text())["num_requests"] == 8
 
 
 def test_a_resume_parses_few_rows(tmp_path: Path) -> None:

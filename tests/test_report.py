@@ -5,7 +5,6 @@ import json
 import random
 import re
 import tracemalloc
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 
@@ -14,7 +13,7 @@ import pytest
 
 from specgen.config import UserError
 from specgen.record import columns
-from specgen.record.record_rows import PassRow, StepCounts, count_parts, turn_id
+from specgen.record.record_rows import StepCounts, count_parts, turn_id
 from specgen.report import tables, terminal
 from specgen.report.acceptance import metrics_of
 from specgen.report.intervals import Ratio, wilson
@@ -36,19 +35,16 @@ from tests.streams import (
 
 def test_counters_and_lengths():
     events = [*request("a", [(3, 3), (3, 1)]), *request("b", [(3, 0)]), *refusal("c")]
+    expected = {"num_requests": 2, "num_prompt_tokens": 10, "num_errors": 1, "finish_reasons": {"stop": 2}}
+    expected |= {"num_drafts": 3, "num_draft_tokens": 9, "num_accepted_tokens": 4}
+    expected |= {"total_num_output_tokens": (1 + 4 + 2) + (1 + 1), "acceptance_histogram": [1, 1, 0, 1]}
+    expected |= {
+        "mean_acceptance_length": pytest.approx(1 + 4 / 3),
+        "draft_acceptance_rate": pytest.approx(4 / 9),
+    }
+    expected |= {"mean_acceptance_length_per_request": pytest.approx(((1 + 4 / 2) + 1) / 2)}
     report = as_json(events)
-    assert report["num_requests"] == 2
-    assert report["num_prompt_tokens"] == 10
-    assert report["num_drafts"] == 3
-    assert report["num_draft_tokens"] == 9
-    assert report["num_accepted_tokens"] == 4
-    assert report["total_num_output_tokens"] == (1 + 4 + 2) + (1 + 1)
-    assert report["mean_acceptance_length"] == pytest.approx(1 + 4 / 3)
-    assert report["mean_acceptance_length_per_request"] == pytest.approx(((1 + 4 / 2) + 1) / 2)
-    assert report["draft_acceptance_rate"] == pytest.approx(4 / 9)
-    assert report["acceptance_histogram"] == [1, 1, 0, 1]
-    assert report["finish_reasons"] == {"stop": 2}
-    assert report["num_errors"] == 1
+    assert {name: report[name] for name in expected} == expected
 
 
 def test_acceptance_by_position_joint_and_conditional():
@@ -59,16 +55,6 @@ def test_acceptance_by_position_joint_and_conditional():
     assert [row["conditional"] for row in (first, second, third)] == pytest.approx([0.75, 2 / 3, 0.5])
     assert third["ci95"] == pytest.approx(wilson(1 / 4, 4))
     assert third["conditional_ci95"] == pytest.approx(wilson(1 / 2, 2))
-
-
-def test_a_position_counts_the_steps_that_drafted_so_far():
-    report = as_json(request("a", [(1, 1), (3, 3), (0, 0), (2, 1)]))
-    assert [row["drafted"] for row in report["acceptance"]] == [3, 2, 1]
-    assert [row["accepted"] for row in report["acceptance"]] == [3, 1, 1]
-    assert [row["reached"] for row in report["acceptance"]] == [3, 2, 1]
-    assert report["num_drafts"] == 3
-    assert report["num_draft_tokens"] == 6
-    assert report["mean_acceptance_length"] == pytest.approx(1 + 5 / 3)
 
 
 def test_steps_without_drafts_are_counted_apart():
@@ -111,18 +97,14 @@ def test_intervals_treat_requests_and_not_steps_as_independent():
     assert narrow[1] - narrow[0] < 0.5
 
 
-def test_the_interval_of_the_length_stays_possible():
+def test_the_interval_of_the_length_is_that_of_its_requests_and_stays_possible():
     report = as_json([*request("a", [(3, 3)] * 9), *request("b", [(3, 0)])])
     low, high = report["mean_acceptance_length_ci95"]
     assert 1 <= low < report["mean_acceptance_length"] < high <= 4
-
-
-def test_the_interval_of_a_short_length_is_that_of_its_requests():
-    ratio = Ratio(np.array([1, 0, 1, 1, 0, 1]), np.array([2] * 6))
-    events = [event for n in range(6) for event in request(str(n), [(3, int(n not in (1, 4))), (3, 0)])]
-    low, high = ratio.mean_interval()
+    low, high = Ratio(np.array([1, 0, 1, 1, 0, 1]), np.array([2] * 6)).mean_interval()
+    short = [event for n in range(6) for event in request(str(n), [(3, int(n not in (1, 4))), (3, 0)])]
     assert 0 < low < high < 1
-    assert as_json(events)["mean_acceptance_length_ci95"] == pytest.approx((1 + low, 1 + high))
+    assert as_json(short)["mean_acceptance_length_ci95"] == pytest.approx((1 + low, 1 + high))
 
 
 def test_categories_and_turns_only_where_there_are_several():
@@ -153,14 +135,7 @@ def test_times():
     assert report["ttft_seconds"] == {"mean": 1.0, "median": 1.0, "p99": 1.0}
     # a: 2 s for 4 tokens after the first; b: 1 s for 4
     assert report["tpot_seconds"] == pytest.approx({"mean": 0.375, "median": 0.375, "p99": 0.4975})
-
-
-def test_a_request_of_one_token_has_no_time_per_token():
-    report = as_json(request("a", []))
-    assert report["total_num_output_tokens"] == 1
-    assert report["ttft_seconds"]["mean"] == 1.0
-    assert report["tpot_seconds"] is None
-    assert as_json(request("a", [(0, 0)]), 0)["tpot_seconds"]["mean"] == 1.0, "a second one has"
+    assert as_json(request("a", [(0, 0)]), 0)["tpot_seconds"]["mean"] == 1.0, "of a second token alone"
 
 
 def test_preemptions_and_cached_tokens_are_counted():
@@ -174,26 +149,32 @@ def test_preemptions_and_cached_tokens_are_counted():
 def test_rows_and_steps():
     rows = {"num_sequences": 2, "first_pass_kept": 5, "loop_rows": 4}
     drafting = {"num_spec_tokens": 3, "target_rows": 8, "first_pass_rows": 8} | rows
-    report = as_json(
-        [
-            pass_row("prefill", seconds=1.0, target_rows=50, first_pass_rows=50, **rows),
-            pass_row(time=1.5, seconds=0.5, num_rejected=2, **drafting),
-            pass_row(time=1.7, seconds=0.2, **drafting),
-        ]
+    prefill = pass_row("prefill", seconds=1.0, target_rows=50, first_pass_rows=50, **rows)
+    steps = (
+        pass_row(time=1.5, seconds=0.5, num_rejected=2, **drafting),
+        pass_row(time=1.7, seconds=0.2, **drafting),
     )
-    assert report["rows"] == {
-        "target": 16,
-        "target_rejected": 2,
-        "first_pass": 16,
-        "first_pass_wasted": 6,
-        "loop": 12,
-    }
+    report = as_json([prefill, *steps])
+    counted = {"target": 16, "target_rejected": 2, "first_pass": 16, "first_pass_wasted": 6, "loop": 12}
+    assert report["rows"] == counted
     decode = report["steps"]["decode"]
-    assert decode["num_steps"] == 2
+    assert (decode["num_steps"], decode["max_seconds"], decode["mean_sequences"]) == (2, 0.5, 2)
     assert decode["mean_seconds"] == pytest.approx(0.35)
-    assert decode["max_seconds"] == 0.5
-    assert decode["mean_sequences"] == 2
     assert report["steps"]["prefill"]["target_rows"] == 50
+
+
+@pytest.mark.parametrize(
+    ("lengths", "by_number", "listed"),
+    [
+        ((0, 2, 2, 4, 2, 0), {"2": 3, "0": 2, "4": 1}, ["2", "0", "4"]),
+        ((3, 3), {"3": 2}, []),  # a single one is not listed
+        ((), None, []),
+    ],
+)
+def test_steps_of_several_draft_lengths(lengths, by_number, listed):
+    report = as_json(decode_steps(*lengths), 4)
+    assert report["steps"].get("decode", {}).get("by_num_spec_tokens") == by_number
+    assert list(Report.from_json(report).draft_lengths) == listed
 
 
 def test_rows_computed_and_rows_wasted_are_of_the_same_steps():
@@ -204,45 +185,37 @@ def test_rows_computed_and_rows_wasted_are_of_the_same_steps():
     assert rows["target_rejected"] == rows["first_pass_wasted"] == 2 + 4 + 1
 
 
-def test_steps_of_several_draft_lengths():
-    lengths = (0, 2, 2, 4, 2, 0)
-    report = as_json([*request("a", [(k, min(k, 1)) for k in lengths]), *decode_steps(*lengths)], 4)
-    assert report["steps"]["decode"]["by_num_spec_tokens"] == {"2": 3, "0": 2, "4": 1}
-    assert list(Report.from_json(report).draft_lengths) == ["2", "0", "4"]
-    assert [row["drafted"] for row in report["acceptance"]] == [4, 4, 1, 1]
-    assert [row["reached"] for row in report["acceptance"]] == [4, 4, 0, 0]
-    assert [row["rate"] for row in report["acceptance"]] == [1, 0, 0, 0]
-    assert report["num_drafts"] == 4
-    assert report["num_draft_tokens"] == 10
-    assert report["mean_acceptance_length"] == 2
-    assert report["acceptance_histogram"] == [0, 4, 0, 0, 0]
+NOTHING = {"num_requests": 0, "num_drafts": 0, "wall_seconds": 0, "num_errors": 0, "finish_reasons": {}}
+NOTHING |= dict.fromkeys(("mean_acceptance_length", "mean_acceptance_length_per_request", "ttft_seconds"))
+NOTHING |= {"output_tokens_per_second": None}
 
 
-def test_a_single_draft_length_is_not_listed():
-    assert Report.from_json(as_json([*request("a", [(3, 1)] * 2), *decode_steps(3, 3)])).draft_lengths == {}
-    assert Report.from_json(as_json([])).draft_lengths == {}
-
-
-def test_the_experts_that_earlier_versions_counted_are_left_out() -> None:
-    earlier = as_json([]) | {"experts": [{"num_spec_tokens": 4, "touched": 5.5}]}
-    assert Report.from_json(earlier) == Report.from_json(as_json([]))
-
-
-def test_a_run_without_requests():
-    report = as_json([])
-    assert report["num_requests"] == report["num_drafts"] == report["wall_seconds"] == 0
-    assert report["mean_acceptance_length"] is None
-    assert report["output_tokens_per_second"] is None
-    assert [row["rate"] for row in report["acceptance"]] == [None] * 3
-    assert next(remarks(Report.from_json(report))).startswith("No verify step")
-
-
-def test_only_refusals():
-    report = as_json([*refusal("a"), *refusal("b")])
-    assert (report["num_requests"], report["num_errors"]) == (0, 2)
-    assert report["finish_reasons"] == {}
-    assert report["ttft_seconds"] is None
-    assert report["mean_acceptance_length_per_request"] is None
+@pytest.mark.parametrize(
+    ("rows", "k", "expected", "remark"),
+    [
+        ([], 3, NOTHING, "No verify step"),
+        ([*refusal("a"), *refusal("b")], 3, NOTHING | {"num_errors": 2}, "No verify step"),
+        (
+            [*request("a", [])],
+            3,
+            {"total_num_output_tokens": 1, "tpot_seconds": None, "num_drafts": 0},
+            "No verify step",
+        ),
+        (
+            [*request("a", [(0, 0)] * 4)],
+            0,
+            {"total_num_output_tokens": 5, "num_drafts": 0, "acceptance": [], "acceptance_histogram": [0]},
+            "Plain decoding",
+        ),
+    ],
+)
+def test_a_run_without_drafts(rows, k, expected, remark):
+    report = as_json(rows, k)
+    assert {name: report[name] for name in expected} == expected
+    assert [row["rate"] for row in report["acceptance"]] == [None] * k
+    assert next(remarks(Report.from_json(report))).startswith(remark)
+    earlier = report | {"experts": [{"num_spec_tokens": 4, "touched": 5.5}]}  # which were counted once
+    assert Report.from_json(earlier) == Report.from_json(report)
 
 
 def test_a_failed_request_counts_as_an_error_only():
@@ -260,20 +233,8 @@ def test_the_order_of_requests_does_not_matter():
     forward, backward = (
         as_json([event for each in order for event in each]) for order in (requests, requests[::-1])
     )
-    assert {**forward, "ttft_seconds": 0, "tpot_seconds": 0} == {
-        **backward,
-        "ttft_seconds": 0,
-        "tpot_seconds": 0,
-    }
-
-
-def test_plain_decoding():
-    report = as_json(request("a", [(0, 0)] * 4), 0)
-    assert report["total_num_output_tokens"] == 5
-    assert report["num_drafts"] == 0
-    assert report["acceptance"] == []
-    assert report["acceptance_histogram"] == [0]
-    assert next(remarks(Report.from_json(report))).startswith("Plain decoding")
+    times = {"ttft_seconds": 0, "tpot_seconds": 0}
+    assert forward | times == backward | times
 
 
 def test_a_dead_drafter_is_called_so():
@@ -361,13 +322,9 @@ def test_the_metrics_of_one_request():
         "per_step_accepted": (3, 0, 1),
         "num_steps_without_drafts": 1,
     }
-
-
-def test_a_request_without_steps_has_no_rates():
-    metrics = metrics_of(StepCounts.of([], 0), (), 3)
-    assert metrics.mean_acceptance_length is None
-    assert metrics.draft_acceptance_rate is None
-    assert metrics.acceptance_histogram == (0, 0, 0, 0)
+    nothing = metrics_of(StepCounts.of([], 0), (), 3)
+    assert nothing.mean_acceptance_length is nothing.draft_acceptance_rate is None
+    assert nothing.acceptance_histogram == (0, 0, 0, 0)
 
 
 def test_the_whole_is_the_sum_of_its_requests():
@@ -384,17 +341,13 @@ def test_the_whole_is_the_sum_of_its_requests():
     assert report["num_accepted_tokens"] == sum(row["accepted"] for row in report["acceptance"])
     assert report["num_draft_tokens"] == sum(row["drafted"] for row in report["acceptance"])
     assert sum(report["acceptance_histogram"]) == report["num_drafts"] == len(flat)
+    assert report["mean_acceptance_length"] == pytest.approx(1 + report["num_accepted_tokens"] / len(flat))
 
 
 def test_memory_does_not_grow_with_the_steps():
     (step,) = decode_steps(2)
-
-    def passes(number: int) -> Iterator[PassRow]:
-        for i in range(number):
-            yield replace(step, number=i)
-
     tracemalloc.start()
-    reported([], passes(20_000), 2)
+    reported([], (replace(step, number=i) for i in range(20_000)), 2)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 100_000

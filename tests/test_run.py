@@ -15,6 +15,7 @@ from specgen.config import VLLM_NAMES, UserError
 from specgen.jobs import run as job
 from specgen.prompts.load import RAW
 from tests.commands import printed, refused, rows, specgen, write_rows
+from tests.fixtures import FinishedRuns
 from tests.jobs import untimed
 from tests.marks import mostly_slow
 from tests.tiny_checkpoints import write_head, write_target
@@ -57,13 +58,14 @@ def test_a_run_leaves_its_files_and_its_numbers_agree(pair: Path, data: Path, tm
     completions = rows(out / "completions.jsonl")
     assert [row["id"] for row in completions] == ["1", "1/turn-2", "2", "2/turn-2", "3", "3/turn-2"]
     assert {len(row["token_ids"]) for row in completions} == {12}
+    first, second = completions[:2]
+    assert first["prompt"] + first["text"] in second["prompt"], "the second turn sees the first answer"
+    assert "And now?" in second["prompt"].split(first["text"])[-1]
+    assert (first["turn"], second["turn"]) == (1, 2)
     report = json.loads((out / "report.json").read_text())
     assert report["total_num_output_tokens"] == 72
-    for name, total in (
-        ("num_draft_tokens", "num_draft_tokens"),
-        ("num_accepted_draft_tokens", "num_accepted_tokens"),
-        ("num_spec_steps", "num_drafts"),
-    ):
+    totals = {"num_draft_tokens": "num_draft_tokens", "num_accepted_draft_tokens": "num_accepted_tokens"}
+    for name, total in (totals | {"num_spec_steps": "num_drafts"}).items():
         assert sum(row["metrics"][name] for row in completions) == report[total]
     assert report["num_draft_tokens"] == 4 * report["num_drafts"]
     assert set(report["categories"]) == {"math", "writing"}
@@ -88,12 +90,8 @@ def test_a_run_leaves_its_files_and_its_numbers_agree(pair: Path, data: Path, tm
     assert len(manifest["fingerprints"]["model"]) == 64
     page = (out / "report.html").read_text()
     assert page.lower().startswith("<!doctype html>")
-    assert re.findall("<dt>(date|machine|versions|command)</dt>", page) == [
-        "date",
-        "machine",
-        "versions",
-        "command",
-    ]
+    titles = re.findall("<dt>(date|machine|versions|command)</dt>", page)
+    assert titles == ["date", "machine", "versions", "command"]
     assert not list(out.glob("*.partial"))
     assert "1.0" in result.stdout
     assert "token 0" in result.stdout
@@ -143,19 +141,11 @@ def test_a_text_that_fills_the_context_says_so(pair: Path, tmp_path: Path, kept:
     assert [body["finish_reason"] for body in bodies] == ["length", "length"]
 
 
-def test_the_second_turn_sees_the_first_answer(pair: Path, data: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    assert run(pair, "--dataset", "mt-bench", "--data-path", data, "--output", out).exit_code == 0
-    first, second = rows(out / "completions.jsonl")[:2]
-    assert first["prompt"] + first["text"] in second["prompt"]
-    assert "And now?" in second["prompt"].split(first["text"])[-1]
-    assert (first["turn"], second["turn"]) == (1, 2)
-
-
 def test_a_bad_row_is_a_record_and_the_rest_runs(pair: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.jsonl"
     own.write_text(
         '{"id": "a", "prompt": "Tom has"}\n'
+        "{bad\n"
         '{"id": "b"}\n'
         '{"id": "c", "prompt_token_ids": [5, 6, 400]}\n'
         f'{{"id": "d", "prompt": "{"Tom " * 300}"}}\n'
@@ -165,14 +155,19 @@ def test_a_bad_row_is_a_record_and_the_rest_runs(pair: Path, tmp_path: Path) -> 
     result = run(pair, "--dataset", own, "--output", out, "--json")
     assert result.exit_code == 3, result.output
     report = json.loads(result.stdout)
-    assert (report["num_errors"], report["num_preemptions"]) == (3, 0), "nothing of the warm-up"
-    assert result.stderr.count("specgen: failed: ") == 3
+    assert (report["num_errors"], report["num_preemptions"]) == (4, 0), "nothing of the warm-up"
+    *_, remedy = result.stderr.splitlines()
+    assert "correct them in the prompts and add --retry-errors" in remedy
     assert [row["id"] for row in rows(out / "completions.jsonl")] == ["a", "e"]
     reasons = {row["id"]: row["error"] for row in rows(out / "errors.jsonl")}
-    assert list(reasons) == ["b", "c", "d"]
-    assert reasons["b"].startswith("line 2: no prompt")
-    assert reasons["c"].startswith("line 3: token id 400")
+    assert list(reasons) == ["line 2", "b", "c", "d"]
+    assert reasons["b"].startswith("line 3: no prompt")
+    assert reasons["c"].startswith("line 4: token id 400")
     assert str(CONTEXT) in reasons["d"]
+    said = [line for line in result.stderr.splitlines() if line.startswith("specgen: failed: ")]
+    assert len(said) == 3, "and the file has them all"
+    assert said[0].startswith("specgen: failed: line 2: not valid JSON"), "which names its line once"
+    assert said[1].startswith("specgen: failed: b: line 3: no prompt")
 
 
 BATCH = (
@@ -184,14 +179,21 @@ BATCH = (
 def test_a_batch_comes_back_as_a_batch(pair: Path, tmp_path: Path) -> None:
     own, out = tmp_path / "own.jsonl", tmp_path / "run"
     own.write_text(BATCH)
-    assert run(pair, "--dataset", own, "--output", out, "--format", "openai", "--ignore-eos").exit_code == 3
+    named = ("--dataset", own, "--output", out, "--ignore-eos", "--served-model-name", "llama", "--format")
+    assert run(pair, *named, "openai").exit_code == 3
     (answer,), (error,) = rows(out / "batch_output.jsonl"), rows(out / "batch_errors.jsonl")
-    assert (answer["custom_id"], answer["response"]["body"]["usage"]["completion_tokens"]) == ("a", 3)
+    body = answer["response"]["body"]
+    assert (answer["custom_id"], body["usage"]["completion_tokens"], body["model"]) == ("a", 3, "llama")
     assert (error["custom_id"], error["response"]) == ("b", None)
-    assert run(pair, "--dataset", own, "--output", out, "--format", "parquet", "--ignore-eos").exit_code == 3
+    page = (out / "report.html").read_text()
+    assert "llama" in page
+    assert str(pair / "target") not in page.partition("<dt>command</dt>")[0]
+    for name, reason in (("other", "--served-model-name llama -> other"), ("", "served-model-name is empty")):
+        assert reason in str(run(pair, *named, "openai", "--served-model-name", name).exception)
+    assert run(pair, *named, "parquet").exit_code == 3
     made = (out / "batch_output.jsonl").read_bytes()
     (out / "batch_output.jsonl").unlink()  # a copy of the texts that is made again where nobody needs it now
-    assert run(pair, "--dataset", own, "--output", out, "--format", "openai", "--ignore-eos").exit_code == 3
+    assert run(pair, *named, "openai").exit_code == 3
     assert (out / "batch_output.jsonl").read_bytes() == made
     from pyarrow import parquet
 
@@ -294,16 +296,6 @@ def test_what_rows_set_themselves_is_said(pair: Path, tmp_path: Path) -> None:
     assert "rows of this run set their own temperature" in str(refused)
 
 
-def test_a_damaged_report_is_made_anew(pair: Path, data: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    named = ("--dataset", "mt-bench", "--data-path", data, "--output", out)
-    assert run(pair, *named).exit_code == 0
-    whole = json.loads((out / "report.json").read_text())
-    (out / "report.json").write_text("")
-    assert run(pair, *named).exit_code == 0
-    assert json.loads((out / "report.json").read_text()) == whole
-
-
 def test_log_probabilities_come_back_in_the_form_of_their_endpoint(pair: Path, tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 2}
     asked = {"/v1/chat/completions": chat, "/v1/completions": {"prompt": "Tom has", "logprobs": 2}}
@@ -346,12 +338,6 @@ def test_rows_alone_go_to_stdout(pair: Path, tmp_path: Path) -> None:
     assert not Path("-").exists()
 
 
-def test_nothing_to_run_is_an_error(pair: Path, data: Path, tmp_path: Path) -> None:
-    result = run(pair, "--dataset", "gsm8k", "--data-path", data, "--output", tmp_path / "run")
-    assert f"none of the 3 rows of {data}, read as gsm8k, can be run" in str(result.exception)
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_stop_string_ends_the_text(pair: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.jsonl"
     own.write_text('{"id": "a", "prompt": "Tom has 12 apples"}\n')
@@ -365,20 +351,17 @@ def test_a_stop_string_ends_the_text(pair: Path, tmp_path: Path) -> None:
     assert row["finish_reason"] == "stop"
 
 
-def test_reports_of_runs_are_compared(pair: Path, data: Path, tmp_path: Path) -> None:
-    for batch in ("padded", "non-padded"):
-        arguments = ("--dataset", "mt-bench", "--data-path", data, "--drafter-batch", batch)
-        assert run(pair, *arguments, "--output", tmp_path / batch).exit_code == 0
-    shown = printed("report", tmp_path / "padded", tmp_path / "non-padded")
-    assert ["engine.drafter_batch", "padded", "non-padded"] in map(str.split, shown.splitlines())
+def test_reports_of_runs_are_compared(finished: FinishedRuns) -> None:
+    runs = (finished.non_padded, finished.padded)
+    shown = printed("report", *runs)
+    assert ["engine.drafter_batch", "non-padded", "padded"] in map(str.split, shown.splitlines())
     assert "the acceptance of every request is the same" in " ".join(shown.split())
-    both = json.loads(specgen("report", "--json", tmp_path / "padded", tmp_path / "non-padded").stdout)
-    padded, non_padded = both.values()
+    non_padded, padded = json.loads(printed("report", "--json", *runs)).values()
     assert padded["acceptance"] == non_padded["acceptance"]
-    against = non_padded["against_first"]
-    assert against["settings"] == {"engine.drafter_batch": ["padded", "non-padded"]}
+    against = padded["against_first"]
+    assert against["settings"] == {"engine.drafter_batch": ["non-padded", "padded"]}
     assert against["shared"]["num_identical"] == against["shared"]["num_requests"] == padded["num_requests"]
-    assert "against_first" not in padded
+    assert "against_first" not in non_padded
     assert padded["rows"]["first_pass_wasted"] > non_padded["rows"]["first_pass_wasted"] == 0
 
 
@@ -409,102 +392,65 @@ def test_the_draft_length_may_be_chosen_by_cost(pair: Path, data: Path, tmp_path
     printed("report", tmp_path / "auto", tmp_path / "2")
 
 
-def test_plain_decoding_needs_no_drafter(pair: Path, data: Path) -> None:
-    arguments = ("--model", pair / "target", "--num-spec-tokens", 0, "--max-new-tokens", 4, "--json")
-    shown = printed("generate", *arguments, "--dataset", "mt-bench", "--data-path", data)
-    assert json.loads(shown)["num_drafts"] == 0
-
-
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "reason"),
     [
-        (["--temperature", "inf"], ["temperature is inf: use a finite number"]),
-        (["--min-p", "2"], ["min-p is 2.0: use a share in [0, 1]; 0 switches it off"]),
-        (["--seed", "-1"], ["seed is -1", "a resumed run must give the same texts"]),
-        (["--seed", str(2**70)], [f"seed is {2**70}", "64 bits"]),
-        (["--stop", "\udcff"], ["stop is '\\udcff': it holds a lone surrogate"]),
-        (["--num-spec-tokens", "99"], ["num-spec-tokens is 99"]),
-        (["--num-spec-tokens", "some"], ["num-spec-tokens is 'some'", "auto or uniform"]),
-        (["--kv-memory", "lots"], ["'lots'", "512MiB"]),
-        (["--kv-memory", "²MiB"], ["'²MiB'", "512MiB"]),
-        (["--num-prompts", "0"], ["num-prompts is 0"]),
-        (["--dataset", "nothing-here"], ["nothing-here", "mt-bench"]),
-        (["--device", "tpu"], ["'tpu'", "cpu"]),
-        (["--model", "no/such/dir/here"], ["no/such/dir/here"]),
-    ],
-)
-def test_bad_input_is_one_line(pair: Path, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
-    out = tmp_path / "run"
-    result = run(pair, *arguments, "--output", out)
-    assert isinstance(result.exception, UserError)
-    message = str(result.exception)
-    assert "\n" not in message
-    assert all(word in message for word in words), message
-    assert not out.exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+        (["--temperature", "inf"], "temperature is inf: use a finite number"),
+        (["--min-p", "2"], r"min-p is 2.0: use a share in \[0, 1\]; 0 switches it off"),
+        (["--seed", "-1"], "seed is -1.*a resumed run must give the same texts"),
+        (["--seed", str(2**70)], f"seed is {2**70}.*64 bits"),
+        (["--stop", "\udcff"], r"stop is '\\udcff': it holds a lone surrogate"),
+        (["--num-spec-tokens", "99"], "num-spec-tokens is 99"),
+        (["--num-spec-tokens", "some"], "num-spec-tokens is 'some'.*auto or uniform"),
+        (["--kv-memory", "lots"], "'lots'.*512MiB"),
+        (["--kv-memory", "²MiB"], "'²MiB'.*512MiB"),
+        (["--kv-memory", "1KiB"], "1024 bytes.*raise"),
         (["--kv-memory", "900TiB"], "kv-memory is 921,600.0 GiB and cpu has "),
-        (["--max-batch-size", 10**12, "--num-prompts", 2], ""),
-        pytest.param(
-            ["--max-batch-size", 10**12, "--num-prompts", 2, "--num-spec-tokens", "auto"],
-            "",
-            marks=pytest.mark.slow,
+        (["--num-prompts", "0"], "num-prompts is 0"),
+        (["--dataset", "nothing-here"], "nothing-here.*mt-bench"),
+        (["--dataset", "gsm8k"], r"none of the 3 rows of .*question.jsonl, read as gsm8k, can be run"),
+        (["--device", "tpu"], "'tpu'.*cpu"),
+        (["--model", "no/such/dir/here"], "no/such/dir/here"),
+        (["--retry-errors", "--restart"], "restart and retry-errors are both given: .*choose one"),
+        (
+            ["--retry-errors", "--output", "-"],
+            "retry-errors is about the failed rows .*: add --output DIR, or leave out --retry-errors",
         ),
+        (["--output", "/"], "holds no run: name a new or an empty directory$"),  # not: remove it
+        (["--output", "."], "holds no run: name a new or an empty directory$"),
     ],
 )
-def test_memory_that_no_machine_has(
-    pair: Path, data: Path, tmp_path: Path, arguments: list[Any], words: str
+def test_bad_input_is_one_line(
+    pair: Path, data: Path, tmp_path: Path, arguments: list[str], reason: str
 ) -> None:
-    """Rows are bounded by the prompts; a cache is not."""
     out, which = tmp_path / "run", ("--dataset", "mt-bench", "--data-path", data)
-    result = run(pair, *which, "--output", out, *arguments)
-    assert words in str(result.exception or "")
-    assert (out.exists(), result.exit_code) == (not words, 1 if words else 0)
+    with refused(reason):
+        raise run(pair, "--output", out, *which, *arguments).exception or AssertionError
+    assert not out.exists(), "nothing is in the way of the next command"
 
 
-def test_rows_that_no_machine_has_are_refused_before_any_weight(
-    pair: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("specgen.jobs.run.load_models", None)
-    monkeypatch.setattr("specgen.engine.build.total_memory", lambda device: 50_000)
-    result = run(pair, "--dataset", "mt-bench", "--data-path", data, "--max-batch-size", 3)
-    assert "max-batch-size is 3, whose rows take" in str(result.exception)
-
-
-def test_a_run_that_failed_at_the_start_leaves_nothing_in_the_way(
-    pair: Path, data: Path, tmp_path: Path
-) -> None:
-    arguments = ("--dataset", "mt-bench", "--data-path", data, "--output", tmp_path / "run")
-    result = run(pair, *arguments, "--kv-memory", "1KiB")
-    assert isinstance(result.exception, UserError)
-    assert re.search("1024 bytes.*raise", str(result.exception))
-    assert not (tmp_path / "run").exists()
-    assert run(pair, *arguments, "--kv-memory", "1MiB").exit_code == 0
-
-
-def test_an_old_run_is_never_overwritten(pair: Path, data: Path, tmp_path: Path) -> None:
-    (tmp_path / "kept.txt").write_text("mine")
-    result = run(pair, "--dataset", "mt-bench", "--data-path", data, "--output", tmp_path)
-    assert "is not empty" in str(result.exception)
-    assert (tmp_path / "kept.txt").read_text() == "mine"
-    for place in ("/", "."):
-        result = run(pair, "--output", place)
-        assert str(result.exception).endswith("holds no run: name a new or an empty directory"), (
-            "not: remove it"
+def test_the_target_and_the_drafter_are_told_apart(pair: Path, data: Path) -> None:
+    with refused("drafter is a draft head and no target: name it with --drafter"):
+        raise (
+            specgen("generate", "--model", pair / "drafter", "--drafter", pair / "target").exception
+            or AssertionError
         )
+    plain = ("--model", pair / "target", "--num-spec-tokens", 0, "--max-new-tokens", 4, "--json")
+    shown = printed("generate", *plain, "--dataset", "mt-bench", "--data-path", data)
+    assert json.loads(shown)["num_drafts"] == 0, "plain decoding needs no drafter"
 
 
-def test_errors_are_tried_again_in_a_directory(pair: Path) -> None:
-    for output in ((), ("--output", "-")):
-        with refused(
-            "retry-errors is about the failed rows .*: add --output DIR, or leave out --retry-errors"
-        ):
-            raise run(pair, "--retry-errors", *output).exception or AssertionError
-    with refused("restart and retry-errors are both given: .*choose one"):
-        raise run(pair, "--retry-errors", "--restart", "--output", "x").exception or AssertionError
+@pytest.mark.parametrize("k", mostly_slow([4, "auto"], 4))
+def test_more_rows_than_any_machine_has_are_as_many_as_there_are_prompts(
+    pair: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, k: object
+) -> None:
+    which = ("--dataset", "mt-bench", "--data-path", data)
+    many = ("--max-batch-size", 10**12, "--num-prompts", 2, "--num-spec-tokens", k)
+    assert run(pair, *which, "--output", tmp_path / "run", *many).exit_code == 0
+    monkeypatch.setattr("specgen.jobs.run.load_models", None)  # refused before any weight
+    monkeypatch.setattr("specgen.engine.build.total_memory", lambda device: 50_000)
+    with refused("max-batch-size is 3, whose rows take"):
+        raise run(pair, *which, "--max-batch-size", 3).exception or AssertionError
 
 
 def test_the_options_are_a_decision() -> None:
@@ -533,19 +479,6 @@ def test_only_what_ran_is_compared_with_the_baseline(pair: Path, tmp_path: Path)
     assert run(pair, "--dataset", own, "--output", out, "--baseline").exit_code == 3
     baseline = json.loads((out / "report.json").read_text())["baseline"]
     assert (baseline["identical"], baseline["num_compared"]) == (1.0, 1)
-
-
-def test_a_report_counts_texts_that_are_empty(pair: Path, tmp_path: Path) -> None:
-    own, end = (
-        tmp_path / "own.jsonl",
-        json.loads((pair / "target" / "config.json").read_text())["eos_token_id"],
-    )
-    lines = [{"prompt": "Tom has"}, {"prompt": "5 bags", "logit_bias": {str(end): 100}}]
-    write_rows(own, lines)
-    result = run(pair, "--dataset", own, "--output", tmp_path / "run")
-    assert result.exit_code == 0, result.output
-    assert json.loads((tmp_path / "run" / "report.json").read_text())["num_empty"] == 1
-    assert "1 of 2 texts are empty" in result.stdout
 
 
 def warnings(result: Result) -> list[str]:
@@ -623,21 +556,6 @@ def test_options_without_effect_are_said(
     assert [each for each in found if "is given 2 times" not in each] == lines
 
 
-def test_a_failure_names_its_line_once(pair: Path, tmp_path: Path) -> None:
-    own = tmp_path / "own.jsonl"
-    own.write_text('{"prompt": "Tom has"}\n{bad\n{"id": "b"}\n')
-    result = run(pair, "--dataset", own, "--output", tmp_path / "run")
-    failed = [line for line in result.stderr.splitlines() if line.startswith("specgen: failed: ")]
-    assert failed[0].startswith("specgen: failed: line 2: not valid JSON")
-    assert "correct them in the prompts and add --retry-errors" in result.stderr.splitlines()[-1]
-    assert failed[1].startswith("specgen: failed: b: line 3: no prompt")
-
-
-def test_a_head_as_target_is_called_one(pair: Path) -> None:
-    result = specgen("generate", "--model", pair / "drafter", "--drafter", pair / "target")
-    assert "drafter is a draft head and no target: name it with --drafter" in str(result.exception)
-
-
 @pytest.mark.slow
 def test_reasons_that_no_file_keeps_are_all_shown(pair: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.jsonl"
@@ -656,16 +574,3 @@ def test_reasons_that_no_file_keeps_are_all_shown(pair: Path, tmp_path: Path) ->
     assert printed(None) == printed("-")
     out = tmp_path / "out"
     assert printed(out)[3:] == [f"specgen: and 2 more; {out / 'errors.jsonl'} has them all"]
-
-
-def test_the_model_may_have_a_name_of_its_own(pair: Path, tmp_path: Path) -> None:
-    own, out = tmp_path / "own.jsonl", tmp_path / "run"
-    own.write_text('{"id": "a", "prompt": "Tom has"}\n')
-    named = ("--dataset", own, "--output", out, "--format", "openai", "--served-model-name")
-    assert run(pair, *named, "llama").exit_code == 0
-    body = json.loads((out / "batch_output.jsonl").read_text())["response"]["body"]
-    assert body["model"] == "llama"
-    assert "llama" in (out / "report.html").read_text()
-    assert str(pair / "target") not in (out / "report.html").read_text().partition("<dt>command</dt>")[0]
-    assert "--served-model-name llama -> other" in str(run(pair, *named, "other").exception)
-    assert "served-model-name is empty" in str(run(pair, *named, "").exception)
