@@ -1,4 +1,4 @@
-"""Calibrated hybrids, Llama-4s, Gemma 4s and mixtures have the known text in ``transformers`` and in the engine.
+"""Calibrated pairs of every family have the known text in ``transformers`` and in the engine.
 
 Their heads and MTP layers draft as asked, and tokens choose their experts as asked.
 """
@@ -32,7 +32,7 @@ from specgen.report.intervals import wilson
 from tests.engines import Pair, generate, load_pair
 from tests.marks import mostly_slow
 from tests.reference_heads import DenseTarget, reference_head
-from tests.test_calibrated_pair import check_drafts
+from tests.test_calibrated_pair import LENGTHS, check_drafts, expected
 
 pytestmark = [pytest.mark.scripts, pytest.mark.xdist_group("calibrated")]  # pairs that several of them use
 
@@ -40,7 +40,8 @@ HYBRIDS = ("tiny-qwen3.5", "tiny-qwen3.5-moe")
 LLAMA4, GPT_OSS, GLM = "tiny-llama4", "tiny-gpt-oss", "tiny-glm"
 GEMMA4, GEMMA4_MOE = GEMMAS = ("tiny-gemma4", "tiny-gemma4-moe")
 OF_GEMMAS = ("eagle3", "peagle-2", "dflash-4", "assistant")
-HEADS = {LLAMA4: ("eagle3", "eagle-llama4")} | dict.fromkeys(GEMMAS, OF_GEMMAS)
+LLAMA = "tiny"
+HEADS = {LLAMA: tuple(LENGTHS), LLAMA4: ("eagle3", "eagle-llama4")} | dict.fromkeys(GEMMAS, OF_GEMMAS)
 TINY = (GPT_OSS, "tiny-qwen3-moe", GLM, "tiny-qwen3.5-moe", GEMMA4_MOE)  # whose neighbours choose alike
 DTYPES = (torch.float32, torch.bfloat16)
 BATCHES = ("padded", "non-padded")
@@ -106,14 +107,12 @@ def write(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Written]:
 def tensors_of(shape: Any, weights: str, overlap: float | None = None) -> tuple[list[Named], list[Named]]:
     """The target's, and those of a hybrid's MTP layer."""
     source, cycle = Source("cpu", 0), Cycle(tokens=(1, 2), unknown=(), accept=1.0)
-    layer, nothing = (
-        chosen_layer(shape, overlap, weights),
-        Codes(embedding=torch.empty(0), turns=torch.zeros(0)),
-    )
-    assert layer is not None
+    nothing = Codes(embedding=torch.empty(0, shape.hidden_size), turns=torch.zeros(0))
+    layer = chosen_layer(shape, overlap, weights)
     own = list(target_tensors(shape, nothing.embedding, cycle.succ, source, layer))
     if not isinstance(shape, HybridShape):
         return own, []
+    assert layer is not None
     return own, [*layer("mtp.layers.0.", source), *hybrid_mtp_tensors(shape, nothing, source)]
 
 
@@ -159,24 +158,30 @@ def test_an_assistant_has_the_tensors_and_bytes_of_the_published_one() -> None:
     mostly_slow(
         [
             *product(HYBRIDS, ("bf16", "fp8-block")),
-            *((name, "bf16") for name in MIXTURES if name not in HYBRIDS),
+            *((name, "bf16") for name in SHAPES if name not in HYBRIDS),
         ],
         *product(HYBRIDS, ("bf16", "fp8-block")),
+        *((name, "bf16") for name in SHAPES if name not in MIXTURES),
     ),
 )
 def test_tensors_have_the_shapes_and_dtypes_that_were_said(name: str, weights: str) -> None:
     shape = SHAPES[name]
+    cycle = Cycle.draw(shape.num_plain_tokens, shape.draft_vocab_size, 0.75, seed=0)
+    assert not set(cycle.tokens) & {shape.bos_token_id, *shape.eos_token_ids}
     if name in MIXTURES:
-        cycle = Cycle.draw(shape.num_plain_tokens, shape.draft_vocab_size, 0.75, seed=0)
-        assert not set(cycle.tokens) & {shape.bos_token_id, *shape.eos_token_ids}
         shape = replace(shape, num_layers=shape.interval if isinstance(shape, HybridShape) else 2)
-    for named in (
-        each for part in tensors_of(shape, weights, 0.5 if name in MIXTURES else None) for each in part
-    ):
-        small = torch.Size(named.shape).numel() <= 1 << 21
+        heads = ()
+    else:
+        nothing = Codes(embedding=torch.empty(0, shape.hidden_size), turns=torch.zeros(shape.kv_size // 2))
+        kinds = map(HeadKind.find, ("eagle3", "eagle3-2", "eagle1", "peagle-2"))
+        heads = tuple(list(kind.tensors(shape, nothing, cycle, Source("cpu", 0))) for kind in kinds)
+    of_target = tensors_of(shape, weights, 0.5 if name in MIXTURES else None)
+    for named in (each for part in (*of_target, *heads) for each in part):
+        small = torch.Size(named.shape).numel() <= 1 << (21 if name in MIXTURES else 20)
         if small and not any(each in named.name for each in ("lm_head", "embed", "mtp.fc")):
             made = named.make()
-            assert (made.shape, made.dtype) == (named.shape, named.dtype), named.name
+            assert made.shape == named.shape, named.name
+            assert made.dtype == named.dtype or name not in MIXTURES, named.name
 
 
 ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
@@ -230,7 +235,7 @@ def test_the_config_is_that_of_the_published_model(name: str, tmp_path: Path) ->
     ("name", "how", "dtype"),
     mostly_slow(
         [
-            *((name, {}, dtype) for name in (*HYBRIDS, GEMMA4) for dtype in DTYPES),
+            *((name, {}, dtype) for name in (LLAMA, *HYBRIDS, GEMMA4) for dtype in DTYPES),
             (LLAMA4, {"overlap": 0.5}, torch.float32),
             *((name, {"overlap": 0.5}, dtype) for name in TINY for dtype in DTYPES),
             *((GPT_OSS, {"overlap": 0.5, "experts": "bf16"}, dtype) for dtype in DTYPES),
@@ -318,17 +323,25 @@ def test_heads_draft_the_guesses_in_the_known_text(
 
 @pytest.mark.parametrize(
     ("name", "weights"),
-    mostly_slow(list(product(HYBRIDS, ("bf16", "fp8-block"))), ("tiny-qwen3.5", "bf16")),
+    mostly_slow([(LLAMA, "bf16"), *product(HYBRIDS, ("bf16", "fp8-block"))], ("tiny-qwen3.5", "bf16")),
 )
 def test_plain_decoding_writes_the_known_text(write: Callable[..., Written], name: str, weights: str) -> None:
     pair = write(name, weights)
-    pair.check_texts("mtp", pair.requests(), 0)
+    for dtype in ("float32", "bfloat16") if name == LLAMA else ("float32",):
+        pair.check_texts("eagle3" if name == LLAMA else "mtp", pair.requests(), 0, dtype=dtype)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("accept", "dtype"), [(0.9, "float32"), (0.5, "float32"), (0.9, "bfloat16")])
 @pytest.mark.parametrize(
-    ("name", "head"), [*((name, "mtp") for name in HYBRIDS), (GEMMA4, "assistant"), (GEMMA4, "dflash-4")]
+    ("name", "head", "accept", "dtype"),
+    [
+        *product((LLAMA,), ("eagle1", "eagle3-3", "peagle-2", "tiny-draft"), (0.75, 0.5), ("float32",)),
+        *(
+            (*each, *how)
+            for each in (*((name, "mtp") for name in HYBRIDS), (GEMMA4, "assistant"), (GEMMA4, "dflash-4"))
+            for how in ((0.9, "float32"), (0.5, "float32"), (0.9, "bfloat16"))
+        ),
+    ],
 )
 def test_acceptance_is_a_power_of_the_asked_share(
     write: Callable[..., Written], name: str, head: str, accept: float, dtype: str
@@ -400,18 +413,26 @@ def test_tokens_of_a_passage_choose_alike_as_asked(
 
 
 @pytest.mark.parametrize(
-    ("name", "head"), mostly_slow(product(TINY, ("eagle3", "peagle-2")), (GPT_OSS, "eagle3"))
+    ("name", "head"),
+    mostly_slow(
+        [
+            *((LLAMA, head) for head in LENGTHS if head != "tiny-draft"),
+            *product(TINY, ("eagle3", "peagle-2")),
+        ],
+        (LLAMA, "peagle-2"),
+        (GPT_OSS, "eagle3"),
+    ),
 )
 def test_a_dense_evaluation_of_heads_drafts_the_guesses(
     write: Callable[..., Written], name: str, head: str
 ) -> None:
-    pair = write(name, overlap=0.5)
+    pair = write(name, overlap=None if name == LLAMA else 0.5)
     texts = [pair.cycle.slice(97 * i, 24) for i in range(16)]
     newest = [pair.cycle.succ[text[-1]] for text in texts]
     dense = reference_head(pair.path / head, DenseTarget(pair.path / "target"))
-    drafts = [dense.drafts((*text, token), K) for text, token in zip(texts, newest, strict=True)]
-    guesses = pair.cycle.guesses if head == "eagle3" else pair.cycle.parallel_guesses
-    assert drafts == [guesses(token, K) for token in newest]
+    k = dense.depth = LENGTHS[head] if name == LLAMA else K
+    drafts = [dense.drafts((*text, token), k) for text, token in zip(texts, newest, strict=True)]
+    assert drafts == [expected(head, token, k, pair.cycle) for token in newest]
 
 
 def test_sinks_biases_and_windows_are_there(write: Callable[..., Written]) -> None:

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from bound import StepBytes
-from calibrated_codes import Codes
 from calibrated_cycle import Cycle
-from calibrated_shapes import MIXTURES, SHAPES
+from calibrated_shapes import SHAPES
 from calibrated_weights import Source, target_tensors
-from make_calibrated_pair import HeadKind, chosen_layer, main, write_pair, write_tensors
+from make_calibrated_pair import HeadKind, main, write_pair, write_tensors
 
 from specgen.checkpoints.weight_files import tensor_infos
 from specgen.config import EngineConfig, SamplingParams
@@ -22,11 +21,9 @@ from specgen.engine.choices import resolve
 from specgen.engine.loading import load_models, open_checkpoints, outline
 from specgen.experiments.tune_job import RANDOM, Workload
 from specgen.experiments.workload import KnownText, make_prompts
-from specgen.report.intervals import wilson
 from tests.commands import printed, write_rows
 from tests.engines import Outputs, Pair, generate, load_pair
 from tests.marks import mostly_slow
-from tests.reference_heads import DenseTarget, reference_head
 
 pytestmark = pytest.mark.scripts
 
@@ -44,11 +41,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("heads")
     write_pair(root, TINY, CYCLE, Source("cpu", 5), [HeadKind.find(name) for name in LENGTHS])
     return root
-
-
-@pytest.fixture(scope="module")
-def dense(root: Path) -> DenseTarget:
-    return DenseTarget(root / "target")
 
 
 @pytest.fixture(scope="module")
@@ -97,16 +89,6 @@ def known_texts(asked: list[Request]) -> dict[str, tuple[int, ...]]:
     return {r.id: CYCLE.after(r.prompt_token_ids[-1], r.sampling.max_tokens) for r in asked}
 
 
-@pytest.mark.parametrize("name", mostly_slow(HEADS, "peagle-2"))
-def test_a_dense_evaluation_drafts_the_guesses(root: Path, dense: DenseTarget, name: str) -> None:
-    texts = random_texts(64, 40)
-    newest = [CYCLE.succ[text[-1]] for text in texts]
-    head = reference_head(root / name, dense)
-    head.depth = LENGTHS[name]
-    drafts = [head.drafts((*text, token), LENGTHS[name]) for text, token in zip(texts, newest, strict=True)]
-    assert drafts == [expected(name, token, LENGTHS[name]) for token in newest]
-
-
 @pytest.mark.parametrize(
     ("name", "batch", "dtype"),
     mostly_slow(
@@ -126,36 +108,6 @@ def test_the_engine_drafts_the_guesses_and_writes_the_known_text(
     outputs = run(load(name, dtype), name, asked, **settings)
     assert outputs.texts == known_texts(asked)
     check_drafts(name, asked, outputs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_plain_decoding_writes_the_known_text(load, dtype: torch.dtype) -> None:
-    asked = requests()
-    plain = run(load("eagle3", dtype), "eagle3", asked, num_spec_tokens=0, dtype=str(dtype)[6:])
-    assert plain.texts == known_texts(asked)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["eagle1", "eagle3-3", "peagle-2", DRAFT_MODEL])
-@pytest.mark.parametrize("accept", [0.75, 0.5])
-def test_acceptance_is_a_power_of_the_known_share(load, tmp_path: Path, name: str, accept: float) -> None:
-    pair, cycle = load(name), CYCLE
-    if accept != CYCLE.accept:
-        cycle = Cycle.draw(TINY.num_plain_tokens, TINY.draft_vocab_size, accept, seed=3)
-        write_pair(tmp_path, TINY, cycle, Source("cpu", 3), [HeadKind.find(name)])
-        pair = load_pair(tmp_path)
-    params = SamplingParams(max_tokens=64, ignore_eos=True)
-    asked = [
-        Request(id=str(place), prompt_token_ids=cycle.slice(place, 3), sampling=params)
-        for place in range(0, len(cycle.tokens), 64)  # every token of the cycle once
-    ]
-    outputs = run(pair, name, asked, num_spec_tokens=4)
-    check_drafts(name, asked, outputs, cycle)
-    for position in range(4):
-        share = sum(count > position for count in outputs.accepted) / len(outputs.accepted)
-        low, high = wilson(share, len(outputs.accepted))
-        assert low <= accept ** (position + 1) <= high
 
 
 @pytest.mark.slow
@@ -222,19 +174,6 @@ def test_an_outline_knows_a_pair_before_its_weights_are_read(root: Path, name: s
     assert drawn.head.draft_to_target.tolist() == loaded.head.draft_to_target.tolist()
 
 
-@pytest.mark.slow
-def test_transformers_generates_the_same_text(root: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(root / "target", dtype=torch.bfloat16)
-    tokenizer = AutoTokenizer.from_pretrained(root / "target")
-    prompt = CYCLE.slice(1000, 40)
-    ids = tokenizer(" ".join(f"w{token}" for token in prompt), return_tensors="pt").input_ids
-    assert ids[0].tolist() == list(prompt)
-    text = model.generate(ids, max_new_tokens=32, do_sample=False, pad_token_id=0)[0, 40:]
-    assert text.tolist() == list(CYCLE.after(prompt[-1], 32))
-
-
 def test_a_draft_model_runs_by_itself_and_writes_its_guesses(root: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -272,27 +211,6 @@ def test_sharded_and_single_file_checkpoints_hold_the_same_tensors(tmp_path: Pat
     assert len({info.file for info in many.values()}) > 5
     assert max(file.stat().st_size for file in (tmp_path / "many").glob("*.safetensors")) < (1 << 20) + 4096
     assert {name: info.shape for name, info in one.items()} == {n: i.shape for n, i in many.items()}
-
-
-@pytest.mark.parametrize("name", sorted(SHAPES.keys() - MIXTURES.keys()))
-def test_tensors_have_the_shapes_of_the_config(name: str) -> None:
-    shape = SHAPES[name]
-    cycle = Cycle.draw(shape.num_plain_tokens, shape.draft_vocab_size, 0.75, seed=0)
-    assert not set(cycle.tokens) & {shape.bos_token_id, *shape.eos_token_ids}
-    nothing, source = torch.empty(0, shape.hidden_size), Source("cpu", 0)
-    codes = Codes(embedding=nothing, turns=torch.zeros(shape.kv_size // 2))
-    heads = [
-        HeadKind.find(head).tensors(shape, codes, cycle, source)
-        for head in ("eagle3", "eagle3-2", "eagle1", "peagle-2")
-    ]
-    for tensors in (target_tensors(shape, nothing, cycle.succ, source, chosen_layer(shape, None)), *heads):
-        for named in tensors:
-            if (
-                torch.Size(named.shape).numel() <= 1 << 20
-                and "lm_head" not in named.name
-                and "embed" not in named.name
-            ):
-                assert named.make().shape == named.shape, named.name
 
 
 def test_cycle_round_trip(tmp_path: Path) -> None:
