@@ -5,7 +5,6 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -142,36 +141,30 @@ def test_a_run_whose_process_was_killed_is_stopped(tmp_path: Path) -> None:
             assert of(tmp_path)["a"]["state"].startswith(said)
 
 
-def _no_manifest(run: Path) -> None:
-    (run / "manifest.json").unlink()
-
-
-def _torn(run: Path) -> None:
-    (run / "report.json").write_text("{")
-
-
-def _another_shape(run: Path) -> None:
-    write(run / "manifest.json", {"created": CREATED, "engine": [], "data": {}})
-
-
-def _words_for_numbers(run: Path) -> None:
-    write(run / "report.json", a_run() | {"mean_acceptance_length": "many"})
-
-
 @pytest.mark.parametrize(
-    ("spoil", "reason"),
+    ("name", "content", "reason"),
     [
-        (_no_manifest, "manifest.json cannot be read"),
-        (_torn, "is not valid JSON"),
-        (_another_shape, "its files are not as specgen writes them (TypeError"),
-        (_words_for_numbers, "report.json is not the report of a run (Expected `float | null`"),
+        ("manifest.json", None, "manifest.json cannot be read"),
+        ("report.json", "{", "is not valid JSON"),
+        (
+            "manifest.json",
+            {"created": CREATED, "engine": [], "data": {}},
+            "are not as specgen writes them (TypeError",
+        ),
+        (
+            "report.json",
+            a_run() | {"mean_acceptance_length": "many"},
+            "report.json is not the report of a run (Expected `float | null`",
+        ),
     ],
+    ids=["none", "torn", "another shape", "words for numbers"],
 )
-def test_a_broken_run_is_a_row_with_the_reason(
-    tmp_path: Path, spoil: Callable[[Path], None], reason: str
-) -> None:
+def test_a_broken_run_is_a_row_with_the_reason(tmp_path: Path, name: str, content: Any, reason: str) -> None:
     a_directory(tmp_path / "good")
-    spoil(a_directory(tmp_path / "bad"))
+    spoilt = a_directory(tmp_path / "bad") / name
+    spoilt.unlink()
+    if content is not None:
+        spoilt.write_text(content if isinstance(content, str) else json.dumps(content))
     rows = of(tmp_path)
     assert rows["good"]["state"] == "finished"
     assert rows["bad"]["state"].startswith("broken: ")

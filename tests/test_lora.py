@@ -22,7 +22,7 @@ from specgen.checkpoints.weight_files import read_tensor
 from specgen.config import EngineConfig, SamplingParams
 from specgen.engine.engine import Engine
 from specgen.engine.loading import open_checkpoints
-from tests.commands import printed, refused, specgen, write_rows
+from tests.commands import printed, refused, write_rows
 from tests.tiny_checkpoints import change_json, write_target
 from tests.tiny_mixtures import packed_in_mxfp4, write_gpt_oss, write_qwen3_moe
 from tests.tiny_tokenizers import write_byte_level
@@ -238,24 +238,15 @@ def test_an_adapter_is_part_of_a_run(target: Path, tmp_path: Path) -> None:
     assert {"adapter_config.json", "adapter_model.safetensors"} <= manifest["files"]["model"].keys()
     for another in (["--lora", other], []):
         with refused("holds a run that differs in .*files of the model: .*adapter_model.safetensors"):
-            raise specgen(*command, *another).exception or AssertionError
+            printed(*command, *another)
     one.rename(tmp_path / "moved")
     printed(*command, "--lora", tmp_path / "moved")  # the same content
     found = printed("inspect", target, "--lora", tmp_path / "moved")
     assert "changes q_proj (3), v_proj (3)" in " ".join(found.split())
-    text = printed(
-        "score",
-        "--model",
-        target,
-        "--device",
-        "cpu",
-        "--lora",
-        other,
-        "--dataset",
-        write_rows(tmp_path / "s.jsonl", [{"prompt": "Tom", "completion": " has"}]),
-    )
-    plain = printed("score", "--model", target, "--device", "cpu", "--dataset", tmp_path / "s.jsonl")
-    assert json.loads(text)["scores"][0]["logprob"] != json.loads(plain)["scores"][0]["logprob"]
+    scored = write_rows(tmp_path / "s.jsonl", [{"prompt": "Tom", "completion": " has"}])
+    score = ("score", "--model", target, "--device", "cpu", "--dataset", scored)
+    text, plain = (json.loads(printed(*score, *more)) for more in (("--lora", other), ()))
+    assert text["scores"][0]["logprob"] != plain["scores"][0]["logprob"]
 
 
 @pytest.mark.slow
@@ -343,14 +334,10 @@ def test_what_is_not_merged_is_refused_by_name(
         load_target(with_lora(open_checkpoint(str(target)), str(path)), torch.float32, CPU)
 
 
-def test_a_directory_without_an_adapter_is_refused(target: Path) -> None:
-    with refused("without adapter_config.json: name the directory of a PEFT adapter"):
-        raise specgen("inspect", target, "--lora", target).exception or AssertionError
-
-
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
+        ("", "without adapter_config.json: name the directory of a PEFT adapter"),
         ("nowhere", "'nowhere' is neither a directory nor a hub id of the form owner/name"),
         ("owner/adapter", r"'owner/adapter' is not a directory here and cannot be downloaded \(the hub"),
     ],
@@ -363,7 +350,7 @@ def test_an_adapter_that_is_nowhere_is_refused(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with refused(reason):
-        raise specgen("inspect", target, "--lora", name).exception or AssertionError
+        printed("inspect", target, "--lora", name or target)
 
 
 def test_tied_tables_are_refused(tmp_path: Path) -> None:

@@ -47,7 +47,13 @@ def test_a_manifest_says_where_its_numbers_come_from():
     gpu = {"name": "NVIDIA H100", "cuda": "13.0", "host": "node7", "cpu": "A CPU"}
     assert origin({"device": gpu}) == {"machine": "node7, NVIDIA H100, CUDA 13.0, A CPU"}
     assert origin({"device": {"name": "x86_64", "threads": 1}}) == {"machine": "x86_64, 1 thread"}
-    assert origin({}) == {}
+    assert origin({}) == origin({"state": {}}) == {}
+    doubtful = "at the start: BUSY, so speeds are doubtful"
+    assert origin({"state": {"load": 1.1, "cpus": 2}})["state"].endswith(doubtful)
+    assert "BUSY" in origin({"state": {"gpu_use_percent": 90.0}})["state"]
+    assert origin({"argv": ["/lib/specgen/__main__.py", "eval"]})["command"] == "specgen eval", (
+        "as it is typed"
+    )
 
 
 def test_a_page_ends_with_its_origin():
@@ -80,17 +86,11 @@ def test_the_cpu_has_the_name_that_linux_gives_it(tmp_path: Path):
 
 
 def test_another_machine_may_resume_a_run():
-    other = {
-        **RECORD,
-        "state": {"load": 7},
-        "device": RECORD["device"] | {"host": "vm2", "cpu": "Another CPU"},
-    }
+    busy = {**RECORD, "state": {"load": 7, "cpus": 8}}
+    assert differences(RECORD, busy) == [], "another load is no other run"
+    other = busy | {"device": RECORD["device"] | {"host": "vm2", "cpu": "Another CPU"}}
     assert differences(RECORD, other) != []
     assert differences(RECORD, other, FREE_IN_A_RUN) == []
-
-
-def test_another_load_is_no_other_run():
-    assert differences(RECORD, {**RECORD, "state": {"load": 7, "cpus": 8}}) == []
 
 
 def test_prompts_are_compared_by_content() -> None:
@@ -113,14 +113,6 @@ def test_prompts_are_compared_by_content() -> None:
         assert differences({"data": without}, {"data": dict.fromkeys(without, "b")}) != []
     bench, moved = ({"data": {"dataset": name, "requests": "ab" * 32}} for name in "ab")
     assert differences(bench, moved) == []
-
-
-def test_a_busy_machine_is_called_so():
-    assert origin({"state": {"load": 1.1, "cpus": 2}})["state"].endswith(
-        "at the start: BUSY, so speeds are doubtful"
-    )
-    assert "BUSY" in origin({"state": {"gpu_use_percent": 90.0}})["state"]
-    assert origin({"state": {}}) == {}
 
 
 def test_the_load_is_that_of_other_programs(monkeypatch: pytest.MonkeyPatch):
@@ -173,7 +165,3 @@ def test_what_cannot_be_read_of_a_gpu_is_left_out(
 ):
     _nvidia_smi(tmp_path, monkeypatch, script)
     assert [name for name in machine_state("GPU-7") if name not in ("load", "cpus")] == known
-
-
-def test_python_m_specgen_is_a_command_that_can_be_typed():
-    assert origin({"argv": ["/lib/specgen/__main__.py", "eval"]})["command"] == "specgen eval"

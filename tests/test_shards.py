@@ -21,7 +21,6 @@ from specgen.record import files as run_files
 from specgen.record.interrupt import StoppedError
 from tests.commands import refused, specgen
 from tests.jobs import Silent, conversations, files, keep_in_memory, untimed
-from tests.streams import recorded, reported, request
 from tests.tiny_checkpoints import change_json
 
 pytestmark = pytest.mark.xdist_group("shards")  # the runs of all shards for all
@@ -337,24 +336,3 @@ def test_a_scheduled_shard_has_its_own_directory_and_resumes_anywhere(
 def test_every_row_is_in_one_shard() -> None:
     shards = [parse_shard(f"{index}/3") for index in range(3)]
     assert [[n for n in range(7) if shard.holds(n)] for shard in shards] == [[0, 3, 6], [1, 4], [2, 5]]
-
-
-def wall_seconds(**sessions: int) -> float:
-    """The time of a run with sessions of so many seconds, named like ``s0_2_0`` for the first one of shard 0/2."""
-    parts = {name[1:].replace("_", "/", 1).replace("_", "-"): seconds for name, seconds in sessions.items()}
-    streams = {name: request(name, [(2, 1)] * (seconds - 1)) for name, seconds in parts.items()}
-    return reported(*recorded(streams), 2).wall_seconds
-
-
-def test_the_time_is_the_slowest_shard_s() -> None:
-    first = {"s0_3_0": 3, "s0_3_1": 2}
-    assert wall_seconds(**first) == 5
-    shards = {**first, "s1_3_0": 7, "s2_3_0": 2}
-    assert wall_seconds(**shards) == 7
-    assert wall_seconds(**shards, s0_1_0=2) == 9, "after all shards"
-
-
-def test_a_resumed_shard_ran_in_parallel_too() -> None:
-    assert wall_seconds(s0_2_0=100, s1_2_0=10, s1_2_1=20) == 100
-    assert wall_seconds(s1_2_0=10, s1_2_1=20, s0_2_0=100) == 100
-    assert wall_seconds(s1_2_0=60, s1_2_1=50, s0_2_0=100) == 110

@@ -80,12 +80,7 @@ def test_an_option_with_two_values_is_said(arguments: str, said: str) -> None:
     assert result.stderr == said
 
 
-COMMANDS = [
-    *(
-        (name,)
-        for name in ("generate", "report", "compare", "merge", "verify", "eval", "tune", "inspect", "prepare")
-    ),
-]
+COMMANDS = ("generate", "report", "compare", "merge", "verify", "eval", "tune", "inspect", "prepare")
 
 
 def helped(*arguments: str) -> str:
@@ -94,7 +89,7 @@ def helped(*arguments: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("command", [(), *COMMANDS], ids=" ".join)
+@pytest.mark.parametrize("command", [(), *zip(COMMANDS, strict=True)], ids=" ".join)
 def test_help_can_be_copied(command: tuple[str, ...]) -> None:
     printed = helped(*command, "-h")
     assert printed == helped(*command, "--help")
@@ -110,24 +105,15 @@ def test_long_options_are_whole_and_in_their_groups() -> None:
     groups = ["Models", "Prompts", "Speculation", "Sampling", "Running", "Results", "Options"]
     assert re.findall(r"^(\w+):$", printed, re.MULTILINE) == groups
     assert "[default: all]" in printed
+    whole = "Say what a checkpoint is, how it is read, and whether target and head fit."
+    assert whole in " ".join(helped("-h").split())
 
 
-def test_commands_are_listed_with_whole_sentences() -> None:
-    assert "Say what a checkpoint is, how it is read, and whether target and head fit." in " ".join(
-        helped("-h").split()
-    )
-
-
-def test_the_version() -> None:
+def test_the_package_runs_as_a_module_and_has_a_version() -> None:
     assert helped("--version") == f"specgen {__version__}\n"
-
-
-def test_the_package_runs_as_a_module() -> None:
     command = [sys.executable, "-m", "specgen", "--version"]
-    assert (
-        subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        == f"specgen {__version__}\n"
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"specgen {__version__}\n"
 
 
 @pytest.mark.parametrize(
