@@ -218,7 +218,14 @@ def without_text(head: Any) -> Any:
 
 
 # Of heads that draft a block
+_OF_LAYERS = ("no final norm", "no norm before a later layer", "last layer left out", "window one shorter")
+_OF_LAYERS += (
+    "window one longer",
+    *(f"no bias of {each}" for each in "qkv"),
+    "draft ids taken for the target's",
+)
 DFLASH_ERRORS: dict[str, tuple[Fits, Plant]] = {
+    **{name: ERRORS[name] for name in _OF_LAYERS},
     "one layer too early": (lambda head: min(head.aux) > 0, shifted_aux(-1)),
     "one layer too late": (lambda head: max(head.aux) < head.target.num_layers, shifted_aux(1)),
     "feature order": (always, assign(aux=lambda head: head.aux[::-1])),
@@ -261,19 +268,8 @@ DFLASH_ERRORS: dict[str, tuple[Fits, Plant]] = {
     ),
     "another mask token": (always, assign(settings=lambda head: head.settings | {"mask_token_id": 4})),
     "no norm of the features": without_norm("hidden_norm"),
-    "no final norm": without_norm("norm"),
     "no norm before the first layer": without_layer_norm(0, "input_layernorm"),
-    "no norm before a later layer": without_layer_norm(1, "input_layernorm"),
     "no norm before an MLP": without_layer_norm(0, "post_attention_layernorm"),
-    "last layer left out": (
-        lambda head: head.num_layers > 1,
-        assign(layers=lambda head: head.layers[:-1], windows=lambda head: head.windows[:-1]),
-    ),
-    "window one shorter": moved_windows(-1),
-    "window one longer": moved_windows(1),
-    "no bias of q": without_tensor("q_proj.bias"),
-    "no bias of k": without_tensor("k_proj.bias"),
-    "no bias of v": without_tensor("v_proj.bias"),
     "the target's embedding": (
         lambda head: head.embedding is not head.target.embedding,  # of all tokens or of the mask
         assign(embedding=lambda head: head.target.embedding),
@@ -282,7 +278,6 @@ DFLASH_ERRORS: dict[str, tuple[Fits, Plant]] = {
         lambda head: "lm_head.weight" in head.t and head.ids is None,
         assign(logits=lambda head: lambda out: out @ head.target.lm_head.T),
     ),
-    "draft ids taken for the target's": (lambda head: head.ids is not None, assign(ids=lambda head: None)),
     "rows of a block before it": (
         is_second,
         assign(
@@ -400,15 +395,12 @@ def without_mtp_norm(name: str) -> tuple[Fits, Plant]:
     )
 
 
-def always(head: Any) -> bool:
-    return True
-
-
 def several_mtp_layers(head: Any) -> bool:
     return len(head.layers) > 1
 
 
 MTP_ERRORS: dict[str, tuple[Fits, Plant]] = {
+    **{name: ERRORS[name] for name in _OF_EVERY_HEAD[1:]},
     "state before embedding": (
         always,
         assign(joined=lambda head: lambda embedded, hidden: torch.cat([hidden, embedded], -1)),
@@ -421,9 +413,6 @@ MTP_ERRORS: dict[str, tuple[Fits, Plant]] = {
         always,
         assign(hidden=lambda head: lambda streams, output: streams[-1]),
     ),
-    "tokens not shifted": (always, assign(rows=lambda head: lambda ids, hidden: (ids[:-1], hidden[:-1]))),
-    "states shifted": (always, assign(rows=lambda head: lambda ids, hidden: (ids[1:], hidden[1:]))),
-    "late drafts": (always, late_drafts),
     "always the first layer": (several_mtp_layers, assign(turn=lambda head: lambda step: 0)),
     "layers backwards": (several_mtp_layers, assign(turn=lambda head: lambda step: -step)),
     "the target's output weights": (

@@ -60,11 +60,28 @@ def state() -> dict[str, Any]:
 
 
 @contextmanager
-def killed() -> Iterator[Mirror]:
+def at_work(url: Url = URL, *, restart: bool = False, **lines: str) -> Iterator[Mirror]:
+    """A process that has claimed ``url``, with ``lines`` by file, where there are any."""
+    with mirrored(url, restart=restart) as each:
+        if lines:
+            assert not (restart and each.path.exists())
+            add(each.path, **lines)
+            each.claim()
+        yield each
+
+
+def ended(url: Url = URL, **how: Any) -> None:
+    """Such a process from its beginning to its end."""
+    with at_work(url, **how):
+        pass
+
+
+@contextmanager
+def killed(url: Url = URL, **lines: str) -> Iterator[Mirror]:
     """A process that is killed at the end of the block: nothing more is written."""
     with suppress(Killed), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Mirror, "leave", lambda self: self._stop.set())
-        with mirrored(URL) as each:
+        with at_work(url, **lines) as each:
             yield each
             raise Killed
 
@@ -81,9 +98,7 @@ def before_writes(patch: pytest.MonkeyPatch, visit: Callable[[str], None]) -> It
 
 
 def test_only_whole_lines_are_published_and_each_once(tmp_path: Path) -> None:
-    with killed() as each:
-        add(each.path, completions='{"id": "a"}\n{"id": ')
-        each.claim()
+    with killed(completions='{"id": "a"}\n{"id": ') as each:
         assert there() == '{"id": "a"}\n'
         add(each.path, completions='"b"}\n{"id')
         each._publish()
@@ -93,9 +108,7 @@ def test_only_whole_lines_are_published_and_each_once(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_replaced_is_published_anew(tmp_path: Path) -> None:
-    with killed() as each:
-        add(each.path, completions="b\na\n")
-        each.claim()
+    with killed(completions="b\na\n") as each:
         (each.path / "new").write_text("a\nb\nc\n")
         (each.path / "new").rename(each.path / "completions.jsonl")
         each._publish()
@@ -126,9 +139,7 @@ def test_completions_are_published_with_their_passes(tmp_path: Path, monkeypatch
 
 def test_what_is_published_counts(tmp_path: Path) -> None:
     """Not what a killed process has left on this machine."""
-    with killed() as each:
-        add(each.path, completions="a\n")
-        each.claim()
+    with killed(completions="a\n") as each:
         add(each.path, completions="b\n")
         left = each.path
     add(left, completions="c\n")
@@ -171,13 +182,10 @@ def test_a_kill_at_any_write_of_an_end_leaves_a_whole_run(
 
 def test_a_working_directory_that_is_removed_takes_nothing_with_it() -> None:
     """Such as by a cleaner of caches while the run goes on."""
-    with suppress(Killed), mirrored(URL) as each:
-        add(each.path, completions="a\n")
-        each.claim()
+    with killed(completions="a\n") as each:
         shutil.rmtree(each.path)
         with refused(f"^{each.path} was removed while a run was at work there"):
             each._publish()
-        raise Killed
     assert there() == "a\n"
 
 
@@ -202,21 +210,15 @@ def test_an_error_of_the_thread_ends_the_run(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_file_that_is_not_there_is_named_by_its_url() -> None:
-    with mirrored(URL) as each:
-        add(each.path, completions="a\n")
-        each.claim()
+    ended(completions="a\n")
     with refused(f"^{URL}/report.json cannot be read"), fetched(URL) as path:
         load(path)
 
 
 def test_starting_over_keeps_a_copy() -> None:
-    with killed() as each:
-        add(each.path, completions="a\n")
-        each.claim()
-    with mirrored(URL, restart=True) as each:
-        assert not each.path.exists()
-        add(each.path, completions="b\n")
-        each.claim()
+    with killed(completions="a\n"):
+        pass
+    ended(restart=True, completions="b\n")
     assert there() == "b\n"
     with fetched(Url(f"{URL}.1")) as path:
         assert (path / "completions.jsonl").read_text() == "a\n"
@@ -227,9 +229,8 @@ def test_starting_over_may_be_killed_anywhere(monkeypatch: pytest.MonkeyPatch) -
     remove = fs.rm
     for left in count():
         fsspec.filesystem("memory").store.clear()
-        with killed() as each:
-            add(each.path, completions="a\n", passes="b\n")
-            each.claim()
+        with killed(completions="a\n", passes="b\n"):
+            pass
         steps = iter(range(left))
 
         def kill(steps: Iterator[int] = steps) -> None:
@@ -241,10 +242,7 @@ def test_starting_over_may_be_killed_anywhere(monkeypatch: pytest.MonkeyPatch) -
             patch.setattr(fs, "rm", lambda self, names: [(kill(), remove(self, name)) for name in names])
             mirror._rename_aside(Store.at(URL))
         num_left = len(list(steps))
-        with mirrored(URL, restart=True) as each:
-            assert not each.path.exists()
-            add(each.path, completions="c\n")
-            each.claim()
+        ended(restart=True, completions="c\n")
         assert there() == "c\n"
         copies = [Url(f"{URL}.{number}") for number in (1, 2)]
         whole = [url for url in copies if "parts.json" in Store.at(url).top()]
@@ -278,40 +276,33 @@ def test_a_manifest_that_is_none_is_refused(content: bytes) -> None:
         raise AssertionError
 
 
-@pytest.mark.parametrize("what", ["is missing", "is not as it was written"])
-def test_a_part_that_is_missing_or_another_is_refused(what: str) -> None:
-    with killed() as each:
-        add(each.path, completions="a\n")
-        each.claim()
-    store = Store.at(URL)
+@pytest.mark.parametrize("what", ["is missing", "is not as it was written", "a file", "a part"])
+def test_what_is_missing_or_another_is_refused(what: str) -> None:
+    """A part, or an entry of the manifest."""
+    with killed(completions="a\n"):
+        pass
+    store, manifest = Store.at(URL), state()
     name = next(name for name in store.names() if name.endswith("completions.jsonl"))
-    store.remove([name])
-    if what != "is missing":
-        store.write(name, b"b\n")
+    reason = f"^{URL}/parts.json is not as it was written .*restore it"
+    if what.startswith("is"):
+        store.remove([name])
+        reason = f"^{URL / name}, which parts.json names, {what}: restore it, or start over with --restart"
+        if what != "is missing":
+            store.write(name, b"b\n")
+    else:
+        if what == "a file":
+            del manifest["files"]["completions.jsonl"]
+        else:
+            manifest["files"]["completions.jsonl"].pop()
+        store.write("parts.json", json.dumps(manifest).encode())
     before = store.names()
     for read in (mirrored, fetched):
-        reason = f"^{URL / name}, which parts.json names, {what}: restore it, or start over with --restart"
         with refused(reason), read(URL):
             raise AssertionError
     assert store.names() == before, "nothing else is touched"
-    store.write(name, b"a\n")
-    assert there() == "a\n"
-
-
-@pytest.mark.parametrize("lost", ["a file", "a part"])
-def test_a_manifest_that_has_lost_an_entry_is_refused(lost: str) -> None:
-    with killed() as each:
-        add(each.path, completions="a\n")
-        each.claim()
-    manifest = state()
-    if lost == "a file":
-        del manifest["files"]["completions.jsonl"]
-    else:
-        manifest["files"]["completions.jsonl"].pop()
-    Store.at(URL).write("parts.json", json.dumps(manifest).encode())
-    for read in (mirrored, fetched):
-        with refused(f"^{URL}/parts.json is not as it was written .*restore it"), read(URL):
-            raise AssertionError
+    if what.startswith("is"):
+        store.write(name, b"a\n")
+        assert there() == "a\n"
 
 
 def test_a_slow_upload_of_an_end_replaces_nothing_of_another_process(
@@ -321,14 +312,11 @@ def test_a_slow_upload_of_an_end_replaces_nothing_of_another_process(
         if name.endswith("completions.jsonl") and (name.count("/") == 0 or "/whole/" in name) and not others:
             others.append(name)
             on(monkeypatch, tmp_path, "second")
-            with mirrored(URL) as each:
-                add(each.path, completions="second\n")
-                each.claim()
+            ended(completions="second\n")
 
     others: list[str] = []
-    with before_writes(monkeypatch, visit), refused("is in use by"), mirrored(URL) as each:
-        add(each.path, completions="first\n")
-        each.claim()
+    with before_writes(monkeypatch, visit), refused("is in use by"):
+        ended(completions="first\n")
     assert others
     assert state()["state"] == "finished"
     assert there() == "first\nsecond\n", "it had gone on"
@@ -337,9 +325,7 @@ def test_a_slow_upload_of_an_end_replaces_nothing_of_another_process(
 def test_a_run_that_is_going_on_elsewhere_is_not_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with killed() as first:
-        add(first.path, completions="a\n")
-        first.claim()
+    with killed(completions="a\n") as first:
         on(monkeypatch, tmp_path, "second")
         with refused(rf"^output {URL} is in use by process \d+ on "), mirrored(URL) as second:
             add(first.path, completions="b\n")
@@ -358,16 +344,14 @@ def test_of_two_that_begin_in_the_same_moment_one_is_refused(
         if path.endswith("parts.json") and not others:  # what was there has been compared
             others.append(path)
             on(monkeypatch, tmp_path, "second")
-            with killed() as each:
-                add(each.path, completions="second\n")
-                each.claim()
+            with killed(completions="second\n"):
+                pass
         pipe(self, path, *rest, **condition)
 
     others: list[str] = []
     monkeypatch.setattr(memory, "pipe_file", late)
-    with refused(f"^output {URL} is in use by process"), mirrored(URL) as each:
-        add(each.path, completions="first\n")
-        each.claim()
+    with refused(f"^output {URL} is in use by process"):
+        ended(completions="first\n")
     assert there() == "second\n"
 
 
@@ -378,28 +362,22 @@ def test_of_two_that_write_to_a_bucket_in_the_same_moment_one_is_refused(
     """A new run, and one that both go on with: the store itself compares."""
     url, others = Url(f"s3://{BUCKET}/run"), list[str]()
 
-    @contextmanager
-    def at_work(machine: str) -> Iterator[None]:
+    def work(machine: str) -> None:
         on(monkeypatch, tmp_path, machine)
-        with suppress(Killed), mirrored(url) as each:
-            add(each.path, completions=f"{machine}\n")
-            each.claim()
-            yield
-            raise Killed
+        with killed(url, completions=f"{machine}\n"):
+            pass
 
     def late(method: str, key: str) -> None:
         if method == "PUT" and key == "run/parts.json" and not others:
             others.append(key)
-            with at_work("second"):
-                pass
+            work("second")
 
     with s3_server(monkeypatch) as server:
         if begun:
-            with at_work("earlier"):
-                pass
+            work("earlier")
         server.fault = late
-        with refused(rf"^output {url} is in use by process \d+ on "), at_work("first"):
-            pass
+        with refused(rf"^output {url} is in use by process \d+ on "):
+            work("first")
         with fetched(url) as path:
             assert (path / "completions.jsonl").read_text() == "earlier\n" * begun + "second\n"
 
@@ -417,21 +395,16 @@ def test_a_store_without_conditions_is_written_all_the_same(
         pipe(self, path, content)
 
     monkeypatch.setattr(memory, "pipe_file", plain)
-    with mirrored(URL) as each:
-        add(each.path, completions="a\n")
-        each.claim()
+    ended(completions="a\n")
     assert there() == "a\n"
     assert state()["state"] == "finished"
 
 
 def test_exports_of_an_earlier_end_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another machine that goes on finds them empty, which says that they lack rows."""
-    with mirrored(URL) as each:
-        add(each.path, completions="a\n", batch_output="old\n")
-        each.claim()
-    with killed() as each:
-        add(each.path, completions="b\n")
-        each.claim()
+    ended(completions="a\n", batch_output="old\n")
+    with killed(completions="b\n"):
+        pass
     on(monkeypatch, tmp_path, "second")
     with killed() as each:
         assert (each.path / "batch_output.jsonl").read_text() == ""

@@ -5,13 +5,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-import torch
 
 from specgen.config import SamplingParams
 from specgen.core import scheduler
 from specgen.core.scheduler import Limits, Scheduler
 from specgen.core.sequence import Request, ScoreRequest, Sequence
-from specgen.core.step import Steps
 from specgen.kv import pages
 from specgen.kv.pages import PageAllocator, Places, StateSlots, common_digests, extend_digests
 from specgen.record.record_rows import EngineRow, PassRow
@@ -300,22 +298,6 @@ def test_scoring_shares_context_pages_and_changes_no_text(random_pair: Pair) -> 
     assert shared_texts == plain_texts
     assert shared_rows < plain_rows / 5
     assert cached == num_cached(generate(random_pair, requests))
-
-
-@pytest.mark.slow
-def test_pages_of_a_failed_pass_are_not_shared(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = few_shot_requests(random_pair, 12, GREEDY)
-    plain = generate(random_pair, requests, prefix_cache=False)
-    prefill, calls = Steps.prefill, []
-
-    def fails_at_first(self: Steps, *inputs: Any) -> Any:
-        calls.append(1)
-        if len(calls) <= 3:
-            raise torch.OutOfMemoryError("planted")
-        return prefill(self, *inputs)
-
-    monkeypatch.setattr(Steps, "prefill", fails_at_first)
-    assert generate(random_pair, requests, max_prefill_tokens=400).texts == plain.texts
 
 
 @pytest.mark.slow

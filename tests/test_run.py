@@ -473,12 +473,15 @@ def test_the_options_are_a_decision() -> None:
 
 def test_only_what_ran_is_compared_with_the_baseline(pair: Path, tmp_path: Path) -> None:
     own, out = tmp_path / "own.jsonl", tmp_path / "run"
-    own.write_text(
-        '{"id": "a", "prompt": "Tom has"}\n{"id": "a", "prompt": "Tom has 5"}\n{"id": "b", "prompt": ""}\n'
-    )
-    assert run(pair, "--dataset", own, "--output", out, "--baseline").exit_code == 3
-    baseline = json.loads((out / "report.json").read_text())["baseline"]
-    assert (baseline["identical"], baseline["num_compared"]) == (1.0, 1)
+    end = json.loads((pair / "target" / "config.json").read_text())["eos_token_id"]
+    asked = [{"id": "a", "prompt": "Tom has"}, {"id": "a", "prompt": "Tom has 5"}, {"id": "b", "prompt": ""}]
+    asked += [{"id": "c", "prompt": "5 bags", "logit_bias": {str(end): 100}}]
+    result = run(pair, "--dataset", write_rows(own, asked), "--output", out, "--baseline")
+    assert result.exit_code == 3
+    report = json.loads((out / "report.json").read_text())
+    assert (report["baseline"]["identical"], report["baseline"]["num_compared"]) == (1.0, 2)
+    assert report["num_empty"] == 1
+    assert "1 of 2 texts are empty" in result.stdout
 
 
 def warnings(result: Result) -> list[str]:

@@ -20,21 +20,28 @@ def load(tmp_path, **changes):
     return load_study(str(path))
 
 
-def test_the_four_arms_of_the_source():
+def test_the_arms_of_the_bundled_studies():
     study = load_study("vllm-25196")
     assert (study.tasks, study.limit, study.num_fewshot, study.max_batch_size) == (("gsm8k",), 500, 5, 128)
-    engines = {arm.name: arm.configure(STUDIED) for arm in study.arms}
-    assert {
-        name: (engine.draft_length.most, engine.drafter_batch, engine.attention)
+    engines = {arm.name: arm.configure(STUDIED) for arm in (*study.arms, *load_study("fp8-kv").arms[:2])}
+    found = {
+        name: (engine.draft_length.most, engine.drafter_batch, engine.attention, engine.kv_dtype)
         for name, engine in engines.items()
-    } == {
-        "padded": (4, "padded", "auto"),
-        "non-padded": (4, "non-padded", "auto"),
-        "baseline": (0, "non-padded", "auto"),
-        "baseline-sdpa": (0, "non-padded", "sdpa"),
     }
-    assert {(engine.model, engine.drafter, engine.dtype) for engine in engines.values()} == {
-        ("target", "head", "float32")
+    assert found == {
+        "padded": (4, "padded", "auto", "auto"),
+        "non-padded": (4, "non-padded", "auto", "auto"),
+        "baseline": (0, "non-padded", "auto", "auto"),
+        "baseline-sdpa": (0, "non-padded", "sdpa", "auto"),
+        "kv-model": (3, "non-padded", "auto", "model"),
+        "kv-fp8": (3, "non-padded", "auto", "fp8"),
+    }
+    for engine in engines.values():
+        assert (engine.model, engine.drafter, engine.dtype) == ("target", "head", "float32")
+    plain = {arm.name: arm.configure(STUDIED) for arm in load_study("fp8-kv").arms[2:]}
+    assert {name: (each.draft_length.most, each.kv_dtype) for name, each in plain.items()} == {
+        "baseline": (0, "model"),
+        "baseline-fp8": (0, "fp8"),
     }
 
 
@@ -68,6 +75,8 @@ def test_a_file_of_ones_own(tmp_path):
     study = load(tmp_path, limit=10)
     assert (study.name, study.limit, study.num_fewshot) == ("mine", 10, None)
     assert study.arms == (Arm(name="padded"),)
+    (tmp_path / "other.json").write_text(json.dumps({name: GOOD[name] for name in ("tasks", "arms")}))
+    assert load_study(str(tmp_path / "other.json")).source == ""
 
 
 def test_a_study_is_kept_with_every_setting(tmp_path):
@@ -84,16 +93,6 @@ def test_a_study_is_kept_with_every_setting(tmp_path):
         "num_fewshot": None,
         "max_batch_size": None,
         "arms": [dict.fromkeys(settings) | arm for arm in arms],
-    }
-
-
-def test_the_arms_of_two_caches():
-    engines = {arm.name: arm.configure(STUDIED) for arm in load_study("fp8-kv").arms}
-    assert {name: (engine.draft_length.most, engine.kv_dtype) for name, engine in engines.items()} == {
-        "kv-model": (3, "model"),
-        "kv-fp8": (3, "fp8"),
-        "baseline": (0, "model"),
-        "baseline-fp8": (0, "fp8"),
     }
 
 
@@ -128,6 +127,11 @@ def test_the_arms_of_two_caches():
         ({"num_fewshot": -1}, "num-fewshot is -1: use at least 0"),
         ({"max_batch_size": 0}, "max-batch-size is 0"),
         ({"limit": "all"}, "is not a study"),
+        (
+            {"arms": [{"name": "quick", "num_spec_token": 3}]},
+            r"of the arm \{.*'quick'.*\} num_spec_token is not known \(did you mean num_spec_tokens\?\): use att",
+        ),
+        ({"limits": 3}, r"limits is not known \(did you mean limit\?\): use arms, limit"),
     ],
 )
 def test_what_cannot_be_run_is_refused(tmp_path, changes, message):
@@ -140,20 +144,6 @@ def test_what_cannot_be_run_is_refused(tmp_path, changes, message):
 def test_an_unknown_name_lists_the_bundled_ones():
     with pytest.raises(UserError, match=r"study is 'mine': name a JSON file, or one of fp8-kv, vllm-25196$"):
         load_study("mine")
-
-
-def test_what_is_wrong_with_an_arm_names_it_and_what_may_be_set(tmp_path):
-    said = r"of the arm \{.*'quick'.*\} num_spec_token is not known \(did you mean num_spec_tokens\?\): use attention, "
-    with pytest.raises(UserError, match=said):
-        load(tmp_path, arms=[{"name": "quick", "num_spec_token": 3}])
-    with pytest.raises(UserError, match=r"limits is not known \(did you mean limit\?\): use arms, limit"):
-        load(tmp_path, limits=3)
-
-
-def test_a_study_needs_no_source(tmp_path):
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps({"tasks": ["word_problems"], "arms": [{"name": "padded"}]}))
-    assert load_study(str(path)).source == ""
 
 
 def test_arms_that_run_alike_are_known():
