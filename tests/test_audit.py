@@ -110,14 +110,6 @@ def test_in_bfloat16_what_differs_is_a_near_tie() -> None:
         assert all(each["gap"] <= each["rounding"] < 2.1 for each in arm["divergences"])
 
 
-@pytest.mark.parametrize(
-    ("reference", "tokens", "at"),
-    [((1, 2), (1, 2), None), ((), (), None), ((1, 2, 3), (1, 5, 3), 1), ((1, 2), (1,), 1), ((), (4,), 0)],
-)
-def test_the_first_difference(reference: tuple[int, ...], tokens: tuple[int, ...], at: int | None) -> None:
-    assert first_difference(reference, tokens) == at
-
-
 def divergence(**changes: Any) -> Divergence:
     fields: dict[str, Any] = {"request": "a", "position": 3, "gap": 0.5, "rounding": 1.0}
     fields |= {"reference_token": 1, "reference_text": "x", "reference_logit": 20.0}
@@ -130,10 +122,15 @@ def test_only_a_gap_within_the_rounding_is_explained() -> None:
     assert divergence(gap=1.0).explained
     assert not divergence(gap=1.001).explained
     assert not divergence(token=None, logit=None, gap=None).explained
-
-
-def test_the_gap_counts_from_the_largest_logit() -> None:
-    """Two equal tokens far below the largest logit are not a tie of greedy decoding."""
+    texts = (
+        ((1, 2), (1, 2), None),
+        ((), (), None),
+        ((1, 2, 3), (1, 5, 3), 1),
+        ((1, 2), (1,), 1),
+        ((), (4,), 0),
+    )
+    assert [first_difference(reference, tokens) for reference, tokens, _ in texts] == [at for *_, at in texts]
+    # two equal tokens far below the largest logit are not a tie of greedy decoding
     logits = torch.tensor([20.0, 5.0, 5.0, 19.0])
     assert gap(logits, 1, 2) == 15.0
     assert gap(logits, 0, 3) == gap(logits, 3, 0) == 1.0
@@ -248,22 +245,6 @@ def test_prompts_that_cannot_be_run_are_named_and_not_compared(tmp_path: Path) -
     assert "can be run" in str(verify(*SHORT, "--dataset", own).exception)
 
 
-@pytest.mark.parametrize(
-    ("asked", "num_requests", "run"),
-    [
-        ((1, 8, 32), 4, [1, 8]),
-        ((32, 8), 64, [8, 32]),
-        ((8, 8), 8, [8]),
-        ((4, 8), 1, [4]),
-        ((1, 4, 8), 4, [1, 4]),
-    ],
-)
-def test_batches_that_hold_all_requests_are_run_once(
-    asked: tuple[int, ...], num_requests: int, run: list[int]
-) -> None:
-    assert distinct(asked, num_requests) == run
-
-
 def test_ngrams_have_no_drafter_batch_and_one_arm() -> None:
     asked = ("--drafter", "ngram", "--num-prompts", "2", "--max-new-tokens", "8", "--batch-sizes", "1")
     found = json.loads(verify(*asked, "--json").stdout)
@@ -289,6 +270,17 @@ def test_a_text_that_ends_early_is_shown_so() -> None:
     )
     assert "(ended)" in line
     assert line.endswith("WRONG")
+
+
+def test_batches_that_hold_all_requests_are_run_once() -> None:
+    cases = (
+        ((1, 8, 32), 4, [1, 8]),
+        ((32, 8), 64, [8, 32]),
+        ((8, 8), 8, [8]),
+        ((4, 8), 1, [4]),
+        ((1, 4, 8), 4, [1, 4]),
+    )
+    assert [distinct(asked, num_requests) for asked, num_requests, _ in cases] == [run for *_, run in cases]
 
 
 def test_the_verdict_is_one_sentence() -> None:

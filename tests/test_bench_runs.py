@@ -160,9 +160,6 @@ def test_the_longer_of_reading_and_computing_is_the_bound() -> None:
     work = Work(num_bytes=30.0, flops=100.0)
     assert DeviceSpeed(bytes_per_second=10.0, flops_per_second=100.0).seconds(work) == 3.0
     assert DeviceSpeed(bytes_per_second=100.0, flops_per_second=10.0).seconds(work) == 10.0
-
-
-def test_copies_and_gemms_are_timed() -> None:
     assert 1e8 < copy_bandwidth("cpu") < 1e13
     assert 1e8 < matrix_flops("cpu", torch.float32) < 1e14
 
@@ -224,22 +221,16 @@ TABLE = BenchTable(
 )
 
 
-def test_text_has_conditions_units_dashes_and_notes() -> None:
+def test_a_table_is_the_same_as_text_csv_and_json() -> None:
     lines = render(TABLE.parts()).splitlines()
     assert lines[:5] == ["Speed & batch", "device: a GPU", "weights: synthetic", "repeats: 3", ""]
     assert lines[5].split() == ["batch", "mode", "speed", "[tokens/s]", "ratio"]
     assert lines[6].split() == ["1", "<a>", "1,234.6", "-"]
     assert lines[-3].split() == ["8", "b,", "c", "-", "3.00x"]
     assert lines[-2:] == ["", "batch 64 was not run: no memory"]
-
-
-def test_csv_gives_the_values_back_in_full() -> None:
     rows = list(csv.DictReader(TABLE.to_csv().splitlines()))
-    assert [row["speed"] for row in rows] == ["1234.56", "2000.0", "0.25", ""]
+    assert [row["speed"] for row in rows] == ["1234.56", "2000.0", "0.25", ""], "in full"
     assert [row["mode"] for row in rows] == ["<a>", "<a>", "b, c", "b, c"]
-
-
-def test_json_is_the_whole_table() -> None:
     document = json.loads(json.dumps(TABLE.to_json()))
     assert document["rows"] == [dict(row) for row in TABLE.rows]
     assert document["columns"][2] == {"name": "speed", "unit": "tokens/s"}
@@ -282,11 +273,8 @@ def test_answers_stand_first_on_the_page_and_after_the_table_on_a_terminal() -> 
 
 def test_a_line_has_one_style_in_all_plots() -> None:
     """Even if an earlier line has no points, as K = 0 has no speedup over itself."""
-    points = [Point(name="1", number=1.0)]
-    chart = Lines(
-        title="", label="", ticks=ticks_to(1), show=display.plain, lines={"a": [], "b": points}, named=True
-    )
-    assert [group.get("class") for group in _marks(str(svg(chart)), "g")] == [STYLES[1]]
+    chart = _chart({"a": [], "b": [("1", 1.0)]})
+    assert [group.get("class") for group in _marks(chart, "g")] == [STYLES[1]]
 
 
 def test_rows_and_plots_must_name_the_columns() -> None:
@@ -301,20 +289,12 @@ def _marks(chart: str, tag: str) -> list[ET.Element]:
 
 
 def _chart(lines: dict[str, list[tuple[str, float]]]) -> str:
-    most = max(y for points in lines.values() for _, y in points)
+    most = max((y for points in lines.values() for _, y in points), default=1.0)
     points = {name: [Point(name=x, number=y) for x, y in found] for name, found in lines.items()}
-    return str(
-        svg(
-            Lines(
-                title="title",
-                label="y over x",
-                ticks=ticks_to(most),
-                show=display.plain,
-                lines=points,
-                named=True,
-            )
-        )
+    shown = Lines(
+        title="title", label="y over x", ticks=ticks_to(most), show=display.plain, lines=points, named=True
     )
+    return str(svg(shown))
 
 
 def test_lines_stand_at_their_numbers() -> None:

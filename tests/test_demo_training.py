@@ -44,30 +44,19 @@ def test_each_template_solves_its_problem(template):
         assert problem.question.endswith("?")
 
 
-def test_texts_are_clean():
-    rng = Random(5)
+def test_problems_are_clean_and_many():
+    rng, questions = Random(5), set[str]()
     for _ in range(3000):
         problem = generate(rng)
+        questions.add(problem.question)
+        *steps, last = problem.solution.split("\n")
+        assert (steps, last) == (list(problem.steps), f"#### {problem.answer}")  # as GSM8K has it
         for text in (problem.question, problem.solution, *follow_up(rng, problem)):
             assert not re.search(r"[\[\]|@]|  | [?.,]|\.\.", text), text
             check_sums(text)
-
-
-def test_the_solution_ends_in_gsm8k_format():
-    problem = generate(Random(1))
-    *steps, last = problem.solution.split("\n")
-    assert steps == list(problem.steps)
-    assert last == f"#### {problem.answer}"
-
-
-def test_a_division_with_remainder_is_an_error():
+    assert len(questions) > 2900
     with pytest.raises(AssertionError):
-        work(7, "/", 2)
-
-
-def test_templates_make_many_different_questions():
-    rng = Random(2)
-    assert len({generate(rng).question for _ in range(3000)}) > 2900
+        work(7, "/", 2)  # has a remainder
 
 
 def test_questions_are_split_by_hash():
