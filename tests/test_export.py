@@ -80,14 +80,6 @@ def test_the_lists_of_metrics_are_those_of_the_record(tmp_path):
         assert parquet.read_table(tmp_path / "table.parquet")["metrics"].to_pylist() == [expected]
 
 
-def test_a_text_completion_without_speculation(tmp_path):
-    plain = row("a", endpoint="/v1/completions", drafts=0)
-    body = lines(export(tmp_path, [plain])[0])[0]["response"]["body"]
-    assert body["object"] == "text_completion"
-    assert body["choices"] == [{"index": 0, "text": "Hi you", "logprobs": None, "finish_reason": "length"}]
-    assert "metrics" not in body
-
-
 def test_log_probabilities_in_the_form_of_each_endpoint(tmp_path):
     rows = [row("a", logprobs=LOGPROBS), row("b", logprobs=LOGPROBS, endpoint="/v1/completions")]
     chat, text = (
@@ -105,21 +97,17 @@ def test_log_probabilities_in_the_form_of_each_endpoint(tmp_path):
     }
 
 
-def test_failed_requests_have_their_own_file(tmp_path):
-    output, errors = export(tmp_path, [], [{"id": "line 3", "error": "line 3: not valid JSON"}])
-    (line,) = lines(errors)
-    assert output.read_bytes() == b""
-    assert (line["custom_id"], line["response"]) == ("line 3", None)
-    assert line["error"] == {"code": "request_failed", "message": "line 3: not valid JSON"}
-
-
-def test_the_same_rows_make_the_same_bytes(tmp_path):
-    rows, errors = [row("a"), row("b")], [{"id": "c", "error": "no"}]
+def test_failed_requests_have_their_own_file_and_the_same_rows_make_the_same_bytes(tmp_path):
+    rows, errors = [row("a"), row("b")], [{"id": "line 3", "error": "line 3: not valid JSON"}]
     (tmp_path / "again").mkdir()
     first, second = (export(path, rows, errors) for path in (tmp_path, tmp_path / "again"))
     assert [file.read_bytes() for file in first] == [file.read_bytes() for file in second]
-    names = [(line["id"], line["response"]["request_id"]) for line in lines(tmp_path / "batch_output.jsonl")]
+    output, failed = map(lines, first)
+    names = [(line["id"], line["response"]["request_id"]) for line in output]
     assert len({name for pair in names for name in pair}) == 4
+    (line,) = failed
+    assert (line["custom_id"], line["response"]) == ("line 3", None)
+    assert line["error"] == {"code": "request_failed", "message": "line 3: not valid JSON"}
 
 
 def write_batch(rows, path):
@@ -139,13 +127,11 @@ def test_a_failed_export_keeps_the_old_file(tmp_path, write):
     assert path.read_text() == "earlier"
 
 
-def test_reasoning_has_a_field_and_its_tokens_are_counted(tmp_path):
+def test_a_message_and_a_text_with_and_without_reasoning_and_speculation(tmp_path):
     parts = {"reasoning": "Hm", "num_reasoning_tokens": 1}
-    chat, text = (f"/v1/{name}" for name in ("chat/completions", "completions"))
-    output, _ = export(
-        tmp_path,
-        [row("a", endpoint=chat, **parts), row("b", endpoint=text, **parts), row("c", endpoint=chat)],
-    )
+    chat, text_url = (f"/v1/{name}" for name in ("chat/completions", "completions"))
+    rows = [row("a", endpoint=chat, **parts), row("b", endpoint=text_url, **parts), row("c", endpoint=chat)]
+    output, _ = export(tmp_path, rows)
     bodies = [line["response"]["body"] for line in lines(output)]
     message = bodies[0]["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Hm", "Hi you")
@@ -153,6 +139,11 @@ def test_reasoning_has_a_field_and_its_tokens_are_counted(tmp_path):
     assert (choice["reasoning_content"], choice["text"]) == ("Hm", "Hi you")
     assert bodies[0]["usage"] == bodies[2]["usage"] | {"completion_tokens_details": {"reasoning_tokens": 1}}
     assert "reasoning_content" not in bodies[2]["choices"][0]["message"]
+    plain = row("a", endpoint=text_url, drafts=0)
+    body = lines(export(tmp_path, [plain])[0])[0]["response"]["body"]
+    assert body["object"] == "text_completion"
+    assert body["choices"] == [{"index": 0, "text": "Hi you", "logprobs": None, "finish_reason": "length"}]
+    assert "metrics" not in body, "without speculation"
 
 
 def test_a_table_is_read_by_datasets_as_it_was_written(tmp_path):
@@ -165,14 +156,8 @@ def test_a_table_is_read_by_datasets_as_it_was_written(tmp_path):
     table = load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
     assert table["id"][:3] == ["a", "b", "0"]
     assert len(table) == 602
-    names = (
-        "endpoint",
-        "logprobs",
-        "prompt_token_ids",
-        "prompt_logprobs",
-        "reasoning",
-        "num_reasoning_tokens",
-    )
+    names = ("endpoint", "logprobs", "prompt_token_ids", "prompt_logprobs")
+    names += ("reasoning", "num_reasoning_tokens")
     metrics = json.loads(json.dumps(RequestMetrics.of_samples([full])))
     expected = {**dict.fromkeys(names), "sample": 0, **full, "metrics": metrics}
     del expected["record"]
@@ -184,8 +169,6 @@ def test_a_table_is_read_by_datasets_as_it_was_written(tmp_path):
 
 
 def test_a_table_is_written_in_groups_and_may_be_empty(tmp_path):
-    from pyarrow import parquet
-
     path = tmp_path / "completions.parquet"
     export_parquet([], path)
     assert parquet.ParquetFile(path).metadata.num_rows == 0

@@ -153,14 +153,17 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
 ) -> None:
     ask = ("features", run, "--device", "cpu", "--output")
     printed(*ask, tmp_path / "embeddings", "--layers", "0")
-    with refused("layers has 13: the target has inputs of layers 0 to 12"):
-        printed(*ask, tmp_path / "out", "--layers", "1,13")
-    with refused("manifest.json cannot be read"):
-        printed("features", tmp_path, "--output", tmp_path / "out")
-    with refused("no output is named"):
-        printed("features", run)
-    with refused("differs in data.layers"):
-        printed(*ask, made, "--layers", "1")
+    for command, reason in (
+        (
+            (*ask, tmp_path / "out", "--layers", "1,13"),
+            "layers has 13: the target has inputs of layers 0 to 12",
+        ),
+        (("features", tmp_path, "--output", tmp_path / "out"), "manifest.json cannot be read"),
+        (("features", run), "no output is named"),
+        ((*ask, made, "--layers", "1"), "differs in data.layers"),
+    ):
+        with refused(reason):
+            printed(*command)
     anew = shutil.copytree(run, tmp_path / "anew")
     printed("features", anew, "--device", "cpu", "--output", tmp_path / "of-anew")
     rows = (anew / "completions.jsonl").read_text().splitlines()

@@ -204,15 +204,8 @@ def test_the_command_restarts_itself(job: Job, tmp_path: Path) -> None:
     out = tmp_path / "run"
     out.mkdir()
     (out / "manifest.json").write_text("{}")
-    options = [
-        "--dataset",
-        job.data.dataset,
-        "--data-path",
-        str(job.data.data_path),
-        "--output",
-        str(out),
-        "--restart",
-    ]
+    options = ["--dataset", job.data.dataset, "--data-path", str(job.data.data_path), "--restart"]
+    options += ["--output", str(out)]
     limits = ["--max-new-tokens", "14", "--max-batch-size", "4", "--device", "cpu"]
     arguments = [sys.executable, "-c", COMMAND, "generate", *options, *limits]
     with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as command:

@@ -269,28 +269,15 @@ def test_one_chance_is_solved_for_a_synthetic_length(
         replace(config, drafter="ngram").synthetic_chances()
 
 
-def test_a_synthetic_length_that_no_arm_can_have_is_refused(pair: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"synthetic-acceptance is 4.5, but a step of K = 3 drafts yields at most 4"
-    ):
+def test_synthetic_acceptance_is_chances_or_a_length(pair: Path) -> None:
+    given = {"0.8,0.6": (0.8, 0.6), "0,0": (0.0, 0.0), "1": 1.0, "3.2": 3.2}
+    assert {text: acceptance_rates(text) for text in given} == given
+    for text in ("", "x", "0.5,1.2", "-0.1", "0.8", "0", "nan", "inf", "2,3", "0.5,"):
+        with refused("use a mean acceptance length of 1 to K \\+ 1 such as"):
+            acceptance_rates(text)
+    with refused("synthetic-acceptance is 4.5, but a step of K = 3 drafts yields at most 4"):
         last(fixed(pair, 3, dice=4.5))
-
-
-@pytest.mark.parametrize(
-    ("text", "rates"), [("0.8,0.6", (0.8, 0.6)), ("0,0", (0.0, 0.0)), ("1", 1.0), ("3.2", 3.2)]
-)
-def test_synthetic_acceptance_is_chances_or_a_length(text: str, rates: tuple[float, ...] | float) -> None:
-    assert acceptance_rates(text) == rates
-
-
-@pytest.mark.parametrize("text", ["", "x", "0.5,1.2", "-0.1", "0.8", "0", "nan", "inf", "2,3", "0.5,"])
-def test_other_synthetic_acceptances_are_refused(text: str) -> None:
-    with pytest.raises(UserError, match="use a mean acceptance length of 1 to K \\+ 1 such as"):
-        acceptance_rates(text)
-
-
-def test_texts_by_dice_are_for_tune_alone(pair: Path) -> None:
-    with pytest.raises(UserError, match="its texts are not the model's, use specgen tune"):
+    with refused("its texts are not the model's, use specgen tune"):
         Engine(engine_config(pair, synthetic_acceptance=(0.5,)))
 
 

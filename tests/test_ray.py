@@ -31,7 +31,7 @@ from specgen.jobs.run import run
 from specgen.prompts import Message, Prompt, Rejected
 from specgen.prompts.load import DataSource
 from specgen.record.record_rows import EngineRow, PassRow
-from tests.commands import specgen
+from tests.commands import printed, refused
 from tests.engines import resolved
 from tests.jobs import Silent, files
 
@@ -222,9 +222,22 @@ class InProcess(RayEngine):
                 yield pickle.loads(pickle.dumps(call.result()))
 
 
-def test_blocks_give_the_output_of_one_engine(pair: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Conversations too, also those that an earlier run has answered in part; passes come once, before their output."""
+def answers(
+    engine: RayEngine, prompts: list[Any], max_tokens: int = 16, **earlier: str
+) -> Iterator[RequestOutput]:
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return engine.generate(prompts, sampling, earlier=earlier, lost={}, until=lambda: False)
+
+
+@pytest.fixture
+def unconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no cluster to connect with."""
     monkeypatch.setattr(ray_engine, "_connected", lambda cluster: nullcontext())
+
+
+@pytest.mark.usefixtures("unconnected")
+def test_blocks_give_the_output_of_one_engine(pair: EngineConfig) -> None:
+    """Conversations too, also those that an earlier run has answered in part; passes come once, before their output."""
     chats = [[Message(role="user", content=f"Tom has {n} apples.")] for n in range(9)]
     prompts: list[Prompt | Rejected] = [
         Prompt(id=str(n), messages=tuple(chat), follow_ups=("And now?",)) for n, chat in enumerate(chats)
@@ -240,7 +253,7 @@ def test_blocks_give_the_output_of_one_engine(pair: EngineConfig, monkeypatch: p
     whole = {output.id: output for output in Engine(pair).generate(prompts, sampling)}
     earlier = {name: whole[name].text for name in ("0", "1", "1/turn-2", "8")}
     blocks = InProcess(config=pair, cluster=Cluster(num_workers=2), record=record)
-    outputs = blocks.generate(prompts, sampling, earlier=earlier, lost={}, until=lambda: False)
+    outputs = answers(blocks, prompts, 8, **earlier)
     seen = []
     for output in outputs:
         seen.append(output.id)
@@ -259,12 +272,12 @@ def test_blocks_give_the_output_of_one_engine(pair: EngineConfig, monkeypatch: p
     assert max(row.num_sequences for row in passes) == 2
 
 
+@pytest.mark.usefixtures("unconnected")
 @pytest.mark.parametrize("skew", [-300.0, 0.5, 300.0])
 def test_a_clock_that_is_not_this_machines_moves_no_time(
-    pair: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, skew: float
+    pair: EngineConfig, caplog: pytest.LogCaptureFixture, skew: float
 ) -> None:
     """Only so far as it cannot be told from the way of an answer."""
-    monkeypatch.setattr(ray_engine, "_connected", lambda cluster: nullcontext())
     events = list[Any]()
 
     class Skewed(InProcess):
@@ -273,15 +286,9 @@ def test_a_clock_that_is_not_this_machines_moves_no_time(
                 found = [ray_engine._moved(each, skew) for each in answer.records]
                 yield replace(answer, records=found, time=answer.time + skew)
 
-    engine = Skewed(
-        config=pair,
-        cluster=Cluster(num_workers=2),
-        record=events.append,
-        ready=lambda: events.append("ready"),
-    )
-    prompts = [Prompt(id=str(n), text="Tom has") for n in range(3)]
-    sampling = SamplingParams(max_tokens=2)
-    outputs = engine.generate(prompts, sampling, earlier={}, lost={}, until=lambda: False)
+    cluster, ready = Cluster(num_workers=2), lambda: events.append("ready")
+    engine = Skewed(config=pair, cluster=cluster, record=events.append, ready=ready)
+    outputs = answers(engine, [Prompt(id=str(n), text="Tom has") for n in range(3)], 2)
     arrivals = [output.record.arrival for output in outputs if output.record]
     assert len(arrivals) == 3
     assert events[0] == "ready", "before the first pass"
@@ -293,11 +300,17 @@ def test_a_clock_that_is_not_this_machines_moves_no_time(
     assert all(line.startswith(f"the clock of a worker's machine is 300 s {way} this one's") for line in said)
 
 
+@pytest.mark.usefixtures("unconnected")
 def test_an_error_in_a_worker_is_raised_by_the_driver(
     pair: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its type and fields, after what the worker did before."""
-    monkeypatch.setattr(ray_engine, "_connected", lambda cluster: nullcontext())
+    """With its type and fields, after what the worker did before; one at its start with the traceback of there."""
+    starting = replace(pair, kv_memory=1)
+    blocks = InProcess(config=starting, cluster=Cluster(num_workers=1), record=lambda event: None)
+    with pytest.raises(UserError, match="1 bytes are left for the KV cache") as failed:
+        next(answers(blocks, [Prompt(id="a", text="Tom has 2 apples.")]))
+    (note,) = failed.value.__notes__
+    assert "in num_pages" in note
     generate = Engine.generate
 
     def lose_the_device(*arguments: Any, **named: Any) -> Iterator[RequestOutput]:
@@ -307,7 +320,7 @@ def test_an_error_in_a_worker_is_raised_by_the_driver(
     monkeypatch.setattr(Engine, "generate", lose_the_device)
     blocks = InProcess(config=pair, cluster=Cluster(num_workers=1), record=lambda event: None)
     prompts = [Prompt(id="a", text="Tom has 2 apples."), Prompt(id="b", text="Tom has 3 apples.")]
-    outputs = blocks.generate(prompts, SamplingParams(max_tokens=1), earlier={}, lost={}, until=lambda: False)
+    outputs = answers(blocks, prompts, 1)
     assert next(outputs).id in ("a", "b")
     with pytest.raises(DeviceLost) as lost:
         next(outputs)
@@ -404,15 +417,9 @@ def test_stdout_belongs_to_the_consumer_of_the_outputs(
     monkeypatch.setattr(ray, "shutdown", lambda: print("Ray ends"))
     monkeypatch.setattr(RayEngine, "_answered", answered)
     engine = RayEngine(config=pair, cluster=Cluster(num_workers=1), record=lambda event: None)
-    for output in engine.generate([], SamplingParams(), earlier={}, lost={}, until=lambda: False):
+    for output in answers(engine, []):
         print(output.id)
     assert capsys.readouterr() == ("a\nb\n", "Ray starts\nRay works\nRay ends\n")
-
-
-def test_a_missing_ray_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "find_spec", lambda name: None)
-    result = specgen("generate", "--executor", "ray")
-    assert str(result.exception) == "executor is ray, which is not installed: pip install '.[ray]'"
 
 
 @pytest.mark.parametrize(
@@ -425,9 +432,14 @@ def test_a_missing_ray_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_invalid_clusters_are_refused(arguments: list[str], words: str) -> None:
-    result = specgen("generate", "--device", "cpu", *arguments)
-    assert isinstance(result.exception, UserError)
-    assert words in str(result.exception)
+    with refused(words):
+        printed("generate", "--device", "cpu", *arguments)
+
+
+def test_a_missing_ray_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "find_spec", lambda name: None)
+    with refused(r"^executor is ray, which is not installed: pip install '\.\[ray\]'$"):
+        printed("generate", "--executor", "ray")
 
 
 def test_every_worker_needs_a_gpu_of_its_own(pair: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,18 +467,3 @@ def test_a_worker_gets_what_its_ranks_need(
 ) -> None:
     asked = replace(pair, device=device, tensor_parallel=num_ranks)
     assert ray_engine._resources(Cluster(num_workers=2, address=address), asked) == resources
-
-
-def test_an_error_at_the_start_of_a_worker_is_raised_by_the_driver(
-    pair: EngineConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With its type, and with the traceback of another process."""
-    monkeypatch.setattr(ray_engine, "_connected", lambda cluster: nullcontext())
-    blocks = InProcess(
-        config=replace(pair, kv_memory=1), cluster=Cluster(num_workers=1), record=lambda event: None
-    )
-    asked = [Prompt(id="a", text="Tom has 2 apples.")]
-    with pytest.raises(UserError, match="1 bytes are left for the KV cache") as refused:
-        next(blocks.generate(asked, SamplingParams(), earlier={}, lost={}, until=lambda: False))
-    (note,) = refused.value.__notes__
-    assert "in num_pages" in note

@@ -96,16 +96,12 @@ def spans_of(html):
 # --- pieces ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", [*TEXT, " ".join(TEXT), "", "  a", "🙂", "👩‍👩‍👧"])
-def test_pieces_are_the_text(tokenizer, text):
-    token_ids = tokenizer.encode_text(text)
-    found = pieces(tokenizer, token_ids)
-    assert len(found) == len(token_ids)
-    assert "".join(found) == tokenizer.decode(token_ids)
-    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in found)
-
-
-def test_pieces_of_random_tokens_are_their_text(tokenizer):
+def test_pieces_are_the_text(tokenizer):
+    for text in (*TEXT, " ".join(TEXT), "", "  a", "🙂", "👩‍👩‍👧"):
+        token_ids = tokenizer.encode_text(text)
+        found = pieces(tokenizer, token_ids)
+        assert (len(found), "".join(found)) == (len(token_ids), tokenizer.decode(token_ids))
+        assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in found)
     rng = random.Random(1)
     for _ in range(400):
         token_ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(40))]
@@ -198,27 +194,13 @@ def test_the_page_shows_every_text_and_its_colours_are_those_of_the_report(token
     assert colours["prefill"] == len(rows)
 
 
-def test_the_worst_requests_come_first(byte_level):
-    requests, rows = a_run(byte_level, 30)
-    _, _, listed = shown(requests, rows, byte_level)
-    lengths = [float(entry.note.split()[2]) for entry in listed.entries]
-    assert lengths == sorted(lengths)
-    assert lengths[0] < lengths[-1]
-
-
-def test_a_draft_in_whose_place_a_line_ends_stands_in_that_line(byte_level):
-    a, end, c = (byte_level.encode_rendered(each)[0] for each in "a\nc")
-    requests = list(request("r", [(1, 0)], drafts=[(c,)]))
-    _, _, listed = shown(requests, {"r": {"prompt": "", "text": "a\n", "token_ids": [a, end]}}, byte_level)
-    assert '<i class=correction tabindex=0 data-draft="c" data-break>\n</i>' in in_page(listed)
-
-
 def test_a_correction_shows_the_draft_in_whose_place_it_stands(byte_level):
-    a, b, c = (byte_level.encode_rendered(each)[0] for each in "abc")
+    a, b, c, end = (byte_level.encode_rendered(each)[0] for each in "abc\n")
     requests = list(request("r", [(1, 0)], drafts=[(c,)]))
-    rows = {"r": {"prompt": "", "text": "ab", "token_ids": [a, b]}}
-    _, tables, listed = shown(requests, rows, byte_level)
-    assert '<i class=correction tabindex=0 data-draft="c">b</i>' in in_page(listed)
+    for token, text, place in ((end, "\n", " data-break"), (b, "b", "")):
+        rows = {"r": {"prompt": "", "text": f"a{text}", "token_ids": [a, token]}}
+        _, tables, listed = shown(requests, rows, byte_level)
+        assert f'<i class=correction tabindex=0 data-draft="c"{place}>{text}</i>' in in_page(listed)
     missed, rejected = (table.rows[0] for table in tables if table.title.startswith(("Tokens", "Drafts")))
     assert (missed["token"], missed["rejected"], missed["others"]) == ("“b”", 1, "“c” 1")
     assert (rejected["token"], rejected["share"]) == ("“c”", 1.0)
@@ -250,6 +232,7 @@ def test_the_requests_with_the_lowest_acceptance_are_shown(byte_level, monkeypat
         _, _, listed = shown(requests, rows, byte_level)
         found = [dict(map(reversed, lengths))[entry.title] for entry in listed.entries]
         assert found[0] == lengths[0][0]
+        assert found == sorted(found), "the worst come first"
         if most:
             assert found == [length for length, _ in lengths[:most]]
         else:

@@ -5,6 +5,7 @@ import json
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from calibrated_cycle import Cycle
@@ -93,13 +94,17 @@ def test_own_rows_say_how_long_they_are(models: Models, tmp_path: Path) -> None:
         make_prompts(workload, models, 2)
 
 
-def test_lengths_of_data_need_data() -> None:
-    with pytest.raises(UserError, match="output-lens is 'data' but prompts are random: name a data set"):
-        Workload(dataset="random", output_lens="data")
-    with pytest.raises(UserError, match="output-lens is 'long': use one of fixed, data"):
-        Workload(dataset="sharegpt", output_lens="long")
-    with pytest.raises(UserError, match="num-prompts is 0: use at least 1"):
-        replace(SMALL, num_prompts=0)
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"output_lens": "data"}, "output-lens is 'data' but prompts are random: name a data set"),
+        ({"dataset": "sharegpt", "output_lens": "long"}, "output-lens is 'long': use one of fixed, data"),
+        ({"num_prompts": 0}, "num-prompts is 0: use at least 1"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(changes: dict[str, Any], reason: str) -> None:
+    with refused(reason):
+        replace(SMALL, **changes)
 
 
 # --- of a pair whose text is known ------------------------------------------------------------------
