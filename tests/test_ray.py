@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -297,7 +298,8 @@ def test_a_clock_that_is_not_this_machines_moves_no_time(
     said = [record.getMessage() for record in caplog.records]
     way = "behind" if skew < 0 else "ahead of"
     assert len(said) == (0 if abs(skew) < 1 else 2)
-    assert all(line.startswith(f"the clock of a worker's machine is 300 s {way} this one's") for line in said)
+    clock = rf"the clock of a worker's machine is (29\d|30\d) s {way} this one's"  # an answer has a way too
+    assert all(re.match(clock, line) for line in said)
 
 
 @pytest.mark.usefixtures("unconnected")
