@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -156,12 +157,6 @@ def test_one_head_is_the_drafter_and_several_have_their_names(tmp_path: Path, mo
     assert "draft_vocab_size" not in config
 
 
-@pytest.mark.parametrize("name", ["eagle2", "eagle1-2", "eagle3-0", "peagle-x", "peagle-"])
-def test_an_unknown_head_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="no head"):
-        HeadKind.find(name)
-
-
 @pytest.mark.parametrize("name", mostly_slow(LENGTHS, "peagle-2"))
 def test_an_outline_knows_a_pair_before_its_weights_are_read(root: Path, name: str) -> None:
     config = EngineConfig(model=str(root / "target"), drafter=str(root / name), device="cpu")
@@ -225,12 +220,20 @@ def test_cycle_round_trip(tmp_path: Path) -> None:
     assert cycle.after(cycle.tokens[58], 2) == cycle.slice(59, 2)
 
 
-@pytest.mark.parametrize(("accept", "reason"), [(1.1, "from 0 to 1"), (0.99, "leaves one token unknown")])
-def test_an_impossible_share_is_refused(accept: float, reason: str) -> None:
+WRONG: list[tuple[Callable[..., object], tuple[object, ...], str]] = [
+    (Cycle.draw, (200, 100, 1.1, 0), "from 0 to 1"),
+    (Cycle.draw, (200, 100, 0.99, 0), "leaves one token unknown"),
+    (Cycle.read, (Path("none"),), r"has no cycle\.json"),
+    *(
+        (HeadKind.find, (name,), "no head")
+        for name in ("eagle2", "eagle1-2", "eagle3-0", "peagle-x", "peagle-")
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "given", "reason"), WRONG)
+def test_what_is_impossible_is_refused(
+    call: Callable[..., object], given: tuple[object, ...], reason: str
+) -> None:
     with pytest.raises(ValueError, match=reason):
-        Cycle.draw(200, 100, accept, seed=0)
-
-
-def test_a_directory_without_a_cycle_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no cycle\.json"):
-        Cycle.read(tmp_path)
+        call(*given)

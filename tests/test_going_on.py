@@ -120,9 +120,8 @@ def test_a_finished_run_that_has_lost_rows_goes_on(job: Job, tmp_path: Path, lef
 def test_rows_of_other_requests_do_not_stand_for_those_of_the_run(job: Job, tmp_path: Path) -> None:
     stopped(job, tmp_path, 3)
     file = tmp_path / "completions.jsonl"
-    row = json.loads(file.read_text().splitlines()[0])
-    with file.open("a") as more:
-        more.writelines(json.dumps(row | {"id": f"other{n}"}) + "\n" for n in range(8))
+    found = rows(file)
+    write_rows(file, [*found, *(found[0] | {"id": f"other{n}"} for n in range(8))])
     run.run(job, tmp_path, Follower())
     assert ids(file) == NAMES
 
@@ -179,6 +178,11 @@ def test_a_row_that_is_damaged_within_is_answered_again_or_named(
     )
     run.run(job, tmp_path, Follower())
     assert ids(file) == NAMES
+    passes = tmp_path / "passes.jsonl"
+    line, *more = passes.read_text().splitlines(keepends=True)
+    passes.write_text("".join([line, "\0\n", *more]))
+    with pytest.raises(UserError, match=r"passes\.jsonl, line 2: not a row .*: remove that line"):
+        list(read_passes(passes))
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -198,20 +202,15 @@ def test_finished_requests_are_not_run_again(job: Job, tmp_path: Path, lost: boo
     assert sessions == {"0/1-0": done, "0/1-1": 8 - done}
 
 
-def test_a_damaged_record_of_passes_is_named(job: Job, tmp_path: Path) -> None:
-    run.run(job, tmp_path, Follower())
-    passes = tmp_path / "passes.jsonl"
-    first, *others = passes.read_text().splitlines(keepends=True)
-    passes.write_text("".join([first, "\0\n", *others]))
-    with pytest.raises(UserError, match=r"passes\.jsonl, line 2: not a row .*: remove that line"):
-        list(read_passes(passes))
-
-
 def test_failed_requests_are_retried(job: Job, tmp_path: Path, refusing: set[str]) -> None:
     clean = run.run(job, tmp_path / "clean", Follower()).report
     out = tmp_path / "run"
     refusing |= {"p1", "p5"}
     result = run.run(job, out, Follower())
+    before = content(out)
+    with pytest.raises(UserError, match="none of the"):
+        run.run(of_field_q(job), out, Follower())
+    assert content(out) == before, "a mistake removes no run that was there"
     assert result.report.num_errors == 2
     assert result.failures == ["p1: line 2: planted", "p5: line 6: planted"]
     assert ids(out / "errors.jsonl") == ["p1", "p5"]
@@ -510,15 +509,14 @@ def test_a_restart_keeps_the_old_directory(job: Job, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.1", "run.2"]
 
 
-def test_a_directory_without_a_run_is_not_touched(job: Job, tmp_path: Path) -> None:
+def test_a_directory_without_a_run_is_not_touched_and_one_that_vanishes_is_one_line(
+    job: Job, tmp_path: Path
+) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     for each in (job, replace(job, restart=True)):
         with pytest.raises(UserError, match="is not empty and holds no run"):
             run.run(each, tmp_path, Follower())
     assert os.listdir(tmp_path) == ["mine.txt"]
-
-
-def test_a_directory_that_vanishes_is_one_line(job: Job, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with pytest.raises(UserError, match=r"run' cannot be written \(No such file or directory\)"):
         run.run(job, out, Follower(lambda count: shutil.rmtree(out, ignore_errors=True)))
@@ -620,17 +618,6 @@ def test_a_directory_in_which_nothing_was_done_belongs_to_the_corrected_command(
     assert ids(out / "completions.jsonl") == NAMES
     assert json.loads((out / "manifest.json").read_text())["sampling"]["max_tokens"] == 6
     assert (out / "notes.txt").exists()
-
-
-def test_a_mistake_removes_no_run_that_was_there(
-    job: Job, tmp_path: Path, refusing: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refusing |= set(NAMES)
-    assert run.run(job, tmp_path, Follower()).report.num_errors == 8
-    before = content(tmp_path)
-    with pytest.raises(UserError, match="none of the"):
-        run.run(of_field_q(job), tmp_path, Follower())
-    assert content(tmp_path) == before
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from specgen.record.results import RunDirectory
 from specgen.report.report import status_of
 from tests.commands import write_rows
 from tests.jobs import Silent, conversations, files, keep_in_memory
+from tests.marks import mostly_slow
 
 add_completion = RunDirectory.add_completion
 
@@ -148,34 +148,6 @@ def moments(seconds: float) -> Iterator[Kill]:
         yield Kill(where=where, number=rng.randrange(visits[where]))
 
 
-@pytest.mark.parametrize(
-    ("sampling", "num_kills", "at_most"),  # of a run
-    [
-        pytest.param({}, 1, 1, id="few"),
-        pytest.param({"temperature": 0.8, "seed": 7}, 13, 3, id="many", marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_killed_at_any_moment_ends_like_an_uninterrupted_one(
-    job: Job, tmp_path: Path, sampling: dict[str, Any], num_kills: int, at_most: int
-) -> None:
-    job = replace(job, sampling=replace(job.sampling, **sampling))
-    began = time.monotonic()
-    assert not work(job, tmp_path / "whole")
-    whole, kills = files(tmp_path / "whole"), moments(time.monotonic() - began)
-    assert len(whole["completions.jsonl"].splitlines()) == 15
-    assert all(whole["report.json"]["acceptance_histogram"]), "drafts are accepted, and not, at every place"
-    assert [json.loads(row)["id"] for row in whole["errors.jsonl"].splitlines()] == ["broken", "long/turn-2"]
-    num_killed = num_runs = 0
-    while num_killed < num_kills:
-        out = tmp_path / f"run {num_runs}"
-        killed = [work(job, out, next(kills)) for _ in range(at_most)]
-        work(job, out)
-        assert files(out) == whole
-        rows = json.loads((out / "report.json").read_text())["rows"]
-        assert rows["target_rejected"] == rows["first_pass_wasted"], "counted over the same steps"
-        num_killed, num_runs = num_killed + sum(killed), num_runs + 1
-
-
 ANSWERS: list[dict[str, Any]] = [
     {"guided_choice": ["yes, it is", "no, it is not", "12"]},
     {"guided_regex": "(The|So) [a-z ]{3,20}[.]"},
@@ -185,30 +157,44 @@ ANSWERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.slow
-def test_answers_that_fit_and_samples_are_those_of_an_uninterrupted_run(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whichever constraint was compiled when, or was kept by the run before."""
+def with_answers(job: Job, path: Path) -> Job:
+    """Answers that fit, whose constraints are compiled at any time or kept by the run before, and samples."""
     asked = [{"id": f"a{n}", "prompt": f"Tom has {n} apples.", **ANSWERS[n % 5]} for n in range(10)]
-    write_rows(tmp_path / "rows.jsonl", asked)
-    sampling = replace(job.sampling, temperature=0.8, seed=7, n=2)
-    job = replace(job, sampling=sampling, data=DataSource(dataset=str(tmp_path / "rows.jsonl")))
+    data = DataSource(dataset=str(write_rows(path, asked)))
+    return replace(job, sampling=replace(job.sampling, temperature=0.8, seed=7, n=2), data=data)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_kills", "at_most"),  # of a run
+    mostly_slow([("greedy", 1, 1), ("sampled", 13, 3), ("answers", 12, 2)], ("greedy", 1, 1)),
+)
+def test_a_run_killed_at_any_moment_ends_like_an_uninterrupted_one(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, num_kills: int, at_most: int
+) -> None:
+    failed, num_rows = ["broken", "long/turn-2"], 15
+    if kind == "answers":
+        job, failed, num_rows = with_answers(job, tmp_path / "rows.jsonl"), ["a3", "a3", "a8", "a8"], 16
+    elif kind == "sampled":
+        job = replace(job, sampling=replace(job.sampling, temperature=0.8, seed=7))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     began = time.monotonic()
     assert not work(job, tmp_path / "whole")
     whole, kills = files(tmp_path / "whole"), moments(time.monotonic() - began)
-    assert len(whole["completions.jsonl"].splitlines()) == 16
-    assert [json.loads(row)["id"] for row in whole["errors.jsonl"].splitlines()] == ["a3", "a3", "a8", "a8"]
-    num_killed = 0
-    for number in count():
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"cache {number}"))
-        killed = [work(job, tmp_path / f"run {number}", next(kills)) for _ in range(2)]
-        work(job, tmp_path / f"run {number}")
-        assert files(tmp_path / f"run {number}") == whole
-        num_killed += sum(killed)
-        if num_killed >= 12:
-            break
+    assert len(whole["completions.jsonl"].splitlines()) == num_rows
+    assert kind == "answers" or all(whole["report.json"]["acceptance_histogram"]), (
+        "accepted, and not, everywhere"
+    )
+    assert [json.loads(row)["id"] for row in whole["errors.jsonl"].splitlines()] == failed
+    num_killed = num_runs = 0
+    while num_killed < num_kills:
+        out = tmp_path / f"run {num_runs}"
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"cache {num_runs}"))
+        killed = [work(job, out, next(kills)) for _ in range(at_most)]
+        work(job, out)
+        assert files(out) == whole
+        rows = json.loads((out / "report.json").read_text())["rows"]
+        assert rows["target_rejected"] == rows["first_pass_wasted"], "counted over the same steps"
+        num_killed, num_runs = num_killed + sum(killed), num_runs + 1
 
 
 def require_passes(out: Path) -> None:

@@ -279,27 +279,23 @@ def test_a_checkpoint_is_opened_again_for_another_adapter(target: Path, tmp_path
 # --- refusals --------------------------------------------------------------------------------------
 
 
-def _none(given: dict[str, Tensor]) -> dict[str, Tensor]:
-    return given
-
-
 @pytest.mark.parametrize(
     ("config", "change", "reason"),
     [
-        ({"peft_type": "IA3"}, _none, "peft_type is 'IA3': only LORA is merged"),
-        ({"use_dora": True}, _none, "says use_dora True, which is not supported: merge it with PEFT"),
-        ({"bias": "all"}, _none, "says bias 'all', which is not supported"),
-        ({"init_lora_weights": "pissa"}, _none, "says init_lora_weights 'pissa', which is not supported"),
-        ({"target_parameters": ["experts.down_proj"]}, _none, "says target_parameters .*not supported"),
-        ({"layer_replication": [[0, 2]]}, _none, "says layer_replication .*not supported"),
-        ({"something_new": 3}, _none, "says something_new 3, which is not supported"),
-        ({"r": 0}, _none, "r is 0 in adapter_config.json: use a number of at least 1"),
-        ({"lora_alpha": "8"}, _none, "lora_alpha is '8'"),
-        ({"target_modules": None}, _none, "target_modules is None: use a list of names or a pattern"),
-        ({"r": 5}, _none, r"has \[4, 64\] where the model and adapter_config.json ask for \[5, 64\]"),
+        ({"peft_type": "IA3"}, dict, "peft_type is 'IA3': only LORA is merged"),
+        ({"use_dora": True}, dict, "says use_dora True, which is not supported: merge it with PEFT"),
+        ({"bias": "all"}, dict, "says bias 'all', which is not supported"),
+        ({"init_lora_weights": "pissa"}, dict, "says init_lora_weights 'pissa', which is not supported"),
+        ({"target_parameters": ["experts.down_proj"]}, dict, "says target_parameters .*not supported"),
+        ({"layer_replication": [[0, 2]]}, dict, "says layer_replication .*not supported"),
+        ({"something_new": 3}, dict, "says something_new 3, which is not supported"),
+        ({"r": 0}, dict, "r is 0 in adapter_config.json: use a number of at least 1"),
+        ({"lora_alpha": "8"}, dict, "lora_alpha is '8'"),
+        ({"target_modules": None}, dict, "target_modules is None: use a list of names or a pattern"),
+        ({"r": 5}, dict, r"has \[4, 64\] where the model and adapter_config.json ask for \[5, 64\]"),
         (
             {"target_modules": ["v_proj"]},
-            _none,
+            dict,
             "has tensors of '.*q_proj', which target_modules does not name",
         ),
         (

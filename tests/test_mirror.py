@@ -334,27 +334,6 @@ def test_a_run_that_is_going_on_elsewhere_is_not_taken_over(
         assert there() == "a\nb\n"
 
 
-def test_of_two_that_begin_in_the_same_moment_one_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    memory = type(fsspec.filesystem("memory"))
-    pipe = memory.pipe_file
-
-    def late(self: Any, path: str, *rest: Any, **condition: Any) -> None:
-        if path.endswith("parts.json") and not others:  # what was there has been compared
-            others.append(path)
-            on(monkeypatch, tmp_path, "second")
-            with killed(completions="second\n"):
-                pass
-        pipe(self, path, *rest, **condition)
-
-    others: list[str] = []
-    monkeypatch.setattr(memory, "pipe_file", late)
-    with refused(f"^output {URL} is in use by process"):
-        ended(completions="first\n")
-    assert there() == "second\n"
-
-
 @pytest.mark.parametrize("begun", [False, True])
 def test_of_two_that_write_to_a_bucket_in_the_same_moment_one_is_refused(
     begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,7 +19,7 @@ from specgen.jobs.run import run
 from specgen.jobs.shards import Shard, parse_shard, scheduled_shard
 from specgen.record import files as run_files
 from specgen.record.interrupt import StoppedError
-from tests.commands import refused, specgen
+from tests.commands import printed, refused, specgen
 from tests.jobs import Silent, conversations, files, keep_in_memory, untimed
 from tests.tiny_checkpoints import change_json
 
@@ -229,11 +229,8 @@ def test_the_command_prints_the_report_and_says_what_failed(finished: Path, tmp_
     remedy = f"--output {tmp_path / 'all'} and without --shard, tries failed rows again; with"
     assert remedy in result.stderr.splitlines()[-1]
     assert (tmp_path / "all" / "completions.parquet").exists()
-
-
-def test_an_existing_output_is_not_overwritten(finished: Path) -> None:
-    with pytest.raises(UserError, match="exists: name a new directory"):
-        merge(finished / "whole", [finished / f"shard {index}" for index in range(COUNT)], "jsonl")
+    with refused("exists: name a new directory"):
+        printed("merge", finished / "whole", *shards)
 
 
 @pytest.mark.parametrize("text", ["4/4", "0/0", "-1/4", "1", "a/b", "1/2/3", "1.0/2", ""])
@@ -308,15 +305,8 @@ def test_a_scheduled_shard_has_its_own_directory_and_resumes_anywhere(
 ) -> None:
     for name, value in array(9, 5, 13, 4, 3).items():
         monkeypatch.setenv(name, value)
-    command = [
-        "generate",
-        "--dataset",
-        "mt-bench",
-        "--data-path",
-        job.data.data_path,
-        "--output",
-        tmp_path / "all",
-    ]
+    command = ["generate", "--dataset", "mt-bench", "--data-path", job.data.data_path]
+    command += ["--output", tmp_path / "all"]
     command += ["--num-spec-tokens", 3, "--max-new-tokens", 14, "--max-batch-size", 4, "--device", "cpu"]
     result = specgen(*command, "--shard", "auto")
     mine = tmp_path / "all" / "1-of-3"
