@@ -19,11 +19,10 @@ from specgen.engine.memory_plan import MemoryPlan, memory_plans
 from specgen.engine.page_budget import PageBudget
 from specgen.kv.kv_cache import StateCache
 from specgen.kv.pages import PageAllocator
-from specgen.models.families import family_of
 from specgen.models.model_config import LayerConfig
 from specgen.ops.reference import torch_ops
 from tests.commands import specgen
-from tests.test_published import GLM, PUBLISHED, checkpoint_of, latent_tensors, tensors
+from tests.published import GLM, GPT_OSS_20B, published
 from tests.tiny_hybrids import write_hybrid
 
 GIB = 1 << 30
@@ -101,9 +100,8 @@ def test_gpt_oss_on_a_gpu_of_80_gib(monkeypatch: pytest.MonkeyPatch) -> None:
 
     For 2,048 tokens and what a pass writes behind them that are 33 pages, and 4 windowed ones.
     """
-    raw = PUBLISHED["gpt-oss-20b"][0]
-    published = checkpoint_of(raw, tensors(family_of(raw).config(raw)))
-    monkeypatch.setattr("specgen.engine.memory_plan.open_checkpoints", lambda config: {"model": published})
+    parts = {"model": published(GPT_OSS_20B)}
+    monkeypatch.setattr("specgen.engine.memory_plan.open_checkpoints", lambda config: parts)
     (plan,) = memory_plans("published", None, 80 * GIB)
     assert plan.weights / 1e9 == pytest.approx(13.76, abs=0.01)
     assert plan.kv_bytes_per_token == 49_152
@@ -124,8 +122,7 @@ def test_a_short_context_has_room_for_as_many_sequences(monkeypatch: pytest.Monk
     """Of 2,048 tokens, whether that is the whole context or a part: layers with a window need not keep all."""
     found = []
     for context in (2048, 4096):
-        raw = PUBLISHED["gpt-oss-20b"][0] | {"max_position_embeddings": context}
-        parts = {"model": checkpoint_of(raw, tensors(family_of(raw).config(raw)))}
+        parts = {"model": published(GPT_OSS_20B | {"max_position_embeddings": context})}
         monkeypatch.setattr("specgen.engine.memory_plan.open_checkpoints", lambda config, parts=parts: parts)
         (plan,) = memory_plans("published", None, 40 * GIB)
         assert plan._room(plan.num_sequences) == plan.num_sequences
@@ -135,8 +132,8 @@ def test_a_short_context_has_room_for_as_many_sequences(monkeypatch: pytest.Monk
 
 def test_a_published_glm_fits_one_h100_with_its_mtp_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """With more than 8 GB for latents."""
-    published = checkpoint_of(GLM, latent_tensors(GLM))
-    parts = {"model": published, "drafter": mtp_part(published)}
+    glm = published(GLM)
+    parts = {"model": glm, "drafter": mtp_part(glm)}
     monkeypatch.setattr("specgen.engine.memory_plan.open_checkpoints", lambda config: parts)
     three = memory_plans("published", "mtp", 79 * GIB)[3]
     assert three.weights / 1e9 == pytest.approx(62.5, abs=0.5)
@@ -210,8 +207,7 @@ def test_wrong_plans_are_refused(demo_path: Path) -> None:
 
 def test_short_and_long_texts_lose_the_same_by_a_split() -> None:
     """Of gpt-oss, against splits of their own; and pages for given sequences are enough for them, and no fewer are."""
-    raw = PUBLISHED["gpt-oss-20b"][0]
-    target = target_config(checkpoint_of(raw, tensors(family_of(raw).config(raw))))
+    target = target_config(published(GPT_OSS_20B))
     settings: dict[str, Any] = {"page_size": 64, "cuda_graphs": "step", "max_batch_size": 100_000}
     config = EngineConfig(
         model="published", drafter=None, num_spec_tokens=0, dtype="bfloat16", kv_dtype="model", **settings
