@@ -3,14 +3,15 @@
 import json
 import struct
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -20,6 +21,7 @@ from specgen.config import UserError
 from specgen.models.llama import Llama
 from specgen.text.tokenizer import Message, load_tokenizer
 from tests.forked import write_pair
+from tests.marks import mostly_slow
 
 WEIGHTS, PICKLE, INDEX = "model.safetensors", "pytorch_model.bin", "model.safetensors.index.json"
 CPU = torch.device("cpu")
@@ -40,16 +42,6 @@ values = st.recursive(
 )
 
 
-def fuzz(examples: int) -> Callable[[Any], Any]:
-    """Settings of so many examples; files make their times uneven."""
-    return settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )
-
-
 def _read(path: Path) -> Files:
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
@@ -57,21 +49,6 @@ def _read(path: Path) -> Files:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
-def target(pair: Path) -> Files:
-    return _read(pair / "target")
-
-
-@pytest.fixture(scope="module")
-def head(pair: Path) -> Files:
-    return _read(pair / "head")
-
-
-@pytest.fixture(scope="module")
-def model(pair: Path) -> Llama:
-    return load_target(open_checkpoint(str(pair / "target")), torch.float32, CPU)
 
 
 def _pickled(files: Files, *, zipped: bool) -> Files:
@@ -84,35 +61,22 @@ def _pickled(files: Files, *, zipped: bool) -> Files:
         }
 
 
-def _try(files: Files, use: Callable[[Path], object]) -> None:
-    """Use ``files`` in a directory of their own: success, or a short ``UserError``."""
-    error = _error(files, use)
-    if error is not None:
-        assert type(error) is UserError
-        assert len(str(error).splitlines()) == 1
-        assert len(str(error)) < LONGEST_LINE
-        assert ": " in str(error)
-
-
-def _error(files: Files, use: Callable[[Path], object]) -> UserError | None:
-    with tempfile.TemporaryDirectory() as directory:
-        for name, data in files.items():
-            (Path(directory) / name).write_bytes(data)
-        try:
-            use(Path(directory))
-        except UserError as error:
-            return error
-        return None
-
-
 def _use_target(path: Path) -> None:
     for misfit in describe(str(path)).misfits:
         assert len(misfit) < LONGEST_LINE
     load_target(open_checkpoint(str(path)), torch.float32, CPU)
 
 
-def _changed_json(data: bytes, changes: dict[str, Any]) -> bytes:
-    return json.dumps(json.loads(data) | changes).encode()
+def _use_head(model: Llama, path: Path) -> None:
+    with suppress(UserError):  # the same reason, or another one
+        describe(str(path))
+    load_drafter(open_checkpoint(str(path)), model)
+
+
+def _use_tokenizer(path: Path) -> None:
+    tokenizer = load_tokenizer(str(path))
+    tokenizer.decode(tokenizer.encode_text("Tom has 3 €"))
+    tokenizer.encode_rendered(tokenizer.render_chat([Message(role="user", content="Hi")]))
 
 
 @st.composite
@@ -146,135 +110,120 @@ HEAD_KEYS = (
     *("speculators_model_type", "transformer_layer_config", "norm_before_residual", "norm_before_fc"),
     *("fc_norm", "norm_output"),
 )
-
-
-@pytest.mark.slow
-@fuzz(150)
-@given(changes=st.dictionaries(st.sampled_from(CONFIG_KEYS), values, min_size=1, max_size=3))
-def test_any_config_of_a_target(target: Files, changes: dict[str, Any]) -> None:
-    _try(target | {"config.json": _changed_json(target["config.json"], changes)}, _use_target)
-
-
-@pytest.mark.slow
-@fuzz(150)
-@given(changes=st.dictionaries(st.sampled_from(CONFIG_KEYS + HEAD_KEYS), values, min_size=1, max_size=3))
-def test_any_config_of_a_head(head: Files, model: Llama, changes: dict[str, Any]) -> None:
-    def use(path: Path) -> None:
-        with suppress(UserError):  # the same reason, or another one
-            describe(str(path))
-        load_drafter(open_checkpoint(str(path)), model)
-
-    _try(head | {"config.json": _changed_json(head["config.json"], changes)}, use)
-
-
-@fuzz(100)
-@given(name=st.sampled_from(["config.json", "generation_config.json", INDEX]), data=st.binary() | values)
-def test_any_json_file(target: Files, name: str, data: Any) -> None:
-    content = data if isinstance(data, bytes) else json.dumps(data).encode()
-    _try(target | {name: content}, _use_target)
-
-
-@pytest.mark.slow
-@fuzz(60)
-@given(weight_map=values | st.dictionaries(st.text(max_size=4), values, min_size=1))
-@example(weight_map={"a": WEIGHTS})
-def test_any_index(target: Files, weight_map: Any) -> None:
-    _try(target | {INDEX: json.dumps({"weight_map": weight_map}).encode()}, _use_target)
-
-
-@fuzz(150)
-@given(damage=damages())
-def test_any_damage_to_safetensors(target: Files, damage: Callable[[bytes], bytes]) -> None:
-    _try(target | {WEIGHTS: damage(target[WEIGHTS])}, _use_target)
-
-
-@pytest.mark.slow
-@fuzz(150)
-@given(
-    entry=st.dictionaries(
-        st.sampled_from(["dtype", "shape", "data_offsets"]),
-        values
-        | st.lists(numbers, max_size=3)
-        | st.sampled_from(["F64", "BF16", "F8_E5M2", "U64", "C64", "BOOL"]),
-        min_size=1,
-    )
+TOKENIZER_KEYS = (
+    *("model", "normalizer", "pre_tokenizer", "post_processor", "decoder", "added_tokens", "truncation"),
 )
-@example(entry={"dtype": "U8", "shape": [128]})
-def test_any_entry_of_a_header(target: Files, entry: dict[str, Any]) -> None:
-    data = target[WEIGHTS]
-    end = 8 + struct.unpack("<Q", data[:8])[0]
-    header = json.loads(data[8:end])
-    header["model.norm.weight"] |= entry
-    written = json.dumps(header).encode()
-    _try(target | {WEIGHTS: struct.pack("<Q", len(written)) + written + data[end:]}, _use_target)
+SETTINGS = ("chat_template", "eos_token", "added_tokens_decoder", "extra_special_tokens", "model_max_length")
+PIECES = (
+    *("{{", "}}", "{%", "%}", "messages", "[0]", ".content", "|", "~", "+", "for x in", "endfor", "if", "''"),
+    " ",
+)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before-1.6"])
-def test_any_damage_to_pickles(target: Files, zipped: bool) -> None:
-    files = _pickled(target, zipped=zipped)
+def changed(name: str, keys: Sequence[str], most: int = 2) -> st.SearchStrategy[Files]:
+    """The JSON file ``name`` with other values of some of ``keys``."""
+    changes = st.dictionaries(st.sampled_from(keys), values, min_size=1, max_size=most)
+    return changes.map(lambda new: lambda files: {name: json.dumps(json.loads(files[name]) | new).encode()})
 
-    @fuzz(40)
-    @given(damage=damages())
-    def check(damage: Callable[[bytes], bytes]) -> None:
-        _try(files | {PICKLE: damage(files[PICKLE])}, _use_target)
+
+def damaged(name: str) -> st.SearchStrategy[Files]:
+    return damages().map(lambda damage: lambda files: {name: damage(files[name])})
+
+
+def replaced(name: str, content: st.SearchStrategy[Any]) -> st.SearchStrategy[Files]:
+    return content.map(
+        lambda new: lambda files: {name: new if isinstance(new, bytes) else json.dumps(new).encode()}
+    )
+
+
+def with_entry(entry: dict[str, Any]) -> Callable[[Files], Files]:
+    """Of a tensor in the header of the weights."""
+
+    def change(files: Files) -> Files:
+        data = files[WEIGHTS]
+        end = 8 + struct.unpack("<Q", data[:8])[0]
+        header = json.loads(data[8:end])
+        header["model.norm.weight"] |= entry
+        written = json.dumps(header).encode()
+        return {WEIGHTS: struct.pack("<Q", len(written)) + written + data[end:]}
+
+    return change
+
+
+ENTRIES = st.dictionaries(
+    st.sampled_from(["dtype", "shape", "data_offsets"]),
+    values
+    | st.lists(numbers, max_size=3)
+    | st.sampled_from(["F64", "BF16", "F8_E5M2", "U64", "C64", "BOOL"]),
+    min_size=1,
+)
+TEMPLATES = st.lists(st.sampled_from(PIECES) | st.text(max_size=2), max_size=12)
+JSON_FILES = ("config.json", "generation_config.json", INDEX)
+# Of files of what, how they change, and how many examples there are
+FUZZ: dict[str, tuple[str, st.SearchStrategy[Any], int]] = {
+    "config": ("target", changed("config.json", CONFIG_KEYS, 3), 150),
+    "head": ("head", changed("config.json", CONFIG_KEYS + HEAD_KEYS, 3), 150),
+    "json": ("target", st.one_of(replaced(name, st.binary() | values) for name in JSON_FILES), 100),
+    "index": (
+        "target",
+        replaced(
+            INDEX,
+            (values | st.dictionaries(st.text(max_size=4), values, min_size=1) | st.just({"a": WEIGHTS})).map(
+                lambda found: {"weight_map": found}
+            ),
+        ),
+        60,
+    ),
+    "safetensors": ("target", damaged(WEIGHTS), 150),
+    "header": ("target", (ENTRIES | st.just({"dtype": "U8", "shape": [128]})).map(with_entry), 150),
+    "pickle": ("zipped", damaged(PICKLE), 40),
+    "pickle-before-1.6": ("unzipped", damaged(PICKLE), 40),
+    "tokenizer": ("tokenizer", changed("tokenizer.json", TOKENIZER_KEYS), 60),
+    "settings": ("tokenizer", changed("tokenizer_config.json", SETTINGS), 60),
+    "template": (
+        "tokenizer",
+        TEMPLATES.map(lambda pieces: "".join(pieces).encode(errors="replace")).map(
+            lambda text: lambda files: {"chat_template.jinja": text}
+        ),
+        60,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", mostly_slow(FUZZ, "json", "safetensors", "tokenizer", "template"))
+def test_whatever_a_file_holds(pair: Path, name: str) -> None:
+    """A model or tokenizer, or a short ``UserError``."""
+    kind, strategy, examples = FUZZ[name]
+    files, use = _read(pair / ("head" if kind == "head" else "target")), _use_target
+    if kind == "tokenizer":
+        use = _use_tokenizer
+    elif kind == "head":
+        use = partial(_use_head, load_target(open_checkpoint(str(pair / "target")), torch.float32, CPU))
+    elif kind != "target":
+        files = _pickled(files, zipped=kind == "zipped")
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    @given(change=strategy)
+    def check(change: Callable[[Files], Files]) -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            for file, data in (files | change(files)).items():
+                (Path(directory) / file).write_bytes(data)
+            reason = _reason(use, Path(directory))
+        assert reason is None or (
+            len(reason.splitlines()) == 1 and len(reason) < LONGEST_LINE and ": " in reason
+        )
 
     check()
 
 
-def _use_tokenizer(path: Path) -> None:
-    tokenizer = load_tokenizer(str(path))
-    tokenizer.decode(tokenizer.encode_text("Tom has 3 €"))
-    tokenizer.encode_rendered(tokenizer.render_chat([Message(role="user", content="Hi")]))
-
-
-TOKENIZER_KEYS = (
-    "model",
-    "normalizer",
-    "pre_tokenizer",
-    "post_processor",
-    "decoder",
-    "added_tokens",
-    "truncation",
-)
-SETTINGS = ("chat_template", "eos_token", "added_tokens_decoder", "extra_special_tokens", "model_max_length")
-
-
-@fuzz(60)
-@given(changes=st.dictionaries(st.sampled_from(TOKENIZER_KEYS), values, min_size=1, max_size=2))
-def test_any_tokenizer(target: Files, changes: dict[str, Any]) -> None:
-    _try(target | {"tokenizer.json": _changed_json(target["tokenizer.json"], changes)}, _use_tokenizer)
-
-
-@pytest.mark.slow
-@fuzz(60)
-@given(changes=st.dictionaries(st.sampled_from(SETTINGS), values, min_size=1, max_size=2))
-def test_any_settings_of_a_tokenizer(target: Files, changes: dict[str, Any]) -> None:
-    name = "tokenizer_config.json"
-    _try(target | {name: _changed_json(target[name], changes)}, _use_tokenizer)
-
-
-PIECES = [
-    "{{",
-    "}}",
-    "{%",
-    "%}",
-    "messages",
-    "[0]",
-    ".content",
-    "|",
-    "~",
-    "+",
-    "for x in",
-    "endfor",
-    "if",
-    "''",
-    " ",
-]
-
-
-@fuzz(60)
-@given(pieces=st.lists(st.sampled_from(PIECES) | st.text(max_size=2), max_size=12))
-def test_any_template(target: Files, pieces: list[str]) -> None:
-    template = "".join(pieces).encode(errors="replace")
-    _try(target | {"chat_template.jinja": template}, _use_tokenizer)
+def _reason(use: Callable[[Path], object], path: Path) -> str | None:
+    try:
+        use(path)
+    except UserError as error:
+        return str(error)
+    return None
