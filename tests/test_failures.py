@@ -190,32 +190,6 @@ class Broken:
         monkeypatch.setattr(Steps, where, planted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("where", "number", "ahead"),
-    [("prefill", 2, False), ("decode", 1, False), ("decode", 6, True)],
-)
-def test_a_device_error_changes_no_text(
-    demo_pair: Pair,
-    device_like: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    where: str,
-    number: int,
-    ahead: bool,
-) -> None:
-    requests = bundled_requests(9, GREEDY)
-    right = generate(demo_pair, requests, num_spec_tokens=3, max_batch_size=4).texts
-    device_like(ahead)
-    Broken(monkeypatch, where, lambda calls, first: calls == number)
-    outputs = generate(demo_pair, requests, num_spec_tokens=3, max_batch_size=4)
-    assert outputs.texts == right
-    failed = [name for name in right if outputs.begun[name] > 1]
-    assert 1 <= len(failed) <= 4
-    assert all(batch_sizes_of(outputs, name) <= {1} for name in failed)
-    others = [batch_sizes_of(outputs, name) for name in right if name not in failed]
-    assert max(max(sizes, default=0) for sizes in others) > 1
-
-
 def test_a_request_that_breaks_every_pass_fails_alone(
     demo_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ from tests.families import (
     right_logits,
 )
 from tests.marks import mostly_slow
-from tests.tiny_checkpoints import LLAMA3_SCALING, change_json, read
+from tests.tiny_checkpoints import LLAMA3_SCALING, change_json, read, write_target
 from tests.tiny_gemma4 import SIZES, write_gemma4
 from tests.tiny_hybrids import CONFIGS, write_hybrid
 from tests.tiny_latents import YARN as YARN_OF_LATENTS
@@ -123,7 +123,20 @@ LATENTS: dict[str, Write] = {
         write_latent, n_shared_experts=2, tie_word_embeddings=True, rope_parameters=YARN_OF_LATENTS
     ),
 }
+DENSE: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "tied-llama": {"tied": True},
+    "llama3-rope": {"rope": LLAMA3_SCALING},
+    "sharded": {"max_shard_size": "40KB"},
+    "no-gqa": {"num_kv_heads": 4},
+    "llama-biases": {"biases": True},
+    "qwen2": {"family": "qwen2", "head_dim": None},
+    "qwen3": {"family": "qwen3"},
+    "qwen3-tied": {"family": "qwen3", "tied": True},
+    "wide-heads": {"family": "qwen3", "head_dim": 32},
+}
 TARGETS: dict[str, tuple[Write, list[list[int]]]] = {
+    **{name: (partial(write_target, **each), [RAGGED]) for name, each in DENSE.items()},
     **{name: (partial(write_llama4, **each), [CHUNKED, ROW_BY_ROW]) for name, each in LLAMA4S.items()},
     **{
         name: (partial(write_hybrid, **each), [] if "tied" in name else [RAGGED, ROW_BY_ROW])
@@ -140,7 +153,7 @@ QUICK = [
 ]
 
 
-@pytest.mark.parametrize("name", mostly_slow(TARGETS, *QUICK, *LATENTS))
+@pytest.mark.parametrize("name", mostly_slow(TARGETS, *QUICK, *LATENTS, *DENSE))
 def test_logits_equal_transformers_whole_in_pieces_and_row_by_row(tmp_path: Path, name: str) -> None:
     write, pieces = TARGETS[name]
     ids = ids_of(write(tmp_path))

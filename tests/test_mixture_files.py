@@ -12,14 +12,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specgen.attention.sdpa import SdpaBackend
-from specgen.checkpoints.checkpoint import build_target, load_target, open_checkpoint
+from specgen.checkpoints.checkpoint import load_target, open_checkpoint
 from specgen.checkpoints.inspect_checkpoint import describe
-from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.config import EngineConfig, UserError
 from specgen.engine import choices
 from specgen.models.llama import Llama
-from specgen.ops.experts import Experts, from_mxfp4
-from specgen.ops.reference import torch_ops
 from tests.commands import refused
 from tests.dense import DenseAttend
 from tests.engines import load_pair
@@ -79,47 +76,6 @@ def test_what_a_gpt_oss_leaves_out_is_as_in_transformers(tmp_path: Path) -> None
     } == {name: expected.rope_parameters[name] for name in ("factor", "beta_fast", "beta_slow", "truncate")}
     original = expected.rope_parameters["original_max_position_embeddings"]
     assert config.rope.yarn.original_max_positions == original
-
-
-def test_mxfp4_reaches_the_kernels_as_it_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of gate before those of up, and never in another dtype."""
-    write_gpt_oss(tmp_path)
-    config = packed_in_mxfp4(tmp_path)
-    taken: list[Experts] = []
-
-    def experts(given: Experts) -> Any:
-        taken.append(given)
-        return torch_ops().experts(given)
-
-    monkeypatch.setattr(
-        "specgen.checkpoints.checkpoint.bind_ops",
-        lambda *_: torch_ops().__class__(**{**vars(torch_ops()), "experts": experts}),
-    )
-    checkpoint = open_checkpoint(str(tmp_path))
-    reader = TensorReader(checkpoint=checkpoint, dtype=torch.bfloat16, device=CPU)
-    build_target(config, reader)
-    stored = load_file(tmp_path / "model.safetensors")
-    for layer, each in enumerate(taken):
-        prefix = f"model.layers.{layer}.mlp.experts."
-        assert each.gate_up.format == each.down.format == "mxfp4"
-        blocks = stored[f"{prefix}gate_up_proj_blocks"].flatten(2)
-        assert torch.equal(each.gate_up.data, torch.cat((blocks[:, 0::2], blocks[:, 1::2]), 1))
-        scales = stored[f"{prefix}gate_up_proj_scales"]
-        assert torch.equal(each.gate_up.scale, torch.cat((scales[:, 0::2], scales[:, 1::2]), 1))
-        bias = stored[f"{prefix}gate_up_proj_bias"].bfloat16()
-        assert torch.equal(each.gate_up.bias, torch.cat((bias[:, 0::2], bias[:, 1::2]), 1))
-        assert torch.equal(each.down.data, stored[f"{prefix}down_proj_blocks"].flatten(2))
-        assert torch.equal(each.down.scale, stored[f"{prefix}down_proj_scales"])
-        packed = {name: reader.taken[f"{prefix}{name}"] for name in stored_names(stored, prefix)}
-        assert packed["gate_up_proj_blocks"] + packed["gate_up_proj_scales"] == each.gate_up.num_bytes
-        assert from_mxfp4(each.down, torch.bfloat16).data.shape == (6, 64, 32)
-    assert sum(reader.taken.values()) == sum(
-        t.numel() * (1 if t.dtype == torch.uint8 else 2) for t in stored.values()
-    )
-
-
-def stored_names(stored: dict[str, Tensor], prefix: str) -> list[str]:
-    return [name.removeprefix(prefix) for name in stored if name.startswith(prefix)]
 
 
 @pytest.mark.parametrize("write", [write_gpt_oss, write_qwen3_moe], ids=["gpt-oss", "qwen3-moe"])

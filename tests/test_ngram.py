@@ -26,7 +26,7 @@ from specgen.jobs.run import run
 from specgen.record.record_rows import EngineRow, PassRow
 from specgen.report.tables import of_run
 from specgen.report.terminal import render
-from tests.engines import Outputs, Pair, bundled_requests, config_of, engine_of, generate, nan_at
+from tests.engines import Outputs, Pair, config_of, engine_of, generate, nan_at
 from tests.jobs import Silent, conversations
 from tests.marks import mostly_slow
 from tests.test_faults import ERRORS, Setting, require_no_change, run_without_fault
@@ -181,18 +181,6 @@ def test_rows_are_searched_in_parts(random_pair: Pair, monkeypatch: pytest.Monke
         monkeypatch.setattr(ngram, "_AT_ONCE", positions)
         assert generate(random_pair, copying(12), drafter="ngram").verified == whole.verified
         assert max(sizes) == most
-
-
-@pytest.mark.parametrize(("k", "batch_size"), mostly_slow([(4, 8), (1, 12), (2, 5), (8, 1)], (4, 8)))
-def test_greedy_text_is_plain_decodings(demo_pair: Pair, k: int, batch_size: int) -> None:
-    requests = [
-        replace(r, prompt_token_ids=r.prompt_token_ids * 2)
-        for r in bundled_requests(12, SamplingParams(max_tokens=24))
-    ]
-    plain = generate(demo_pair, requests, num_spec_tokens=0, max_batch_size=12)
-    outputs = generate(demo_pair, requests, num_spec_tokens=k, max_batch_size=batch_size, drafter="ngram")
-    assert outputs.texts == plain.texts
-    assert set(outputs.accepted) >= set(range(min(k, 3) + 1))
 
 
 def test_a_seed_gives_the_same_text_in_any_batch(random_pair: Pair) -> None:

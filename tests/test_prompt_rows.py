@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from specgen import BatchGenerator, Engine, EngineConfig, SamplingParams
 from specgen.config import StructuredOutputs
@@ -555,22 +553,3 @@ def test_bad_rows_of_known_data_sets(tmp_path: Path) -> None:
         assert found.id == "1"
         assert (reason_of(found) or "").startswith(reason), (name, row)
     assert {name for name, _, _ in OF_SETS} <= {*DATASETS}
-
-
-# --- lines whose bytes are damaged ------------------------------------------------------------------------
-
-GOOD = [line_of(n, row) for n, row in enumerate((own(), FULL, said(*HI), chat(max_tokens=9), text(seed=1)))]
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_lines_with_some_bytes_changed(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    lines = GOOD * 2
-    for _ in range(data.draw(st.integers(1, 6))):
-        which = data.draw(st.integers(1, len(lines) - 1))
-        start, length = data.draw(st.integers(0, len(lines[which]))), data.draw(st.integers(0, 6))
-        other = data.draw(st.sampled_from(lines))[start : start + 9] + data.draw(st.binary(max_size=3))
-        lines[which] = lines[which][:start] + other + lines[which][start + length :]
-    path = tmp_path_factory.mktemp("lines") / "a.jsonl"
-    path.write_bytes(b"\n".join(lines))
-    check(path)
