@@ -12,22 +12,20 @@ from typing import Any
 
 import pytest
 
-from specgen import __version__, prompts
+from specgen import __version__
 from specgen.config import EngineConfig, UserError
 from specgen.config.errors import DeviceLost
 from specgen.config.json_fields import load_json
 from specgen.core.engine_core import EngineCore
-from specgen.engine.conversations import Conversations
 from specgen.engine.engine import Engine
 from specgen.experiments import study_tables
 from specgen.experiments.output import BenchTable
 from specgen.prompts import Prompt
-from specgen.prompts.load import PromptSet
 from specgen.record.files import naming, open_output, sync, writable, write_text
-from specgen.record.results import RunDirectory, directory
+from specgen.record.results import directory
 from specgen.text.tokenizer import Tokenizer
 from tests.commands import write_rows
-from tests.forked import Ended, generate_with_pair, run_cli, write_pair
+from tests.forked import Ended, generate_with_pair, inspect_pair, run_cli, write_pair
 from tests.marks import mostly_slow
 from tests.streams import fold, request
 
@@ -71,16 +69,27 @@ def check_bug(ended: Ended, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"),
+    "place",
     mostly_slow(
-        [(EngineCore, "step"), (PromptSet, "__iter__"), (RunDirectory, "arrange")], (EngineCore, "step")
+        [
+            *("core.engine_core.EngineCore.step", "prompts.load.PromptSet.__iter__"),
+            "record.results.RunDirectory.arrange",
+            "prompts.load._own_id",  # is no rejected row
+            "engine.conversations.Conversations._request",  # no failed request
+            "checkpoints.inspect_checkpoint.draft_to_target",  # no misfit
+        ],
+        *("core.engine_core.EngineCore.step", "engine.conversations.Conversations._request"),
+        "checkpoints.inspect_checkpoint.draft_to_target",
     ),
 )
 def test_a_bug_shows_its_traceback_and_what_to_report(
-    path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+    path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    monkeypatch.setattr(owner, name, misfit)
-    check_bug(generate_with_pair(path), "ValueError: zip() argument 2 is shorter than argument 1")
+    monkeypatch.setattr(f"specgen.{place}", misfit)
+    ended = inspect_pair(path) if "inspect" in place else generate_with_pair(path)
+    check_bug(ended, "ValueError: zip() argument 2 is shorter than argument 1")
+    errors = path / "run" / "errors.jsonl"
+    assert not errors.exists() or not errors.read_text()
 
 
 def test_a_lost_device_is_not_a_bug(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,27 +102,6 @@ def test_a_lost_device_is_not_a_bug(path: Path, monkeypatch: pytest.MonkeyPatch)
         "specgen: the device is lost (an illegal memory access): continue in a new process\n"
     )
     assert "Traceback" not in ended.err
-
-
-def test_a_bug_in_asking_a_prompt_is_not_a_failed_request(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Conversations, "_request", misfit)
-    check_bug(generate_with_pair(path), "zip()")
-    assert not (path / "run" / "errors.jsonl").read_text()
-
-
-@pytest.mark.slow
-def test_a_bug_in_reading_a_row_is_not_a_rejected_row(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts.load, "_own_id", misfit)
-    check_bug(generate_with_pair(path), "zip()")
-
-
-def test_a_bug_in_describing_a_checkpoint_is_not_a_misfit(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("specgen.checkpoints.inspect_checkpoint.draft_to_target", misfit)
-    check_bug(run_cli(["inspect", "target", "head"], path, seconds=20, more_mib=1024), "zip()")
 
 
 @pytest.mark.parametrize(

@@ -136,15 +136,6 @@ def test_a_fitting_pair_in_either_order(
         assert part in text, part
 
 
-def test_default_aux_layers_come_from_the_target(
-    tmp_path: Path, target_path: Path, config: TargetConfig
-) -> None:
-    write_head(tmp_path, config)
-    _, head = _json(describe(str(target_path), str(tmp_path)))["checkpoints"]
-    assert head["aux_layers"] == [2, 3, 3]
-    assert head["aux_rule"].startswith("no ids given")
-
-
 def test_a_head_alone(tmp_path: Path, config: TargetConfig) -> None:
     write_head(tmp_path, config, "speculators", norm_before_residual=True)
     description = describe(str(tmp_path))

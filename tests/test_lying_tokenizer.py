@@ -228,12 +228,17 @@ def test_a_template_that_is_no_program_is_refused_before_any_prompt(
 ) -> None:
     (path / TEMPLATE).write_text("{# strftime_now #}" * dated + template)
     tokenizer = load_tokenizer(str(path))
+    assert tokenizer.encode_text("a")  # rows of raw text need none
     if dated:
         tokenizer = tokenizer.with_template_kwargs(TemplateKwargs().with_date("2026-01-31"))
-    with pytest.raises(UserError, match=r"^the chat template cannot be compiled \(") as caught:
-        tokenizer.require_chat_template()
-    assert f"({reason}" in str(caught.value)
-    _one_line(caught.value)
+    for use in (
+        tokenizer.require_chat_template,
+        lambda: tokenizer.with_template_kwargs(TemplateKwargs.of({"a": 1})),
+    ):
+        with pytest.raises(UserError, match=r"^the chat template cannot be compiled \(") as caught:
+            use()
+        assert f"({reason}" in str(caught.value)
+        _one_line(caught.value)
 
 
 def test_a_job_with_a_template_that_is_no_program_ends_before_its_first_row(tmp_path: Path) -> None:

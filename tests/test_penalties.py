@@ -42,7 +42,10 @@ def random_sampling(rng: random.Random, vocab_size: int) -> SamplingParams:
         return rng.sample(range(3, vocab_size), rng.choice([0, 0, 1, most]))
 
     return SamplingParams(
-        max_tokens=rng.choice([rng.randint(1, 40), 40]),
+        max_tokens=(most := rng.choice([rng.randint(1, 40), 40])),
+        min_tokens=rng.choice([0, 0, rng.randint(0, most)]),
+        stop_token_ids=tuple(rng.sample(range(vocab_size), rng.choice([0, 0, 3, 20]))),
+        prompt_logprobs=rng.choice([None, None, 0, 3]),
         ignore_eos=rng.random() < 0.9,
         temperature=rng.choice([0.0, 0.0, 0.7, 1.3]),
         seed=rng.randint(0, 9),
@@ -80,6 +83,10 @@ def test_heavy_preemption_changes_no_text_of_rows_that_ask_for_their_own(
     assert tight.num_preempted >= 4
     for name, completion in tight.completions.items():
         assert completion.finish_reason == free.completions[name].finish_reason
+        mine, theirs = completion.prompt_logprobs, free.completions[name].prompt_logprobs
+        assert (mine is None) == (theirs is None) == (completion.request.sampling.prompt_logprobs is None)
+        for one, other in zip(mine or (), theirs or (), strict=True):
+            assert (one and one.chosen) == pytest.approx(other and other.chosen, abs=1e-4)
 
 
 # --- a row -----------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Where a row says that its text ends, at the earliest and by which tokens, and what its prompt's tokens were worth."""
 
 import json
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,6 @@ from tests.engines import (
     engine_of,
     generate,
     nan_at,
-    page_bytes,
     random_requests,
 )
 from tests.marks import mostly_slow
@@ -52,46 +50,6 @@ def test_sampled_text_has_no_end_before_it_may_have(random_pair: Pair, draft_sam
         ends = {*every, *random_pair.models.target.config.eos_token_ids}
         assert text[-1] in ends
         assert not set(text[:8]) & ends
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
-def test_heavy_preemption_with_everything_that_a_row_may_ask_for(
-    random_pair: Pair, device_like: Callable[..., None], seed: int
-) -> None:
-    rng = random.Random(seed)
-    device_like(rng.random() < 0.7)
-    asked = [
-        replace(
-            each,
-            sampling=SamplingParams(
-                max_tokens=(most := rng.randint(2, 30)),
-                min_tokens=rng.choice([0, rng.randint(0, most)]),
-                stop_token_ids=tuple(rng.sample(range(128), rng.choice([0, 3, 20]))),
-                ignore_eos=rng.random() < 0.5,
-                temperature=rng.choice([0.0, 1.0]),
-                logit_bias=tuple((token, 2.0) for token in rng.sample(range(128), rng.choice([0, 4]))),
-                repetition_penalty=rng.choice([1.0, 1.3]),
-                prompt_logprobs=rng.choice([None, 0, 3]),
-            ),
-        )
-        for each in random_requests(12, 128, SamplingParams(), lengths=(1, 16), seed=seed)
-    ]
-    settings = {
-        "num_spec_tokens": rng.choice([0, 1, 4]),
-        "drafter_batch": rng.choice(["padded", "non-padded"]),
-    }
-    free = generate(random_pair, asked, max_batch_size=12, **settings)
-    tight = generate(
-        random_pair, asked, max_batch_size=12, kv_memory=19 * page_bytes(random_pair), **settings
-    )
-    assert tight.texts == free.texts
-    assert tight.num_preempted > 0
-    for name, found in tight.completions.items():
-        mine, theirs = found.prompt_logprobs, free.completions[name].prompt_logprobs
-        assert (mine is None) == (theirs is None) == (found.request.sampling.prompt_logprobs is None)
-        for one, other in zip(mine or (), theirs or (), strict=True):
-            assert (one and one.chosen) == pytest.approx(other and other.chosen, abs=1e-4)
 
 
 def test_with_ignore_eos_its_own_tokens_alone_end_a_text(demo_pair: Pair) -> None:
@@ -392,47 +350,36 @@ def test_min_new_tokens_of_a_checkpoint_is_that_of_transformers(tmp_path: Path) 
         raise specgen("generate", *models(target), "--max-new-tokens", 4).exception or AssertionError
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ({"min_tokens": 9, "max_tokens": 4}, "min-tokens is 9: use 0 to max_tokens (--max-new-tokens), 4"),
-        ({"min_tokens": 200}, "min-tokens is 200: use 0 to max_tokens (--max-new-tokens), 128"),
-        ({"min_tokens": -1}, "min-tokens is -1"),
-        ({"min_tokens": "3"}, "min_tokens is '3': use a whole number"),
-        ({"stop_token_ids": 5}, "stop_token_ids is not a list"),
-        ({"stop_token_ids": [5000]}, "stop-token-ids names 5000, which is not in the vocabulary of 3072"),
-        (
-            {"stop_token_ids": [*range(1024)], "min_tokens": 1, "logit_bias": {"7": 1}},
-            "what min-tokens holds back are 1025 tokens: use at most 1024",
-        ),
-        ({"prompt_logprobs": 21}, "prompt_logprobs is 21: use 0"),
-        ({"prompt_logprobs": True}, "prompt_logprobs is True: use a whole number"),
-    ],
-    ids=lambda each: str(each)[:40],
-)
-def test_wrong_rows_are_errors_of_their_own(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    write_rows(tmp_path / "rows.jsonl", [{"id": "a", "prompt": "Tom", **row}, {"id": "b", "prompt": "Tom"}])
-    out = tmp_path / "run"
-    specgen(
-        *("generate", *models(DEMO / "target"), "--dataset", tmp_path / "rows.jsonl", "--output", out),
-        *(() if "200" in reason else ("--max-new-tokens", 128)),
-    )
-    assert [each["id"] for each in rows(out / "completions.jsonl")] == ["b"]
-    (error,) = rows(out / "errors.jsonl")
-    assert reason in error["error"]
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"min_tokens": 9, "max_tokens": 4}, "min-tokens is 9: use 0 to max_tokens (--max-new-tokens), 4"),
+    ({"min_tokens": 200}, "min-tokens is 200: use 0 to max_tokens (--max-new-tokens), 20"),
+    ({"min_tokens": -1}, "min-tokens is -1"),
+    ({"min_tokens": "3"}, "min_tokens is '3': use a whole number"),
+    ({"stop_token_ids": 5}, "stop_token_ids is not a list"),
+    ({"stop_token_ids": [5000]}, "stop-token-ids names 5000, which is not in the vocabulary of 3072"),
+    (
+        {"stop_token_ids": [*range(1024)], "min_tokens": 1, "logit_bias": {"7": 1}},
+        "what min-tokens holds back are 1025 tokens: use at most 1024",
+    ),
+    ({"prompt_logprobs": 21}, "prompt_logprobs is 21: use 0"),
+    ({"prompt_logprobs": True}, "prompt_logprobs is True: use a whole number"),
+]
 
 
-@pytest.mark.slow
-def test_a_row_may_ask_for_more_than_the_default(tmp_path: Path) -> None:
-    prompt = {"id": "a", "prompt": "Tom", "min_tokens": 130, "stop_token_ids": [*range(500)]}
-    write_rows(tmp_path / "rows.jsonl", [prompt])
+def test_wrong_rows_are_errors_of_their_own_beside_one_that_asks_for_much(tmp_path: Path) -> None:
+    much = {"id": "much", "prompt": "Tom", "min_tokens": 22, "max_tokens": 23}
+    much["stop_token_ids"] = [*range(500)]
+    wrong = [{"id": f"{n}", "prompt": "Tom", **row} for n, (row, _) in enumerate(WRONG)]
+    write_rows(tmp_path / "rows.jsonl", [*wrong, much])
     out = tmp_path / "run"
-    printed(
-        *("generate", *models(DEMO / "target"), "--dataset", tmp_path / "rows.jsonl", "--output", out),
-        *("--max-new-tokens", 131),
-    )
+    command = ("generate", *models(DEMO / "target"), "--dataset", tmp_path / "rows.jsonl", "--output", out)
+    specgen(*command, "--max-new-tokens", 20)
     (row,) = rows(out / "completions.jsonl")
-    assert len(row["token_ids"]) == 131
+    assert (row["id"], len(row["token_ids"])) == ("much", 23), "more than the default"
+    errors = {each["id"]: each["error"] for each in rows(out / "errors.jsonl")}
+    assert len(errors) == len(WRONG)
+    for number, (_, reason) in enumerate(WRONG):
+        assert reason in errors[f"{number}"]
 
 
 def test_an_option_that_is_no_list_of_ids() -> None:
