@@ -108,7 +108,7 @@ exit 1
 """
 
 
-def test_missing_modules_are_compiled_side_by_side(make, tmp_path):
+def test_missing_modules_are_compiled_side_by_side(make, tmp_path, monkeypatch, caplog):
     modules = [
         make(name, MEETS, num_sources=n, longest=name == "b")
         for name, n in zip("abc", (1, 1, 2), strict=True)
@@ -123,12 +123,13 @@ def test_missing_modules_are_compiled_side_by_side(make, tmp_path):
     assert [done for done, _, _ in reported] == sorted(done for done, _, _ in reported)
     assert startup.take()["kernels"] > 0
     assert compile_missing(modules) == []
-
-
-def test_one_module_is_compiled_once(make):
-    assert compile_missing([make("a", "[ -e here ] && exit 1; touch here a.so") for _ in range(2)]) == [
-        "the a"
-    ]
+    assert compile_missing([make("once", "[ -e here ] && exit 1; touch here once.so")] * 2) == ["the once"]
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    assert compile_missing([make("not")]) == []
+    said = "compiling kernels, once on this machine: 0 of {} modules; to do: {}"
+    assert [each.getMessage() for each in caplog.records] == [said.format(1, "the once")], (
+        "where nobody watches"
+    )
 
 
 def test_what_was_compiled_of_other_files_is_compiled_again_ahead(make, tmp_path, monkeypatch):
@@ -162,21 +163,6 @@ def test_compilers_at_once_are_as_many_as_cores_and_memory_are_for(monkeypatch):
     assert 1 << 20 < jit_modules._free_memory() < 1 << 50
 
 
-def test_a_failure_names_its_module_shows_the_last_lines_and_stops_the_others(make, tmp_path):
-    fails = (
-        "while ! [ -e ../slow/here ]; do sleep .05; done; for i in $(seq 40); do echo line $i; done; exit 2"
-    )
-    slow = "echo $$ > pid; trap 'touch stopped; exit 1' TERM; touch here; while :; do sleep .05; done"
-    with pytest.raises(UserError) as caught:
-        compile_missing([make("slow", slow), make("bad", fails)])
-    first, *lines = str(caught.value).split("\n")
-    assert "module bad (the bad) cannot be compiled: install a CUDA toolkit" in first
-    assert lines == [f"line {number}" for number in range(26, 41)]
-    assert (tmp_path / "slow" / "stopped").exists()
-    with FileLock(tmp_path / "bad.lock", timeout=0):
-        """Nobody holds it any more."""
-
-
 NINJAS = """
 echo '[1/3] nvcc -c a.cu'
 echo 'a.cu: warning: unused'
@@ -191,10 +177,22 @@ exit 1
 """
 
 
-def test_of_a_failure_the_lines_of_the_command_that_failed_are_shown(make, monkeypatch):
-    lines = "b.cpp:1:10: fatal error: cuda.h: No such file or directory\ncompilation terminated."
-    with pytest.raises(UserError, match=rf"last lines:\n{lines}$"):
-        compile_missing([make("bad", NINJAS)])
+def test_a_failure_names_its_module_shows_the_last_lines_and_stops_the_others(make, tmp_path, monkeypatch):
+    fails = (
+        "while ! [ -e ../slow/here ]; do sleep .05; done; for i in $(seq 40); do echo line $i; done; exit 2"
+    )
+    slow = "echo $$ > pid; trap 'touch stopped; exit 1' TERM; touch here; while :; do sleep .05; done"
+    with pytest.raises(UserError) as caught:
+        compile_missing([make("slow", slow), make("bad", fails)])
+    first, *lines = str(caught.value).split("\n")
+    assert "module bad (the bad) cannot be compiled: install a CUDA toolkit" in first
+    assert lines == [f"line {number}" for number in range(26, 41)]
+    assert (tmp_path / "slow" / "stopped").exists()
+    with FileLock(tmp_path / "bad.lock", timeout=0):
+        """Nobody holds it any more."""
+    of_b = "b.cpp:1:10: fatal error: cuda.h: No such file or directory\ncompilation terminated."
+    with pytest.raises(UserError, match=rf"last lines:\n{of_b}$"):
+        compile_missing([make("ninja", NINJAS)])
     with pytest.raises(KeyboardInterrupt):
         compile_missing([make("a", "echo 'ninja: build stopped: interrupted by user.'; exit 2")])
     monkeypatch.setenv("PATH", "/nowhere")
@@ -221,14 +219,11 @@ def test_kernels_are_compiled_beside_other_work_and_waited_for(make, tmp_path):
             (tmp_path / "loaded").touch()
         assert (tmp_path / "a" / "a.so").exists()
         assert startup.take()["kernels"] > 0.1, "the time that it was waited for"
-
-
-def test_what_fails_to_compile_beside_other_work_is_raised_behind_it(make):
-    beside = compiled_meanwhile([make("a", "exit 1")])
-    beside.__enter__()
-    time.sleep(0.1)
-    with pytest.raises(UserError, match=r"module a .* cannot be compiled"):
-        beside.__exit__(None, None, None)
+    with (
+        pytest.raises(UserError, match=r"module b .* cannot be compiled"),
+        compiled_meanwhile([make("b", "exit 1")]),
+    ):
+        time.sleep(0.1)
 
 
 def test_what_fails_beside_a_compilation_does_not_wait_for_it(make):
@@ -244,16 +239,6 @@ def test_what_fails_beside_a_compilation_does_not_wait_for_it(make):
         while thread.ident is None:  # about to start
             time.sleep(0.01)
         thread.join(10)
-
-
-def test_the_log_says_what_takes_so_long_and_nothing_where_flashinfer_may_not_compile(
-    make, monkeypatch, caplog
-):
-    compile_missing([make("a")])
-    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
-    assert compile_missing([make("b")]) == []
-    said = ["compiling kernels, once on this machine: 0 of 1 modules; to do: the a"]
-    assert [each.getMessage() for each in caplog.records] == said
 
 
 def use(heads: Heads = LLAMA, **changed: Any) -> Use:

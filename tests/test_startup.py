@@ -131,12 +131,19 @@ class Terminal(io.StringIO):
 def followed(
     monkeypatch: pytest.MonkeyPatch, file: io.StringIO, *passes: EngineRow, quiet: bool = False
 ) -> str:
-    """What is written to ``file`` of ten requests, of which three were done and a second goes by between two."""
+    """What is written to ``file`` of ten requests, of which three were done and a second goes by between two.
+
+    Before them four modules are compiled, two seconds apart.
+    """
     now = 0.0
     monkeypatch.setattr("sys.stderr", file)
     monkeypatch.setattr(progress_bar.time, "monotonic", lambda: now)
     monkeypatch.setattr(progress_bar, "_BETWEEN", 3)
-    shown = progress(quiet)
+    shown, names = progress(quiet), ["FA3", "XQA, 1 row", "XQA, 5 rows", "FA2"]
+    for done in range(5):
+        shown.compiling(done, 4, names[: 4 - done])
+        now += 2
+    shown.ready("padded", {"kernels": 88.04, "weights": 5.0})
     shown.warn("look out")
     shown.start("padded", tally := Tally(), 10, 3)
     for row in passes:
@@ -159,8 +166,11 @@ def test_a_speed_so_far_counts_no_start_of_workers() -> None:
 
 
 def test_a_file_gets_a_line_now_and_then(monkeypatch):
-    lines = followed(monkeypatch, io.StringIO()).split("\n")
-    assert lines == [
+    assert followed(monkeypatch, io.StringIO()).split("\n") == [
+        "compiling kernels, once on this machine: 0 of 4 modules; to do: FA3; XQA, 1 row; XQA, 5 rows; FA2",
+        "compiling kernels, once on this machine: 2 of 4 modules; to do: FA3; XQA, 1 row",
+        "compiling kernels, once on this machine: 4 of 4 modules",
+        "padded: ready after 93.0 s (kernels 88.0, weights 5.0)",
         "specgen: warning: look out",
         "padded: 3 of 10 requests",
         "out of GPU memory: continuing with a batch of 2 and 64 prefill tokens",
@@ -170,12 +180,23 @@ def test_a_file_gets_a_line_now_and_then(monkeypatch):
         "padded: 10 of 10 requests in 0:07, 0:00 to go, 0 tok/s",
         "",
     ]
+    assert followed(monkeypatch, Terminal(), quiet=True) == (
+        "specgen: warning: look out\nout of GPU memory: continuing with a batch of 2 and 64 prefill tokens\n"
+    )
+
+
+def test_a_terminal_gets_bars(monkeypatch):
+    compiled, drawn = followed(monkeypatch, Terminal()).split("padded: ready after 93.0 s")
+    assert re.search("0/4.*FA3; XQA, 1 row; XQA, 5 rows; FA2", compiled)
+    assert "4/4" in compiled
+    assert re.search(r"\rpadded: 100%.*10/10 .*0 tok/s\]", drawn)
+    assert "look out\n" in drawn
 
 
 def test_no_time_left_is_told_from_the_shortest_texts_of_a_batch(monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     step = pass_row(num_sequences=4, num_tokens=4)
-    lines = followed(monkeypatch, io.StringIO(), step).split("\n")[4:-1]
+    lines = followed(monkeypatch, io.StringIO(), step).split("\n")[8:-1]
     assert [re.sub(", .*(?=to go)| tok/s.*", "", line) for line in lines] == [
         "padded: 6 of 10 requests in 0:03, 40",
         "padded: 9 of 10 requests in 0:06to go, 40",
@@ -186,12 +207,6 @@ def test_no_time_left_is_told_from_the_shortest_texts_of_a_batch(monkeypatch):
     assert re.search(r"10/10 \[[^\r]*0:00 to go", drawn)
 
 
-def test_a_terminal_gets_a_bar(monkeypatch):
-    drawn = followed(monkeypatch, Terminal())
-    assert re.search(r"\rpadded: 100%.*10/10 .*0 tok/s\]", drawn)
-    assert "look out\n" in drawn
-
-
 def test_a_narrow_terminal_has_room_for_the_numbers(monkeypatch):
     monkeypatch.setenv("COLUMNS", "50")
     (step,) = decode_steps(4)
@@ -200,12 +215,6 @@ def test_a_narrow_terminal_has_room_for_the_numbers(monkeypatch):
     assert re.search(r"\r10/10 \[\S+, 0:00 to go, 5 tok/s, length 2\.50\]", drawn)
     monkeypatch.setenv("COLUMNS", "120")
     assert "5 tok/s, acceptance length 2.50]" in followed(monkeypatch, Terminal(), step)
-
-
-def test_a_quiet_run_shows_what_goes_wrong(monkeypatch):
-    assert followed(monkeypatch, Terminal(), quiet=True) == (
-        "specgen: warning: look out\nout of GPU memory: continuing with a batch of 2 and 64 prefill tokens\n"
-    )
 
 
 @pytest.mark.parametrize(
@@ -245,35 +254,3 @@ def test_cores_are_those_that_this_process_may_use(monkeypatch):
     monkeypatch.setattr("specgen.config.find_spec", lambda name: True)
     config = EngineConfig(model="m", drafter=None, num_spec_tokens=0, device="cpu")
     assert _resources(Cluster(num_workers=2), config) == {"num_cpus": 1}
-
-
-def compiled(monkeypatch: pytest.MonkeyPatch, file: io.StringIO, *, quiet: bool = False) -> str:
-    """What is written while four modules are compiled, four seconds apart, and behind that."""
-    now = 0.0
-    monkeypatch.setattr("sys.stderr", file)
-    monkeypatch.setattr(progress_bar.time, "monotonic", lambda: now)
-    shown, names = progress(quiet), ["FA3", "XQA, 1 row", "XQA, 5 rows", "FA2"]
-    for done in range(5):
-        shown.compiling(done, 4, names[: 4 - done])
-        now += 4
-    shown.ready("padded", {"kernels": 88.04, "weights": 5.0})
-    return file.getvalue()
-
-
-def test_a_file_has_lines_of_what_is_compiled(monkeypatch):
-    assert compiled(monkeypatch, io.StringIO()).split("\n") == [
-        "compiling kernels, once on this machine: 0 of 4 modules; to do: FA3; XQA, 1 row; XQA, 5 rows; FA2",
-        "compiling kernels, once on this machine: 3 of 4 modules; to do: FA3",
-        "compiling kernels, once on this machine: 4 of 4 modules",
-        "padded: ready after 93.0 s (kernels 88.0, weights 5.0)",
-        "",
-    ]
-    assert compiled(monkeypatch, io.StringIO(), quiet=True) == ""
-
-
-def test_a_terminal_gets_a_bar_that_names_what_is_compiled(monkeypatch):
-    drawn = compiled(monkeypatch, Terminal())
-    assert "0/4" in drawn
-    assert "FA3; XQA, 1 row; XQA, 5 rows; FA2" in drawn
-    assert "4/4" in drawn
-    assert "padded: ready after 93.0 s" in drawn.split("4/4")[-1]

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -281,26 +282,14 @@ def test_batches_that_do_not_fit_are_not_timed(random_pair):
 STATE = {"driver": "580.95", "max_clock_mhz": 1980.0, "power_limit_watts": 700.0}
 
 
-class Machine:
-    """A GPU as the system tells of it, and a pair on it; steps take another time whenever they are measured."""
-
-    def __init__(self, path):
-        write_head(path / "drafter", write_target(path / "target"))
-        self.config = engine_config(
-            path, num_spec_tokens=DraftLength(most=2, kind="auto"), max_batch_size=3, device="cuda:0"
-        )
-        self.state = {**STATE, "load": 3.0, "clock_mhz": 1005.0}
-        self.device = {"name": "H100", "host": "a"}
-        self.versions = {"specgen": "1", "torch": "2"}
-        self.source = path / "source"
-        (self.source / "a").mkdir(parents=True)
-        self.compiles, self.sizes, self.has_room, self.measured = True, [1, 2, 3], True, 0
+class Machine(SimpleNamespace):
+    """A pair on a GPU, of which the system tells what is in ``told``; every measurement gives other costs."""
 
     def measure(self):
         self.measured += 1
+        seconds = {(n, k): 0.01 * n + 0.001 * k + self.measured / 7 for n in self.sizes for k in (0, 1, 2)}
         return StepCosts(
-            seconds={(n, k): 0.01 * n + 0.001 * k + self.measured / 7 for n in self.sizes for k in (0, 1, 2)},
-            of_position=(1e-8, self.measured * 1e-7) if self.has_room else (0.0, 0.0),
+            seconds=seconds, of_position=(1e-8, self.measured * 1e-7) if self.has_room else (0.0, 0.0)
         )
 
     def costs(self, **changes):
@@ -313,35 +302,26 @@ class Machine:
         assert self.costs(**changes).seconds
         return self.measured == before
 
-    def write(self, name, text="1"):
-        (self.source / name).write_text(text)
-
-    def touch(self):
-        weights = Path(self.config.model) / "model.safetensors"
-        os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 1))
-
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    made = Machine(tmp_path / "pair")
-    for name, found in {
-        "machine_state": lambda uuid: made.state,
-        "uuid": lambda name: "GPU-1",
-        "device": lambda name: made.device,
-        "versions": lambda: made.versions,
-        "files": lambda package: made.source,
-        "runs_on": lambda device: made.compiles,
-    }.items():
-        monkeypatch.setattr(step_costs, name, found)
+    pair, source, auto = tmp_path / "pair", tmp_path / "source", DraftLength(most=2, kind="auto")
+    write_head(pair / "drafter", write_target(pair / "target"))
+    (source / "a").mkdir(parents=True)
+    told = {"machine_state": {**STATE, "load": 3.0, "clock_mhz": 1005.0}, "device": {"name": "H100"}}
+    told |= {"versions": {"torch": "2"}, "uuid": "GPU-1", "files": source, "runs_on": True}
+    for name in told:
+        monkeypatch.setattr(step_costs, name, lambda *_, name=name: told[name])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return made
+    config = engine_config(pair, num_spec_tokens=auto, max_batch_size=3, device="cuda:0")
+    return Machine(config=config, told=told, source=source, sizes=[1, 2, 3], has_room=True, measured=0)
 
 
 def test_a_later_run_uses_what_an_earlier_one_measured(machine):
     first = machine.costs()
     assert machine.costs() == first
-    machine.state = {**STATE, "load": 0.1, "clock_mhz": 1980.0, "gpu_use_percent": 5.0}
-    machine.write("a/d.txt")
+    machine.told["machine_state"] = {**STATE, "load": 0.1, "clock_mhz": 1980.0, "gpu_use_percent": 5.0}
+    (machine.source / "a" / "d.txt").touch()
     dated = TemplateKwargs.of({"strftime_now": "2026-01-31"})
     assert machine.costs(chat_template_kwargs=dated) == first
     KEPT.forget()
@@ -349,18 +329,21 @@ def test_a_later_run_uses_what_an_earlier_one_measured(machine):
 
 
 def test_where_anything_else_changes_they_are_measured_again(machine, monkeypatch):
+    told, weights = machine.told, Path(machine.config.model) / "model.safetensors"
     for name, change in {
         "nothing before": lambda: None,
-        "compiler": lambda: setattr(machine, "compiles", False),
-        "driver": lambda: machine.state.update(driver="590.1"),
-        "power limit": lambda: machine.state.update(power_limit_watts=300.0),
-        "GPU": lambda: machine.device.update(name="H200"),
-        "torch": lambda: machine.versions.update(torch="3"),
-        **{f"source {kind}": lambda kind=kind: machine.write(f"a/b.{kind}") for kind in ("py", "cu", "cuh")},
-        "source": lambda: machine.write("a/b.py", "2"),
-        "choices": lambda: machine.write("f.toml"),
+        "compiler": lambda: told.update(runs_on=False),
+        "driver": lambda: told["machine_state"].update(driver="590.1"),
+        "power limit": lambda: told["machine_state"].update(power_limit_watts=300.0),
+        "GPU": lambda: told["device"].update(name="H200"),
+        "torch": lambda: told["versions"].update(torch="3"),
+        **{
+            f"source {name}": lambda name=name: (machine.source / name).touch()
+            for name in ("a/b.py", "a/b.cu", "a/b.cuh", "f.toml")
+        },
+        "source": lambda: (machine.source / "a" / "b.py").write_text("2"),
         "environment": lambda: monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1"),
-        "weights": machine.touch,
+        "weights": lambda: os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 1)),
         "configuration": lambda: change_json(Path(machine.config.model) / "config.json", some="thing"),
     }.items():
         change()
@@ -442,7 +425,7 @@ def test_nothing_is_kept_of_a_cpu_or_where_no_driver_is_known(machine):
     checkpoints = open_checkpoints(machine.config)
     assert key_of(machine.config, checkpoints) is not None
     assert key_of(replace(machine.config, device="cpu"), checkpoints) is None
-    del machine.state["driver"]
+    del machine.told["machine_state"]["driver"]
     assert key_of(machine.config, checkpoints) is None
 
 
