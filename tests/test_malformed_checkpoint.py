@@ -20,10 +20,12 @@ from torch import Tensor
 
 import specgen
 from specgen.checkpoints import weight_files
-from specgen.checkpoints.checkpoint import open_checkpoint
+from specgen.checkpoints.checkpoint import load_target, open_checkpoint
 from specgen.checkpoints.fingerprint import fingerprint
 from specgen.config import UserError
+from tests.commands import refused
 from tests.forked import Ended, generate_with_pair, inspect_pair, write_pair
+from tests.marks import mostly_slow
 from tests.tiny_checkpoints import change_json, change_tensors
 
 CPU = torch.device("cpu")
@@ -315,16 +317,27 @@ SAME_REASON: dict[str, dict[str, Damage]] = {
 REFUSED |= {name: (damage, reason) for reason, each in SAME_REASON.items() for name, damage in each.items()}
 
 
-def quick_and_slow(damages: dict[str, tuple[Damage, str]]) -> list[Any]:
-    """All as parameters; one in sixteen is in the quick set."""
-    return [
-        pytest.param(*each, id=name, marks=[pytest.mark.slow] if number % 16 else [])
-        for number, (name, each) in enumerate(damages.items())
-    ]
+# What needs a limit of memory, or takes long to write
+HEAVY = ("config-100MB", "pickle-byte-array", "pickle-zip-bomb", "pickle-repeated-value", "header-of-90MB")
 
 
-@pytest.mark.parametrize(("damage", "reason"), quick_and_slow(REFUSED))
-def test_a_malformed_target_is_refused_in_one_line(copied: Path, damage: Damage, reason: str) -> None:
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("name", mostly_slow(REFUSED, *(name for name in REFUSED if name not in HEAVY)))
+def test_a_malformed_target_is_refused_and_no_code_is_run(
+    copied: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    damage, reason = REFUSED[name]
+    monkeypatch.chdir(copied)
+    damage(copied / "target")
+    before = _files(copied)
+    with refused(reason):
+        load_target(open_checkpoint("target"), torch.float32, CPU)
+    assert _files(copied) == before
+
+
+@pytest.mark.parametrize("name", mostly_slow(REFUSED, "pickle-of-code", "weights-pipe", "layer-types-number"))
+def test_commands_refuse_a_malformed_target_in_one_line(copied: Path, name: str) -> None:
+    damage, reason = REFUSED[name]
     damage(copied / "target")
     before = _files(copied)
     inspected, generated = inspect_pair(copied), generate_with_pair(copied)
@@ -374,8 +387,9 @@ HEADS: dict[str, tuple[Damage, str]] = {
 }
 
 
-@pytest.mark.parametrize(("damage", "reason"), quick_and_slow(HEADS))
-def test_a_malformed_head_is_refused_in_one_line(copied: Path, damage: Damage, reason: str) -> None:
+@pytest.mark.parametrize("name", mostly_slow(HEADS, "map-of-uint64"))
+def test_a_malformed_head_is_refused_in_one_line(copied: Path, name: str) -> None:
+    damage, reason = HEADS[name]
     damage(copied / "head")
     inspected, generated = inspect_pair(copied), generate_with_pair(copied)
     assert re.search(reason, inspected.out + inspected.err), inspected
