@@ -41,6 +41,7 @@ TEXT, WRAPPED = "Llama4ForCausalLM", "Llama4ForConditionalGeneration"
 QWEN, NEXT, MIXTURE = "Qwen3_5ForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"
 FULL, LINEAR = "full_attention", "linear_attention"
 deepseek = partial(write_latent, family="deepseek")
+qwen2 = partial(write_target, family="qwen2", head_dim=None)
 
 
 def mxfp4(path: Path, **changes: Any) -> TargetConfig:
@@ -242,9 +243,47 @@ REFUSED: dict[Write, list[tuple[dict[str, Any], str]]] = {
         ({"n_group": 3}, "n_group is 3 and topk_group 1 for 2 of 8 experts"),
         ({"qk_rope_head_dim": 7}, "qk_rope_head_dim is 7"),
         ({"kv_lora_rank": None}, "config.json has no kv_lora_rank"),
+        ({"head_dim": 20}, "qk_rope_head_dim is 8 and head_dim 20, which are two"),
         ({"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types names 2 layers, num_hidden_layers 3"),
         ({"mlp_layer_types": ["dense", "moe", "moe"]}, "mlp_layer_types has 'moe'"),
         ({"mlp_layer_types": None, "first_k_dense_replace": "1"}, "first_k_dense_replace is '1'"),
+    ],
+    deepseek: [
+        ({"topk_method": "greedy"}, "topk_method is 'greedy': only 'noaux_tc'"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads is 2 of 4 heads"),
+    ],
+    write_gpt_oss: [
+        ({"experts_per_token": 3}, "num_experts_per_tok is 2 and experts_per_token 3"),
+        ({"sliding_window": None}, "has no sliding_window"),
+        ({"compression_config": {"quant_method": "fp8"}}, "has the method 'fp8'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "has the method 'fp8'"),
+        ({"swiglu_limit": -1}, "swiglu_limit is -1"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types names 1 layers"),
+        ({"layer_types": [LINEAR] * 6}, "layer_types has 'linear_attention'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+        ({"num_local_experts": 1 << 30}, "num_local_experts is"),
+    ],
+    write_qwen3_moe: [
+        ({"num_experts": 7}, "num_experts is 7 and num_local_experts 6"),
+        ({"num_local_experts": None}, "has no num_experts"),
+        ({"num_experts_per_tok": None}, "has no num_experts_per_tok"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9 of 6 experts"),
+        ({"moe_intermediate_size": None}, "has no moe_intermediate_size"),
+        ({"mlp_only_layers": ["1"]}, "mlp_only_layers is"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ({"norm_topk_prob": "yes"}, "norm_topk_prob is 'yes'"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quant_method is 'mxfp4'"),
+        ({"use_sliding_window": True, "sliding_window": 8}, "sliding_window is 8 and in use"),
+        (
+            {"use_sliding_window": True, "sliding_window": 8, "layer_types": [FULL] * 6},
+            "sliding_window is 8 and in use",
+        ),
+    ],
+    qwen2: [
+        (
+            {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "layer_types": None},
+            "sliding_window is 4 and in",
+        ),
     ],
     write_gemma4: [
         (

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 from specgen.config import SamplingParams, UserError
 from specgen.prompts import DATASETS, DataSource, Prompt, Rejected
+from tests.test_prompt_rows import FULL, chat, said, text
+from tests.test_prompt_rows import HI as CHAT
 
-CHAT = [{"role": "user", "content": "Hi"}]
 GOOD = [
-    {"id": "a", "prompt": "Once", "temperature": 0.5, "stop": ["x"], "max_tokens": 3},
-    {"id": "b", "messages": CHAT, "category": "math"},
-    {"id": 3, "prompt_token_ids": [1, 2]},
-    {"custom_id": "d", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": CHAT, "n": 1}},
-    {"custom_id": "e", "url": "/v1/completions", "body": {"prompt": [1], "logit_bias": {"1": 2}, "seed": 1}},
+    *({"id": f"n{n}", **row} for n, row in enumerate((FULL, said(*CHAT), {"prompt_token_ids": [1, 2]}))),
+    {"custom_id": "d", **chat(n=1)},
+    {"custom_id": "e", **text(prompt=[1], logit_bias={"1": 2}, seed=1)},
     {
         "question_id": 1,
         "turns": ["x", "y"],

@@ -15,7 +15,7 @@ from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError, lookup_of
 from specgen.config.bundled import data_directory, pair
 from specgen.core.sequence import Request
-from specgen.core.spec_length import BestPlan, StepCosts
+from specgen.core.spec_length import BestPlan, StepCosts, StepPlan
 from specgen.decoding import ngram
 from specgen.decoding.ngram import lookup
 from specgen.decoding.outcome import NO_DRAFT
@@ -218,8 +218,13 @@ def test_nan_logits_fail_only_their_request(random_pair: Pair) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize(
-    ("kind", "prefix_cache", "ahead"),
-    [("greedy", True, True), ("greedy", False, False), ("sampled", True, False)],
+    ("kind", "prefix_cache", "ahead", "drafter"),
+    [
+        ("greedy", True, True, "ngram"),
+        ("greedy", False, False, "ngram"),
+        ("sampled", True, False, "ngram"),
+        ("greedy", True, False, "suffix"),  # whose drafts may be others, as some answers end later
+    ],
 )
 def test_an_error_at_any_launch_of_a_search_changes_no_result(
     demo_pair: Pair,
@@ -227,13 +232,19 @@ def test_an_error_at_any_launch_of_a_search_changes_no_result(
     kind: str,
     prefix_cache: bool,
     ahead: bool,
+    drafter: str,
     error: type[RuntimeError],
 ) -> None:
     device_like(ahead)
-    setting = Setting(demo_pair, kind, 4, prefix_cache, ahead, {"drafter": "ngram"})
+    learns = drafter == "suffix"
+    settings = {"drafter": drafter} | ({"max_batch_size": 2} if learns else {})
+    plan = StepPlan(num_drafts=4) if learns else None
+    setting = Setting(demo_pair, kind, 4, prefix_cache, ahead, settings, plan)
     right = run_without_fault(setting)
-    assert {"ngram.NgramDrafter.observe", "ngram.lookup"} <= set(right.places)
-    require_no_change(setting, right, error, "ngram.")
+    places = ("AnswerPool.refresh", "AnswerPool.lookup") if learns else ("NgramDrafter.observe", "lookup")
+    module = "answer_pool." if learns else "ngram."
+    assert {module + place for place in places} <= set(right.places)
+    require_no_change(setting, right, error, module)
 
 
 # --- missing drafts -------------------------------------------------------------------------------
@@ -297,11 +308,27 @@ def test_auto_falls_to_no_drafts_where_nothing_is_found(
 
 def test_names() -> None:
     found = {
-        name: lookup_of(name) for name in (None, "ngram", "ngram:1", "ngram:16", "./ngram", "some/ngram")
+        name: each and (each.name, each.learns)
+        for name in (
+            "ngram",
+            "ngram:1",
+            "ngram:16",
+            "./ngram",
+            "some/ngram",
+            "suffix",
+            "suffix:4",
+            "./suffix",
+        )
+        for each in [lookup_of(name)]
     }
-    assert [each and each.longest for each in found.values()] == [None, 3, 1, 16, None, None]
-    for wrong in ("ngram:", "ngram:0", "ngram:17", "ngram:x", "ngram:-1", "ngram:³"):
-        with pytest.raises(UserError, match=r"write ngram:N with .* 1 to 16, or \./ngram"):
+    assert [*found.values()] == [
+        *(("ngram:3", False), ("ngram:1", False), ("ngram:16", False), None, None),
+        *(("suffix:8", True), ("suffix:4", True), None),
+    ]
+    assert lookup_of(None) is None
+    for wrong in ("ngram:", "ngram:0", "ngram:17", "ngram:x", "ngram:-1", "ngram:³", "suffix:17"):
+        kind = wrong.partition(":")[0]
+        with pytest.raises(UserError, match=rf"write {kind}:N with .* 1 to 16, or \./{kind}"):
             EngineConfig(model="some", drafter=wrong)
 
 

@@ -21,12 +21,10 @@ from specgen.config import (
     SamplingParams,
     StructuredOutputs,
     UserError,
-    lookup_of,
 )
 from specgen.config.bundled import data_directory
 from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Request
-from specgen.core.spec_length import StepPlan
 from specgen.decoding import answer_pool
 from specgen.decoding.answer_pool import AnswerPool, table_of
 from specgen.decoding.ngram import NgramDrafter
@@ -43,7 +41,6 @@ from tests.commands import printed, refused, specgen
 from tests.engines import Pair, engine_of, generate, loaded
 from tests.jobs import Silent, conversations
 from tests.marks import mostly_slow
-from tests.test_faults import ERRORS, Setting, require_no_change, run_without_fault
 from tests.test_ngram import END, GREEDY, copying
 from tests.test_ngram import naive as own_text
 
@@ -319,19 +316,6 @@ def test_a_timed_run_knows_nothing_of_the_one_before(
     assert warm._engine._steps.pool._num_tokens > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("error", ERRORS)
-def test_an_error_while_the_table_is_made_or_read_changes_no_text(
-    demo_pair: Pair, error: type[RuntimeError]
-) -> None:
-    """Drafts may be others, as some answers end later."""
-    settings = {"drafter": "suffix", "max_batch_size": 2}
-    setting = Setting(demo_pair, "greedy", 4, True, False, settings, StepPlan(num_drafts=4))
-    right = run_without_fault(setting)
-    assert {"answer_pool.AnswerPool.refresh", "answer_pool.AnswerPool.lookup"} <= set(right.places)
-    require_no_change(setting, right, error, "answer_pool.")
-
-
 def test_ranks_are_told_of_answers_alone(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not once a step."""
     engine, told = engine_of(random_pair, drafter="suffix"), list[Any]()
@@ -352,18 +336,6 @@ def test_a_token_that_the_model_has_not_is_refused(random_pair: Pair) -> None:
 
 
 # --- names, memory, runs --------------------------------------------------------------------------
-
-
-def test_names() -> None:
-    assert [lookup_of(name) for name in ("./suffix", "some/suffix")] == [None, None]
-    lookups = [lookup_of(name) for name in ("suffix", "suffix:4", "ngram")]
-    assert [(each.name, each.learns) for each in lookups if each] == [
-        ("suffix:8", True),
-        ("suffix:4", True),
-        ("ngram:3", False),
-    ]
-    with pytest.raises(UserError, match=r"write suffix:N with .* 1 to 16, or \./suffix"):
-        EngineConfig(model="some", drafter="suffix:17")
 
 
 def test_memory_is_told_and_planned_for(demo_path: Path, random_pair: Pair) -> None:
