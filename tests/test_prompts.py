@@ -144,6 +144,9 @@ def test_files_of_a_directory_are_known_by_their_names_in_any_case_and_gzipped(t
     (tmp_path / "f.log").write_text("f\n")
     assert [prompt.text for prompt in load(tmp_path)[0]] == ["a", "b", "c", "d", "e"]
     assert [prompt.text for prompt in load(tmp_path / "d.CSV")[0]] == ["d"]
+    (tmp_path / "own.jsonl").write_bytes(gzip.compress(json.dumps(OWN).encode()))  # by its content
+    write_lines(tmp_path / "plain.jsonl.gz", OWN)
+    assert load(tmp_path / "own.jsonl") == load(tmp_path / "plain.jsonl.gz") == ([EXPECTED_OWN], [])
 
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
@@ -322,12 +325,6 @@ def test_standard_input_that_cannot_be_kept(monkeypatch):
         load("-")
 
 
-def test_gzip_is_recognised_by_its_content(tmp_path):
-    (tmp_path / "own.jsonl").write_bytes(gzip.compress(json.dumps(OWN).encode()))
-    write_lines(tmp_path / "plain.jsonl.gz", OWN)
-    assert load(tmp_path / "own.jsonl") == load(tmp_path / "plain.jsonl.gz") == ([EXPECTED_OWN], [])
-
-
 def test_a_directory_is_read_by_the_names_of_its_files(tmp_path):
     write_lines(tmp_path / "b.jsonl", {**OWN, "id": "2"}, OWN)
     write_lines(tmp_path / "a.jsonl", {**OWN, "id": "1"}, OWN)
@@ -487,38 +484,25 @@ def test_a_reason_never_repeats_megabytes(tmp_path):
 # --- errors of the whole ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_prompts", [0, -1])
-def test_num_prompts_below_one(num_prompts):
-    with pytest.raises(UserError, match=f"num-prompts is {num_prompts}: use at least 1"):
-        load("bundled", num_prompts=num_prompts)
-
-
-def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(
-        UserError,
-        match=r"'gsm9k', neither a known name nor a file \(did you mean gsm8k\?\): use bundled, mt-bench, shareg",
-    ):
-        load("gsm9k")
-
-
-@pytest.mark.parametrize(("dataset", "name"), [("mt-bench", "gone.jsonl"), ("gsm8k", "gone/")])
-def test_a_missing_data_path(tmp_path, dataset, name):
-    with pytest.raises(UserError, match=r"gone does not exist|gone.jsonl does not exist"):
-        load(dataset, tmp_path / name)
-
-
-@pytest.mark.parametrize("dataset", ["bundled", "own.jsonl"])
-def test_a_data_path_needs_the_name_of_its_format(tmp_path, dataset):
-    with pytest.raises(UserError, match="name the format of that path, one of mt-bench, sharegpt"):
-        load(dataset, tmp_path)
-
-
-def test_a_directory_or_file_without_rows(tmp_path):
-    with pytest.raises(UserError, match=r"has no data file in it: use \.jsonl"):
-        load("gsm8k", tmp_path)
-    (tmp_path / "rows.jsonl").write_text("\n")
-    with pytest.raises(UserError, match=r"has no rows: name a file with at least one"):
-        load("gsm8k", tmp_path)
+@pytest.mark.parametrize(
+    ("dataset", "data_path", "num_prompts", "reason"),
+    [
+        ("bundled", None, 0, "num-prompts is 0: use at least 1"),
+        ("bundled", None, -1, "num-prompts is -1: use at least 1"),
+        (
+            *("gsm9k", None, None),
+            r"'gsm9k', neither a known name nor a file \(did you mean gsm8k\?\): use bundled, mt-bench, shareg",
+        ),
+        ("mt-bench", "gone.jsonl", None, "gone.jsonl does not exist"),
+        ("gsm8k", "gone/", None, "gone does not exist"),
+        ("bundled", ".", None, "name the format of that path, one of mt-bench, sharegpt"),
+        ("own.jsonl", ".", None, "name the format of that path, one of mt-bench, sharegpt"),
+        ("gsm8k", ".", None, r"has no data file in it: use \.jsonl"),
+    ],
+)
+def test_what_is_no_data_set_is_refused(tmp_path, dataset, data_path, num_prompts, reason):
+    with refused(reason):
+        load(dataset, data_path and tmp_path / data_path, num_prompts)
 
 
 # --- tables, and what is no file of rows ---
@@ -578,6 +562,8 @@ def test_tables_are_known_by_their_content(tmp_path, name):
 
 
 def test_lines_of_text_and_json_strings_are_raw_with_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "spaces.txt").write_bytes(b"  if x: \r\n \t\nb\n\nlast ")
+    assert [each.text for each in load(tmp_path / "spaces.txt")[0]] == ["  if x: ", "b", "last "]
     (tmp_path / "own.txt").write_bytes(b"\xef\xbb\xbfOne\r\n \nTwo\xff\n")
     (one, bad), warnings = read(tmp_path / "own.txt")
     assert (one, one.where) == (Prompt(id=one.id, text="One"), "line 1")  # type: ignore[union-attr]
@@ -613,12 +599,6 @@ def test_a_cell_of_a_table_may_have_several_stop_strings(tmp_path: Path) -> None
         {"stop": ('"x"',)},
         {"stop": ()},
     ]
-
-
-def test_lines_keep_their_white_space(tmp_path: Path) -> None:
-    (tmp_path / "own.txt").write_bytes(b"  if x: \r\n \t\nb\n\nlast ")
-    prompts, _ = read(tmp_path / "own.txt")
-    assert [each.text for each in prompts] == ["  if x: ", "b", "last "]
 
 
 def test_hidden_files_and_runs_in_a_directory_are_no_prompts(tmp_path: Path) -> None:

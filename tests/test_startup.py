@@ -133,7 +133,7 @@ def followed(
 ) -> str:
     """What is written to ``file`` of ten requests, of which three were done and a second goes by between two.
 
-    Before them four modules are compiled, two seconds apart.
+    Before them four modules are compiled, a second apart.
     """
     now = 0.0
     monkeypatch.setattr("sys.stderr", file)
@@ -142,7 +142,7 @@ def followed(
     shown, names = progress(quiet), ["FA3", "XQA, 1 row", "XQA, 5 rows", "FA2"]
     for done in range(5):
         shown.compiling(done, 4, names[: 4 - done])
-        now += 2
+        now += 1
     shown.ready("padded", {"kernels": 88.04, "weights": 5.0})
     shown.warn("look out")
     shown.start("padded", tally := Tally(), 10, 3)
@@ -168,7 +168,7 @@ def test_a_speed_so_far_counts_no_start_of_workers() -> None:
 def test_a_file_gets_a_line_now_and_then(monkeypatch):
     assert followed(monkeypatch, io.StringIO()).split("\n") == [
         "compiling kernels, once on this machine: 0 of 4 modules; to do: FA3; XQA, 1 row; XQA, 5 rows; FA2",
-        "compiling kernels, once on this machine: 2 of 4 modules; to do: FA3; XQA, 1 row",
+        "compiling kernels, once on this machine: 3 of 4 modules; to do: FA3",
         "compiling kernels, once on this machine: 4 of 4 modules",
         "padded: ready after 93.0 s (kernels 88.0, weights 5.0)",
         "specgen: warning: look out",

@@ -896,22 +896,18 @@ def test_drafts_of_a_head_are_ones_that_are_allowed(pair: Pair) -> None:
     assert outputs.texts == generate(pair, requests, num_spec_tokens=0).texts
 
 
-def test_a_suppressed_answer_is_an_error_and_no_text(pair: Pair) -> None:
-    request = bundled_requests(1, SamplingParams())[0]
-    tokens = pair.models.tokenizer.encode_rendered("yes")
-    every = [each for each in range(3072) if pair.models.tokenizer.decode([each])[:1] == "y"]
-    sampling = SamplingParams(
-        suppress_tokens=tuple({*tokens, *every}), structured_outputs=StructuredOutputs(choice=("yes",))
+def test_what_no_text_can_be_is_an_error_at_its_token(pair: Pair) -> None:
+    request, tokenizer = bundled_requests(1, SamplingParams())[0], pair.models.tokenizer
+    of_yes = (each for each in range(3072) if tokenizer.decode([each])[:1] == "y")
+    suppressed = SamplingParams(
+        suppress_tokens=tuple({*tokenizer.encode_rendered("yes"), *of_yes}),
+        structured_outputs=StructuredOutputs(choice=("yes",)),
     )
-    completion = generate(pair, [replace(request, sampling=sampling)]).completions[request.id]
-    assert "-inf for all that its constraints allow, at output token 1" in str(completion.error)
-
-
-def test_an_answer_that_is_too_short_for_min_tokens_names_them(pair: Pair) -> None:
-    request = bundled_requests(1, SamplingParams())[0]
-    sampling = SamplingParams(min_tokens=9, structured_outputs=StructuredOutputs(regex="[a-c]"))
-    completion = generate(pair, [replace(request, sampling=sampling)]).completions[request.id]
-    assert "constraints (and min_tokens, 9: ask for fewer) allow, at output token 2" in str(completion.error)
+    short = SamplingParams(min_tokens=9, structured_outputs=StructuredOutputs(regex="[a-c]"))
+    requests = [replace(request, id=f"{n}", sampling=each) for n, each in enumerate((suppressed, short))]
+    found = generate(pair, requests).completions
+    assert "-inf for all that its constraints allow, at output token 1" in str(found["0"].error)
+    assert "constraints (and min_tokens, 9: ask for fewer) allow, at output token 2" in str(found["1"].error)
 
 
 def test_a_compiled_constraint_is_kept(pair: Pair, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
