@@ -238,7 +238,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize(
-    ("make", "wrong", "message"), [(make, *each) for make, cases in WRONG.items() for each in cases], ids=str
+    ("make", "wrong", "message"),
+    [
+        pytest.param(make, *each, id=f"{make.__name__}-{number}")
+        for make, cases in WRONG.items()
+        for number, each in enumerate(cases)
+    ],
 )
 def test_what_is_wrong_is_refused_when_it_is_made(make: Any, wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
