@@ -34,6 +34,7 @@ from specgen.core.running_batch import Columns
 from specgen.decoding.drafting import HeadDrafter
 from specgen.engine import choices
 from specgen.models.llama import Llama
+from specgen.report.display import DASH
 from specgen.report.terminal import render
 from tests.commands import printed, refused
 from tests.engines import engine_config
@@ -138,7 +139,12 @@ def test_the_hosts_clock_leaves_nothing_idle(monkeypatch) -> None:
 
 def test_rows_add_up_to_the_step() -> None:
     found = StepTime(parts={part: 0.001 * (i + 1) for i, part in enumerate(PARTS)}, idle=0.005)
-    works = {"verify": Work(num_bytes=10.0, flops=0.0), "KV fill": Work(num_bytes=0.0, flops=3.0)}
+    nothing = Work(num_bytes=0.0, flops=0.0)  # an assistant's KV fill, made a draft loop's here
+    works = {
+        "draft loop": nothing,
+        "verify": Work(num_bytes=10.0, flops=0.0),
+        "KV fill": Work(num_bytes=0.0, flops=3.0),
+    }
     rows = step_rows(8, found, works, DEVICE)
     assert [row["part"] for row in rows] == [*PARTS, "idle", "step"]
     times = [row["time"] for row in rows]
@@ -148,6 +154,7 @@ def test_rows_add_up_to_the_step() -> None:
     assert (verify["bound"], verify["over_bound"], verify["bound_by"]) == pytest.approx((1.0, 2.0, "memory"))
     assert (first["bound"], first["bound_by"]) == (3.0, "arithmetic")
     assert rows[0]["bound"] is rows[0]["over_bound"] is None
+    assert rows[0]["bound_by"] == rows[2]["bound_by"] == DASH
     assert rows[-1]["bound"] == pytest.approx(4.0)
     assert [row["excess"] for row in rows] == pytest.approx(
         [1 / 16, 1 / 16, 3 / 16, 1 / 16, 5 / 16, 5 / 16, 1]

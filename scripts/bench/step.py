@@ -421,7 +421,7 @@ def step_rows(batch: int, time: StepTime, works: Mapping[str, Work], device: Dev
     bounds["step"] = sum(bounds.values())
 
     def row(part: str, seconds: float) -> Row:
-        bound, work = bounds.get(part), works.get(part)
+        bound, work = bounds.get(part) or None, works.get(part)  # 0: an assistant fills no KV cache
         return {
             "batch": batch,
             "part": part,
@@ -429,7 +429,7 @@ def step_rows(batch: int, time: StepTime, works: Mapping[str, Work], device: Dev
             "share": seconds / total,
             "bound": None if bound is None else 1e3 * bound,
             "over_bound": None if bound is None else seconds / bound,
-            "bound_by": device.limit(work) if work else display.DASH,
+            "bound_by": device.limit(work) if work and bound else display.DASH,
             "excess": (seconds - (bound or 0.0)) / beyond if beyond > 0 else None,
         }
 
