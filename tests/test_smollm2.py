@@ -97,7 +97,7 @@ Texts = dict[str, tuple[list[int], list[int]]]  # prompt and continuation of eve
 def expected(smollm2: Path, reference: LlamaForCausalLM, prompts: list[Prompt]) -> Texts:
     """By ``transformers.generate``."""
     tokenizer, end = (
-        AutoTokenizer.from_pretrained(smollm2, padding_side="left"),
+        AutoTokenizer.from_pretrained(smollm2, padding_side="left", pad_token="<|im_end|>"),
         reference.config.eos_token_id,
     )
     chats = {each.id: [{"role": m.role, "content": m.content} for m in each.messages] for each in prompts}
