@@ -27,7 +27,7 @@ from specgen.models.model_config import (
     layer_settings,
     layer_windows,
 )
-from specgen.models.protocols import Head, OnePass, Target, logits_of
+from specgen.models.protocols import Head, OnePass, Target, embedding_of, output_of
 from specgen.ops import Map, Norm, Ops, joined
 
 NOT_DFLASH = "no hidden_norm.weight: the checkpoint is not a DFlash or DSpark head"
@@ -551,21 +551,15 @@ class DFlashHead(Head):
         config: DFlashConfig, load: Loader, target: Target, draft_to_target: Tensor, ops: Ops
     ) -> dict[str, Any]:
         """The fields of all but its layers."""
-        hidden, table, scale = config.hidden_size, target.embedding, 1.0
-        if config.own_embedding:
-            table = load("embed_tokens.weight", (config.vocab_size, hidden))
-        elif config.takes_scaled:
-            scale = target.embedding_scale
+        hidden = config.hidden_size
+        scale = target.embedding_scale if config.takes_scaled and not config.own_embedding else 1.0
         return {
-            "config": config,
-            "embedding": table,
+            "embedding": embedding_of(config, load, target),
             "embedding_scale": scale if config.embedding_scale is None else config.embedding_scale,
             "mask_embedding": load(MASK_TENSOR, (hidden,)) if config.own_mask else None,
             "fc": ops.linear(load.linear({"fc": hidden}, len(config.aux_layers) * config.target_hidden_size)),
             "hidden_norm": load_norm(config, "hidden_norm", hidden, load, ops),
-            "lm_head": ops.linear(load.output("lm_head", config.draft_vocab_size, hidden))
-            if config.own_lm_head
-            else logits_of(target),
+            "lm_head": output_of(config, load, target, ops),
             "one_pass": OnePass(mask_token_id=config.mask_token_id, first=0),
             "markov": Selector.build(config, load, draft_to_target, ops)
             if config.num_candidates

@@ -20,7 +20,7 @@ from specgen.models.model_config import (
     layer_settings,
     layer_windows,
 )
-from specgen.models.protocols import Head, OnePass, Target
+from specgen.models.protocols import Head, OnePass, Target, embedding_of, output_of
 from specgen.ops import Map, Norm, Ops, Pair, joined
 
 NOT_EAGLE3 = (
@@ -252,15 +252,13 @@ class Eagle3Head(Head):
     ) -> "Eagle3Head":
         """Load every tensor of the head; the embedding is the target's unless the head has its own."""
         root, prefixes = tensor_prefixes(load, config.num_layers)
-        hidden, eps, table = config.hidden_size, config.rms_norm_eps, target.embedding
-        if config.own_embedding:
-            table = load(root + "embed_tokens.weight", (config.vocab_size, hidden))
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        table = embedding_of(config, load, target, root)
 
         def vector(name: str) -> Tensor:
             return load(name, (hidden,))
 
         head = cls(
-            config=config,
             embedding=table,
             feature_norm=_feature_norm(config, root, load, ops),
             num_feature_norms=config.num_features if config.fc_norm else 1,
@@ -274,7 +272,7 @@ class Eagle3Head(Head):
             ),
             layers=HeadLayers.build(config, prefixes, 2 * hidden, load, ops),
             norm=load_norm(config, f"{root}norm", hidden, load, ops),
-            lm_head=ops.linear(load.output("lm_head", config.draft_vocab_size, hidden)),
+            lm_head=output_of(config, load, target, ops),
             **cls.common(config, draft_to_target, ops),
         )
         if config.mask_token_id is None:
@@ -381,45 +379,52 @@ class Eagle1Config(HeadConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle1Head(Head):
-    """Layers of the target's kind over the embedding beside the hidden state; neither norm in front nor behind."""
+    """Layers of the target's kind over the embedding beside the hidden state; neither norm in front nor behind.
 
-    config: Eagle1Config
+    Those of a Llama-4 have both.
+    """
+
     embedding: Tensor  # [V, H]; the target's unless the checkpoint has its own
     fc: Map  # embedding and hidden state concatenated [rows, 2 * H] -> [rows, H]
+    input_norm: Norm | None
     layers: HeadLayers
-    target: Target  # for its output weights
+    norm: Norm | None
+    lm_head: Map  # [n, H] -> [n, Vd]; the target's unless the checkpoint has its own
 
     @classmethod
     def build(
-        cls, config: Eagle1Config, load: Loader, target: Target, draft_to_target: Tensor, ops: Ops
+        cls, config: HeadConfig, load: Loader, target: Target, draft_to_target: Tensor, ops: Ops
     ) -> "Eagle1Head":
-        """Load every tensor of the head; the embedding is the target's unless the head has its own."""
-        hidden, table = config.hidden_size, target.embedding
-        if config.own_embedding:
-            table = load("embed_tokens.weight", (config.vocab_size, hidden))
+        """Load every tensor of the head; ``config`` is an ``Eagle1Config``."""
+        assert isinstance(config, Eagle1Config)
+        hidden = config.hidden_size
         prefixes = [f"layers.{index}." for index in range(config.num_layers)]
         return cls(
-            config=config,
-            embedding=table,
+            embedding=embedding_of(config, load, target),
             fc=ops.linear(load.linear({"fc": hidden}, 2 * hidden, bias=config.fc_bias)),
+            input_norm=None,
             layers=HeadLayers.build(config, prefixes, hidden, load, ops),
-            target=target,
+            norm=None,
+            lm_head=output_of(config, load, target, ops),
             **cls.common(config, draft_to_target, ops),
         )
 
     def write_kv(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> None:
-        inputs = self._inputs(token_ids, hidden)
-        self.layers.write_kv(inputs, inputs, attend)
+        self.layers.write_kv(*self._enter(token_ids, hidden), attend)
 
     def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        inputs = self._inputs(token_ids, hidden)
-        stream, *parts = self.layers(inputs, inputs, attend)
-        hidden = (stream + joined(parts).sum(0)).to(stream.dtype)
-        return hidden, hidden
+        """See ``Head.forward``; what ``logits`` takes is fed back."""
+        stream, *parts = self.layers(*self._enter(token_ids, hidden), attend)
+        if self.norm is None:
+            found = (stream + joined(parts).sum(0)).to(stream.dtype)
+        else:
+            _, found = self.norm.add(stream, *parts)
+        return found, found
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.target.logits(hidden)
+        return self.lm_head(hidden)
 
-    def _inputs(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """The residual stream, [rows, H], which is also what the first attention reads: there is no norm."""
-        return self.fc(torch.cat((F.embedding(token_ids, self.embedding), hidden), -1))
+    def _enter(self, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream, and what the first attention reads, [rows, H] each."""
+        stream = self.fc(torch.cat((F.embedding(token_ids, self.embedding), hidden), -1))
+        return stream, stream if self.input_norm is None else self.input_norm(stream)

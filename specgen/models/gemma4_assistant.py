@@ -212,7 +212,6 @@ class AssistantHead(Head):
         common: dict[str, Any] = cls.common(config, draft_to_target, ops)
         layers = [_reading(config, index, cast(Gemma4, target), turned) for index in range(config.num_layers)]
         return cls(
-            config=config,
             target=target,
             enter=ops.linear(load.linear({"pre_projection": hidden}, 2 * wide)),
             blocks=tuple(

@@ -16,7 +16,7 @@ from specgen.models.gemma4 import Gemma4Block, Gemma4Layers, head_layers, norms_
 from specgen.models.layers import Projection, load_norm
 from specgen.models.loader import Loader
 from specgen.models.model_config import HeadConfig
-from specgen.models.protocols import Head, Target, logits_of
+from specgen.models.protocols import Head, Target, embedding_of, output_of
 from specgen.ops import Map, Norm, Ops
 
 _FOURTH_NORM = "layers.0.pre_feedforward_layernorm.weight"  # which layers of a Llama have not
@@ -214,21 +214,16 @@ class Gemma4EagleHead(Head):
         cls, config: Gemma4EagleConfig, load: Loader, target: Target, draft_to_target: Tensor, ops: Ops
     ) -> "Gemma4EagleHead":
         """Load every tensor of the head; embedding and output weights are the target's unless it has its own."""
-        hidden, table, prefix = config.hidden_size, target.embedding, "layers.0."
-        if config.own_embedding:
-            table = load("embed_tokens.weight", (config.vocab_size, hidden))
+        hidden, prefix = config.hidden_size, "layers.0."
         layer = LayerAttention(index=0, scale=1.0)
         return cls(
-            config=config,
-            embedding=table,
+            embedding=embedding_of(config, load, target),
             fc=ops.linear(load.linear({"fc": hidden}, len(config.aux_layers) * config.target_hidden_size)),
             hidden_norm=load_norm(config, f"{prefix}hidden_norm", hidden, load, ops),
             block=Gemma4Block.build(config, 0, prefix, layer, load, ops, 2 * hidden),
             stored=projection(config, 0, f"{prefix}self_attn.", 2 * hidden, 0, load, ops),
             norm=load_norm(config, "norm", hidden, load, ops),
-            lm_head=ops.linear(load.output("lm_head", config.draft_vocab_size, hidden))
-            if config.own_lm_head
-            else logits_of(target),
+            lm_head=output_of(config, load, target, ops),
             **cls.common(config, draft_to_target, ops),
         )
 

@@ -12,13 +12,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from specgen.attention import Attend, Temperature
 from specgen.config import require, shown
 from specgen.models.config_fields import Raw, architectures, count, flag, items, number
 from specgen.models.config_keys import LLAMA4_HEADS, known_keys
-from specgen.models.eagle import is_eagle3
+from specgen.models.eagle import Eagle1Head, is_eagle3
 from specgen.models.layers import Attention, Block, HeadLayers, Projection, load_norm
 from specgen.models.llama import Llama
 from specgen.models.loader import Loader
@@ -31,9 +30,9 @@ from specgen.models.model_config import (
     dtype_name,
     layer_settings,
 )
-from specgen.models.protocols import Head, Target, logits_of
+from specgen.models.protocols import Target, embedding_of, output_of
 from specgen.models.rotary import RopeConfig
-from specgen.ops import Map, Norm, Ops
+from specgen.ops import Ops
 from specgen.ops.weight import Weight
 
 _SPELLINGS = {".feed_forward.": ".mlp.", ".shared_expert.": ".shared_experts."}
@@ -333,31 +332,20 @@ class EagleLlama4Config(HeadConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleLlama4Head(Head):
+class EagleLlama4Head(Eagle1Head):
     """Layers of a Llama-4 over the embedding beside the hidden state."""
-
-    config: EagleLlama4Config
-    embedding: Tensor  # [V, H]; the target's unless the checkpoint has its own
-    fc: Map  # embedding and hidden state concatenated [rows, 2 * H] -> [rows, H]
-    input_norm: Norm
-    layers: HeadLayers
-    norm: Norm
-    lm_head: Map  # [n, H] -> [n, Vd]
 
     @classmethod
     def build(
-        cls, config: EagleLlama4Config, load: Loader, target: Target, draft_to_target: Tensor, ops: Ops
+        cls, config: HeadConfig, load: Loader, target: Target, draft_to_target: Tensor, ops: Ops
     ) -> "EagleLlama4Head":
-        """Load every tensor of the head; embedding and output weights are the target's unless it has its own."""
-        hidden, table = config.hidden_size, target.embedding
-        if config.own_embedding:
-            table = load("embed_tokens.weight", (config.vocab_size, hidden))
+        """Load every tensor of the head; ``config`` is an ``EagleLlama4Config``."""
+        assert isinstance(config, EagleLlama4Config)
+        hidden, table = config.hidden_size, embedding_of(config, load, target)
         prefixes = [f"layers.{index}." for index in range(config.num_layers)]
         read: Any = _PairsAsHalves(load, config.head_dim, (True,) * config.num_layers)
         plain = HeadLayers.build(replace(config, qk_norm=False), prefixes, hidden, read, ops)
-        norm = load_norm(config, "norm", hidden, load, ops)
         return cls(
-            config=config,
             embedding=table,
             fc=ops.linear(load.linear({"fc": hidden}, 2 * hidden)),
             input_norm=load_norm(config, "layers.0.input_layernorm", hidden, load, ops),
@@ -366,26 +354,7 @@ class EagleLlama4Head(Head):
                 blocks=tuple(_in_chunks(config, block, table, ops) for block in plain.blocks),
                 kv_proj=_unit_norm(config, plain.kv_proj, table, ops) if config.qk_norm else plain.kv_proj,
             ),
-            norm=norm,
-            lm_head=ops.linear(load.output("lm_head", config.draft_vocab_size, hidden))
-            if config.own_lm_head
-            else logits_of(target),
+            norm=load_norm(config, "norm", hidden, load, ops),
+            lm_head=output_of(config, load, target, ops),
             **cls.common(config, draft_to_target, ops),
         )
-
-    def write_kv(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> None:
-        stream = self._enter(token_ids, hidden)
-        self.layers.write_kv(stream, self.input_norm(stream), attend)
-
-    def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """See ``Head.forward``; the normed state is fed back."""
-        stream = self._enter(token_ids, hidden)
-        _, normed = self.norm.add(*self.layers(stream, self.input_norm(stream), attend))
-        return normed, normed
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(hidden)
-
-    def _enter(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """The residual stream, [rows, H]."""
-        return self.fc(torch.cat((F.embedding(token_ids, self.embedding), hidden), -1))

@@ -189,7 +189,6 @@ class MtpHead(Head):
     ) -> "MtpHead":
         """Load every tensor of the layers."""
         return cls(
-            config=config,
             layers=tuple(
                 MtpLayer.build(config, index, load, target, ops) for index in range(config.num_layers)
             ),

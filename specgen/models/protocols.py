@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specgen.attention import Attend, LayerAttention
 from specgen.models.llama import Vocabulary
+from specgen.models.loader import Loader
 from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.rotary import rope_of
 from specgen.ops import Map, MostLikely, Ops, Rope
@@ -71,7 +72,8 @@ class Head(ABC):
     def common(config: HeadConfig, draft_to_target: Tensor, ops: Ops) -> dict[str, Any]:
         """The fields that every kind has, from its config."""
         rope = rope_of(config.rope, config.rotary_dim, ops, draft_to_target.device)
-        return {"draft_to_target": draft_to_target, "most_likely": ops.most_likely, "rope": rope}
+        own = {"config": config, "draft_to_target": draft_to_target}
+        return own | {"most_likely": ops.most_likely, "rope": rope}
 
     def of_pass(self, index: int) -> Self:
         """What computes ``forward`` and ``logits`` of the pass that drafts token ``index`` of a step."""
@@ -98,6 +100,19 @@ class Head(ABC):
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits over the draft vocabulary [n, Vd], in the model's dtype, of hidden states [n, H]."""
+
+
+def embedding_of(config: HeadConfig, load: Loader, target: Target, root: str = "") -> Tensor:
+    """The table of a head, [V, H]: the target's unless it has its own."""
+    shape = config.vocab_size, config.hidden_size
+    return load(f"{root}embed_tokens.weight", shape) if config.own_embedding else target.embedding
+
+
+def output_of(config: HeadConfig, load: Loader, target: Target, ops: Ops) -> Map:
+    """The output layer of a head, [n, H] -> [n, Vd]: the target's unless it has its own."""
+    if not config.own_lm_head:
+        return logits_of(target)
+    return ops.linear(load.output("lm_head", config.draft_vocab_size, config.hidden_size))
 
 
 def logits_of(target: Target) -> Map:
