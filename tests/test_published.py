@@ -255,7 +255,6 @@ def test_the_published_eagle_head_of_llama4_fits(own: bool) -> None:
     assert len(reader.taken) == len(reader.checkpoint.tensors) == 11 + 2 * own
     assert (config.chunk, config.own_embedding, config.own_lm_head) == (8192, own, own)
     assert [config.seen(0)(context) for context in (1, 8192, 8193)] == [1, 8192, 1]
-    assert config.fc_each_pass
     assert unread_keys(EAGLE_OF_LLAMA4, family_of(EAGLE_OF_LLAMA4).keys) == ()
 
 

@@ -17,8 +17,11 @@ from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.device import synchronize, use
 from specgen.engine.loading import Models
 from specgen.models.dflash import DFlashConfig
+from specgen.models.eagle import Eagle1Config
 from specgen.models.gemma4_assistant import AssistantConfig
+from specgen.models.llama4 import EagleLlama4Config
 from specgen.models.model_config import LayerConfig, Seen
+from specgen.models.mtp import MtpConfig
 from specgen.record.record_rows import EngineRow, PassRow, RequestRow
 
 COPIED_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}  # far larger than any cache
@@ -210,13 +213,14 @@ class StepBytes:
         build_head(whole, drafter, models.target, models.head.draft_to_target)
         if head.fp8_output:
             lm_head = outline.vocabulary.in_fp8().weight.num_bytes
-        fused = 0 if head.fc_each_pass else _bytes(drafter, "fc.weight")
+        each_pass = isinstance(head, Eagle1Config | EagleLlama4Config)  # and not once per accepted row
+        fused = 0 if each_pass else _bytes(drafter, "fc.weight")
         borrowed = 0 if _bytes(drafter, "lm_head.weight", "shared_head.head.weight") else lm_head
         if isinstance(head, AssistantConfig):  # its output weights are its embedding
             borrowed = round(_bytes(drafter, "embed_tokens.weight") * head.output_share)
         if head.is_model:
             borrowed = 0 if _bytes(drafter, "lm_head.weight") else _bytes(drafter, "embed_tokens.weight")
-        mixtures, turns = ExpertSize.of(head, width), head.num_layers if head.takes_turns else 1
+        mixtures, turns = ExpertSize.of(head, width), head.num_layers if isinstance(head, MtpConfig) else 1
         kv = KVBytes.of(head, (kv_width if head.reads_target_kv else None) or width)
         per_draft = sum(size for name, size in drafter.taken.items() if name.startswith(_PER_DRAFT))
         own = _read_whole(drafter) - fused - (mixtures.total_bytes if mixtures else 0)

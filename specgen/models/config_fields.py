@@ -71,6 +71,21 @@ def number(config: Raw, name: str, default: float | None = None) -> float:
     return float(value)
 
 
+def by_layer(config: Raw, name: str, meanings: Mapping[str, bool]) -> tuple[bool, ...]:
+    """What the words of a list say of each layer; empty if absent."""
+    words, num_layers = items(config, name), count(config, "num_hidden_layers")
+    for word in words:
+        require(
+            isinstance(word, str) and word in meanings,
+            f"{name} has {shown(word)}: only {' and '.join(meanings)} are supported",
+        )
+    require(
+        len(words) in (0, num_layers),
+        f"{name} names {len(words)} layers, num_hidden_layers {num_layers}: config.json is wrong",
+    )
+    return tuple(meanings[word] for word in words)
+
+
 def _given(config: Raw, name: str, default: object) -> object:
     value = default if config.get(name) is None else config[name]
     reason = f"config.json has no {name}: it is incomplete, or of a family that is not supported"

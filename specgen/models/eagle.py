@@ -160,6 +160,7 @@ class Eagle3Config(HeadConfig):
     def facts(self) -> dict[str, str]:
         inputs = ", ".join(map(str, self.aux_layers)) or "2, L//2, L-3"
         norms = [f"{name} ({meaning})" for name, meaning in _NORMS.items() if getattr(self, name)]
+        one_pass = f"all drafts in one pass (P-EAGLE), with mask token {self.mask_token_id}"
         return {
             "dialect": "EAGLE, SpecForge" if self.dialect == "eagle" else "speculators",
             "features": "the target's last hidden state, behind its final norm"
@@ -167,14 +168,9 @@ class Eagle3Config(HeadConfig):
             else f"the target's residual stream at the inputs of layers {inputs}",
             "rule": self.aux_rule,
             "norms": ", ".join(norms) or "those of the original EAGLE3",
-            **self._parallel_facts(),
+            **({} if self.mask_token_id is None else {"drafting": one_pass}),
             **super().facts(),
         }
-
-    def _parallel_facts(self) -> dict[str, str]:
-        if self.mask_token_id is None:
-            return {}
-        return {"drafting": f"all drafts in one pass (P-EAGLE), with mask token {self.mask_token_id}"}
 
 
 def _mask_token(flags: Raw) -> int:
@@ -335,7 +331,6 @@ def is_eagle1(config: Raw, tensors: Set[str]) -> bool:
 @dataclass(frozen=True, kw_only=True)
 class Eagle1Config(HeadConfig):
     family: ClassVar[str] = "EAGLE-1"
-    fc_each_pass: ClassVar[bool] = True
     splits: ClassVar[bool] = False  # no norm behind the last layer, which would sum over ranks
     fc_bias: bool
 

@@ -15,7 +15,6 @@ from specgen.models import (
     gemma4,
     gemma4_assistant,
     gemma4_heads,
-    hybrid_targets,
     llama,
     llama4,
     mixture_targets,
@@ -69,8 +68,8 @@ def _ignored_with_vision(config: TargetConfig, names: Set[str]) -> Set[str]:
 
 
 _hybrid = partial(_llama, ignored=_ignored_with_vision)
-_qwen3_5 = _hybrid(keys=config_keys.QWEN3_5, read=hybrid_targets.read_qwen3_5)
-_qwen3_5_moe = _hybrid(keys=config_keys.QWEN3_5_MOE, read=hybrid_targets.read_qwen3_5_moe)
+_qwen3_5 = _hybrid(keys=config_keys.QWEN3_5, read=mixture_targets.read_qwen3_5)
+_qwen3_5_moe = _hybrid(keys=config_keys.QWEN3_5_MOE, read=mixture_targets.read_qwen3_5_moe)
 _llama4 = Family(
     keys=config_keys.LLAMA4, read=llama4.read_llama4, build=llama4.build, ignored=_ignored_with_vision
 )
@@ -85,7 +84,7 @@ FAMILIES: Mapping[str, Family] = {
     "GptOssForCausalLM": _llama(keys=config_keys.GPT_OSS, read=mixture_targets.read_gpt_oss),
     "DeepseekV3ForCausalLM": _latents(keys=config_keys.DEEPSEEK_V3),
     "Glm4MoeLiteForCausalLM": _latents(keys=config_keys.GLM4_MOE_LITE),
-    "Qwen3NextForCausalLM": _hybrid(keys=config_keys.QWEN3_NEXT, read=hybrid_targets.read_qwen3_next),
+    "Qwen3NextForCausalLM": _hybrid(keys=config_keys.QWEN3_NEXT, read=mixture_targets.read_qwen3_next),
     "Qwen3_5ForCausalLM": _qwen3_5,
     "Qwen3_5ForConditionalGeneration": _qwen3_5,  # of which the text part is read
     "Qwen3_5MoeForCausalLM": _qwen3_5_moe,

@@ -19,7 +19,7 @@ from specgen.models import llama
 from specgen.models.config_fields import LARGEST_COUNT, Raw, count, flag, items, number, section
 from specgen.models.config_keys import GEMMA4_HEADS, known_keys
 from specgen.models.layers import Projection, kv_scale, load_norm, norm_weight
-from specgen.models.llama import Vocabulary
+from specgen.models.llama import LanguageModel, Vocabulary
 from specgen.models.loader import Loader
 from specgen.models.mlp import Mixture
 from specgen.models.model_config import LayerConfig, MixtureConfig, TargetConfig
@@ -517,16 +517,13 @@ _NORMS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma4:
+class Gemma4(LanguageModel):
     """The target; see ``Llama``."""
 
     config: Gemma4Config
-    embedding: Tensor  # [V, H]
     layer_inputs: LayerInputs | None
     blocks: tuple[Gemma4Block, ...]
     norm: Norm
-    vocabulary: Vocabulary
-    rope: Rope  # of layers with a window
 
     @classmethod
     def build(cls, config: Gemma4Config, load: Loader, ops: Ops) -> "Gemma4":
@@ -557,14 +554,6 @@ class Gemma4:
         )
 
     @property
-    def device(self) -> torch.device:
-        return self.embedding.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.embedding.dtype
-
-    @property
     def embedding_scale(self) -> float:
         return root_of(self.config.hidden_size, self.dtype)
 
@@ -586,10 +575,6 @@ class Gemma4:
     def stored(self, windowed: bool) -> LayerAttention:
         """Of the last layer with keys and values of its own that has a window, or has none."""
         return self.blocks[self.config.last_stored(windowed)].attention.layer
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """See ``Llama.logits``."""
-        return self.vocabulary.whole(self.vocabulary.share(hidden))
 
 
 def ignored_tensors(config: Gemma4Config, names: Set[str]) -> Set[str]:

@@ -338,7 +338,11 @@ class Block:
         cls, config: LayerConfig, index: int, prefix: str, load: Loader, ops: Ops, width: int
     ) -> "Block":
         """Load ``{prefix}*`` as layer ``index``, whose attention has inputs ``width`` wide."""
-        attention = _attention_kind(config, index).build(config, index, width, prefix, load, ops)
+        kind: type[Attention] | type[LatentAttention] | type[GatedDelta]
+        kind = Attention if config.latent is None else LatentAttention
+        if not config.attends(index):
+            kind = GatedDelta
+        attention = kind.build(config, index, width, prefix, load, ops)
         mlp, scale = _mlp(config, index, prefix, load, ops)
         norm = load_norm(config, f"{prefix}post_attention_layernorm", config.hidden_size, load, ops, scale)
         return cls(attention=attention, post_norm=norm, mlp=mlp)
@@ -350,14 +354,6 @@ class Block:
         """
         stream, normed = self.post_norm.add(stream, self.attention(normed, attend))
         return stream, *self.mlp(normed)
-
-
-def _attention_kind(
-    config: LayerConfig, index: int
-) -> type[Attention] | type[LatentAttention] | type[GatedDelta]:
-    if config.delta is not None and config.delta.layers[index]:
-        return GatedDelta
-    return Attention if config.latent is None else LatentAttention
 
 
 def _mlp(

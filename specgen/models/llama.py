@@ -97,16 +97,34 @@ class Vocabulary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Llama:
+class LanguageModel:
+    """What all targets have around their layers."""
+
+    embedding: Tensor  # [V, H]
+    vocabulary: Vocabulary
+    rope: Rope  # of layers with a window, where these have another
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits [n, V] in the model's dtype, from hidden states [n, H] that ``forward`` returned."""
+        return self.vocabulary.whole(self.vocabulary.share(hidden))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama(LanguageModel):
     """A target of any family of the table: how they differ (norms of q and k, mixtures, ...) is data of its layers."""
 
     embedding_scale: ClassVar[float] = 1.0  # of what enters the first layer
     config: TargetConfig
-    embedding: Tensor  # [V, H]
     blocks: tuple[Block, ...]
     norms: tuple[Norm, ...]  # of the inputs of each block, and the final one
-    vocabulary: Vocabulary
-    rope: Rope
 
     @classmethod
     def build(cls, config: TargetConfig, load: Loader, ops: Ops) -> "Llama":
@@ -133,14 +151,6 @@ class Llama:
             rope=rope_of(config.rope, config.rotary_dim, ops, embedding.device),
         )
 
-    @property
-    def device(self) -> torch.device:
-        return self.embedding.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.embedding.dtype
-
     def forward(
         self, token_ids: Tensor, attend: Attend, aux_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor]:
@@ -160,10 +170,6 @@ class Llama:
                 inputs[index] = stream
         features = [inputs[index] for index in aux_layers]
         return normed, torch.cat(features, -1) if features else stream[:, :0]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits [n, V] in the model's dtype, from hidden states [n, H] that ``forward`` returned."""
-        return self.vocabulary.whole(self.vocabulary.share(hidden))
 
 
 def ignored_tensors(config: TargetConfig, names: Set[str]) -> Set[str]:

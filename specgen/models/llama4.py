@@ -287,7 +287,6 @@ class EagleLlama4Config(HeadConfig):
     """An EAGLE-1 head with rotated layers of a Llama-4, an input norm and a final one."""
 
     family: ClassVar[str] = "EAGLE Llama-4"
-    fc_each_pass: ClassVar[bool] = True
 
     def seen(self, index: int) -> Seen:
         return Seen(chunk=self.chunk)

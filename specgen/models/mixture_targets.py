@@ -1,13 +1,9 @@
-"""What the ``config.json`` of each family with experts says, beside what all targets have; no torch."""
-
-from typing import Any
+"""What the ``config.json`` of each family with experts or recurrent layers says, beside what all have; no torch."""
 
 from specgen.config import require, shown
-from specgen.models.config_fields import Raw, count, flag, items, number
+from specgen.models.config_fields import Raw, by_layer, count, flag, items, number
 from specgen.models.fp8_config import quantization, without_quantization
-from specgen.models.model_config import LatentConfig, MixtureConfig, SigmoidWeights, TargetConfig
-
-_KINDS = {"dense": False, "sparse": True}
+from specgen.models.model_config import DeltaConfig, LatentConfig, MixtureConfig, SigmoidWeights, TargetConfig
 
 
 def read_deepseek(config: Raw) -> TargetConfig:
@@ -46,25 +42,13 @@ def deepseek_mixture(config: Raw, layers: tuple[bool, ...]) -> MixtureConfig:
 
 def _mixtures(config: Raw) -> tuple[bool, ...]:
     """Which layers are mixtures: by name, or all but the first; none in some files."""
-    kinds, num_layers = items(config, "mlp_layer_types"), count(config, "num_hidden_layers")
-    for kind in kinds:
-        require(
-            isinstance(kind, str) and kind in _KINDS,
-            f"mlp_layer_types has {shown(kind)}: only {' and '.join(_KINDS)} are supported",
-        )
+    named = by_layer(config, "mlp_layer_types", {"dense": False, "sparse": True})
     dense = config.get("first_k_dense_replace")
     require(
-        bool(kinds) or (type(dense) is int and dense >= 0),
+        bool(named) or (type(dense) is int and dense >= 0),
         f"first_k_dense_replace is {shown(dense)}: it must be the number of layers without experts",
     )
-    layers = tuple(_KINDS[kind] for kind in kinds) or tuple(
-        layer >= int(str(dense)) for layer in range(num_layers)
-    )
-    require(
-        len(layers) == num_layers,
-        f"mlp_layer_types names {len(layers)} layers, num_hidden_layers {num_layers}: config.json is wrong",
-    )
-    return layers
+    return named or tuple(layer >= int(str(dense)) for layer in range(count(config, "num_hidden_layers")))
 
 
 _OPTIONAL = ("layer_types", "rope_parameters")  # null is their default
@@ -88,7 +72,8 @@ def read_gpt_oss(config: Raw) -> TargetConfig:
     )
     num_layers = count(config, "num_hidden_layers")
     given = {name: value for name, value in config.items() if value is not None or name not in _OPTIONAL}
-    settings = _defaults(num_layers) | without_quantization(given)
+    kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)]
+    settings = {"rope_parameters": _YARN, "layer_types": kinds} | without_quantization(given)
     mixture = MixtureConfig(
         num_experts=count(config, "num_local_experts"),
         num_chosen=count(config, "num_experts_per_tok"),
@@ -104,12 +89,6 @@ def read_gpt_oss(config: Raw) -> TargetConfig:
         limit=number(config, "swiglu_limit", 7.0),
     )
     return TargetConfig.from_hf(settings, windowed=True, mixture=mixture, sinks=True, norm_casts_last=True)
-
-
-def _defaults(num_layers: int) -> dict[str, Any]:
-    """Those of ``transformers`` that are more than a value."""
-    kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)]
-    return {"rope_parameters": _YARN, "layer_types": kinds}
 
 
 def sparse_layers(config: Raw) -> tuple[bool, ...]:
@@ -134,12 +113,72 @@ def read_qwen3_moe(config: Raw) -> TargetConfig:
     )
     if not any(layers):
         return TargetConfig.from_hf(config, qk_norm=True)
-    mixture = MixtureConfig(
+    mixture = _qwen_mixture(config, layers, flag(config, "norm_topk_prob"), beside=False)
+    return TargetConfig.from_hf(config, qk_norm=True, mixture=mixture)
+
+
+def _qwen_mixture(config: Raw, layers: tuple[bool, ...], normalized: bool, *, beside: bool) -> MixtureConfig:
+    """``beside`` the experts there may be a gated one that all tokens go through."""
+    return MixtureConfig(
         num_experts=count(config, "num_experts"),
         num_chosen=count(config, "num_experts_per_tok"),
         width=count(config, "moe_intermediate_size"),
         layers=layers,
-        weights="normalized" if flag(config, "norm_topk_prob") else "softmax",
+        weights="normalized" if normalized else "softmax",
         router="gate",
+        shared_width=count(config, "shared_expert_intermediate_size") if beside else 0,
+        shared_gate=beside,
     )
-    return TargetConfig.from_hf(config, qk_norm=True, mixture=mixture)
+
+
+# ---- hybrids: a Gated DeltaNet in most layers and attention in the others
+
+
+def read_qwen3_5(config: Raw) -> TargetConfig:
+    """Qwen3.5 and what is built like it: Qwen3.6, Qwen3.8."""
+    return _hybrid(config, None)
+
+
+def read_qwen3_5_moe(config: Raw) -> TargetConfig:
+    """The same with experts in all layers, beside a gated one that all tokens go through."""
+    mixture = _qwen_mixture(config, (True,) * count(config, "num_hidden_layers"), True, beside=True)
+    return _hybrid({**config, "intermediate_size": mixture.width}, mixture)  # which no layer has
+
+
+def read_qwen3_next(config: Raw) -> TargetConfig:
+    """Their predecessor, in which all layers, every n-th one, or none have experts."""
+    layers, normalized = sparse_layers(config), flag(config, "norm_topk_prob")
+    return _hybrid(config, _qwen_mixture(config, layers, normalized, beside=True) if any(layers) else None)
+
+
+def _hybrid(config: Raw, mixture: MixtureConfig | None) -> TargetConfig:
+    return TargetConfig.from_hf(
+        {**config, "layer_types": None},  # none has a window
+        qk_norm=True,
+        query_gates=True,
+        norm_casts_last=True,
+        norm_adds_one=True,
+        mixture=mixture,
+        delta=_delta(config),
+    )
+
+
+def _delta(config: Raw) -> DeltaConfig | None:
+    """Read which layers are such ones, and their widths; None where all attend."""
+    interval = count(config, "full_attention_interval")
+    layers = by_layer(config, "layer_types", {"full_attention": False, "linear_attention": True}) or tuple(
+        (layer + 1) % interval != 0 for layer in range(count(config, "num_hidden_layers"))
+    )
+    require(
+        not all(layers),
+        "no layer has full attention: a hybrid needs some, config.json is of another family",
+    )
+    found = DeltaConfig(
+        layers=layers,
+        num_key_heads=count(config, "linear_num_key_heads"),
+        num_value_heads=count(config, "linear_num_value_heads"),
+        key_dim=count(config, "linear_key_head_dim"),
+        value_dim=count(config, "linear_value_head_dim"),
+        num_taps=count(config, "linear_conv_kernel_dim"),
+    )
+    return found if any(layers) else None

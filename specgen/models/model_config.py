@@ -7,7 +7,16 @@ from typing import Any, ClassVar, Literal, Self
 from specgen.attention import LatentDims
 from specgen.config import require, shown
 from specgen.kv.kv_cache import KVSpec, StateSpec
-from specgen.models.config_fields import LARGEST_COUNT, Raw, architectures, count, flag, items, number
+from specgen.models.config_fields import (
+    LARGEST_COUNT,
+    Raw,
+    architectures,
+    by_layer,
+    count,
+    flag,
+    items,
+    number,
+)
 from specgen.models.config_keys import refuse_values
 from specgen.models.fp8_config import Fp8Config, fp8_config
 from specgen.models.rotary import RopeConfig, latent_scale
@@ -193,9 +202,6 @@ class DeltaConfig:
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
 
-_WINDOWED = {"full_attention": False, "sliding_attention": True}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Seen:
     """Called with a number of positions, those that the last row sees: all, or of a window or its chunk alone."""
@@ -240,11 +246,6 @@ class LayerConfig:
     prefix: str = "model."  # of the names of a target's tensors, but for the output weights
 
     def __post_init__(self) -> None:
-        require(
-            not self.windows or len(self.windows) == self.num_layers,
-            f"layer_types names {len(self.windows)} layers, num_hidden_layers {self.num_layers}: "
-            "config.json is wrong",
-        )
         share = self.rope.share
         require(
             share == 1 or (self.query_gates and share < 1),
@@ -497,9 +498,7 @@ class HeadConfig(LayerConfig):
     fp8_output: bool = (
         False  # drafts by a copy of its output layer, or the target's (``--draft-lm-head fp8``)
     )
-    fc_each_pass: ClassVar[bool] = False  # and not once per accepted row
     takes_fp8: ClassVar[bool] = False
-    takes_turns: ClassVar[bool] = False  # its layers, a pass each
     splits: ClassVar[bool] = True  # over ranks, as the target's layers do
     is_model: ClassVar[bool] = False  # a target's: what the target accepts goes through all of it
     reads_target_kv: ClassVar[bool] = False  # and stores none: its rows all see what the target has stored
@@ -616,18 +615,13 @@ def _refuse_windows(config: Raw, num_layers: int) -> None:
 
 def layer_windows(config: Raw) -> tuple[int | None, ...]:
     """The window of each layer; none where the config names no kinds of layers."""
-    kinds = items(config, "layer_types")
-    for kind in kinds:
-        require(
-            isinstance(kind, str) and kind in _WINDOWED,
-            f"layer_types has {shown(kind)}: only {' and '.join(_WINDOWED)} are supported",
-        )
+    windowed = by_layer(config, "layer_types", {"full_attention": False, "sliding_attention": True})
     window = config.get("sliding_window")
     require(
-        bool(kinds) or not (window and config.get("use_sliding_window", True)),
+        bool(windowed) or not (window and config.get("use_sliding_window", True)),
         f"sliding_window is {shown(window)} and no layer_types say of which layers: add them, as the model was trained",
     )
-    return tuple(count(config, "sliding_window") if _WINDOWED[kind] else None for kind in kinds)
+    return tuple(count(config, "sliding_window") if each else None for each in windowed)
 
 
 def head_biases(config: Raw, tensors: Set[str]) -> dict[str, Any]:

@@ -87,7 +87,6 @@ class MtpConfig(HeadConfig):
 
     family: ClassVar[str] = "MTP"
     takes_fp8: ClassVar[bool] = True
-    takes_turns: ClassVar[bool] = True
     names: tuple[MtpNames, ...]  # of each layer
 
     @classmethod
