@@ -20,8 +20,8 @@ from specgen.config import EngineConfig, SamplingParams
 from specgen.core.sequence import Request
 from specgen.engine.choices import resolve
 from specgen.engine.loading import load_models, open_checkpoints, outline
+from specgen.experiments.plans import KnownText, make_prompts
 from specgen.experiments.tune_job import RANDOM, Workload
-from specgen.experiments.workload import KnownText, make_prompts
 from tests.commands import printed, write_rows
 from tests.engines import Outputs, Pair, generate, load_pair
 from tests.marks import mostly_slow

@@ -28,8 +28,7 @@ from specgen.experiments.head_figures import (
     short_names,
 )
 from specgen.experiments.heads_job import HeadsJob, HeadsRun
-from specgen.experiments.heads_page import page
-from specgen.experiments.heads_tables import exported, leads, notes, tables, verdicts
+from specgen.experiments.heads_tables import exported, leads, notes, page, tables, verdicts
 from specgen.experiments.rounds import BUSY, PLAIN, Repeat, Rounds, Speeds, rounds_by_data
 from specgen.jobs import run as run_module
 from specgen.prompts.load import DataSource

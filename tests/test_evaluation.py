@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from specgen.config import EngineConfig, SamplingParams, UserError
+from specgen.core.engine_core import EngineCore
 from specgen.engine.loading import Models
 from specgen.record.results import RunDirectory
 from tests.commands import write_rows
@@ -197,8 +198,8 @@ def test_chats_are_those_of_the_hf_model(lm: Any, hf: Any, tmp_path: Path) -> No
 
 
 def dies_after(number: int, work: Any) -> Any:
-    def dying(requests: Any) -> Iterator[Any]:
-        yield from islice(work(requests), number)
+    def dying(engine: EngineCore, requests: Any) -> Iterator[Any]:
+        yield from islice(work(engine, requests), number)
         raise KeyboardInterrupt
 
     return dying
@@ -209,17 +210,16 @@ def test_a_failure_closes_the_iterator_of_the_engine(
     lm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str
 ) -> None:
     """Even if something else keeps a reference to it."""
-    lm._engine = lm._start(SHORT)
-    made, original = [], getattr(lm._engine, work)
+    made, original = [], getattr(EngineCore, work)
 
-    def held(requests: Any) -> Iterator[Any]:
-        made.append(original(requests))
+    def held(engine: EngineCore, requests: Any) -> Iterator[Any]:
+        made.append(original(engine, requests))
         return made[-1]
 
     def fail(*answer: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(lm._engine, work, held)
+    monkeypatch.setattr(EngineCore, work, held)
     monkeypatch.setattr(lm.cache_hook, "add_partial", fail)
     asked = written(tmp_path, "texts", max_gen_toks=4) if work == "generate" else choices(tmp_path, "choices")
     with pytest.raises(ZeroDivisionError):
@@ -237,10 +237,10 @@ def test_a_killed_run_resumes(
     whole = answers(evaluate(new_lm(config, models, tmp_path / "whole"), *tasks))
     for work, number in (("generate", 2), ("score", 4)):
         lm = new_lm(config, models, tmp_path / (f"files {work}" if theirs else "files"))
-        lm._engine = lm._start(SHORT)
-        monkeypatch.setattr(lm._engine, work, dies_after(number, getattr(lm._engine, work)))
-        with pytest.raises(KeyboardInterrupt):
-            evaluate(lm, *tasks, **options)
+        with monkeypatch.context() as patched:
+            patched.setattr(EngineCore, work, dies_after(number, getattr(EngineCore, work)))
+            with pytest.raises(KeyboardInterrupt):
+                evaluate(lm, *tasks, **options)
     last = new_lm(config, models, tmp_path / ("new files" if theirs else "files"))
     known = len(last._answers)
     assert answers(evaluate(last, *tasks, **options)) == whole

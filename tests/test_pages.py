@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from specgen.experiments.head_figures import compare_runs
-from specgen.experiments.heads_page import page as compare_page
+from specgen.experiments.heads_tables import page as compare_page
 from specgen.experiments.output import BenchTable
 from specgen.experiments.rounds import PLAIN
 from specgen.experiments.study_tables import page as eval_page
-from specgen.experiments.tune_table import COLUMNS, _plots
+from specgen.experiments.tune import COLUMNS, _plots
 from specgen.report.charts import Lines, svg
 from specgen.report.display import value
 from specgen.report.origin import run_title

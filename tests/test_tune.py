@@ -16,9 +16,8 @@ from specgen.engine.arms import Arm
 from specgen.experiments import tune as tuning
 from specgen.experiments.output import BenchTable
 from specgen.experiments.rounds import Ranking
-from specgen.experiments.tune import tune
+from specgen.experiments.tune import sentence, tune
 from specgen.experiments.tune_job import TuneJob, Workload
-from specgen.experiments.tune_table import sentence
 from tests.commands import refused
 from tests.timed_engines import RUN, Timed, install, job_of, rounds_of, usual, write_tiny
 

@@ -12,9 +12,8 @@ import pytest
 from specgen.config import DraftLength, EngineConfig, UserError
 from specgen.engine.arms import Arm
 from specgen.experiments import plans
-from specgen.experiments import workload as workloads
+from specgen.experiments.tune import command
 from specgen.experiments.tune_job import Workload, draft_lengths, seconds
-from specgen.experiments.tune_table import command
 from specgen.prompts.formats import Reading
 from specgen.report.display import duration
 from tests.commands import specgen
@@ -133,7 +132,7 @@ def test_rows_are_read_as_the_options_say(monkeypatch, tmp_path: Path) -> None:
         "2",
     )
     seen = []
-    made = workloads.make_prompts
+    made = plans.make_prompts
     monkeypatch.setattr(plans, "make_prompts", lambda *asked: seen.append(made(*asked)) or seen[-1])
     once = ["tune", "--device", "cpu", *own, "--repeats", "2"]  # of the bundled pair, which has a template
     done = [specgen(*once, *more) for more in (("--raw",), ("--chat",))]

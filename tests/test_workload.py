@@ -17,9 +17,9 @@ from specgen.engine import step_costs
 from specgen.engine.build import build_engine
 from specgen.engine.loading import Models
 from specgen.engine.warm_engine import WarmEngine
-from specgen.experiments import workload as workloads
+from specgen.experiments import plans
+from specgen.experiments.plans import KnownText, kv_bytes, make_prompts
 from specgen.experiments.tune_job import Workload
-from specgen.experiments.workload import KnownText, kv_bytes, make_prompts
 from specgen.prompts.load import RAW
 from specgen.text.tokenizer import load_tokenizer
 from tests.commands import refused
@@ -153,7 +153,7 @@ def test_synthetic_weights_get_random_tokens_as_long_as_the_texts(known: Models,
 
 
 def test_the_cache_is_as_large_as_the_requests_need(pair: Path, known: Models, monkeypatch) -> None:
-    monkeypatch.setattr(workloads, "_WARM_UP", 1)
+    monkeypatch.setattr(plans, "_WARM_UP", 1)
     config = resolved(engine_of(pair, max_batch_size=2, num_spec_tokens=3))
     sampling = SamplingParams(max_tokens=6)
     lengths = (5, 30, 1)

@@ -37,9 +37,8 @@ from specgen.engine.choices import attention_note, resolve, target_kv_dtype
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.warm_engine import WarmEngine
 from specgen.experiments.output import BenchTable, Plot
-from specgen.experiments.plans import conditions, free_memory
+from specgen.experiments.plans import conditions, free_memory, kv_bytes, make_prompts
 from specgen.experiments.tune_job import RANDOM, Workload
-from specgen.experiments.workload import kv_bytes, make_prompts
 from specgen.record.record_rows import EngineRow, PassRow, RequestRow
 from specgen.report import display
 from specgen.report.table import Column, Row, Table

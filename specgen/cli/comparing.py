@@ -171,7 +171,7 @@ def _run(job: "HeadsJob", output: Path | None, config: str, quiet: bool) -> "Com
     from specgen.config.errors import DeviceLost
     from specgen.experiments.head_figures import PLAN
     from specgen.experiments.heads_job import HeadsRun
-    from specgen.experiments.heads_page import write_comparison
+    from specgen.experiments.heads_tables import write_comparison
     from specgen.record.files import write_text
     from specgen.record.interrupt import interruptible
     from specgen.record.results import directory

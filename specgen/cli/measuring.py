@@ -117,9 +117,11 @@ def tune(
     win are dropped early. Ends with a recommendation and the command to run. With --config NAME it makes a bundled
     table, in which every arm has all repeats: vllm-25196, vllm-19825, vllm-21477, batch-and-decoding or batch-and-k.
     """
-    from specgen.experiments.tune import forecast_of  # imports torch
+    from specgen.experiments.tune import (
+        NAME,
+        forecast_of,  # imports torch
+    )
     from specgen.experiments.tune import tune as measure
-    from specgen.experiments.tune_table import NAME
 
     if dry_run:
         print_parts(forecast_of(job, output), sys.stdout)

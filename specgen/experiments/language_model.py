@@ -40,6 +40,7 @@ _SAMPLING = (
 )  # generation arguments that are fields of SamplingParams
 _NEUTRAL = {"num_beams": 1, "num_return_sequences": 1}  # no effect at these values
 _Row = dict[str, Any]  # an answer
+_Asked = TypeVar("_Asked", Request, ScoreRequest)
 _Found = TypeVar("_Found")  # what an engine returns
 _Scorable = tuple[Any, list[int], list[int]]  # lm-eval's cache key or None, context, continuation
 
@@ -78,7 +79,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         self._tally = Tally()
         self._may_cut = may_cut
         self.cut: dict[str, tuple[int, int]] = {}  # by task: prompts that were cut, to so many tokens
-        self._answers = dict(files.completions)
+        self._answers = files.completions
         self.generated: dict[tuple[str, int], Generated] = {}
         self._names: dict[str, _Row] = {}  # what a row says of its request: of one of several samples, which
         self._asked: dict[str, None] = {}  # ids, in the order of the input
@@ -94,18 +95,18 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
 
     def _answer(
         self,
-        ids: Iterable[str],
-        ask: Callable[[EngineCore], Iterator[_Found]],
+        asked: Iterable[_Asked],
+        run: Callable[[EngineCore, Iterator[_Asked]], Iterator[_Found]],
         row_of: Callable[[_Found], tuple[str, _Row]],
         expected: SamplingParams,
         name: str = "scores",
     ) -> Iterator[tuple[str, _Row]]:
-        """The answers to ``ids``: those of earlier runs, then the rows of what ``ask`` yields, written as they arrive.
+        """The answers to ``asked``: of earlier runs, then the rows of what ``run`` yields, written as they arrive.
 
         ``expected`` is for building the engine (see ``build_engine``), ``name`` for the progress.
         """
-        wanted = dict.fromkeys(ids)
-        self._asked |= wanted
+        wanted = {each.id: each for each in asked}
+        self._asked |= dict.fromkeys(wanted)
         known = [each for each in wanted if each in self._answers]
         self._progress.start(f"{self._name}, {name}", self._tally, len(wanted), len(known))
         try:
@@ -115,14 +116,13 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
             if self._engine is None:
                 self._engine = self._start(expected)
             last = time.perf_counter()  # the engine's start does not count as time of the answers
-            with closing(cast("Generator[_Found]", ask(self._engine))) as found:
+            others = (each for each in wanted.values() if each.id not in self._answers)
+            with closing(cast("Generator[_Found]", run(self._engine, others))) as found:
                 for each in found:
                     answered, row = row_of(each)
                     now = time.perf_counter()
-                    self._answers[answered] = {"id": answered, **row, "seconds": now - last}
-                    self._files.add_completion(
-                        self._answers[answered], each.record if isinstance(each, Completion) else None
-                    )
+                    whole = {"id": answered, **row, "seconds": now - last}
+                    self._files.add_completion(whole, each.record if isinstance(each, Completion) else None)
                     last = now
                     self._progress.advance()
                     yield answered, row
@@ -214,12 +214,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         for request in asked:
             tasks.setdefault(str(request.category), []).append(request)
         for task, wanted in tasks.items():
-
-            def ask(engine: EngineCore, wanted: list[Request] = wanted) -> Iterator[Completion]:
-                return engine.generate(request for request in wanted if request.id not in self._answers)
-
-            ids = [request.id for request in wanted]
-            yield from self._answer(ids, ask, self._row, expected, task)
+            yield from self._answer(wanted, EngineCore.generate, self._row, expected, task)
 
     def _requests(self, instances: list[Instance]) -> list[Request]:
         """Requests whose ids name what is asked and how often it was asked before, so that samples differ."""
@@ -313,13 +308,9 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         """
         names = [_name("loglikelihood", context, continuation) for _, context, continuation in requests]
         asked = {name: request for name, request in zip(names, requests, strict=True) if request[2]}
-
-        def ask(engine: EngineCore) -> Iterator[Scored]:
-            unanswered = {name: request for name, request in asked.items() if name not in self._answers}
-            return engine.score(self._score_request(*each) for each in unanswered.items())
-
+        texts = (self._score_request(*each) for each in asked.items())
         found: dict[str, tuple[float, bool]] = {}
-        for name, row in self._answer(asked, ask, _score, SamplingParams()):
+        for name, row in self._answer(texts, EngineCore.score, _score, SamplingParams()):
             found[name] = (row["log_prob"], row["greedy"])
             if (key := asked[name][0]) is not None:
                 self.cache_hook.add_partial("loglikelihood", key, found[name])

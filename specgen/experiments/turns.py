@@ -20,9 +20,8 @@ from specgen.config.errors import DeviceLost
 from specgen.core.engine_core import never_stop
 from specgen.engine.loading import Models
 from specgen.engine.warm_engine import Run, WarmEngine
-from specgen.experiments.plans import Plan, free_memory
+from specgen.experiments.plans import KnownText, Plan, free_memory
 from specgen.experiments.rounds import BUSY, JUDGED, Repeat, Rounds, Search
-from specgen.experiments.workload import KnownText
 from specgen.record.interrupt import StoppedError
 from specgen.record.provenance import busy, state_after
 from specgen.record.record_rows import Captured, EngineRow, OutOfMemory, PassRow, RequestRow
