@@ -60,7 +60,7 @@ def answers(
     found: dict[Document, Answer] = {}
     for task, rows in logged.items():
         for row in rows:
-            document = (task, row["doc_id"])
+            document, own = (task, row["doc_id"]), row["doc"].get("question")
             scores = {f"{metric},{row['filter']}": row[metric] for metric in row["metrics"]}
             known = {
                 metric: float(score) for metric, score in scores.items() if isinstance(score, int | float)
@@ -75,7 +75,7 @@ def answers(
                     scores={**earlier, **known},
                     text=_text(row),
                     generated=generated.get(document),
-                    question=_question(row),
+                    question=own if isinstance(own, str) else str(row["arguments"][0][0]),  # or the prompt
                 )
     return found
 
@@ -90,12 +90,6 @@ def _text(row: Mapping[str, Any]) -> str:
     if "acc_mutual_info" in row["metrics"]:  # behind the choices are their likelihoods without the question
         del likelihoods[len(likelihoods) // 2 :]
     return f"choice {likelihoods.index(max(likelihoods))}"
-
-
-def _question(row: Mapping[str, Any]) -> str:
-    """The document's ``question``, or else the whole prompt."""
-    own = row["doc"].get("question")
-    return own if isinstance(own, str) else str(row["arguments"][0][0])
 
 
 # --- every arm against the reference ---------------------------------------------------------------
@@ -258,9 +252,10 @@ def compare(arms: Sequence[ArmRun], target: "Judge", *, template_unused: bool = 
     }
     kept = {arm.name: _scores(arm, left_out) for arm in arms}
     names, base = [arm.name for arm in arms], kept[reference.name]
+    metrics = dict.fromkeys((task, metric) for task, metric, _ in base)
     for name in names:
         require(names.count(name) == 1, f"two arms are named {name!r}: give every arm its own name")
-        alone = _keys(kept[name]) ^ _keys(base)
+        alone = kept[name].keys() ^ base.keys()
         require(
             not alone,
             f"arms {name!r} and {reference.name!r} differ in {len(alone)} samples, the first of them "
@@ -271,8 +266,7 @@ def compare(arms: Sequence[ArmRun], target: "Judge", *, template_unused: bool = 
             **vars(arm) | {"tasks": arm.tasks if len(arm.tasks) > 1 else {}},
             reference=reference,
             metrics=tuple(
-                _score(key, kept[arm.name][key], None if arm is reference else theirs)
-                for key, theirs in base.items()
+                _score(*each, kept[arm.name], None if arm is reference else base) for each in metrics
             ),
             firsts=dict(_divergences(arm, reference, target)),
         )
@@ -300,34 +294,28 @@ def compare(arms: Sequence[ArmRun], target: "Judge", *, template_unused: bool = 
     )
 
 
-_Scores = dict[tuple[str, str], dict[int, float]]  # (task, metric): document: score
+_Scores = Mapping[tuple[str, str, int], float]  # by task, metric and document
 
 
 def _scores(arm: ArmRun, left_out: Set[tuple[str, str]]) -> _Scores:
-    scores: _Scores = {}
-    for (task, doc_id), answer in arm.answers.items():
-        for metric in answer.scores:
-            if (task, metric) not in left_out:
-                scores.setdefault((task, metric), {})[doc_id] = answer.scores[metric]
-    return scores
+    return {
+        (task, metric, doc_id): score
+        for (task, doc_id), answer in arm.answers.items()
+        for metric, score in answer.scores.items()
+        if (task, metric) not in left_out
+    }
 
 
-def _keys(scores: _Scores) -> set[tuple[str, str, int]]:
-    return {(*key, doc_id) for key, documents in scores.items() for doc_id in documents}
-
-
-def _score(key: tuple[str, str], ours: Mapping[int, float], theirs: Mapping[int, float] | None) -> Score:
-    scores, paired = list(ours.values()), None
-    if theirs is not None:
-        paired = paired_scores([ours[each] for each in theirs], list(theirs.values()))
-    interval = scores_interval(scores)
+def _score(task: str, metric: str, ours: _Scores, theirs: _Scores | None) -> Score:
+    keys = [key for key in ours if key[:2] == (task, metric)]
+    scores = [ours[key] for key in keys]
     return Score(
-        task=key[0],
-        metric=key[1],
+        task=task,
+        metric=metric,
         num_samples=len(scores),
         mean=fmean(scores),
-        interval=interval,
-        paired=paired,
+        interval=scores_interval(scores),
+        paired=None if theirs is None else paired_scores(scores, [theirs[key] for key in keys]),
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from os.path import commonprefix
 from statistics import median_low
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specgen.config import DraftLength
 from specgen.experiments.study_comparison import Answer, Compared, Document, StudyComparison
@@ -32,9 +32,6 @@ from specgen.report.table import Column, Row, Table
 from specgen.report.tables import curve, curves, empty_texts
 from specgen.report.terminal import ALARMING, Part, definitions, heading
 from specgen.report.text_list import Entry, ShownText, Span, TextList, within
-
-if TYPE_CHECKING:  # which imports torch
-    pass
 
 _POSITIONS = 6  # shown of an acceptance curve; the JSON has all
 _WORST = 3  # divergences shown per arm; the page has more
@@ -257,19 +254,15 @@ def _entry(arm: Compared, document: Document) -> Entry:
         texts=[
             ShownText(
                 name=f"{run.name}: {_scores(run.answers[document])}",
-                spans=_marked(run.answers[document].text, cut),
+                spans=[span for span in (Span(text[:cut]), Span(text[cut:], "changed")) if span.text],
             )
-            for run in (arm.reference, arm)
+            for run, text in ((arm.reference, theirs.text), (arm, ours.text))
         ],
     )
 
 
 def _scores(answer: Answer) -> str:
     return ", ".join(f"{metric} {plain(score)}" for metric, score in answer.scores.items())
-
-
-def _marked(text: str, at: int) -> list[Span]:
-    return [span for span in (Span(text[:at]), Span(text[at:], "changed")) if span.text]
 
 
 # --- the audit ------------------------------------------------------------------------------------

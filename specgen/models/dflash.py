@@ -92,6 +92,16 @@ def other_names(tensors: Set[str]) -> dict[str, str]:
     return found
 
 
+def require_trained_on(num_target_layers: int | None, config: Raw) -> None:
+    """``UserError`` where a head's config names another number of its target's layers, if that is known."""
+    trained = config.get("num_target_layers")
+    require(
+        trained in (None, num_target_layers) or num_target_layers is None,
+        f"num_target_layers is {shown(trained)}, but the target has {num_target_layers} layers: use the target "
+        "that the head was trained on",
+    )
+
+
 def is_dflash(config: Raw, tensors: Set[str]) -> bool:
     """By the one tensor that EAGLE3 heads have in their first layer instead."""
     del config
@@ -158,12 +168,7 @@ class DFlashConfig(HeadConfig):
                 flags.get(name) in values,
                 f"{name} is {shown(flags.get(name))}: heads that compute with it are not built, use another",
             )
-        trained = flags.get("num_target_layers")
-        require(
-            trained in (None, num_target_layers) or num_target_layers is None,
-            f"num_target_layers is {shown(trained)}, but the target has {num_target_layers} layers: use the target "
-            "that the head was trained on",
-        )
+        require_trained_on(num_target_layers, flags)
         aux_layers, aux_rule = _aux_layers(flags, speculators)
         markov = flags.get("markov_rank") or 0
         require(

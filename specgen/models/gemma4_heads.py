@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from specgen.attention import Attend, LayerAttention
 from specgen.config import require, shown
 from specgen.models.config_fields import Raw, count, items
-from specgen.models.dflash import DFlashConfig, DFlashHead
+from specgen.models.dflash import DFlashConfig, DFlashHead, require_trained_on
 from specgen.models.gemma4 import Gemma4Block, Gemma4Layers, head_layers, norms_of, projection, root_of
 from specgen.models.layers import Projection, load_norm
 from specgen.models.loader import Loader
@@ -155,12 +155,8 @@ class Gemma4EagleConfig(Gemma4Layers, HeadConfig):
     @classmethod
     def from_hf(cls, config: Raw, tensors: Set[str], num_target_layers: int | None) -> "Gemma4EagleConfig":
         """Read a head's ``config.json``; ``tensors`` are the names in its checkpoint."""
-        trained, ids = config.get("num_target_layers"), items(config, _IDS)
-        require(
-            trained in (None, num_target_layers) or num_target_layers is None,
-            f"num_target_layers is {shown(trained)}, but the target has {num_target_layers} layers: use the target "
-            "that the head was trained on",
-        )
+        require_trained_on(num_target_layers, config)
+        ids = items(config, _IDS)
         require(
             bool(ids) and all(type(i) is int for i in ids) and ids == sorted(set(ids)),
             f"{_IDS} is {shown(ids)}: it must be a list of ascending layer numbers, those that the head was trained on",

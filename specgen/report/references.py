@@ -106,7 +106,8 @@ class Reference:
         """The figures that were measured as ``ours``; ``UserError`` names the first condition that none has."""
         left = list(self.measurements)
         for name, label in zip(_CONDITIONS, ours.shown(), strict=True):
-            alike = [each for each in left if _agree(getattr(each, name), getattr(ours, name))]
+            agree = (None, getattr(ours, name))
+            alike = [each for each in left if agree[1] is None or getattr(each, name) in agree]
             theirs = ", ".join(dict.fromkeys(each.shown()[label] for each in left))
             require(
                 bool(alike),
@@ -123,10 +124,6 @@ class Reference:
 
 
 _CONDITIONS = tuple(each.name for each in fields(Conditions))
-
-
-def _agree(theirs: object, ours: object) -> bool:
-    return theirs is None or ours is None or theirs == ours
 
 
 def load_reference(name: str) -> Reference:

@@ -71,19 +71,14 @@ def of_runs(
     for name, report in runs:
         if report.draft_lengths:
             yield f"{name}: K by step: {_lengths(report)}"
-        for sentence in filter(None, (report.unfinished, *_failures(report), *remarks(report))):
+        failed, unlike = failures(report), report.unlike_work
+        found = (failed and f"{failed}.", unlike and f"Against plain decoding {unlike}.")
+        for sentence in filter(None, (report.unfinished, *found, *remarks(report))):
             yield f"{name}: {sentence}"
     paired = any(each.figures and not each.same_acceptance for each in shared)
     received = any(report.received is not None for _, report in runs)
     terms = (*((RECEIVED_TERM,) if received else ()), *((_ALL_STEPS, _PAIRED) if paired else ()))
     yield definitions((*DEFINITIONS, *terms))
-
-
-def _failures(report: Report) -> Iterator[str]:
-    if failed := failures(report):
-        yield f"{failed}."
-    if unlike := report.unlike_work:
-        yield f"Against plain decoding {unlike}."
 
 
 def _settings(names: Sequence[str], settings: Mapping[str, Sequence[Any]]) -> Table:
