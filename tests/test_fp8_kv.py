@@ -15,7 +15,7 @@ from specgen.checkpoints.checkpoint import load_target, open_checkpoint
 from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.core.graphs import Runner
-from specgen.engine.build import assemble, kv_page_bytes, prefill_logits
+from specgen.engine.build import assemble, page_budget, prefill_logits
 from specgen.engine.choices import choose_attention, kv_note, resolve
 from specgen.engine.memory_plan import memory_plans
 from specgen.experiments.audit import Judge
@@ -138,7 +138,7 @@ def test_shared_pages_and_lost_ones_change_no_text(demo_pair: Pair) -> None:
     requests = bundled_requests(8, SamplingParams(max_tokens=48))
     settings: dict[str, Any] = {"num_spec_tokens": 4, "kv_dtype": "fp8"}
     roomy = generate(demo_pair, requests, prefix_cache=False, **settings)
-    page = kv_page_bytes(config_of(demo_pair, **settings), demo_pair.models)
+    page = page_budget(config_of(demo_pair, **settings), demo_pair.models).page_bytes
     tight = generate(demo_pair, requests, kv_memory=45 * page, **settings)
     assert tight.num_preempted > 0
     assert tight.texts == roomy.texts
@@ -262,7 +262,7 @@ def test_the_caches_take_what_a_page_counts(pair: Pair) -> None:
         taken = sum(plane.nbytes for plane in planes) + sum(
             plane.nbytes for plane in steps._drafter._cache.pages(0)
         )
-        assert taken == 10 * kv_page_bytes(config, pair.models)  # one more for padding rows
+        assert taken == 10 * page_budget(config, pair.models).page_bytes  # one more for padding rows
 
 
 def test_a_plan_and_inspect_count_a_byte(pair: Pair) -> None:

@@ -17,7 +17,7 @@ from specgen.checkpoints.checkpoint import open_checkpoint, target_config
 from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.config import SamplingParams
 from specgen.core.sequence import Request
-from specgen.engine.build import kv_page_bytes
+from specgen.engine.build import page_budget
 from specgen.engine.choices import attention_uses, kv_note
 from specgen.engine.memory_plan import memory_plans
 from specgen.engine.page_budget import PageBudget
@@ -300,7 +300,7 @@ def test_a_cache_has_no_bytes_of_it_and_a_step_reads_the_target_s(tmp_path: Path
     write_assistant(tmp_path / "drafter", write_gemma4(tmp_path / "target"), ordered=(16, 4))
     pair = load_pair(tmp_path)
     config = config_of(pair)
-    assert kv_page_bytes(config, pair.models) == config.page_size * 768 * 1
+    assert page_budget(config, pair.models).page_bytes == config.page_size * 768 * 1
     sizes = StepBytes.of(pair.models)
     assert sizes.head_fill == 0
     assert sizes.head_kv.at(100) == 2 * 4 * (3 * 2 * 8 * WINDOW + 16 * 100)

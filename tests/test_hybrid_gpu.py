@@ -66,8 +66,9 @@ def test_graph_modes_agree_on_the_kernels_of_a_real_run(path: Path, sampling: Sa
 def test_a_preempted_text_is_computed_again(path: Path) -> None:
     pair = load_pair(path, torch.float32, "cuda", drafter="mtp")
     config = config_of(pair, num_spec_tokens=4, max_batch_size=8, **EXACT)
-    memory = build.state_bytes(config, pair.models.target.config, 8) + 18 * build.kv_page_bytes(
-        config, pair.models
+    memory = (
+        build.state_bytes(config, pair.models.target.config, 8)
+        + 18 * build.page_budget(config, pair.models).page_bytes
     )
     roomy, tight = (run(pair, max_batch_size=8, kv_memory=each, **EXACT) for each in (None, memory))
     assert tight.num_preempted > 0

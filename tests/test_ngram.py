@@ -20,7 +20,7 @@ from specgen.decoding import ngram
 from specgen.decoding.ngram import lookup
 from specgen.decoding.outcome import NO_DRAFT
 from specgen.decoding.verify import accept_drawn, accept_greedy
-from specgen.engine.build import kv_page_bytes
+from specgen.engine.build import page_budget
 from specgen.jobs.ray_engine import _portable
 from specgen.jobs.run import run
 from specgen.record.record_rows import EngineRow, PassRow
@@ -359,7 +359,7 @@ def test_inspect_explains_ngrams(demo_path: Path) -> None:
 def test_without_drafts_there_is_no_table(random_pair: Pair) -> None:
     """A token of text takes 4 bytes beside the target's KV."""
     plain, ngrams, head = (
-        kv_page_bytes(config_of(random_pair, **changes), random_pair.models)
+        page_budget(config_of(random_pair, **changes), random_pair.models).page_bytes
         for changes in ({"num_spec_tokens": 0, "drafter": "ngram"}, {"drafter": "ngram"}, {})
     )
     assert ngrams - plain == 4 * 4

@@ -21,7 +21,7 @@ from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Request, ScoreRequest
 from specgen.core.spec_length import StepCosts
 from specgen.engine import build, worker_group
-from specgen.engine.build import build_engine, kv_page_bytes, prefill_logits
+from specgen.engine.build import build_engine, page_budget, prefill_logits
 from specgen.engine.choices import require_devices, resolve
 from specgen.engine.engine import Engine
 from specgen.engine.loading import Models, OneTarget, load_models, open_checkpoints, over_target
@@ -63,7 +63,7 @@ def run(models: Models, sampling: SamplingParams, **changes: Any) -> Outputs:
     pages = changes.pop("num_pages", None)
     asked = ranks_config(models.peers.ranks.size, **changes)
     if pages is not None:  # of a rank's share of the heads
-        asked = replace(asked, kv_memory=pages * kv_page_bytes(asked, models))
+        asked = replace(asked, kv_memory=pages * page_budget(asked, models).page_bytes)
     engine = build_engine(asked, models, events.append)
     engine.warm_up()
     events.clear()

@@ -224,7 +224,7 @@ def describe(path: str, other: str | None = None, adapter: str | None = None) ->
     names = [name for name in (path, other) if name is not None]
     ngrams = [Ngrams(lookup=asked) for name in names if (asked := lookup_of(name)) is not None]
     checkpoints = [open_checkpoint(name) for name in names if lookup_of(name) is None and name != MTP]
-    drafts = [_is_head(each) for each in checkpoints]
+    drafts = [is_head(each.config, each.tensors.keys()) for each in checkpoints]
     if drafts == [False, False]:
         drafts = [False, True]  # the second is a draft model
     if adapter is not None:
@@ -249,10 +249,6 @@ def describe(path: str, other: str | None = None, adapter: str | None = None) ->
         if heads and isinstance(heads[0].config, DraftModelConfig):
             reasons += _of_tokens(checkpoints)
     return Description(parts=(*targets, *heads, *ngrams), misfits=tuple(reasons), given=tuple(names))
-
-
-def _is_head(checkpoint: Checkpoint) -> bool:
-    return is_head(checkpoint.config, checkpoint.tensors.keys())
 
 
 def _target(checkpoint: Checkpoint) -> Inspection:

@@ -449,21 +449,12 @@ class EngineConfig:
         A KV cache and drafts in the model's format, verification by token and one GPU are not named, so that a run of
         an earlier version goes on.
         """
-        length, fields = self.draft_length, asdict(self)
-        del fields["generation_config"]  # what it does is in the sampling parameters
-        if not self.synthetic_acceptance:
-            del fields["synthetic_acceptance"]
-        if self.kv_dtype != "fp8":
-            del fields["kv_dtype"]
-        if self.draft_lm_head == "model":
-            del fields["draft_lm_head"]
-        if self.verification == "token":
-            del fields["verification"]
-        for name in ("lora", "learn_from"):
-            if fields[name] is None:
-                del fields[name]
-        if self.tensor_parallel == 1:
-            del fields["tensor_parallel"]
+        length, off = self.draft_length, EngineConfig(model="", drafter="")
+        newer = ("synthetic_acceptance", "draft_lm_head", "verification", "lora", "learn_from")
+        unsaid = {name for name in (*newer, "tensor_parallel") if getattr(self, name) == getattr(off, name)}
+        unsaid |= {"generation_config"}  # what it does is in the sampling parameters
+        unsaid |= set() if self.kv_dtype == "fp8" else {"kv_dtype"}
+        fields = {name: value for name, value in asdict(self).items() if name not in unsaid}
         auto = {"num_spec_tokens": length.most, "spec_length": length.kind}
         return fields | auto | {"chat_template_kwargs": self.template_kwargs.values}
 

@@ -318,11 +318,6 @@ def num_pages(config: EngineConfig, models: Models, expected: SamplingParams = D
     return min(affordable, budget.most_pages)
 
 
-def kv_page_bytes(config: EngineConfig, models: Models) -> int:
-    """Bytes of a page in the target's cache and in that of what drafts, a head or n-grams."""
-    return page_budget(config, models).page_bytes
-
-
 def page_budget(config: EngineConfig, models: Models) -> PageBudget:
     """Of loaded models."""
     head = None if models.head is None else models.head.config

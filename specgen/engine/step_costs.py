@@ -49,7 +49,8 @@ def timed_plans(max_batch_size: int, length: DraftLength) -> dict[int, list[Step
     Parts are timed for every other size, from the largest down to ``_FEWEST``, and their costs are interpolated: each
     takes as long as a step with the largest K.
     """
-    most, sizes = length.most, timed_sizes(max_batch_size)
+    most = length.most  # of so many sequences: powers of two and the largest
+    sizes = sorted({1 << power for power in range(max_batch_size.bit_length())} | {max_batch_size})
     whole = [StepPlan(num_drafts=k) for k in range(most + 1)]
     # by the drafter's confidence, so that sequences have as different numbers of rows as in a run
     rising = tuple((level + 0.5) / len(CONFIDENCE_LEVELS) for level in range(len(CONFIDENCE_LEVELS)))
@@ -110,11 +111,6 @@ def _of_position(engine: EngineCore, max_batch_size: int, most: int) -> tuple[fl
         return 0.0, 0.0
     # drafts make no position cheaper, and a row of them costs no more than a plain one, whatever measurements say
     return found[0], min(max(found), (most + 1) * found[0])
-
-
-def timed_sizes(max_batch_size: int) -> list[int]:
-    """Numbers of sequences: powers of two and the largest."""
-    return sorted({1 << power for power in range(max_batch_size.bit_length())} | {max_batch_size})
 
 
 def capture_all(engine: EngineCore, max_batch_size: int, lengths: Sequence[int]) -> None:

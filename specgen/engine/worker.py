@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from torch import distributed as dist
 
 from specgen.config import EngineConfig, SamplingParams, UserError, first_line
-from specgen.core.engine_core import EngineCore
+from specgen.core.engine_core import EngineCore, discard
 from specgen.core.garbage import fewer_gc_passes
 from specgen.core.peers import Peers
 from specgen.device import Ranks, RankUnreachable
@@ -26,7 +26,6 @@ from specgen.engine.build import assemble, num_pages
 from specgen.engine.choices import RUNNERS
 from specgen.engine.loading import Models, OneTarget, load_share, open_checkpoints
 from specgen.engine.rank_group import Alive, Checksum, Failed, Place, join
-from specgen.record.record_rows import EngineRow
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -123,7 +122,7 @@ class Worker:
         models = replace(models, peers=peers)
         runner = RUNNERS[config.cuda_graphs]()
         runner.has_peers = True
-        core = assemble(config, models, pages, runner, _ignore)
+        core = assemble(config, models, pages, runner, discard)  # rank 0 records
         self._engines[engine] = core, peers
 
     def engine(self, engine: int, checksum: int, call: Callable[..., object], *arguments: object) -> None:
@@ -161,10 +160,6 @@ class Worker:
         gc.collect()
         dist.destroy_process_group()
         raise SystemExit
-
-
-def _ignore(row: EngineRow) -> None:
-    """Discard: rank 0 records."""
 
 
 def _end_with(descriptor: int) -> None:

@@ -339,10 +339,6 @@ class Ranking:
         """Whether the best has been measured more than once: one repeat has no spread, and may be luck."""
         return len(self.arms[self.best].each) >= JUDGED and self.has_steps
 
-    def over_reference(self, arm: str) -> Estimate:
-        """The speed of ``arm`` over that of ``reference``."""
-        return self.arms[arm].speedup(self.arms[self.reference])
-
     def over_best(self, arm: str, confidence: float = 0.95) -> Estimate:
         """The speed of ``arm`` over that of ``best``."""
         return self.arms[arm].speedup(self.arms[self.best], confidence)
@@ -391,4 +387,5 @@ class Search:
             return False
         if arm == ranking.reference:  # it takes part for the others' sake
             return done < min(LEAST, self.most)
-        return done < LEAST or half_width(ranking.over_reference(arm)) > self.precision
+        found = ranking.arms[arm].speedup(ranking.arms[ranking.reference])
+        return done < LEAST or half_width(found) > self.precision

@@ -73,19 +73,15 @@ class Tasks:
             if task.get_config("output_type") == "generate_until":
                 task.set_config("generation_kwargs", arguments, update=True)
                 if n is not None:
-                    _require_sampled(task, n)
+                    asked = task.get_config("generation_kwargs") or {}
+                    require(
+                        n == 1 or (asked.get("do_sample", True) and asked.get("temperature", 0) > 0),
+                        f"n is {n} and {task.get_config('task')!r} is answered greedily, each time alike: give the "
+                        "arms a temperature in --study, or leave n out",
+                    )
                     task.set_config("repeats", n)
             task.set_fewshot_seed(_SEED)
         return loaded
-
-
-def _require_sampled(task: Any, n: int) -> None:  # noqa: ANN401
-    asked = task.get_config("generation_kwargs") or {}
-    require(
-        n == 1 or (asked.get("do_sample", True) and asked.get("temperature", 0) > 0),
-        f"n is {n} and {task.get_config('task')!r} is answered greedily, each time alike: give the arms "
-        "a temperature in --study, or leave n out",
-    )
 
 
 def find_tasks(names: Sequence[str], data_path: Path | None, *, runs_code: bool = False) -> Tasks:

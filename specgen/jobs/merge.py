@@ -170,7 +170,8 @@ def _join_rows(into: Path, sources: Sequence[Path], runs: Sequence[_Scores], nam
     for name in names:
         rows = [_lines_by_row(source / name, ids) for source, ids in zip(sources, requests, strict=True)]
         with replacement(into / name) as file:
-            for line in _interleaved(rows):
+            # of the first row of each shard, then of the second, ...: the order of the input
+            for line in chain.from_iterable(chain.from_iterable(zip_longest(*rows, fillvalue=[]))):
                 num_rows += 1
                 file.write(line)
     require(
@@ -189,12 +190,6 @@ def _lines_by_row(path: Path, requests: Path) -> Iterator[list[bytes]]:
             found.append(line)
             name, line = next(lines, ("", b""))
         yield found
-
-
-def _interleaved(rows: Sequence[Iterator[list[bytes]]]) -> Iterator[bytes]:
-    """The lines of the first row of each shard, then of the second, ...: the order of the input."""
-    for round_robin in zip_longest(*rows, fillvalue=[]):
-        yield from chain.from_iterable(round_robin)
 
 
 def _manifest(runs: Sequence[_ShardRun]) -> dict[str, Any]:

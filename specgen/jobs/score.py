@@ -18,7 +18,7 @@ from specgen.engine.choices import resolve
 from specgen.engine.loading import load_models, open_checkpoints
 from specgen.jobs.job import Job
 from specgen.jobs.prompt_index import REQUESTS, PromptIndex, index_prompts
-from specgen.prompts import Prompt, PromptSet, Rejected, failure, prompt_ids
+from specgen.prompts import Prompt, Rejected, failure, prompt_ids
 from specgen.prompts.fields import character_string, checked_list
 from specgen.record.files import RowFile, write_json_lines
 from specgen.record.interrupt import StoppedError
@@ -76,7 +76,10 @@ def score(
     with directory(output, FILE) as path:
         checkpoints = open_checkpoints(job.engine.plain())
         config = resolve(job.engine.plain(), checkpoints)
-        prompts = _with_completions(job.data.open())
+        opened = job.data.open()
+        prompts = replace(
+            opened, row_format=replace(opened.row_format, parse=partial(_parsed, opened.row_format.parse))
+        )
         index = index_prompts(prompts.name, prompts, job.shard)
         for sentence in prompts.notes.sentences():
             progress.warn(sentence)
@@ -203,13 +206,8 @@ def _encoded(prompt: _Scorable, completion: str, tokenizer: Tokenizer) -> tuple[
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, whole, strict=False))), whole
 
 
-def _with_completions(prompts: PromptSet) -> PromptSet:
-    """``prompts`` whose rows have ``completion``, a text, or ``completions``, several."""
-    known = prompts.row_format
-    return replace(prompts, row_format=replace(known, parse=partial(_parsed, known.parse)))
-
-
 def _parsed(parse: Callable[[str, Mapping[str, Any]], Prompt], row_id: str, row: Mapping[str, Any]) -> Prompt:
+    """A row has ``completion``, a text, or ``completions``, several."""
     given = [name for name in ("completion", "completions") if row.get(name) is not None]
     if len(given) != 1:
         raise UserError(

@@ -69,15 +69,8 @@ def _value(text: bytes) -> object:
         value = _decode(text)
     except (msgspec.DecodeError, ValueError, RecursionError):
         return _value_or_why(text)  # takes what it refuses, such as NaN, for the error to name the field
-    return _value_or_why(text) if repeats_key(text, num_keys(value)) else value
-
-
-def repeats_key(text: bytes, keys: int) -> bool:
-    """Whether an object in ``text`` may have a key twice, which leaves more of these marks than ``keys``.
-
-    So does such a mark in a string: only then is it worth a look.
-    """
-    return len(_KEY_END.findall(text)) > keys
+    # more marks than keys: an object may have a key twice, or such a mark is in a string
+    return _value_or_why(text) if len(_KEY_END.findall(text)) > num_keys(value) else value
 
 
 def _value_or_why(text: bytes | str) -> object:

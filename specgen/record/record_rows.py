@@ -260,11 +260,6 @@ class RequestRow:
         )
 
     @property
-    def num_rejections(self) -> int:
-        """Steps that rejected a draft."""
-        return sum(self.counts.reached) - sum(self.counts.accepted)
-
-    @property
     def acceptance_length(self) -> float | None:
         """1 + accepted / drafts over steps with drafts; None without one."""
         steps = self.counts.num_steps

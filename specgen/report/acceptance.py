@@ -236,10 +236,6 @@ class Acceptance:
         """Accepted drafts at ``position`` per draft behind accepted ones."""
         return self.ratio(self.counts.accepted[:, position], self.counts.reached[:, position])
 
-    def of_level(self, level: int) -> Ratio:
-        """Accepted drafts per draft that the target decided on, of a level of confidence."""
-        return self.ratio(self.counts.level_accepted[:, level], self.counts.level_reached[:, level])
-
     def speculation(self) -> Speculation:
         """All that a report says of these requests."""
         counts, length = self.counts, self.length
@@ -267,7 +263,9 @@ class Acceptance:
         )
 
     def _confidence(self) -> Confidence:
-        ratios = [self.of_level(level) for level in range(len(CONFIDENCE_LEVELS))]
+        counts, levels = self.counts, range(len(CONFIDENCE_LEVELS))
+        # accepted drafts per draft that the target decided on
+        ratios = [self.ratio(counts.level_accepted[:, at], counts.level_reached[:, at]) for at in levels]
         accepted = [level.hits for level in ratios]
         rejected = [level.trials - level.hits for level in ratios]
         below, surer = 0, 0.0  # rejected ones of lower levels; pairs

@@ -159,21 +159,18 @@ class RunTexts:
         row = self._rows[request.name]
         prompt = str(row.get("prompt", ""))
         tokens = f"{count(len(row.get('token_ids', ())))} tokens"
-        length = request.acceptance_length
+        category = {} if request.category is None else {"category": request.category}
+        length, counts = request.acceptance_length, request.counts
         if length is not None:
-            tokens = f"acceptance length {plain(length)} · {tokens} · {several(request.num_rejections, 'rejection')}"
+            rejections = several(sum(counts.reached) - sum(counts.accepted), "rejection")
+            tokens = f"acceptance length {plain(length)} · {tokens} · {rejections}"
         return Entry(
             title=str(row.get("title", request.name)),
-            labels=_labels(request),
+            labels=category | {"turn": f"turn {request.turn}", "ended by": request.reason},
             note=tokens,
             question=prompt if len(prompt) <= _QUESTION else f"… {prompt[-_QUESTION:]}",
             texts=texts_of(row, sources(request), tokenizer),
         )
-
-
-def _labels(request: RequestRow) -> dict[str, str]:
-    category = {} if request.category is None else {"category": request.category}
-    return {**category, "turn": f"turn {request.turn}", "ended by": request.reason}
 
 
 def keys_of(entries: Sequence[Entry]) -> dict[str, str]:
