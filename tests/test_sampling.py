@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,12 +71,12 @@ def small_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return load_pair(path)
 
 
-def expected_marginals(path: Path, sampling: SamplingParams, prompt: tuple[int, ...] = PROMPT) -> Tensor:
-    """The distribution of the token at each position, ``[LENGTH, VOCAB]``, over all texts of plain sampling."""
+def text_probabilities(path: Path, sampling: SamplingParams, prompt: tuple[int, ...] = PROMPT) -> Tensor:
+    """The probability of each text of plain sampling, an axis of ``VOCAB`` for each of its ``LENGTH`` tokens."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(path / "target", dtype=torch.float32)
-    texts, weights, marginals = torch.tensor([prompt]), torch.ones(1), []
+    texts, weights = torch.tensor([prompt]), torch.ones(1)
     for _ in range(LENGTH):
         with torch.inference_mode():
             logits = model(texts).logits[:, -1].double()
@@ -84,13 +84,11 @@ def expected_marginals(path: Path, sampling: SamplingParams, prompt: tuple[int, 
             masked(penalised(row, text.tolist(), sampling, len(prompt)), text.tolist(), sampling, len(prompt))
             for row, text in zip(logits, texts, strict=True)
         ]
-        joint = weights[:, None] * torch.stack([filtered(row, sampling) for row in rows])
-        marginals.append(joint.sum(0))
+        weights = (weights[:, None] * torch.stack([filtered(row, sampling) for row in rows])).flatten()
         texts = torch.cat(
             [texts.repeat_interleave(VOCAB, 0), torch.arange(VOCAB).repeat(len(texts))[:, None]], 1
         )
-        weights = joint.flatten()
-    return torch.stack(marginals)
+    return weights.view([VOCAB] * LENGTH)
 
 
 def penalised(logits: Tensor, text: list[int], sampling: SamplingParams, num_prompt: int) -> Tensor:
@@ -137,20 +135,26 @@ def filtered(logits: Tensor, sampling: SamplingParams) -> Tensor:
 def p_values(
     pair: Pair, sampling: SamplingParams, prompt: tuple[int, ...] = PROMPT, **drafting: str
 ) -> tuple[list[float], set[tuple[int, int]]]:
-    """Chi-square p-value of each position of the text, and the numbers of drafts and accepted ones that occurred."""
+    """Chi-square p-value of each two positions of the text, and the numbers of drafts and accepted ones that occurred.
+
+    Tokens that depend on each other in a wrong way may be distributed rightly one by one.
+    """
     from scipy.stats import chisquare
 
     sampling = replace(sampling, max_tokens=LENGTH, ignore_eos=True)
     requests = [Request(id=f"s{i}", prompt_token_ids=prompt, sampling=sampling) for i in range(SAMPLES)]
     outputs = generate(pair, requests, max_batch_size=1000, **drafting)
-    expected = expected_marginals(pair.path, sampling, prompt)
+    expected = SAMPLES * text_probabilities(pair.path, sampling, prompt)
+    observed = torch.zeros_like(expected)
+    observed.index_put_(torch.tensor([*outputs.texts.values()]).unbind(1), torch.ones(()).double(), True)
+    assert not observed[expected == 0].any()
     result = []
-    for position in range(LENGTH):
-        counts = Counter(text[position] for text in outputs.texts.values())
-        possible = expected[position] > 0
-        assert set(counts) <= set(possible.nonzero().flatten().tolist())
-        observed = torch.tensor([float(counts[token]) for token in range(VOCAB)])[possible]
-        result.append(float(chisquare(observed, (expected[position] * SAMPLES)[possible]).pvalue))
+    for two in combinations(range(LENGTH), 2):
+        others = [position for position in range(LENGTH) if position not in two]
+        cells = torch.stack((observed.sum(others).flatten(), expected.sum(others).flatten()))
+        rare = cells[1] < 5
+        cells = torch.cat((cells[:, ~rare], cells[:, rare].sum(1, keepdim=True)), 1)
+        result.append(float(chisquare(*cells[:, cells[1] > 0]).pvalue))
     return result, {(len(step[0]), step[1]) for steps in outputs.verified.values() for step in steps}
 
 
