@@ -206,6 +206,14 @@ def test_a_correction_shows_the_draft_in_whose_place_it_stands(byte_level):
     assert (rejected["token"], rejected["share"]) == ("“c”", 1.0)
 
 
+def test_parts_of_characters_are_told_apart_by_their_ids(byte_level):
+    owl = byte_level.encode_rendered("🦉")
+    rows = {"r": {"prompt": "", "text": "\ufffd", "token_ids": owl[:2]}}
+    _, tables, _ = shown(list(request("r", [(1, 0)], drafts=[(owl[2],)])), rows, byte_level)
+    missed, rejected = (table.rows[0] for table in tables if table.title.startswith(("Tokens", "Drafts")))
+    assert (missed["token"], rejected["token"]) == (f"token {owl[1]}", f"token {owl[2]}")
+
+
 def test_a_share_is_of_the_places_where_a_token_was_drafted_or_missed(byte_level):
     a, b, c = (byte_level.encode_rendered(each)[0] for each in "abc")
     requests = [

@@ -112,7 +112,8 @@ class RunTexts:
 
         def piece(token: int) -> str:
             text = "" if tokenizer is None else tokenizer.decode_with_special([token])
-            return quoted(text or f"token {token}")
+            is_part = "\N{REPLACEMENT CHARACTER}" in text  # of a character: such tokens look alike
+            return f"token {token}" if is_part or not text else quoted(text)
 
         def listed(drafts: Counter[int]) -> str:
             shown = [f"{piece(draft)} {count(number)}" for draft, number in _most(drafts)[:_OTHERS]]
