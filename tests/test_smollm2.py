@@ -10,6 +10,7 @@ runs/heads (``scripts/train_head.py``) are tried too.
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -224,6 +225,7 @@ def test_scores_are_those_of_the_hf_model(smollm2: Path, tmp_path: Path) -> None
     from lm_eval.models.huggingface import HFLM
 
     from specgen.experiments.language_model import SpecgenLM
+    from specgen.experiments.study import local_gsm8k, word_problems_task
     from specgen.record.results import RunDirectory
     from tests.engines import loaded, resolved
     from tests.jobs import Silent
@@ -240,51 +242,44 @@ def test_scores_are_those_of_the_hf_model(smollm2: Path, tmp_path: Path) -> None
         progress=Silent(),
     )
     hf = HFLM(pretrained=str(smollm2), dtype="float32", device="cpu", batch_size=1)
-    shots = {"num_fewshot": 2, "fewshot_split": "test", "fewshot_config": {"sampler": "first_n"}}
-    rows = [
-        {
-            "question": f"What is {n} plus {n + 5}?",
-            "answer": str(2 * n + 5),
-            "choices": ["9", str(2 * n + 5), "ü"],
-        }
-        for n in range(4)
-    ]
-    shape = {"doc_to_text": "Question: {{question}}\nAnswer:", "doc_to_target": "{{answer}}"}
-    written = task(
-        tmp_path,
-        "sums",
-        rows,
-        output_type="generate_until",
-        generation_kwargs={"until": ["Question:"], "max_gen_toks": 24, "do_sample": False},
-        metric_list=[{"metric": "exact_match"}],
-        **shape,
-    )
+    gsm8k = SHARED / "gsm8k"
+    asked = local_gsm8k(gsm8k) if gsm8k.exists() else word_problems_task()
+    asked["generation_kwargs"]["max_gen_toks"] = 256 if WHOLE else NUM_TOKENS
+    rows = [{"n": n, "choices": ["9", str(2 * n + 5), "ü"]} for n in range(4)]
     chosen = task(
         tmp_path,
         "choices",
         rows,
         output_type="multiple_choice",
-        doc_to_text="Question: {{question}}\nAnswer:",
+        doc_to_text="Question: What is {{n}} plus {{n + 5}}?\nAnswer:",
         doc_to_choice="choices",
         doc_to_target=1,
         metric_list=[{"metric": "acc"}],
     )
+    chat = {"limit": NUM_QUESTIONS, "apply_chat_template": True, "fewshot_as_multiturn": True}
     texts, scores = zip(
         *(
-            (
-                answers(evaluate(lm, written | shots, apply_chat_template=True)),
-                answers(evaluate(lm, chosen, apply_chat_template=True)),
-            )
+            (verdicts(evaluate(lm, asked, **chat)), answers(evaluate(lm, chosen, apply_chat_template=True)))
             for lm in (ours, hf)
         ),
         strict=True,
     )
+    print(Counter((name, verdict) for (_, name), (*_, verdict) in texts[0].items()))
     assert texts[0] == texts[1]
     assert scores[0].keys() == scores[1].keys()
     for item, found in scores[0].items():
         for (mine, greedy), (theirs, their_greedy) in zip(*_pairs(found, scores[1][item]), strict=True):
             assert mine == pytest.approx(theirs, abs=2e-3)
             assert greedy == their_greedy
+
+
+def verdicts(results: dict[str, Any]) -> dict[tuple[int, str], tuple[Any, ...]]:
+    """Prompt, text and score of every question by every filter."""
+    return {
+        (each["doc_id"], each["filter"]): (each["arguments"][0][0], each["resps"], each["exact_match"])
+        for samples in results["samples"].values()
+        for each in samples
+    }
 
 
 def _pairs(*found: Any) -> Iterator[list[Any]]:
