@@ -168,6 +168,8 @@ def test_conditions_are_those_of_the_manifest():
     assert conditions_of(asked).besides == said
     asked["data"]["own_parameters"] = ["logprobs", "seed", "stop", "top_p"]
     assert conditions_of(asked).besides == f"{said}, where rows do not set their own stop, top_p"
+    asked["data"] = {"dataset": "gsm8k", "num_prompts": 20}
+    assert conditions_of(asked).besides == f"{said}, on the first 20 prompts"
     with refused("chose K at every step .*: generate with a fixed K"):
         conditions_of(manifest(spec_length="auto"))
 

@@ -46,7 +46,8 @@ class Conditions:
     """Conditions under which figures are comparable; None where one is not known, or makes no difference.
 
     ``dataset`` is a name as of ``--dataset``, of a file its name without the ending, of an evaluation ``eval TASK``.
-    ``besides`` has every other parameter of sampling in words, those that rows set themselves too.
+    ``besides`` has every other parameter of sampling in words, those that rows set themselves too, and of how many
+    prompts where not of all.
     """
 
     dataset: str
@@ -175,10 +176,15 @@ def conditions_of(manifest: Mapping[str, Any], *, has_reasoning: bool = False) -
 
 
 def _besides(manifest: Mapping[str, Any]) -> str | None:
-    """The other sampling parameters in words; None for an evaluation, whose tasks set them, and where not known."""
+    """The other sampling parameters and of how many prompts, in words.
+
+    None for an evaluation, whose tasks set them, and where not known.
+    """
     if "dataset" not in manifest["data"] or "max_tokens" not in manifest["sampling"]:
         return None
     asked = msgspec.convert(manifest["sampling"], SamplingParams).besides()
+    if first := manifest["data"].get("num_prompts"):
+        asked += f", on the first {several(first, 'prompt')}"
     besides = ("logprobs", "prompt_logprobs", "seed")  # others decide texts
     own = [name for name in manifest["data"].get("own_parameters", ()) if name not in besides]
     return asked + (f", where rows do not set their own {', '.join(own)}" if own else "")
