@@ -180,9 +180,9 @@ REFUSED: list[tuple[object, str]] = [
     (said("hi"), "a message is not an object"),
     (said({"role": "wizard", "content": "x"}), "unknown role 'wizard': use system, user, assistant"),
     (said({"role": ["user"], "content": "x"}), "unknown role ['user']"),
-    (said({"role": "user", "content": ""}), "the content of a user message is empty"),
-    (said({"role": "system", "content": " "}, *HI), "the content of a system message is empty"),
-    (said({"role": "user"}), "the content of a user message is None, not a string"),
+    (said({"role": "user", "content": ""}), "the content of a message from user is empty"),
+    (said({"role": "system", "content": " "}, *HI), "the content of a message from system is empty"),
+    (said({"role": "user"}), "the content of a message from user is None, not a string"),
     (said({"role": "assistant", "content": "x"}), "the last message is from assistant: end with the user"),
     ({"prompt_token_ids": []}, "prompt_token_ids is not a list with at least one"),
     ({"prompt_token_ids": [1, True]}, "prompt_token_ids must be integers of 0 or more"),
@@ -226,7 +226,7 @@ REFUSED: list[tuple[object, str]] = [
     ),
     (
         batch(said({"role": "user", "content": [PARTS[0] | {"text": " "}]})),
-        "the content of a user message is empty",
+        "the content of a message from user is empty",
     ),
     (batch(said({"role": "assistant", "content": "", "tool_calls": [{}]}, *HI)), "a message has tool_calls"),
     (

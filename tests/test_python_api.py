@@ -227,7 +227,7 @@ WRONG_PROMPTS: list[tuple[dict[str, Any], str]] = [
 ]
 WRONG_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"role": "usr", "content": "x"}, "role of a message is 'usr': use system, user or assistant"),
-    ({"role": "user", "content": 5}, "content of a user"),
+    ({"role": "user", "content": 5}, "content of a message from user"),
 ]
 WRONG = {
     params: WRONG_PARAMS,

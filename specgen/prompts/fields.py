@@ -23,7 +23,7 @@ _LIMIT = 2**63  # of the magnitude of an integer
 _EXACT = 2**53  # up to which floats have all integers
 # Of a row: that of the prompt.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_CONTENT_OF = {role: f"the content of a {role} message" for role in _ROLES}
+_CONTENT_OF = {role: f"the content of a message from {role}" for role in _ROLES}
 
 
 def character_string(value: object, what: str) -> str:

@@ -44,7 +44,7 @@ class Message:
             return
         if not isinstance(self.content, tuple | list) or not all(isinstance(e, str) for e in self.content):
             raise UserError(
-                f"the content of a {self.role} message is {shown(self.content)}: use a string, or the parts' texts"
+                f"the content of a message from {self.role} is {shown(self.content)}: use a string, or the parts' texts"
             )
         object.__setattr__(self, "content", tuple(self.content))
 
