@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specgen.attention import gated_delta
+from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.config import SamplingParams, UserError
 from specgen.core.sequence import Request, ScoreRequest
 from specgen.engine import build
@@ -25,18 +26,22 @@ from specgen.kv.pages import PageAllocator, StateSlots
 from specgen.models.model_config import TargetConfig
 from tests.engines import config_of, engine_of, generate, load_pair, page_bytes, random_requests
 from tests.families import Error, plant
+from tests.marks import mostly_slow
 from tests.oracle import World
 from tests.reference_heads import DenseTarget, reference_head
+from tests.test_families import mxfp4
 from tests.test_heads import wrong_drafts
-from tests.tiny_checkpoints import write_dflash_head, write_head
+from tests.tiny_checkpoints import write_dflash_head, write_eagle1_head, write_head
 from tests.tiny_gemma4 import SIZES, WINDOW, write_gemma4
 from tests.tiny_hybrids import write_hybrid
 from tests.tiny_llama4 import CHUNK, write_eagle_llama4, write_llama4
+from tests.tiny_mixtures import WINDOW as OF_GPT_OSS
+from tests.tiny_mixtures import write_gpt_oss, write_qwen3_moe
 
 NUM_TOKENS, VOCAB = 16, 128
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
 PREFIX = tuple(range(3, 24))  # that every second prompt begins with: pages that a prefix cache shares
-of_gemma4 = partial(write_head, dialect="speculators", own_embedding=True)
+speculators = partial(write_head, dialect="speculators", own_embedding=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +57,7 @@ class Family:
 FAMILIES = {
     size: Family(
         write=partial(write_gemma4, size=size),
-        heads={"eagle3": of_gemma4},
+        heads={"eagle3": speculators},
         borders=(WINDOW - 1, WINDOW, WINDOW + 1, 5 * WINDOW),
         wide=WINDOW + 2,
     )
@@ -70,6 +75,14 @@ FAMILIES["hybrid"] = Family(
     borders=(1, 2, 13, 30, 30),
     wide=7,
 )
+
+FAMILIES["gpt-oss"] = Family(
+    write=mxfp4,
+    heads={"eagle3": speculators, "eagle1": write_eagle1_head},
+    borders=(OF_GPT_OSS - 1, OF_GPT_OSS, OF_GPT_OSS + 1, 3 * OF_GPT_OSS),
+    wide=OF_GPT_OSS + 1,
+)
+FAMILIES["qwen3-moe"] = Family(write=write_qwen3_moe, heads={"eagle3": write_head}, wide=7)
 
 
 def prompts(family: Family) -> list[Request]:
@@ -146,7 +159,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     ("name", "settings"),
     by_family(
         [*product(FAMILIES, SETTINGS), ("hybrid", "prompts token by token")],
-        *product(("e2b", "llama4", "hybrid"), ("a batch that drains",)),
+        *product(("e2b", "llama4", "hybrid", "gpt-oss"), ("a batch that drains",)),
         ("12b", "drafts across a border"),
         ("26b", "captured attention"),
         ("llama4", "captured attention"),
@@ -231,27 +244,43 @@ def test_a_part_of_the_drafts_may_be_verified(knowing: Worlds, name: str) -> Non
     knowing(name).check_a_part()
 
 
+eagle3 = partial(write_head, draft_vocab_size=None)
+nested = partial(eagle3, aux_at="eagle_config", seed=2)
 DRAFTING: dict[str, tuple[Callable[..., TargetConfig], Callable[[Path, TargetConfig], None]]] = {
     "e2b": (
         partial(write_gemma4, size="e2b", vocab_size_per_layer_input=8),
-        partial(of_gemma4, draft_vocab_size=6, seed=12),
+        partial(speculators, draft_vocab_size=6, seed=12),
     ),
     "llama4": (write_llama4, partial(write_head, draft_vocab_size=6, seed=12)),
     "llama4's own": (write_llama4, partial(write_eagle_llama4, seed=2)),
+    "gpt-oss": (write_gpt_oss, partial(speculators, norm_before_residual=True, draft_vocab_size=6, seed=3)),
+    "gpt-oss, behind the last layer": (
+        write_gpt_oss,
+        partial(nested, aux_layer_ids=[2, 5, 6], norm_before_fc=True),
+    ),
+    "mxfp4": (mxfp4, partial(nested, aux_layer_ids=[1, 2, 4])),
+    "gpt-oss, EAGLE-1": (write_gpt_oss, partial(write_eagle1_head, seed=1)),
+    "mxfp4, last state": (mxfp4, partial(eagle3, reads_output=True, seed=1)),
+    "gpt-oss, windows": (write_gpt_oss, partial(eagle3, num_layers=2, windows=[5, None], seed=1)),
+    "qwen3-moe": (write_qwen3_moe, partial(eagle3, qk_norm=True, seed=4)),
+    "qwen3-moe, EAGLE-1": (write_qwen3_moe, partial(write_eagle1_head, seed=1)),
 }
 
 
-@pytest.mark.parametrize("name", DRAFTING)
+@pytest.mark.parametrize("name", mostly_slow(DRAFTING, "e2b", "llama4", "llama4's own", "mxfp4"))
 def test_drafts_equal_the_reference(tmp_path: Path, name: str) -> None:
     """Of so few tokens that random heads are sometimes right."""
-    target, head = DRAFTING[name]
-    head(tmp_path / "drafter", target(tmp_path / "target", vocab_size=8))
-    outputs = generate(
-        load_pair(tmp_path), random_requests(3, 8, GREEDY, lengths=(12, 40)), num_spec_tokens=4
-    )
-    reference = reference_head(tmp_path / "drafter", DenseTarget(tmp_path / "target"))
+    write, head = DRAFTING[name]
+    head(tmp_path / "drafter", write(tmp_path / "target", vocab_size=8))
+    asked = random_requests(6, 8, GREEDY, lengths=(2, 40))
+    outputs = generate(load_pair(tmp_path), asked, num_spec_tokens=4)
+    target = DenseTarget(tmp_path / "target")
+    assert outputs.texts == {
+        each.id: target.chosen(each.prompt_token_ids, outputs.texts[each.id]) for each in asked
+    }
     assert sum(outputs.accepted) > 0
-    assert list(wrong_drafts(outputs, reference)) == []
+    assert list(wrong_drafts(outputs, reference_head(tmp_path / "drafter", target))) == []
+    assert describe(str(tmp_path / "target"), str(tmp_path / "drafter")).misfits == ()
 
 
 @pytest.mark.slow

@@ -1,8 +1,6 @@
-"""Mixtures of experts against ``transformers``: logits, routers, MXFP4, greedy texts with every kind of drafter."""
+"""Mixtures of experts against ``transformers``: routers, norms, rotations, MXFP4, and where they round."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgen.checkpoints.inspect_checkpoint import describe
-from specgen.config import SamplingParams
-from specgen.core.sequence import Request
-from specgen.engine.page_budget import PageBudget
 from specgen.models.model_config import TargetConfig
 from specgen.models.rotary import RopeConfig, inverse_frequencies
 from specgen.ops import experts as experts_ops
@@ -21,14 +15,10 @@ from specgen.ops.experts import Experts, Gating, Routing, from_mxfp4, grouped_ex
 from specgen.ops.reference import torch_ops
 from specgen.ops.weight import Weight
 from tests.dense import DenseAttend
-from tests.engines import Pair, generate, load_pair, page_bytes, random_requests
 from tests.families import ids_of, loaded, right_logits
 from tests.marks import mostly_slow
-from tests.reference_heads import DenseTarget, reference_head
-from tests.test_families import MIXTURES, mxfp4
-from tests.test_heads import wrong_drafts
-from tests.tiny_checkpoints import write_eagle1_head, write_head
-from tests.tiny_mixtures import WINDOW, YARN, write_gpt_oss, write_qwen3_moe
+from tests.test_families import MIXTURES
+from tests.tiny_mixtures import YARN
 
 CPU = torch.device("cpu")
 
@@ -171,130 +161,3 @@ def test_half_precision_rounds_where_transformers_rounds(
 
     monkeypatch.setattr(TargetConfig, "from_hf", misread)
     assert rounded_differently(tmp_path, ids) > 0.5, "it would not be seen"
-
-
-VOCAB = 8  # so small that random heads are often right
-GREEDY = SamplingParams(max_tokens=2 * WINDOW, ignore_eos=True)
-eagle3 = partial(write_head, draft_vocab_size=None)
-
-PAIRS: dict[str, tuple[Callable[..., TargetConfig], Callable[[Path, TargetConfig], None]]] = {
-    "gpt-oss-eagle3": (
-        write_gpt_oss,
-        partial(write_head, dialect="speculators", norm_before_residual=True, draft_vocab_size=6, seed=3),
-    ),
-    "gpt-oss-boundary": (
-        write_gpt_oss,
-        partial(eagle3, aux_layer_ids=[2, 5, 6], aux_at="eagle_config", norm_before_fc=True, seed=2),
-    ),
-    "mxfp4-nested": (mxfp4, partial(eagle3, aux_layer_ids=[1, 2, 4], aux_at="eagle_config", seed=2)),
-    "gpt-oss-eagle-1": (write_gpt_oss, partial(write_eagle1_head, seed=1)),
-    "mxfp4-last-state": (mxfp4, partial(eagle3, reads_output=True, seed=1)),
-    "gpt-oss-windows": (write_gpt_oss, partial(eagle3, num_layers=2, windows=[5, None], seed=1)),
-    "qwen3-moe-eagle3": (write_qwen3_moe, partial(eagle3, qk_norm=True, seed=4)),
-    "qwen3-moe-eagle-1": (write_qwen3_moe, partial(write_eagle1_head, seed=1)),
-}
-
-
-def requests() -> list[Request]:
-    """Prompts shorter and longer than the window; the last three share their first pages."""
-    alone = random_requests(6, VOCAB, GREEDY, lengths=(2, 3 * WINDOW))
-    prefix = tuple(7 - i % 5 for i in range(13))
-    ends = [(3,), (4, 4, 7), (7, 6, 5, 4, 3)]
-    shared = [Request(id=f"s{i}", prompt_token_ids=prefix + e, sampling=GREEDY) for i, e in enumerate(ends)]
-    return alone + shared
-
-
-PARAMS = [
-    pytest.param(
-        name, marks=[pytest.mark.xdist_group(name), *([] if name == "mxfp4-nested" else [pytest.mark.slow])]
-    )
-    for name in PAIRS
-]
-
-with_some_pairs = pytest.mark.parametrize(
-    "pair",
-    [
-        pytest.param(name, marks=pytest.mark.xdist_group(name))
-        for name in ("gpt-oss-eagle3", "gpt-oss-windows", "mxfp4-nested", "qwen3-moe-eagle3")
-    ],
-    indirect=True,
-    scope="module",
-)
-
-
-@pytest.fixture(scope="module", params=PARAMS)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    path = tmp_path_factory.mktemp(request.param)
-    target, head = PAIRS[request.param]
-    head(path / "drafter", target(path / "target", vocab_size=VOCAB, eos_token_id=0))
-    return load_pair(path)
-
-
-@pytest.fixture(scope="module")
-def reference(pair: Pair) -> DenseTarget:
-    return DenseTarget(pair.path / "target")
-
-
-@pytest.fixture(scope="module")
-def texts(reference: DenseTarget) -> dict[str, tuple[int, ...]]:
-    return {r.id: reference.greedy(r.prompt_token_ids, r.sampling.max_tokens) for r in requests()}
-
-
-def test_target_and_head_fit(pair: Pair) -> None:
-    description = describe(str(pair.path / "target"), str(pair.path / "drafter"))
-    assert description.misfits == ()
-    assert "Target and head fit" in description.to_text()
-
-
-@pytest.mark.parametrize("drafter", ["head", "ngram"])
-def test_greedy_text_equals_transformers(pair: Pair, texts: dict[str, tuple[int, ...]], drafter: str) -> None:
-    changes: dict[str, Any] = {} if drafter == "head" else {"drafter": "ngram"}
-    accepted = set[int]()
-    for k, batch in ((1, "non-padded"), (3, "padded"), (4, "non-padded")):
-        outputs = generate(pair, requests(), num_spec_tokens=k, drafter_batch=batch, **changes)
-        assert outputs.texts == texts, (k, batch)
-        accepted |= set(outputs.accepted)
-    assert accepted >= {0, 1, 2}, "drafts must be right and wrong"
-
-
-@pytest.mark.slow
-@with_some_pairs
-def test_no_setting_changes_a_text(pair: Pair, texts: dict[str, tuple[int, ...]]) -> None:
-    plain = generate(pair, requests(), num_spec_tokens=0)
-    assert plain.texts == texts
-    some = requests()[5:]
-    expected = {r.id: texts[r.id] for r in some}
-    for changes in (
-        {"max_batch_size": 1},
-        {"max_batch_size": 1, "num_spec_tokens": 0},
-        {"max_prefill_tokens": 3, "prefix_cache": False, "drafter_batch": "non-padded"},
-        {"attention": "sdpa-static", "max_prefill_tokens": 5, "page_size": 16},
-    ):
-        outputs = generate(pair, some, **changes)
-        assert outputs.texts == expected, changes
-        cached = outputs.any_cached
-        assert cached == ("prefix_cache" not in changes and "page_size" not in changes), changes
-
-
-@pytest.mark.slow
-@with_some_pairs
-def test_preemption_changes_no_text(
-    pair: Pair,
-    texts: dict[str, tuple[int, ...]],
-    device_like: Callable[[], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    memory = 24 * page_bytes(pair)
-    monkeypatch.setattr(PageBudget, "windowed", lambda self, pages: pages)  # those of other layers run short
-    device_like()
-    for batch in ("padded", "non-padded"):
-        tight = generate(pair, requests(), num_spec_tokens=4, drafter_batch=batch, kv_memory=memory)
-        assert tight.num_preempted > 0
-        assert tight.texts == texts
-
-
-def test_every_draft_equals_the_reference(pair: Pair, reference: DenseTarget) -> None:
-    """So the features that a head reads are those of the right layers."""
-    outputs = generate(pair, requests(), num_spec_tokens=4)
-    dense = reference_head(pair.path / "drafter", reference)
-    assert list(wrong_drafts(outputs, dense)) == []
