@@ -34,6 +34,7 @@ from tests.test_heads import wrong_drafts
 from tests.tiny_checkpoints import write_dflash_head, write_eagle1_head, write_head
 from tests.tiny_gemma4 import SIZES, WINDOW, write_gemma4
 from tests.tiny_hybrids import write_hybrid
+from tests.tiny_latents import write_latent
 from tests.tiny_llama4 import CHUNK, write_eagle_llama4, write_llama4
 from tests.tiny_mixtures import WINDOW as OF_GPT_OSS
 from tests.tiny_mixtures import write_gpt_oss, write_qwen3_moe
@@ -264,17 +265,19 @@ DRAFTING: dict[str, tuple[Callable[..., TargetConfig], Callable[[Path, TargetCon
     "gpt-oss, windows": (write_gpt_oss, partial(eagle3, num_layers=2, windows=[5, None], seed=1)),
     "qwen3-moe": (write_qwen3_moe, partial(eagle3, qk_norm=True, seed=4)),
     "qwen3-moe, EAGLE-1": (write_qwen3_moe, partial(write_eagle1_head, seed=1)),
+    "latents": (partial(write_latent, rms_norm_eps=1e-6), partial(eagle3, aux_layer_ids=[0, 1, 3])),
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(DRAFTING, "e2b", "llama4", "llama4's own", "mxfp4"))
+@pytest.mark.parametrize("name", mostly_slow(DRAFTING, "e2b", "llama4", "llama4's own", "mxfp4", "latents"))
 def test_drafts_equal_the_reference(tmp_path: Path, name: str) -> None:
     """Of so few tokens that random heads are sometimes right."""
     write, head = DRAFTING[name]
     head(tmp_path / "drafter", write(tmp_path / "target", vocab_size=8))
     asked = random_requests(6, 8, GREEDY, lengths=(2, 40))
-    outputs = generate(load_pair(tmp_path), asked, num_spec_tokens=4)
-    target = DenseTarget(tmp_path / "target")
+    pair, target = load_pair(tmp_path), DenseTarget(tmp_path / "target")
+    outputs = generate(pair, asked, num_spec_tokens=4)
+    assert generate(pair, asked, num_spec_tokens=4, drafter_batch="non-padded").verified == outputs.verified
     assert outputs.texts == {
         each.id: target.chosen(each.prompt_token_ids, outputs.texts[each.id]) for each in asked
     }

@@ -16,7 +16,7 @@ from specgen.attention.hopper import HopperBackend
 from specgen.attention.sdpa import SdpaBackend
 from specgen.checkpoints.checkpoint import load_target, open_checkpoint
 from specgen.checkpoints.inspect_checkpoint import describe
-from specgen.config import EngineConfig, SamplingParams, UserError
+from specgen.config import EngineConfig, UserError
 from specgen.engine.choices import choose_attention, resolve
 from specgen.engine.loading import open_checkpoints
 from specgen.engine.memory_plan import memory_plans
@@ -30,10 +30,9 @@ from specgen.ops.reference import torch_ops
 from specgen.ops.weight import Weight
 from tests import fake_flashinfer
 from tests.commands import printed, rows, write_rows
-from tests.engines import generate, load_pair, random_requests
 from tests.families import ids_of, loaded, paged_logits
 from tests.test_families import RAGGED, deepseek
-from tests.tiny_checkpoints import change_tensors, write_head
+from tests.tiny_checkpoints import change_tensors
 from tests.tiny_fp8 import matrix, quantize
 from tests.tiny_latents import write_latent
 from tests.tiny_mixtures import change, read
@@ -169,23 +168,6 @@ def test_block_fp8_weights_are_those_of_the_file(tmp_path: Path, monkeypatch: py
     unrounded = paged_logits(loaded(tmp_path / "fp8"), ids, SdpaBackend, [30, 10])
     torch.testing.assert_close(unrounded, right, atol=1e-4, rtol=0)
     assert 1e-3 < (rounded - right).norm() / right.norm() < 0.3
-
-
-def test_an_eagle3_head_drafts_for_latents_with_keys_and_values_of_its_own(tmp_path: Path) -> None:
-    write_head(
-        tmp_path / "drafter",
-        write_latent(tmp_path / "target", vocab_size=8),
-        draft_vocab_size=None,
-        aux_layer_ids=[0, 1, 3],
-    )
-    pair, asked = load_pair(tmp_path), random_requests(4, 8, SamplingParams(max_tokens=12, ignore_eos=True))
-    plain, padded, non_padded = (
-        generate(pair, asked, num_spec_tokens=k, drafter_batch=batch)
-        for k, batch in ((0, "padded"), (3, "padded"), (3, "non-padded"))
-    )
-    assert plain.texts == padded.texts == non_padded.texts
-    assert padded.verified == non_padded.verified
-    assert max(padded.accepted) >= 1
 
 
 @pytest.mark.parametrize(("nope", "heads"), [(128, 128), (192, 20)], ids=["deepseek-v3", "glm-4.7-flash"])
