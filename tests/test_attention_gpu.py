@@ -121,6 +121,24 @@ FLASHINFER = [
     if (case.dtype, case.head_dim, case.kv_dtype)
     in {(BF16, 128, None), (BF16, 64, None), (FP16, 64, None), (BF16, 128, FP8)}
 ]
+WIDE = {  # heads of 512, on a kernel that takes all passes
+    "uniform": [
+        uniform(1, 1, 300, group=16, num_kv_heads=1, head_dim=512, page_size=64),
+        uniform(1, 5, 32_767, group=16, num_kv_heads=1, head_dim=512, page_size=64),
+        uniform(8, 5, 3000, group=8, head_dim=512, page_size=64),
+        uniform(33, 2, 700, group=8, num_kv_heads=4, head_dim=512, page_size=16),
+        uniform(130, 1, 700, group=4, head_dim=512, page_size=64, dtype=FP16),
+        uniform(6, 5, 900, group=8, head_dim=512, page_size=64, kv_dtype=FP8),
+    ],
+    "packed": [
+        ragged([5, 1, 3, 5, 2], 3000, group=16, num_kv_heads=1, head_dim=512, page_size=64),
+        ragged([1 + i * 7 % 5 for i in range(130)], 600, group=8, head_dim=512, page_size=64),
+    ],
+    "prefill": [
+        ragged([33, 1, 16, 300], 300, group=8, head_dim=512, page_size=64),
+        ragged([1000, 24, 1024], 4096, group=16, num_kv_heads=1, head_dim=512, page_size=64),
+    ],
+}
 WINDOWS = (128, None, 16, 1000, 1, 128)  # of the layers of one pass
 WINDOWED = {
     "uniform": [
@@ -387,6 +405,12 @@ def test_windows(decoder: Backend, kind: str, case: Case) -> None:
     check_windows(decoder, case, kind)
 
 
+@on_gpu(hopper=True)[1]
+@in_turn(("kind", "case"), [(kind, case) for kind in WIDE for case in WIDE[kind]])
+def test_wide_heads(kind: str, case: Case) -> None:
+    check_windows(HopperBackend(torch.device("cuda")), case, kind, [None, 128, 1000])
+
+
 @in_turn("case", WINDOWED["prefill"] + WINDOWED["packed"][:2])
 def test_windows_of_the_flashinfer_wrapper(flashinfer: FlashInferBackend, case: Case) -> None:
     check_windows(flashinfer, case, "packed")
@@ -448,14 +472,21 @@ REPLAYED = {
 
 @in_turn("mode", REPLAYED)
 @in_turn(("num_padding", "window"), [(0, None), (3, None), (3, 128)])
-@in_turn("kv_dtype", [None, FP8])
+@in_turn(("kv_dtype", "head_dim"), [(None, 128), (FP8, 128), (None, 512)])
 def test_a_captured_graph_is_right_for_other_lengths_tables_and_offsets(
-    decoder: Backend, mode: str, num_padding: int, window: int | None, kv_dtype: torch.dtype | None
+    decoder: Backend,
+    mode: str,
+    num_padding: int,
+    window: int | None,
+    kv_dtype: torch.dtype | None,
+    head_dim: int,
 ) -> None:
     """Captured once at 8 sequences of up to 32,768 positions; padding sequences use page 0."""
+    if head_dim not in (decoder.capabilities.head_dims or ()):
+        return
     longest = 4096 if mode == "unsplit" else 32_768
     num_kv_heads = 20 if mode == "unsplit" else 2  # 160 blocks without splitting a sequence
-    model = {"page_size": 64, "num_kv_heads": num_kv_heads, "kv_dtype": kv_dtype}
+    model = {"page_size": 64, "num_kv_heads": num_kv_heads, "kv_dtype": kv_dtype, "head_dim": head_dim}
     first = World(Case(query_lens=(5,) * 8, kv_lens=(longest,) * 8, **model))
     tables = torch.zeros(8, longest // 64, dtype=torch.int32, device="cuda")
     starts, query_lens = (torch.ones(8, dtype=torch.int64, device="cuda") for _ in range(2))

@@ -92,6 +92,15 @@ def test_unsupported_models_are_refused_with_a_remedy(
     assert (refusal or "") == message or (message and re.search(message, refusal or ""))
 
 
+def test_heads_of_512_are_one_backends(monkeypatch: pytest.MonkeyPatch, flashinfer_installed: None) -> None:
+    """Gemma 4's in layers without a window."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    shape = heads(num_heads=16, num_kv_heads=1, head_dim=512)
+    assert HopperBackend.capabilities.refusal(GPU, shape) is None
+    for other in (TrtllmBackend, FlashInferBackend):
+        assert "heads of 512 elements" in (other.capabilities.refusal(GPU, shape) or "")
+
+
 GLM = {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
 DEEPSEEK = GLM | {"qk_nope_head_dim": 128, "v_head_dim": 128}
 

@@ -191,7 +191,7 @@ import specgen
 for module in pkgutil.walk_packages(specgen.__path__, "specgen."):
     kernels = (
         *("automaton_kernels", "cuda", "fp8_cuda", "fp8_kernels", "fused_sum", "launch", "rope"),
-        *("router_kernel", "row_kernels", "skinny", "delta_kernels"),
+        *("router_kernel", "row_kernels", "skinny", "delta_kernels", "wide_heads"),
     )
     if module.name.rpartition(".")[2] not in kernels and ".ops.expert_" not in module.name:
         importlib.import_module(module.name)

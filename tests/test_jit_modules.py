@@ -260,6 +260,7 @@ GLM = changed(
         {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
     ),
 )
+WIDE = changed(num_heads=16, num_kv_heads=1, head_dim=512)  # Gemma 4's 12B, in layers without a window
 CHUNKS = changed(chunk=8192)
 HALF = changed(dtype=torch.float16, kv_dtype=torch.float16)
 FP8 = changed(kv_dtype=torch.float8_e4m3fn)
@@ -292,6 +293,13 @@ NEEDED = (
         "latent attention; work lists of latent attention; FA3, keys of 256 and values of 256",
     ),
     (HopperBackend, 9, use(GLM, prefills=False), "latent attention; work lists of latent attention"),
+    (HopperBackend, 9, use(WIDE), ""),  # on Triton
+    (
+        HopperBackend,
+        9,
+        use(HYBRID, stores=False, prefills=False, query_lens=(1,)),
+        "XQA, 1 row",
+    ),  # queries alone
     (HopperBackend, 9, use(CHUNKS), "FA3; attention, 32 rows; XQA, 1 row; XQA, 5 rows"),
     (TrtllmBackend, 9, use(num_sequences=128), "FA3; XQA, 5 rows"),
     (TrtllmBackend, 9, use(CHUNKS), "FA3; XQA, 5 rows; XQA, 1 row"),

@@ -148,6 +148,7 @@ class Use:
     prefills: bool  # whether it attends in passes of any lengths too
     num_sequences: int  # at most in a uniform pass
     chained: bool = False  # as ``Layout.chained``
+    stores: bool = True  # see LayerAttention
     # whether steps may verify a part of their drafts: fewer rows than the longest, by sequence
     partial: bool = False
 

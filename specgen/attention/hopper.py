@@ -2,7 +2,7 @@
 
 import ctypes
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from specgen.attention import Backend, Gpu, Kernel, LayerAttention, RotatingKern
 from specgen.attention.fa3 import attend_expanded
 from specgen.attention.flashinfer_paged import prefill_modules
 from specgen.attention.latent_decode import LatentDecode, latent_kernel, latent_modules, refuse_latents
-from specgen.attention.trtllm import TrtllmBackend, xqa_module, xqa_partial_modules
+from specgen.attention.trtllm import HEAD_DIMS, TrtllmBackend, xqa_module, xqa_partial_modules
 from specgen.kv.layout import HostLens, Layout
 from specgen.ops import Rope
 from specgen.ops.jit_modules import Module, compiled, current_stream, num_sms, pointers, runs_on, source_spec
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from specgen.ops.rope import TritonRope
 
 
-OWN, UNSPLIT = "specgen hopper_decode", "FlashInfer FA2 without splits"
+OWN, UNSPLIT, WIDE = "specgen hopper_decode", "FlashInfer FA2 without splits", "specgen wide_heads"
+_WIDE_DIM = 512
 
 
 class HopperBackend(Backend):
@@ -33,13 +34,18 @@ class HopperBackend(Backend):
     head go to FlashInfer's FA2 kernel: it takes 83 us against XQA's 92 for 128 sequences of 5 rows and 300 positions,
     and 24.5 against 28.3 for 32 (32 heads, 8 KV heads of 128, bfloat16, H100).
 
-    Latents are attended to by FlashInfer's FA3 kernel, with a work list that the device makes.
+    Latents are attended to by FlashInfer's FA3 kernel, with a work list that the device makes; heads of 512 by
+    ``wide_heads``, prefills too.
     """
 
     name = "hopper"
     summary = "the kernel measured fastest for each pass, none of which needs a plan on the host"
     capabilities = replace(
-        TrtllmBackend.capabilities, compute_majors=(9,), fp8_majors=(9,), latents=refuse_latents
+        TrtllmBackend.capabilities,
+        compute_majors=(9,),
+        fp8_majors=(9,),
+        head_dims=(*HEAD_DIMS, _WIDE_DIM),
+        latents=refuse_latents,
     )
 
     def __init__(self, device: torch.device) -> None:
@@ -54,6 +60,8 @@ class HopperBackend(Backend):
         heads = use.heads
         if heads.latent is not None:
             return latent_modules(use)
+        if heads.head_dim == _WIDE_DIM:
+            return []  # Triton's
         found, decoding = prefill_modules("fa3", use) if use.prefills else [], list[Module]()
         chosen = {rows: HopperBackend.kernel(gpu, use, rows, use.num_sequences) for rows in use.query_lens}
         for rows, kernel in chosen.items():
@@ -71,12 +79,18 @@ class HopperBackend(Backend):
         heads = use.heads
         if heads.latent is not None:
             return latent_kernel(rows)
+        if heads.head_dim == _WIDE_DIM:
+            return WIDE
         if rows == "partial" and serves(
             heads.max_query_len, heads.group, heads.head_dim, heads.dtype, heads.kv_dtype
         ):
             return OWN
         if isinstance(rows, int):
-            if not use.chained and serves(rows, heads.group, heads.head_dim, heads.dtype, heads.kv_dtype):
+            if (
+                use.stores
+                and not use.chained
+                and serves(rows, heads.group, heads.head_dim, heads.dtype, heads.kv_dtype)
+            ):
                 return OWN
             fills = _unsplits(gpu.num_sms, num_sequences * heads.num_kv_heads, rows, heads.group)
             if fills and not heads.sinks and heads.kv_dtype == heads.dtype:
@@ -84,6 +98,21 @@ class HopperBackend(Backend):
         return TrtllmBackend.kernel(gpu, use, rows, num_sequences)
 
     def plan(self, layout: Layout) -> Kernel:
+        @cache
+        def narrow() -> Kernel:
+            return self._plan(layout)
+
+        def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            if q.shape[2] != _WIDE_DIM:
+                return narrow()(layer, q, keys, values)
+            from specgen.attention.wide_heads import attend_wide
+
+            return attend_wide(layout, layer, q, keys, values)
+
+        return kernel
+
+    def _plan(self, layout: Layout) -> Kernel:
+        """For narrower heads."""
         xqa, query_len = self._trtllm.plan(layout), layout.uniform_q
         if layout.host is not None or query_len is None:
             return xqa

@@ -21,7 +21,7 @@ from specgen.ops.jit_modules import Module, compiles
 
 _MAX_GROUP = 16  # heads per KV head
 _MAX_QUERY = 32  # rows per sequence: their mask is one word
-_HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 256)
 
 
 _claimed: set[int] = set()  # the GPU of this process; what FlashInfer keeps of it cannot be asked for
@@ -67,7 +67,7 @@ class TrtllmBackend(Backend):
         kv_dtypes=(torch.bfloat16, torch.float16, torch.float8_e4m3fn),
         fp8_majors=(9, 10, 12),
         page_sizes=(16, 32, 64),
-        head_dims=_HEAD_DIMS,
+        head_dims=HEAD_DIMS,
         max_group=_MAX_GROUP,
         sinks=True,
         latents=None,
@@ -78,7 +78,7 @@ class TrtllmBackend(Backend):
         major = torch.cuda.get_device_capability(device)[0]
         self._xqa = major != 10
         self._workspace = decode_workspace(
-            device, max_group=_MAX_GROUP, max_rows=_MAX_QUERY, max_head_dim=max(_HEAD_DIMS)
+            device, max_group=_MAX_GROUP, max_rows=_MAX_QUERY, max_head_dim=max(HEAD_DIMS)
         )
         self._prefill = FlashInferBackend(device, _prefill_kernels(major))
         self._masks: dict[tuple[int, int], Tensor] = {}

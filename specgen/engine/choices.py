@@ -246,7 +246,8 @@ def attention_uses(config: EngineConfig, checkpoints: Checkpoints) -> list[Use]:
         # its prefill writes keys and values alone, unless it is a model
         of_head = {head.pass_rows(each) for each in lengths if each} | set(rows if head.is_model else ())
         pages = target_kv_dtype(config) if head.reads_target_kv else DTYPES[config.dtype]
-        uses += _uses(config, head, pages, tuple(sorted(of_head)), prefills=head.is_model)
+        found = _uses(config, head, pages, tuple(sorted(of_head)), prefills=head.is_model)
+        uses += [replace(each, stores=not head.reads_target_kv) for each in found]
     return uses
 
 
