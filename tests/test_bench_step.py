@@ -302,10 +302,10 @@ KINDS = {
     "GEMM": ("_fp8_kernel", "_gate_up_kernel", "cublasLt::splitKreduce_kernel", "linear_kernel"),
     "attention": (
         *("flashinfer::BatchPrefillWithPagedKVCacheKernel", "kernel_mha", "hopper_decode"),
-        *("_recur_kernel", "_recur_chunks_kernel"),
+        *("_recur_kernel", "_recur_chunks_kernel", "_attend_kernel", "_add_kernel"),
     ),
     "other": (
-        *("_chunk_kernel", "_silu_mul_kernel", "_rope_store_kernel", "_round_kernel"),
+        *("_chunk_kernel", "_add_norm_kernel", "_silu_mul_kernel", "_rope_store_kernel", "_round_kernel"),
         "at::native::elementwise_kernel",
     ),
 }

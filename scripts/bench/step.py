@@ -439,6 +439,7 @@ def step_rows(batch: int, time: StepTime, works: Mapping[str, Work], device: Dev
 KINDS = ("GEMM", "attention", "other")
 _ATTENTION = re.compile(
     r"mha|xqa|mla|attention|(decode|prefill)with|hopper_decode|latent_plan|merge_?states|fmha|flash"
+    r"|^_(attend|add)_kernel"  # of wide heads
     r"|^_(rows|recur|recur_chunks|keep|convolve)_kernel"  # of Gated DeltaNet
 )
 _GEMM = re.compile(

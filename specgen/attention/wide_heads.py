@@ -67,9 +67,8 @@ def _attend_kernel(
     row, inside = place // GROUP, place // GROUP < num_rows
     position = start + row
     behind = start + tl.minimum((tile * TILE + TILE - 1) // GROUP + 1, num_rows)
-    least = (
-        start + tile * TILE // GROUP
-    )  # of the positions of the tile's rows: where there are none, at least behind
+    # of the positions of the tile's rows; where there are none, nothing is behind it
+    least = start + tile * TILE // GROUP
     begin = tl.where(least < behind, tl.maximum(least - window + 1, 0), behind)
     size = tl.cdiv(tl.cdiv(behind - begin, num_shares), POSITIONS) * POSITIONS
     begin += share * size
@@ -85,9 +84,8 @@ def _attend_kernel(
         at = here + tl.arange(0, POSITIONS)
         there = at < behind
         page = tl.load(tables + sequence * table_stride + at // PAGE, there, 0).to(tl.int64)
-        slot = (page * page_stride + at % PAGE * slot_stride + kv_head * head_stride)[:, None] + column[
-            None, :
-        ]
+        slot = page * page_stride + at % PAGE * slot_stride + kv_head * head_stride
+        slot = slot[:, None] + column[None, :]
         key = tl.load(keys + slot, there[:, None], 0.0).to(asked.dtype)
         score = tl.dot(asked, tl.trans(key)) * scale
         seen = there[None, :] & (at[None, :] <= position[:, None])
@@ -122,7 +120,7 @@ def _add_kernel(
     share = head + tl.arange(0, SHARES).to(tl.int64) * share_stride
     gdc_wait()
     level = tl.load(sums + share)
-    seen = level > float("-inf")
+    seen = level != float("-inf")  # NaN is not lost
     weight = tl.where(seen, tl.exp2(level - tl.max(level)), 0.0)
     part = tl.load(parts + share[:, None] * DIM + column[None, :], seen[:, None], 0)
     found = tl.sum(part * weight[:, None], 0) / tl.maximum(tl.sum(weight), 1e-30)  # 0 in rows of no sequence
