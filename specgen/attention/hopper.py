@@ -2,7 +2,7 @@
 
 import ctypes
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,13 +98,11 @@ class HopperBackend(Backend):
         return TrtllmBackend.kernel(gpu, use, rows, num_sequences)
 
     def plan(self, layout: Layout) -> Kernel:
-        @cache
-        def narrow() -> Kernel:
-            return self._plan(layout)
+        narrow = self._plan(layout)
 
         def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             if q.shape[2] != _WIDE_DIM:
-                return narrow()(layer, q, keys, values)
+                return narrow(layer, q, keys, values)
             from specgen.attention.wide_heads import attend_wide
 
             return attend_wide(layout, layer, q, keys, values)
