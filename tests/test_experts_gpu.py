@@ -28,6 +28,7 @@ pytestmark = on_gpu()
 CUDA, BF16, FP16 = torch.device("cuda"), torch.bfloat16, torch.float16
 TOLERANCES = {BF16: 2e-2, FP16: 2e-3, torch.float32: 1e-5}
 PLAIN = Gating()
+GELU = Gating(activation="gelu tanh")
 CLAMPED = Gating(alpha=1.702, shift=1.0, limit=7.0)
 ROWS = [0, 1, 2, 5, 8, 16, 17, 32, 40, 64, 128, 160, 320, 640, 3000]
 E4M3, NOT_A_NUMBER = torch.float8_e4m3fn, 0x7F  # of its bytes
@@ -54,6 +55,9 @@ class Shape:
 
 SMALL = [
     Shape(num_experts=8, hidden=320, inner=192, k=2),
+    Shape(num_experts=8, hidden=320, inner=192, k=2, gating=GELU),
+    Shape(num_experts=8, hidden=320, inner=192, k=2, dtype=torch.float32, gating=GELU),
+    Shape(num_experts=8, hidden=320, inner=192, k=2, fp8="group", gating=GELU),
     Shape(num_experts=8, hidden=320, inner=192, k=2, dtype=FP16, gating=CLAMPED),
     Shape(num_experts=8, hidden=320, inner=192, k=2, dtype=torch.float32, gating=CLAMPED),
     Shape(num_experts=16, hidden=256, inner=96, k=3, gating=CLAMPED),
@@ -71,6 +75,7 @@ SMALL = [
 LARGE = [
     Shape(num_experts=32, hidden=2880, inner=2880, k=4, gating=CLAMPED),
     Shape(num_experts=128, hidden=2048, inner=768, k=8),
+    Shape(num_experts=128, hidden=2816, inner=704, k=8, gating=GELU),
     Shape(num_experts=32, hidden=2880, inner=2880, k=4, mxfp4=True, gating=CLAMPED),
     Shape(num_experts=128, hidden=2048, inner=768, k=8, fp8="group"),
     Shape(num_experts=128, hidden=2048, inner=768, k=8, fp8="token"),

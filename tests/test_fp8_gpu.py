@@ -13,8 +13,9 @@ from specgen.engine.build import prefill_logits
 from specgen.engine.choices import RUNNERS
 from specgen.experiments.audit import Judge
 from specgen.ops import bind_ops
+from specgen.ops.experts import ACTIVATIONS, Activation
 from specgen.ops.fp8 import dequantised, rounded
-from specgen.ops.reference import silu_and_mul, torch_ops
+from specgen.ops.reference import activate_and_mul, torch_ops
 from specgen.ops.weight import Weight
 from tests.engines import Pair, config_of, generate, load_pair, random_requests
 from tests.marks import in_turn, on_gpu
@@ -97,11 +98,12 @@ def test_gemms(kind: str, dtype: torch.dtype, rows: int, shape: tuple[int, int])
 @in_turn("rows", ROWS)
 @in_turn("kind", KINDS)
 @in_turn("half", [768, 9216])  # with fewer tiles and with more than multiprocessors
-def test_gated_gemms(half: int, kind: str, rows: int) -> None:
+@in_turn("activation", ACTIVATIONS)
+def test_gated_gemms(activation: Activation, half: int, kind: str, rows: int) -> None:
     dtype = torch.bfloat16
     weight, x = a_weight(kind, 2 * half, 1024), torch.randn(rows, 1024, device=CUDA).to(dtype)
-    exact = silu_and_mul(expected(x, weight))
-    gated = bind_ops(CUDA, dtype).gated_linear(weight)
+    exact = activate_and_mul(activation, expected(x, weight))
+    gated = bind_ops(CUDA, dtype).gated_linear(weight, activation=activation)
     got = gated(x)
     assert torch.equal(gated(x), got)
     torch.testing.assert_close(

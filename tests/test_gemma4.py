@@ -105,7 +105,7 @@ def test_scales_of_a_cache_are_those_of_the_layer_that_stores(tmp_path: Path) ->
         tmp_path,
         {f"model.layers.{layer}.self_attn.k_scale": torch.tensor(each) for layer, each in scales.items()},
     )
-    found = [block.attention.layer for block in loaded(tmp_path).blocks]
+    found = [block.attention.layer for block in loaded(tmp_path).layers.blocks]
     assert [layer.k_scale for layer in found] == [1.0, 0.5, 0.25, 0.5, 0.5, 0.25]
     assert [layer.stores for layer in found] == [True] * 3 + [False] * 3
 

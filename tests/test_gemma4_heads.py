@@ -456,7 +456,7 @@ def test_scales_and_planes_are_those_of_the_layers_that_store(tmp_path: Path) ->
     change_tensors(tmp_path / "target", dict(named))
     pair = load_pair(tmp_path)
     head: Any = pair.models.head
-    layers = [block.attention.layer for block in head.blocks]
+    layers = [block.attention.layer for block in head.layers.blocks]
     assert [(each.index, each.k_scale, each.window, each.stores) for each in layers] == [
         *[(1, 0.5, WINDOW + 1, False)] * 3,
         (2, 0.25, None, False),

@@ -15,7 +15,9 @@ from specgen.attention import LayerAttention, hopper
 from specgen.attention.hopper import HopperDecode, block_heads, new_arrivals
 from specgen.kv.layout import Layout
 from specgen.ops import bind_ops
+from specgen.ops.experts import ACTIVATIONS, Activation
 from specgen.ops.hopper_linear import FEWEST_ROWS, MOST_ROWS, hopper_linear, hopper_linear_parts
+from specgen.ops.reference import activate_and_mul
 from specgen.ops.weight import Weight
 from tests.marks import in_turn, on_gpu
 
@@ -36,10 +38,10 @@ def inputs(rows: int, half: int, width: int, *, bias: bool) -> tuple[Tensor, Ten
     return x, weight, torch.randn(2 * half, device=CUDA).to(BF16) if bias else None
 
 
-def expected(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    y = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    gate, up = y.chunk(2, -1)
-    return torch.nn.functional.silu(gate) * up
+def expected(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation = "swish") -> Tensor:
+    return activate_and_mul(
+        activation, x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    )
 
 
 @in_turn("rows", ROWS)
@@ -47,18 +49,20 @@ def expected(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     ("half", "width", "bias"),
     [(64, 64, False), (192, 1024, True), (8512, 192, True), (20032, 64, False), (14336, 4096, False)],
 )
-def test_gate_and_up(half: int, width: int, bias: bool, rows: int) -> None:
+@in_turn("activation", ACTIVATIONS)
+def test_gate_and_up(activation: Activation, half: int, width: int, bias: bool, rows: int) -> None:
     """Every row, output and block of inputs; the same from run to run, also while graphs replay.
 
     With more tiles than multiprocessors, each of which has a share of their steps along K: pieces of one to all.
     """
     x, weight, add = inputs(rows, half, width, bias=bias)
-    exact, y = expected(x, weight, add), hopper_linear(x, weight, bias=add, gated=True)
+    exact = expected(x, weight, add, activation)
+    y = hopper_linear(x, weight, bias=add, activation=activation)
     assert (y.double() - exact).norm() < 0.006 * exact.norm()
     torch.testing.assert_close(y.double(), exact, rtol=0.03, atol=0.01 * float(exact.abs().max()))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = [hopper_linear(x, weight, bias=add, gated=True) for _ in range(3)]
+        captured = [hopper_linear(x, weight, bias=add, activation=activation) for _ in range(3)]
     for _ in range(3):
         graph.replay()
         assert all(torch.equal(each, y) for each in captured)
@@ -104,7 +108,7 @@ def test_models_use_it_between_few_and_many_rows(monkeypatch: pytest.MonkeyPatch
 def test_what_is_not_a_number_stays_in_its_row() -> None:
     x, weight, _ = inputs(160, 256, 512, bias=False)
     x[7, 3] = float("nan")
-    y = hopper_linear(x, weight, gated=True)
+    y = hopper_linear(x, weight, activation="swish")
     assert y[7].isnan().all()
     assert y[:7].isfinite().all()
     assert y[8:].isfinite().all()

@@ -17,7 +17,7 @@ from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.models.llama import Llama
 from specgen.models.model_config import TargetConfig
 from specgen.ops.cpu import cpu_ops
-from specgen.ops.reference import rotate, silu_and_mul, torch_ops
+from specgen.ops.reference import activate_and_mul, rotate, torch_ops
 from specgen.ops.weight import Weight
 from tests.dense import DenseAttend
 from tests.tiny_checkpoints import change_json, write_head, write_target
@@ -182,7 +182,7 @@ def test_reference_kernels_equal_transformers_bit_for_bit(dtype: torch.dtype) ->
     norm = LlamaRMSNorm(64, eps=1e-5)
     norm.weight.data = weight
     assert torch.equal(ops.rms_norm(weight, 1e-5)(x), norm(x))
-    assert torch.equal(silu_and_mul(x), F.silu(x[:, :32]) * x[:, 32:])
+    assert torch.equal(activate_and_mul("swish", x), F.silu(x[:, :32]) * x[:, 32:])
     heads, half = x.view(9, 4, 16), torch.randn(9, 8)
     cos, sin = (torch.cat((f, f), -1).to(dtype) for f in (half.cos(), half.sin()))
     expected, _ = apply_rotary_pos_emb(heads, heads, cos, sin, unsqueeze_dim=1)

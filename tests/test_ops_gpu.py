@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from specgen.kv.layout import Layout
-from specgen.ops import Ops, bind_ops
-from specgen.ops.experts import Routing, Weighing
-from specgen.ops.reference import torch_ops
+from specgen.ops import Ops, Sandwich, bind_ops
+from specgen.ops.experts import ACTIVATIONS, Routing, Weighing
+from specgen.ops.reference import activate_and_mul, torch_ops
 from specgen.ops.weight import Weight
 from tests.marks import in_turn, on_gpu
 
@@ -86,6 +86,34 @@ def test_norms_that_round_last_take_float32_weights(dtype: torch.dtype) -> None:
 
 
 @in_turn("dtype", DTYPES)
+@in_turn("rows", [0, 1, 5, 300])
+@in_turn(("size", "parts", "more", "scaled", "before"), [
+    (3840, 1, 0, False, 1), (3840, 4, 0, True, 1), (2816, 2, 8, True, 1), (2816, 1, 0, False, 3), (64, 1, 0, False, 0),
+])  # fmt: skip
+def test_sandwich(
+    size: int, parts: int, more: int, scaled: bool, before: int, rows: int, dtype: torch.dtype
+) -> None:
+    weight = random(3, size, dtype=dtype)
+    norms = Sandwich(
+        within=(weight[1], weight[2]) if more else None,
+        behind=weight[0],
+        scale=random(1, dtype=dtype) if scaled else None,
+        before=random(before, size, dtype=torch.float32 if before > 1 else dtype),
+        eps=1e-6,
+    )
+    stream = random(rows, 2 * size, dtype=dtype, scale=3)[:, size:]
+    added = [random(count, rows, size, dtype=dtype) for count in (parts, more) if count]
+    # sums of one part, or of parts whose sum is exact
+    added = [each if len(each) == 1 else (each.float() * 4).round() / 4 for each in added]
+    got, expected = (ops.sandwich(norms)(stream, *added) for ops in (fast(dtype), torch_ops()))
+    for mine, plain in zip(got, expected, strict=True):
+        assert mine.shape == plain.shape
+        tolerance = {torch.bfloat16: 0.03, torch.float16: 4e-3, torch.float32: 1e-5}[dtype]
+        torch.testing.assert_close(mine, plain, rtol=tolerance, atol=tolerance)
+        assert (mine != plain).sum() <= (1 if dtype == torch.float32 else 0.1) * mine.numel()
+
+
+@in_turn("dtype", DTYPES)
 @in_turn("casts_last", [False, True])
 @in_turn("rows", [0, 1, 5, 300])
 def test_embed_norm_concat(rows: int, casts_last: bool, dtype: torch.dtype) -> None:
@@ -131,12 +159,14 @@ def test_linear(rows: int, shape: tuple[int, int], biased: bool, dtype: torch.dt
     bias = random(shape[0], dtype=dtype) if biased else None
     exact, stored = x.double() @ weight.double().T, Weight(data=weight, bias=bias)
     exact = exact if bias is None else exact + bias.double()
-    gate, up = exact.chunk(2, -1)
     tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 3e-5}[dtype]
     for got, expected in (
         (fast(dtype).linear(stored)(x), exact),
         (fast(dtype).linear_parts(stored)(x).sum(0), exact),
-        (fast(dtype).gated_linear(stored)(x), torch.nn.functional.silu(gate) * up),
+        *(
+            (fast(dtype).gated_linear(stored, activation=each)(x), activate_and_mul(each, exact))
+            for each in ACTIVATIONS
+        ),
     ):
         assert got.shape == expected.shape
         assert (got - expected).norm() <= tolerance * expected.norm()
@@ -160,8 +190,14 @@ def test_choice_of_experts(
     dtype: torch.dtype,
 ) -> None:
     """Also where a gate's logit and zeros are behind those of the experts, the zeros better than most."""
+    scales = torch.rand(num_experts, device=CUDA) if weighing in ("softmax", "normalized") else None
     routing = Routing(
-        num_experts=num_experts, num_chosen=k, weighing=weighing, num_shared=num_shared, gated=gated
+        num_experts=num_experts,
+        num_chosen=k,
+        weighing=weighing,
+        num_shared=num_shared,
+        gated=gated,
+        scales=scales,
     )
     # distinct and exact in every dtype, so that no choice hangs on how a tie is broken
     logits = (

@@ -4,7 +4,8 @@ Four norms a layer; windows in most layers, the others with wider heads, fewer o
 in some sizes inputs of each layer beside the stream, layers without keys and values, or experts beside the MLP.
 """
 
-from collections.abc import Mapping, Set
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
@@ -14,19 +15,16 @@ from torch.nn import functional as F
 
 from specgen.attention import Attend, LayerAttention
 from specgen.config import require, shown
-from specgen.device import Ranks
 from specgen.models import llama
 from specgen.models.config_fields import LARGEST_COUNT, Raw, count, flag, items, number, section
 from specgen.models.config_keys import GEMMA4_HEADS, known_keys
 from specgen.models.layers import Projection, kv_scale, load_norm, norm_weight
 from specgen.models.llama import LanguageModel, Vocabulary
 from specgen.models.loader import Loader
-from specgen.models.mlp import Mixture
+from specgen.models.mlp import MLP, Mixture
 from specgen.models.model_config import LayerConfig, MixtureConfig, TargetConfig
 from specgen.models.rotary import RopeConfig, inverse_frequencies, rope_of
-from specgen.ops import Map, Norm, Ops, Rope
-from specgen.ops.reference import gelu_and_mul, whole
-from specgen.ops.weight import Weight
+from specgen.ops import Map, Norm, Ops, Rope, Sandwich, SandwichNorm
 
 # ---- configs
 
@@ -242,6 +240,7 @@ def _mixture(config: Raw, num_layers: int) -> MixtureConfig:
         layers=(True,) * num_layers,
         weights="normalized",
         router="router.proj",
+        scales="router.per_expert_scale",
         beside_mlp=True,
         activation="gelu tanh",
     )
@@ -262,7 +261,7 @@ class Gemma4Attention:
     """Queries, and where the layer stores some also keys and values, all of them normed."""
 
     qkv: Projection
-    out: Map  # [rows, Hq * D] -> [rows, H]
+    out: Map  # [rows, Hq * D] -> [parts, rows, H]
     layer: LayerAttention
 
     @classmethod
@@ -280,19 +279,13 @@ class Gemma4Attention:
         out, size = {f"{prefix}self_attn.o_proj": config.hidden_size}, config.kv_heads(index)[1]
         return cls(
             qkv=projection(config, index, f"{prefix}self_attn.", width, config.num_heads, load, ops),
-            out=_summed(load.linear(out, config.num_heads * size, bias=config.o_bias), ops),
+            out=ops.linear_parts(load.linear(out, config.num_heads * size, bias=config.o_bias)),
             layer=layer,
         )
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
-        """[rows, H] -> [rows, H]."""
+        """[rows, H] -> [parts, rows, H]; see ``Ops.linear_parts``."""
         return self.out(attend(self.layer, self.qkv(x)))
-
-
-def _summed(weight: Weight, ops: Ops) -> Map:
-    """``weight``, of whose inputs every rank has a share: a norm of the sum comes next."""
-    linear, ranks = ops.linear(weight), ops.ranks
-    return linear if ranks.size == 1 else lambda x: ranks.sum(linear(x))
 
 
 def _layer_attention(config: Gemma4Config, index: int, rope: Rope, load: Loader) -> LayerAttention:
@@ -344,86 +337,31 @@ def norms_of(config: Gemma4Layers, name: str, size: int, heads: int, load: Loade
 
 
 @dataclass(frozen=True, kw_only=True)
-class GeluMLP:
-    gate_up: Map  # [rows, H] -> [rows, 2 * I]
-    down: Map
-
-    @classmethod
-    def build(cls, hidden: int, inner: int, prefix: str, load: Loader, ops: Ops) -> "GeluMLP":
-        """Load ``{prefix}*`` of a layer ``hidden`` wide; gate and up are ``inner`` wide."""
-        gate_up = load.linear({prefix + "gate_proj": inner, prefix + "up_proj": inner}, hidden)
-        down = load.linear({prefix + "down_proj": hidden}, inner)
-        return cls(gate_up=ops.linear(gate_up), down=_summed(down, ops))
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[rows, H] -> [rows, H]."""
-        return self.down(gelu_and_mul(self.gate_up(x)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertsBeside:
-    """A mixture beside the MLP, of the same stream; its router reads that behind a norm without weights."""
-
-    mlp_norm: Norm  # of what the MLP returns
-    router_norm: Norm
-    router_scale: Tensor  # [H]
-    expert_scale: Tensor  # [E], of their weights
-    norm: Norm  # of the experts' inputs
-    mixture: Mixture
-    ranks: Ranks
-    out_norm: Norm
-
-    @classmethod
-    def build(
-        cls, config: Gemma4Layers, mixture: MixtureConfig, prefix: str, load: Loader, ops: Ops
-    ) -> "ExpertsBeside":
-        """Load what ``{prefix}*`` has of experts."""
-        hidden = config.hidden_size
-        scale = load(f"{prefix}router.scale", (hidden,))
-
-        def norm(name: str) -> Norm:
-            return load_norm(config, f"{prefix}{name}", hidden, load, ops)
-
-        return cls(
-            mlp_norm=norm("post_feedforward_layernorm_1"),
-            router_norm=ops.rms_norm(torch.ones_like(scale), config.rms_norm_eps, casts_last=True),
-            router_scale=scale,
-            expert_scale=load.float32(f"{prefix}router.per_expert_scale", (mixture.num_experts,)),
-            norm=norm("pre_feedforward_layernorm_2"),
-            mixture=Mixture.build(mixture, hidden, prefix, load, ops),
-            ranks=ops.ranks,
-            out_norm=norm("post_feedforward_layernorm_2"),
-        )
-
-    def __call__(self, stream: Tensor, dense: Tensor) -> Tensor:
-        """Beside ``dense``, which the MLP returned; all are [rows, H]."""
-        mixture, read = self.mixture, self.router_norm(stream) * self.router_scale * stream.shape[1] ** -0.5
-        ids, weights = mixture.choice(mixture.router(read))
-        weights = (weights * self.expert_scale[ids]).to(stream.dtype)
-        found = self.ranks.sum(whole(mixture.experts(self.norm(stream), ids, weights)))
-        return self.mlp_norm(dense) + self.out_norm(found)
-
-
-@dataclass(frozen=True, kw_only=True)
 class LayerInput:
     """What a layer takes in of its own input, behind its MLP."""
 
     gate: Map  # [rows, H] -> [rows, D]
     out: Map  # [rows, D] -> [rows, H]
     norm: Norm
+    scale: Tensor  # [1], of the stream
+    following: Norm  # of what comes next
 
     @classmethod
-    def build(cls, config: Gemma4Layers, prefix: str, load: Loader, ops: Ops) -> "LayerInput":
+    def build(cls, config: Gemma4Layers, prefix: str, following: str, load: Loader, ops: Ops) -> "LayerInput":
         hidden, width = config.hidden_size, config.layer_inputs
         return cls(
             gate=ops.linear(load.linear({f"{prefix}per_layer_input_gate": width}, hidden)),
             out=ops.linear(load.linear({f"{prefix}per_layer_projection": hidden}, width)),
             norm=load_norm(config, f"{prefix}post_per_layer_input_norm", hidden, load, ops),
+            scale=load(f"{prefix}layer_scalar", (1,)),
+            following=load_norm(config, following, hidden, load, ops),
         )
 
-    def __call__(self, stream: Tensor, own: Tensor) -> Tensor:
-        """The stream [rows, H] with ``own`` [rows, D] taken in."""
-        return stream + self.norm(self.out(F.gelu(self.gate(stream), approximate="tanh") * own))
+    def __call__(self, stream: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+        """The stream [rows, H] with ``own`` [rows, D] taken in, and its norm."""
+        stream = stream + self.norm(self.out(F.gelu(self.gate(stream), approximate="tanh") * own))
+        stream = stream * self.scale
+        return stream, self.following(stream)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -460,14 +398,14 @@ def root_of(width: int, dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4Block:
-    """A decoder layer."""
+    """A decoder layer without the norm of its inputs, which its predecessor's sum is fused with."""
 
-    norms: tuple[Norm, ...]  # in front of and behind attention, in front of and behind the rest
     attention: Gemma4Attention
-    mlp: GeluMLP
-    experts: ExpertsBeside | None
+    behind_attention: SandwichNorm
+    mlp: MLP
+    experts: Mixture | None  # beside the MLP; the router reads the stream behind a norm of its own
+    behind_mlp: SandwichNorm
     own: LayerInput | None
-    scale: Tensor  # [1], of the stream
 
     @classmethod
     def build(
@@ -475,45 +413,106 @@ class Gemma4Block:
         config: Gemma4Layers,
         index: int,
         prefix: str,
+        following: str,
         layer: LayerAttention,
         load: Loader,
         ops: Ops,
         width: int | None = None,
     ) -> "Gemma4Block":
-        """Load ``{prefix}*`` of layer ``index``; ``width`` is of its attention's inputs, if not the stream's."""
-        hidden, mixture = config.hidden_size, config.mixture_of(index)
+        """Load ``{prefix}*`` of layer ``index``, and the norm named ``following`` of what comes next.
+
+        ``width`` is of its attention's inputs, if not the stream's.
+        """
+        hidden, mixture, own = config.hidden_size, config.mixture_of(index), config.layer_inputs > 0
+
+        def norm(name: str) -> Tensor:
+            return norm_weight(config, name, hidden, load)
+
+        reading = [norm(f"{prefix}pre_feedforward_layernorm")]
+        within, experts = None, None
+        if mixture is not None:
+            routed = load.float32(f"{prefix}router.scale", (hidden,)) * hidden**-0.5
+            reading = [reading[0].float(), routed, norm(f"{prefix}pre_feedforward_layernorm_2").float()]
+            dense, mixed = (norm(f"{prefix}post_feedforward_layernorm_{each}") for each in (1, 2))
+            within = dense, mixed
+            experts = Mixture.build(mixture, hidden, prefix, load, ops)
+        behind_attention = Sandwich(
+            behind=norm(f"{prefix}post_attention_layernorm"),
+            before=torch.stack(reading),
+            eps=config.rms_norm_eps,
+        )
+        last = norm(f"{prefix}post_feedforward_layernorm")
+        behind_mlp = Sandwich(
+            within=within,
+            behind=last,
+            scale=None if own else load(f"{prefix}layer_scalar", (1,)),
+            before=last.new_empty(0, hidden) if own else norm(following)[None],
+            eps=config.rms_norm_eps,
+        )
         return cls(
-            norms=tuple(load_norm(config, f"{prefix}{name}", hidden, load, ops) for name in _NORMS),
             attention=Gemma4Attention.build(config, index, prefix, width or hidden, layer, load, ops),
-            mlp=GeluMLP.build(hidden, config.mlp_width(index), f"{prefix}mlp.", load, ops),
-            experts=None if mixture is None else ExpertsBeside.build(config, mixture, prefix, load, ops),
-            own=LayerInput.build(config, prefix, load, ops) if config.layer_inputs else None,
-            scale=load(f"{prefix}layer_scalar", (1,)),
+            behind_attention=ops.sandwich(behind_attention),
+            mlp=MLP.build(
+                hidden, config.mlp_width(index), f"{prefix}mlp.", load, ops, activation="gelu tanh"
+            ),
+            experts=experts,
+            behind_mlp=ops.sandwich(behind_mlp),
+            own=LayerInput.build(config, prefix, following, load, ops) if own else None,
         )
 
-    def __call__(self, stream: Tensor, own: Tensor | None, attend: Attend) -> Tensor:
-        """The stream [rows, H] behind the layer, whose own input, if there are any, is [rows, D]."""
-        return self.behind(stream, self.attention(self.norms[0](stream), attend), own)
+    def __call__(
+        self, stream: Tensor, normed: Tensor, attend: Attend, own: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The stream [rows, H] and the attention's inputs; the layer's ``own`` input, if there are any, is [rows, D].
 
-    def behind(self, stream: Tensor, attended: Tensor, own: Tensor | None = None) -> Tensor:
-        """The same from what the attention returns, [rows, H]."""
-        _, after, before_mlp, after_mlp = self.norms
-        stream = stream + after(attended)
-        dense = self.mlp(before_mlp(stream))
+        Returns the stream behind the layer, and the inputs of what comes next.
+        """
+        return self.behind(stream, self.attention(normed, attend), own)
+
+    def behind(self, stream: Tensor, attended: Tensor, own: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The same from what the attention returns, [parts, rows, H]."""
+        stream, normed = self.behind_attention(stream, attended)
+        found = self.mlp(normed[0])
         if self.experts is not None:
-            dense = self.experts(stream, dense)
-        stream = stream + after_mlp(dense)
-        if self.own is not None and own is not None:
-            stream = self.own(stream, own)
-        return stream * self.scale
+            found = *found, *self.experts(normed[2], routed=normed[1])
+        stream, normed = self.behind_mlp(stream, *found)
+        if self.own is None or own is None:
+            return stream, normed[0]
+        return self.own(stream, own)
 
 
-_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Stack:
+    """Decoder layers, the norm in front of them, and that behind them."""
+
+    first: Norm
+    blocks: tuple[Gemma4Block, ...]
+
+    @classmethod
+    def build(
+        cls, config: Gemma4Layers, root: str, layers: Sequence[LayerAttention], load: Loader, ops: Ops
+    ) -> "Gemma4Stack":
+        """Load ``{root}layers.*`` and ``{root}norm``."""
+        prefixes = [f"{root}layers.{index}." for index in range(len(layers))]
+        norms = [*(f"{prefix}input_layernorm" for prefix in prefixes), f"{root}norm"]
+        each = enumerate(zip(prefixes, norms[1:], layers, strict=True))
+        return cls(
+            first=load_norm(config, norms[0], config.hidden_size, load, ops),
+            blocks=tuple(Gemma4Block.build(config, index, *of, load, ops) for index, of in each),
+        )
+
+    def __call__(
+        self, stream: Tensor, attend: Attend, own: Tensor | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of a stream [rows, H], and of inputs [rows, L, D] if there are any: the stream and the norm behind each."""
+        normed = self.first(stream)
+        for index, block in enumerate(self.blocks):
+            stream, normed = block(stream, normed, attend, None if own is None else own[:, index])
+            yield stream, normed
+
+    def last(self, stream: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """What is behind all layers."""
+        return deque(self(stream, attend), maxlen=1).pop()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -522,8 +521,7 @@ class Gemma4(LanguageModel):
 
     config: Gemma4Config
     layer_inputs: LayerInputs | None
-    blocks: tuple[Gemma4Block, ...]
-    norm: Norm
+    layers: Gemma4Stack
 
     @classmethod
     def build(cls, config: Gemma4Config, load: Loader, ops: Ops) -> "Gemma4":
@@ -532,23 +530,12 @@ class Gemma4(LanguageModel):
         embedding = load(f"{root}embed_tokens.weight", (config.vocab_size, hidden))
         turned = inverse_frequencies(config.global_rope, width, embedding.device)
         rope = ops.rope(turned, config.global_rope.concentration)
-        blocks = (
-            Gemma4Block.build(
-                config,
-                index,
-                f"{root}layers.{index}.",
-                _layer_attention(config, index, rope, load),
-                load,
-                ops,
-            )
-            for index in range(config.num_layers)
-        )
+        layers = [_layer_attention(config, index, rope, load) for index in range(config.num_layers)]
         return cls(
             config=config,
             embedding=embedding,
             layer_inputs=LayerInputs.build(config, load, ops) if config.layer_inputs else None,
-            blocks=tuple(blocks),
-            norm=load_norm(config, f"{root}norm", hidden, load, ops),
+            layers=Gemma4Stack.build(config, root, layers, load, ops),
             vocabulary=Vocabulary.build(config, embedding, load, ops).capped(config.logit_cap),
             rope=rope_of(config.rope, config.rotary_dim, ops, embedding.device),
         )
@@ -565,16 +552,16 @@ class Gemma4(LanguageModel):
         own, kept = None, {0: stream} if 0 in aux_layers else {}
         if self.layer_inputs is not None:
             own = self.layer_inputs(token_ids, stream, self.config.layer_inputs)
-        for index, block in enumerate(self.blocks):
-            stream = block(stream, None if own is None else own[:, index], attend)
-            if index + 1 in aux_layers:
-                kept[index + 1] = stream
+        found = stream, stream
+        for index, found in enumerate(self.layers(stream, attend, own), start=1):
+            if index in aux_layers:
+                kept[index] = found[0]
         features = [kept[index] for index in aux_layers]
-        return self.norm(stream), torch.cat(features, -1) if features else stream[:, :0]
+        return found[1], torch.cat(features, -1) if features else stream[:, :0]
 
     def stored(self, windowed: bool) -> LayerAttention:
         """Of the last layer with keys and values of its own that has a window, or has none."""
-        return self.blocks[self.config.last_stored(windowed)].attention.layer
+        return self.layers.blocks[self.config.last_stored(windowed)].attention.layer
 
 
 def ignored_tensors(config: Gemma4Config, names: Set[str]) -> Set[str]:

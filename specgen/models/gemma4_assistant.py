@@ -15,13 +15,12 @@ from specgen.attention import Attend, LayerAttention
 from specgen.config import require, shown
 from specgen.kv.layout import Layout
 from specgen.models.config_fields import Raw, architectures, count, flag
-from specgen.models.gemma4 import Gemma4, Gemma4Block, Gemma4Config, Gemma4Layers, head_layers
-from specgen.models.layers import load_norm
+from specgen.models.gemma4 import Gemma4, Gemma4Config, Gemma4Layers, Gemma4Stack, head_layers
 from specgen.models.loader import Loader
 from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.protocols import Head, Target
 from specgen.models.rotary import rope_of
-from specgen.ops import Map, Norm, Ops, Rope, Store
+from specgen.ops import Map, Ops, Rope, Store
 
 NOT_ASSISTANT = "no pre_projection.weight: the checkpoint is not an assistant of Gemma 4 either"
 _TABLE = "model.embed_tokens"
@@ -197,8 +196,7 @@ class AssistantHead(Head):
     config: AssistantConfig
     target: Target  # for its embedding
     enter: Map  # embedding and hidden state of the target concatenated, [rows, 2 * Ht] -> [rows, H]
-    blocks: tuple[Gemma4Block, ...]
-    norm: Norm
+    layers: Gemma4Stack
     leave: Map  # [rows, H] -> [rows, Ht]
     output: Callable[[Tensor], Tensor]  # [n, H] -> [n, V]
 
@@ -214,11 +212,7 @@ class AssistantHead(Head):
         return cls(
             target=target,
             enter=ops.linear(load.linear({"pre_projection": hidden}, 2 * wide)),
-            blocks=tuple(
-                Gemma4Block.build(config, index, f"model.layers.{index}.", layer, load, ops)
-                for index, layer in enumerate(layers)
-            ),
-            norm=load_norm(config, "model.norm", hidden, load, ops),
+            layers=Gemma4Stack.build(config, "model.", layers, load, ops),
             leave=ops.linear(load.linear({"post_projection": wide}, hidden)),
             output=OrderedOutput.build(config, draft_to_target, load, ops)
             if config.num_centroids
@@ -232,9 +226,7 @@ class AssistantHead(Head):
     def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         embedded = F.embedding(token_ids, self.target.embedding) * self.target.embedding_scale
         stream = self.enter(torch.cat((embedded, hidden), -1))
-        for block in self.blocks:
-            stream = block(stream, None, attend)
-        normed = self.norm(stream)
+        _, normed = self.layers.last(stream, attend)
         return self.leave(normed), normed
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -12,7 +12,15 @@ from specgen.attention import Attend, LayerAttention
 from specgen.config import require, shown
 from specgen.models.config_fields import Raw, count, items
 from specgen.models.dflash import DFlashConfig, DFlashHead, require_trained_on
-from specgen.models.gemma4 import Gemma4Block, Gemma4Layers, head_layers, norms_of, projection, root_of
+from specgen.models.gemma4 import (
+    Gemma4Block,
+    Gemma4Layers,
+    Gemma4Stack,
+    head_layers,
+    norms_of,
+    projection,
+    root_of,
+)
 from specgen.models.layers import Projection, load_norm
 from specgen.models.loader import Loader
 from specgen.models.model_config import HeadConfig
@@ -77,7 +85,7 @@ class Gemma4DFlashHead(DFlashHead):
     """As ``DFlashHead``, whose ``blocks`` it has none of."""
 
     config: Gemma4DFlashConfig
-    layers: tuple[Gemma4Block, ...]
+    layers: Gemma4Stack
 
     @classmethod
     def build(
@@ -90,39 +98,30 @@ class Gemma4DFlashHead(DFlashHead):
     ) -> "Gemma4DFlashHead":
         """Load every tensor of the head; embedding and output weights are the target's unless it has its own."""
         prefixes = [f"layers.{index}." for index in range(config.num_layers)]
+        layers = [
+            LayerAttention(index=index, scale=1.0, causal=config.causal(index))
+            for index in range(config.num_layers)
+        ]
         fields = cls.around(config, load, target, draft_to_target, ops)
         scale = root_of(config.hidden_size, fields["embedding"].dtype)
         return cls(
             context=_context(config, prefixes, load, ops),
             blocks=(),
             convs=(),
-            norms=(load_norm(config, "norm", config.hidden_size, load, ops),),
-            layers=tuple(
-                Gemma4Block.build(
-                    config,
-                    index,
-                    prefix,
-                    LayerAttention(index=index, scale=1.0, causal=config.causal(index)),
-                    load,
-                    ops,
-                )
-                for index, prefix in enumerate(prefixes)
-            ),
+            norms=(),
+            layers=Gemma4Stack.build(config, "", layers, load, ops),
             **fields | {"embedding_scale": scale},
         )
 
     def write_kv(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> None:
         del token_ids
-        heads = self.context(hidden).view(len(hidden), 2, len(self.layers), -1, self.context.head_dim)
-        for layer, own in zip(self.layers, heads.unbind(2), strict=True):
+        heads = self.context(hidden).view(len(hidden), 2, len(self.layers.blocks), -1, self.context.head_dim)
+        for layer, own in zip(self.layers.blocks, heads.unbind(2), strict=True):
             attend.write_kv(layer.attention.layer, own.flatten(1, 2).contiguous())
 
     def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         del hidden
-        stream = self.embed(token_ids)
-        for layer in self.layers:
-            stream = layer(stream, None, attend)
-        return stream, self.norms[0](stream)
+        return self.layers.last(self.embed(token_ids), attend)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return super().logits(hidden) if self.config.own_lm_head else self.lm_head(hidden)  # which are capped
@@ -200,9 +199,9 @@ class Gemma4EagleHead(Head):
     embedding: Tensor  # [V, H]; the target's unless the checkpoint has its own
     fc: Map  # [rows, num_features * Ht] -> [rows, H]
     hidden_norm: Norm
+    embedding_norm: Norm
     block: Gemma4Block
     stored: Projection  # keys and values of the block's attention
-    norm: Norm
     lm_head: Map  # [n, H] -> [n, Vd]
 
     @classmethod
@@ -216,9 +215,9 @@ class Gemma4EagleHead(Head):
             embedding=embedding_of(config, load, target),
             fc=ops.linear(load.linear({"fc": hidden}, len(config.aux_layers) * config.target_hidden_size)),
             hidden_norm=load_norm(config, f"{prefix}hidden_norm", hidden, load, ops),
-            block=Gemma4Block.build(config, 0, prefix, layer, load, ops, 2 * hidden),
+            embedding_norm=load_norm(config, f"{prefix}input_layernorm", hidden, load, ops),
+            block=Gemma4Block.build(config, 0, prefix, "norm", layer, load, ops, 2 * hidden),
             stored=projection(config, 0, f"{prefix}self_attn.", 2 * hidden, 0, load, ops),
-            norm=load_norm(config, "norm", hidden, load, ops),
             lm_head=output_of(config, load, target, ops),
             **cls.common(config, draft_to_target, ops),
         )
@@ -231,8 +230,7 @@ class Gemma4EagleHead(Head):
 
     def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         attended = self.block.attention(self._inputs(token_ids, hidden), attend)
-        stream = self.block.behind(hidden, attended)
-        return stream, self.norm(stream)
+        return self.block.behind(hidden, attended)
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits, cap = self.lm_head(hidden), self.config.logit_cap
@@ -241,5 +239,5 @@ class Gemma4EagleHead(Head):
     def _inputs(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
         """Of the attention, [rows, 2 * H]: both normed, the embedding first."""
         scale = root_of(self.config.hidden_size, hidden.dtype)
-        embedded = self.block.norms[0](F.embedding(token_ids, self.embedding) * scale)
+        embedded = self.embedding_norm(F.embedding(token_ids, self.embedding) * scale)
         return torch.cat((embedded, self.hidden_norm(hidden)), -1)

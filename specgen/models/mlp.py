@@ -13,6 +13,7 @@ from specgen.models.model_config import MixtureConfig, SigmoidWeights
 from specgen.ops import Map, Ops
 from specgen.ops.experts import (
     MXFP4_BLOCK,
+    Activation,
     Choice,
     Experts,
     ExpertsMap,
@@ -33,14 +34,23 @@ class MLP:
     down: Map  # [rows, I] -> [parts, rows, H]
 
     @classmethod
-    def build(cls, hidden: int, inner: int, prefix: str, load: Loader, ops: Ops, bias: bool = False) -> "MLP":
+    def build(
+        cls,
+        hidden: int,
+        inner: int,
+        prefix: str,
+        load: Loader,
+        ops: Ops,
+        bias: bool = False,
+        activation: Activation = "swish",
+    ) -> "MLP":
         """Load ``{prefix}*`` of a layer ``hidden`` wide; gate and up are ``inner`` wide."""
-        return cls.of(*_mlp(hidden, inner, prefix, load, bias), ops)
+        return cls.of(*_mlp(hidden, inner, prefix, load, bias), ops, activation)
 
     @classmethod
-    def of(cls, gate_up: Weight, down: Weight, ops: Ops) -> "MLP":
+    def of(cls, gate_up: Weight, down: Weight, ops: Ops, activation: Activation = "swish") -> "MLP":
         return cls(
-            gated=ops.gated_linear(gate_up, down.static_scale),
+            gated=ops.gated_linear(gate_up, down.static_scale, activation),
             input_scale=gate_up.static_scale,
             down=ops.linear_parts(down),
         )
@@ -93,9 +103,12 @@ class Mixture:
             beside=beside,
         )
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        """[rows, H] -> what is to be added, each [parts, rows, H]; see ``Ops.linear_parts``."""
-        ids, weights = self.choice(self.router(x))
+    def __call__(self, x: Tensor, routed: Tensor | None = None) -> tuple[Tensor, ...]:
+        """[rows, H] -> what is to be added, each [parts, rows, H]; see ``Ops.linear_parts``.
+
+        The router reads ``routed`` [rows, H], if that is not the same.
+        """
+        ids, weights = self.choice(self.router(x if routed is None else routed))
         weights, k = weights.to(x.dtype), self.num_chosen
         if self.beside is None:
             return (self.experts(x, ids, weights),)
@@ -160,6 +173,9 @@ def _choice(config: MixtureConfig, prefix: str, load: Loader, ops: Ops, num_shar
             weighing=config.weights,
             num_shared=num_shared,
             gated=config.shared_gate,
+            scales=None
+            if config.scales is None
+            else load.float32(prefix + config.scales, (config.num_experts,)),
         )
         return ops.choice(routing)
     of_scores = SigmoidRouting(

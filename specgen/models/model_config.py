@@ -103,6 +103,7 @@ class MixtureConfig:
     layers: tuple[bool, ...]  # by layer: whether it is a mixture; the others have an MLP
     weights: Weighing | SigmoidWeights  # how a router's logits become weights
     router: str  # its name in a checkpoint, beside "experts"
+    scales: str | None = None  # and that of what the weight of each expert is multiplied by
     biases: bool = False  # of router and experts
     fused: Fused = "out, in"
     mxfp4: bool = False

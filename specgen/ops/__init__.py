@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specgen.device import SINGLE_RANK, Ranks
 from specgen.kv.layout import Layout
-from specgen.ops.experts import Choice, Experts, ExpertsMap, Routing, SigmoidRouting
+from specgen.ops.experts import Activation, Choice, Experts, ExpertsMap, Routing, SigmoidRouting
 from specgen.ops.weight import Weight
 
 Map = Callable[[Tensor], Tensor]  # rows to rows
@@ -78,10 +78,33 @@ class MakeNorm(Protocol):
         ...
 
 
-class MakeGated(Protocol):
-    """Prepares gate and up [2 * I, in]: [rows, in] -> silu(gate) * up [rows, I]."""
+@dataclass(frozen=True, kw_only=True)
+class Sandwich:
+    """The weights of norms around the sum of a residual stream and what a part of a layer returns; all cast last."""
 
-    def __call__(self, weight: Weight, out_scale: Tensor | None = None) -> Map:
+    within: tuple[Tensor, Tensor] | None = (
+        None  # [N] each: of both parts, where there are two, whose sum is normed
+    )
+    behind: Tensor  # [N]: of what is added to the stream
+    scale: Tensor | None = None  # [1]: what the sum is multiplied by
+    before: Tensor  # [n, N]: of what reads that next
+    eps: float
+
+
+class SandwichNorm(Protocol):
+    """Of a ``Sandwich``."""
+
+    def __call__(self, stream: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+        """``stream`` [rows, N] and parts, each [p, rows, N] (``Ops.linear_parts``): the stream, normed [n, rows, N]."""
+        ...
+
+
+class MakeGated(Protocol):
+    """Prepares gate and up [2 * I, in]: [rows, in] -> activation(gate) * up [rows, I]."""
+
+    def __call__(
+        self, weight: Weight, out_scale: Tensor | None = None, activation: Activation = "swish"
+    ) -> Map:
         """See ``MakeNorm`` for ``out_scale``."""
         ...
 
@@ -133,6 +156,7 @@ class Ops:
     choice: Callable[[Routing], Choice]
     sigmoid_choice: Callable[[SigmoidRouting], Choice]
     rms_norm: MakeNorm
+    sandwich: Callable[[Sandwich], SandwichNorm]
     # Embedding table [V, N], two norm weights [N], eps and whether norms round last: token ids [rows] and x [rows, N]
     # -> the normed embeddings concatenated with the normed x, [rows, 2 * N].
     embed_norm_concat: Callable[[Tensor, Tensor, Tensor, float, bool], Pair]

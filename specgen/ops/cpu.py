@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from specgen.ops import Map, Ops, joined
+from specgen.ops.experts import Activation
 from specgen.ops.fp8 import fp8_linear
-from specgen.ops.reference import gated, heads_normed, one_part, silu_and_mul, torch_ops, whole
+from specgen.ops.reference import gated, heads_normed, one_part, torch_ops, whole
 from specgen.ops.weight import Weight
 
 _LARGEST_BY_COLUMNS = 1 << 22  # elements; of larger weights blocks are faster for more than one row
@@ -58,9 +59,9 @@ def _limit_primitive_caches() -> None:
         os.environ.setdefault(library, "64")
 
 
-def _gated_linear(weight: Weight, out_scale: Tensor | None = None) -> Map:
+def _gated_linear(weight: Weight, out_scale: Tensor | None = None, activation: Activation = "swish") -> Map:
     del out_scale  # whoever reads the result rounds it
-    return gated(_packed(weight), silu_and_mul)
+    return gated(_packed(weight), activation)
 
 
 @cache

@@ -11,7 +11,7 @@ from torch import Tensor
 from specgen.config import require
 from specgen.ops import Map, Ops, automaton_kernels, measured_choices
 from specgen.ops.expert_kernels import few_rows_experts
-from specgen.ops.experts import Experts, ExpertsMap, grouped_experts
+from specgen.ops.experts import Activation, Experts, ExpertsMap, grouped_experts
 from specgen.ops.fp8_cuda import fp8_gated, fp8_map, fp8_parts
 from specgen.ops.hopper_linear import (
     FEWEST_ROWS,
@@ -23,17 +23,18 @@ from specgen.ops.hopper_linear import (
 )
 from specgen.ops.jit_modules import runs_on
 from specgen.ops.measured_choices import Tile
-from specgen.ops.reference import gated, linear, linear_float32, one_part
+from specgen.ops.reference import linear, linear_float32, one_part
 from specgen.ops.rope import TritonRope
 from specgen.ops.router_kernel import fused_choice, fused_sigmoid_choice
 from specgen.ops.row_kernels import (
     TritonEmbedNormConcat,
     TritonGatedNorm,
     TritonNorm,
+    activate_and_mul,
     largest,
     most_likely,
+    sandwich,
     sigmoid_gated,
-    silu_and_mul,
     sum_parts,
 )
 from specgen.ops.skinny import skinny_gated_linear, skinny_linear
@@ -54,6 +55,7 @@ def cuda_ops(dtype: torch.dtype) -> Ops:
         choice=partial(fused_choice, dtype),
         sigmoid_choice=partial(fused_sigmoid_choice, dtype),
         rms_norm=TritonNorm,
+        sandwich=sandwich,
         embed_norm_concat=TritonEmbedNormConcat,
         gated_norm=TritonGatedNorm,
         sigmoid_gated=sigmoid_gated,
@@ -122,13 +124,20 @@ def _linear_float32(dtype: torch.dtype, weight: Weight) -> Map:
     return _by_rows(tiles, weight, skinny_linear, exact)
 
 
-def _gated_linear(dtype: torch.dtype, weight: Weight, out_scale: Tensor | None = None) -> Map:
+def _gated_linear(
+    dtype: torch.dtype, weight: Weight, out_scale: Tensor | None = None, activation: Activation = "swish"
+) -> Map:
     if weight.format == "fp8":
-        return fp8_gated(weight, dtype, out_scale)
-    whole = gated(linear(weight), silu_and_mul)
+        return fp8_gated(weight, dtype, out_scale, activation)
+    together = linear(weight)
+
+    def whole(x: Tensor) -> Tensor:
+        return activate_and_mul(activation, *together(x).chunk(2, -1))
+
     if dtype not in _HALF:
         return whole
-    few = _by_rows(measured_choices.GATED, weight, skinny_gated_linear, whole, halves=2)
+    skinny = partial(skinny_gated_linear, activation)
+    few = _by_rows(measured_choices.GATED, weight, skinny, whole, halves=2)
     matrix, bias = weight.matrix, weight.bias
     out, width = matrix.shape
     if dtype != torch.bfloat16 or not runs_on(matrix.device) or not fits(out // 2, width, dtype, gated=True):
@@ -136,20 +145,13 @@ def _gated_linear(dtype: torch.dtype, weight: Weight, out_scale: Tensor | None =
 
     def gemm(x: Tensor) -> Tensor:
         if FEWEST_ROWS <= x.shape[0] <= MOST_ROWS:
-            return hopper_linear(x, matrix, bias=bias, gated=True)
+            return hopper_linear(x, matrix, bias=bias, activation=activation)
         return few(x)
 
     return gemm
 
 
 def _experts(dtype: torch.dtype, experts: Experts) -> ExpertsMap:
-    if experts.gating.activation != "swish":  # which no kernel here knows
-        name = str(dtype).removeprefix("torch.")
-        require(
-            dtype == torch.bfloat16,
-            f"experts with GELU run in bfloat16 on a GPU, not {name}: use --dtype bfloat16",
-        )
-        return grouped_experts(experts)
     if experts.gate_up.format == "mxfp4":
         name = str(dtype).removeprefix("torch.")
         require(

@@ -19,6 +19,7 @@ from specgen.ops.fp8 import block_scales
 from specgen.ops.fp8_kernels import rounded_rows
 from specgen.ops.launch import PDL
 from specgen.ops.measured_choices import ExpertTile, ExpertTiles
+from specgen.ops.row_kernels import sharpened
 from specgen.ops.weight import GROUP, Weight
 
 # How a program finds its block:
@@ -177,13 +178,14 @@ def _gate(
     shift: float,
     limit: float,
     LIMITED: tl.constexpr,  # noqa: N803
+    GELU: tl.constexpr,  # noqa: N803
     BETWEEN: tl.constexpr,  # noqa: N803
 ) -> tl.tensor:
     """``Gating`` in float32, what is multiplied rounded to BETWEEN."""
     gate, up = gate.to(BETWEEN).to(tl.float32), up.to(BETWEEN).to(tl.float32)
     if LIMITED:
         gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
-    return (gate / (1 + tl.exp(-alpha * gate))).to(BETWEEN).to(tl.float32) * (up + shift)
+    return (gate / (1 + tl.exp(-alpha * sharpened(gate, GELU)))).to(BETWEEN).to(tl.float32) * (up + shift)
 
 
 @triton.jit(do_not_specialize=["num_rows", "x_step", "alpha", "shift", "limit"])
@@ -205,6 +207,7 @@ def _gate_up_kernel(
     shift: float,
     limit: float,
     LIMITED: tl.constexpr,  # noqa: N803
+    GELU: tl.constexpr,  # noqa: N803
     KIND: tl.constexpr,  # noqa: N803
     K: tl.constexpr,  # noqa: N803
     K_BLOCK: tl.constexpr,  # noqa: N803
@@ -237,9 +240,9 @@ def _gate_up_kernel(
     if (
         weight.dtype.element_ty == tl.float8e4nv
     ):  # as Gating rounds: what is rounded to e4m3 next must be the same
-        gated = _gate(gate, up, alpha, shift, limit, LIMITED, y.dtype.element_ty)
+        gated = _gate(gate, up, alpha, shift, limit, LIMITED, GELU, y.dtype.element_ty)
     else:
-        gated = _gate(gate, up, alpha, shift, limit, LIMITED, tl.float32)
+        gated = _gate(gate, up, alpha, shift, limit, LIMITED, GELU, tl.float32)
     gated = tl.reshape(gated, (BLOCK_OUT, ROWS))
     out = first + tl.arange(0, BLOCK_OUT)
     y += pairs[None, :].to(tl.int64) * half
@@ -308,6 +311,7 @@ def gate_up(
         *(blocks.ids, blocks.order, blocks.listed, x.shape[0], x_step, matrices.num_out, matrices.width),
         *(gating.alpha, gating.shift, limit or 0.0),
         LIMITED=limit is not None,
+        GELU=gating.activation == "gelu tanh",
         **_constants(matrices, blocks, rows, tile),
     )
     return y

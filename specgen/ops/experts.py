@@ -1,8 +1,8 @@
 """A mixture of experts in plain torch: which experts a row goes through, their weights, also in MXFP4, and GEMMs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Literal
 
 import torch
@@ -16,6 +16,10 @@ from specgen.ops.weight import Weight
 # over the chosen, or the sigmoid of each.
 Weighing = Literal["softmax", "normalized", "softmax of chosen", "sigmoid"]
 Activation = Literal["swish", "gelu tanh"]
+ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    "swish": F.silu,
+    "gelu tanh": partial(F.gelu, approximate="tanh"),
+}
 # Logits as partial sums [n, rows, E or more] (see Ops.linear_parts) -> the ids of each row's experts [rows, k + m]
 # int64, the k that are chosen, best first, before m shared ones; and their weights [rows, k + m] in the model's dtype.
 Choice = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -34,6 +38,7 @@ class Routing:
     weighing: Weighing
     num_shared: int = 0
     gated: bool = False
+    scales: Tensor | None = None  # [E] float32, of the weights of those chosen by the softmax over all
 
 
 _OF_CHOSEN: dict[str, Callable[[Tensor], Tensor]] = {  # of the logits of the chosen alone
@@ -55,6 +60,8 @@ def choice(routing: Routing) -> Choice:
             best, ids = logits.softmax(-1, dtype=torch.float32).topk(num_chosen)
             if weighing == "normalized":
                 best = best / best.sum(-1, keepdim=True)
+            if routing.scales is not None:
+                best = best * routing.scales[ids]
             weights = best.to(logits.dtype)
         shared = _OF_CHOSEN["sigmoid"](gate) if routing.gated else torch.ones_like(weights[:, :1])
         return _with_shared(ids, weights, num_experts, shared.expand(-1, routing.num_shared))
@@ -170,10 +177,9 @@ class Gating:
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        if self.activation == "gelu tanh":
-            return F.gelu(gate, approximate="tanh") * (up + self.shift)
-        # silu rounds once, the other form at every step, as both do in transformers
-        gated = F.silu(gate) if self.alpha == 1.0 else gate * torch.sigmoid(gate * self.alpha)
+        # each rounds once, the other form at every step, as all do in transformers
+        activate = ACTIVATIONS[self.activation]
+        gated = activate(gate) if self.alpha == 1.0 else gate * torch.sigmoid(gate * self.alpha)
         return gated * (up + self.shift)
 
 

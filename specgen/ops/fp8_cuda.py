@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specgen.config import require
 from specgen.ops import Map, block_fp8, measured_choices
+from specgen.ops.experts import Activation
 from specgen.ops.fp8 import block_scales
 from specgen.ops.fp8_kernels import (
     Fp8Matrix,
@@ -25,7 +26,7 @@ from specgen.ops.fp8_kernels import (
 from specgen.ops.hopper_linear import MOST_ROWS, MOST_ROWS_OF_SEVERAL_SCALES, fits, hopper_linear
 from specgen.ops.jit_modules import runs_on
 from specgen.ops.measured_choices import Fp8Tile
-from specgen.ops.row_kernels import silu_and_mul_of
+from specgen.ops.row_kernels import activate_and_mul
 from specgen.ops.weight import GROUP, Weight
 
 _MANY = 1 << 20  # blocks of rows: any number
@@ -47,12 +48,12 @@ def fp8_parts(weight: Weight, dtype: torch.dtype) -> Map:
     return _Layer.build(weight, dtype, tiles).gemm
 
 
-def fp8_gated(weight: Weight, dtype: torch.dtype, out_scale: Tensor | None = None) -> Map:
+def fp8_gated(weight: Weight, dtype: torch.dtype, out_scale: Tensor | None, activation: Activation) -> Map:
     """See ``Ops.gated_linear``; with an ``out_scale`` [1] the result is e4m3."""
     layer = _Layer.build(
         weight, dtype, measured_choices.FP8_GATED + _any_rows(measured_choices.FP8_GATED_MANY), halves=2
     )
-    return lambda x: layer.gated(x, out_scale)
+    return lambda x: layer.gated(x, out_scale, activation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,22 +123,22 @@ class _Layer:
             return fp8_linear(self._rows(x, tile), self.matrix, self.dtype, tile)
         return self._many(self._rows(x))[None]
 
-    def gated(self, x: Tensor, out_scale: Tensor | None) -> Tensor:
-        """[rows, in] -> silu(gate) * up [rows, I]."""
+    def gated(self, x: Tensor, out_scale: Tensor | None, activation: Activation) -> Tensor:
+        """[rows, in] -> activation(gate) * up [rows, I]."""
         if self.blocks and x.shape[0] >= block_fp8.FEWEST_ROWS:
             assert out_scale is None, "inputs of block FP8 are rounded in front of their GEMM"
-            return silu_and_mul_of(*self._blocks(x).chunk(2, -1))
+            return activate_and_mul(activation, *self._blocks(x).chunk(2, -1))
         if self.hopper and measured_choices.FP8_FEW_ROWS < x.shape[0] <= MOST_ROWS:
-            return self._hopper(x, gated=True, y_scale=out_scale)
+            return self._hopper(x, activation, y_scale=out_scale)
         if x.shape[0] <= measured_choices.FP8_FEW_ROWS or self.folded is None:
             tile = self._tile(x)
-            return fp8_gated_linear(self._rows(x, tile), self.matrix, self.dtype, tile, out_scale)
+            return fp8_gated_linear(self._rows(x, tile), self.matrix, self.dtype, tile, activation, out_scale)
         rows, half = self._rows(x), self.matrix.data.shape[0] // 2
         if [run.stop for run, _ in self.runs] == [half, 2 * half]:
             gate, up = (self._scaled(rows, run, scale) for run, scale in self.runs)
         else:
             gate, up = self._many(rows).chunk(2, -1)
-        return silu_and_mul_of(gate, up, out_scale)
+        return activate_and_mul(activation, gate, up, out_scale)
 
     def _blocks(self, x: Tensor) -> Tensor:
         rows = rounded_rows(x, None, GROUP, multiple=block_fp8.ROWS)
@@ -146,10 +147,12 @@ class _Layer:
             : len(x)
         ]
 
-    def _hopper(self, x: Tensor, *, gated: bool = False, y_scale: Tensor | None = None) -> Tensor:
+    def _hopper(
+        self, x: Tensor, activation: Activation | None = None, *, y_scale: Tensor | None = None
+    ) -> Tensor:
         rows, matrix = self._rows(x), self.matrix
         scales = {"out_scale": matrix.scale, "x_scale": rows.scale, "y_scale": y_scale}
-        return hopper_linear(rows.data, matrix.data, bias=matrix.bias, gated=gated, **scales)
+        return hopper_linear(rows.data, matrix.data, bias=matrix.bias, activation=activation, **scales)
 
     def _tile(self, x: Tensor) -> Fp8Tile:
         half = x.dtype != torch.float8_e4m3fn

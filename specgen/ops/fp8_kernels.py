@@ -13,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from specgen.ops.experts import Activation
 from specgen.ops.launch import PDL, prefetch_l2
 from specgen.ops.measured_choices import Fp8Tile
-from specgen.ops.row_kernels import e4m3_scale, silu_mul, to_e4m3
+from specgen.ops.row_kernels import e4m3_scale, gate_mul, to_e4m3
 from specgen.ops.weight import GROUP
 
 _TRITON = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -81,6 +82,7 @@ def _fp8_kernel(
     prefetch_bytes: int,
     DTYPE: tl.constexpr,  # noqa: N803
     GATED: tl.constexpr,  # noqa: N803
+    GELU: tl.constexpr,  # noqa: N803
     GROUPED: tl.constexpr,  # noqa: N803
     STATIC: tl.constexpr,  # noqa: N803
     ROUNDS: tl.constexpr,  # noqa: N803
@@ -168,7 +170,7 @@ def _fp8_kernel(
         if GATED:
             up_acc += tl.load(bias + num_out + out).to(tl.float32)[:, None]
     if GATED:
-        result = silu_mul(acc.to(DTYPE), up_acc.to(DTYPE))
+        result = gate_mul(acc.to(DTYPE), up_acc.to(DTYPE), GELU)
         if y_scale is not None:
             result = to_e4m3(result, 1.0 / tl.load(y_scale))
     else:
@@ -236,18 +238,23 @@ def fp8_linear(x: Fp8Rows, matrix: Fp8Matrix, dtype: torch.dtype, tile: Fp8Tile)
     """``x`` through ``matrix``: [parts, rows, out] in the model's ``dtype``, or of several parts in float32."""
     shape = (tile.parts, x.data.shape[0], matrix.data.shape[0])
     y = torch.empty(shape, dtype=dtype if tile.parts == 1 else torch.float32, device=x.data.device)
-    _launch(x, matrix, y, None, dtype, tile, gated=False)
+    _launch(x, matrix, y, None, dtype, tile, None)
     return y
 
 
 def fp8_gated_linear(
-    x: Fp8Rows, matrix: Fp8Matrix, dtype: torch.dtype, tile: Fp8Tile, y_scale: Tensor | None = None
+    x: Fp8Rows,
+    matrix: Fp8Matrix,
+    dtype: torch.dtype,
+    tile: Fp8Tile,
+    activation: Activation,
+    y_scale: Tensor | None = None,
 ) -> Tensor:
-    """``silu(gate) * up`` [rows, I]; ``matrix`` [2 * I, in] holds gate and up. With a ``y_scale`` [1] in e4m3."""
-    assert tile.parts == 1, "partial sums cannot pass through silu"
+    """``activation(gate) * up`` [rows, I]; ``matrix`` [2 * I, in] holds gate and up. With a ``y_scale`` [1] in e4m3."""
+    assert tile.parts == 1, "partial sums cannot pass through an activation"
     shape = (x.data.shape[0], matrix.data.shape[0] // 2)
     y = torch.empty(shape, dtype=dtype if y_scale is None else torch.float8_e4m3fn, device=x.data.device)
-    _launch(x, matrix, y, y_scale, dtype, tile, gated=True)
+    _launch(x, matrix, y, y_scale, dtype, tile, activation)
     return y
 
 
@@ -258,8 +265,7 @@ def _launch(
     y_scale: Tensor | None,
     dtype: torch.dtype,
     tile: Fp8Tile,
-    *,
-    gated: bool,
+    activation: Activation | None,
 ) -> None:
     (num_rows, width), num_out = x.data.shape, y.shape[-1]
     assert num_rows <= tile.most_rows, (num_rows, tile)
@@ -274,7 +280,8 @@ def _launch(
         *(num_rows, num_out, width, part_width),
         min(tile.prefetch_bytes, part_width),
         DTYPE=_TRITON[dtype],
-        GATED=gated,
+        GATED=activation is not None,
+        GELU=activation == "gelu tanh",
         GROUPED=matrix.grouped,
         STATIC=x.static,
         ROUNDS=tile.rounds,
@@ -283,7 +290,7 @@ def _launch(
         BLOCK_IN=tile.block_in,
         STAGES=tile.stages,
         PIECES=max(tile.warps * 32 // tile.block_out, 1),
-        EARLY=not gated and tile.leaves_room,
+        EARLY=activation is None and tile.leaves_room,
         num_warps=tile.warps,
         **PDL,
     )

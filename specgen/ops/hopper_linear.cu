@@ -49,7 +49,7 @@ struct Problem {
   int rows, out, steps;    // steps: along K
   int tiles, row_tiles;    // tiles: of outputs
   int parts;               // of K whose sums are y: [parts, rows, out] in float32
-  bool x_static;
+  bool x_static, gelu;
 };
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
@@ -224,7 +224,9 @@ __device__ __forceinline__ void finish(const Problem& p, const float (&sums)[COU
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const float gate = rounded(a[i]);
-        y[i] = rounded(gate / (1.0f + __expf(-gate))) * rounded(b[i]);
+        // of GELU, by its approximation with tanh, what goes through the sigmoid
+        const float opens = p.gelu ? gate * (1.5957691216057308f + 0.07135481282052193f * gate * gate) : gate;
+        y[i] = rounded(gate / (1.0f + __expf(-opens))) * rounded(b[i]);
       }
       keep_pair(row, inside + pair, transposed(y[0], y[1]), to_e4m3, inverse);
     } else {
@@ -561,7 +563,7 @@ int run(const Call& call, const Problem& p) {
 
 // ``parts`` of K, of which each tile has a block: with ``sums`` y is their sums in float32, which only bf16 has; else they
 // are 1, where ``blocks`` share the tiles, or 2 in e4m3, where each tile has a cluster. Blocks that share tiles, of which
-// there are more, leave sums in ``begun`` [blocks, ROWS * 128]. In bf16 only the gated kernel was compiled without
+// there are more, leave sums in ``begun`` [blocks, ROWS * 128]. ``is_gated``: 1 by SiLU, 2 by GELU. In bf16 only the gated kernel was compiled without
 // ``sums``. 0, -1 if a tensor has no map, -2 for what was not compiled; else a cudaError.
 extern "C" int hopper_linear(const void* x, const void* weight, const void* bias, const float* out_scale,
                              const float* x_scale, const float* y_scale, void* y, float* begun, int64_t rows, int64_t out,
@@ -571,7 +573,7 @@ extern "C" int hopper_linear(const void* x, const void* weight, const void* bias
   p.begun = reinterpret_cast<float4*>(begun);
   p.rows = rows, p.out = out, p.steps = width * kSize / kBytes;
   p.tiles = out * (is_gated ? 2 : 1) / kOut, p.row_tiles = (rows + ROWS - 1) / ROWS, p.x_static = x_static;
-  p.parts = parts;
+  p.parts = parts, p.gelu = is_gated == 2;
   const int tiles = p.tiles * p.row_tiles;
   const Call call = {x, weight, width, parts > 1 || sums || tiles < blocks ? tiles : blocks, static_cast<cudaStream_t>(stream)};
   if (p.steps % parts != 0) return -2;

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from specgen.ops.experts import Activation
 from specgen.ops.jit_modules import Module, compiled, current_stream, num_sms, pointers, source_spec
 from specgen.ops.measured_choices import FP8_FEW_ROWS, HOPPER
 
@@ -25,6 +26,7 @@ MOST_ROWS: int = HOPPER["most_rows"]
 MOST_ROWS_OF_SEVERAL_SCALES: int = HOPPER["most_rows_of_several_scales"]
 MOST_ROWS_OF_PARTS: int = HOPPER["most_rows_of_parts"]
 _MOST_PARTS = 4
+_GATED: dict[Activation | None, int] = {None: 0, "swish": 1, "gelu tanh": 2}
 
 
 def fits(num_out: int, width: int, dtype: torch.dtype, *, gated: bool) -> bool:
@@ -50,13 +52,15 @@ def hopper_linear(
     out_scale: Tensor | None = None,
     x_scale: Tensor | None = None,
     y_scale: Tensor | None = None,
-    gated: bool = False,
+    activation: Activation | None = None,
 ) -> Tensor:
     """``x`` [rows, in] through ``weight`` [out, in], both contiguous: [rows, out] in bfloat16; in any number of rows.
 
-    ``gated``: the weight holds gate and up, the result is silu(gate) * up [rows, out / 2]; bfloat16 does only that.
+    With an ``activation`` the weight holds gate and up, the result is activation(gate) * up [rows, out / 2]; bfloat16
+    does only that.
     In e4m3 ``out_scale`` is float32 [out], ``x_scale`` [1] or [rows, 1]. With a ``y_scale`` [1] the result is e4m3.
     """
+    gated = activation is not None
     (num_rows, width), num_out = x.shape, weight.shape[0] // (2 if gated else 1)
     assert x.is_contiguous(), x.stride()
     assert weight.is_contiguous(), weight.stride()
@@ -78,7 +82,7 @@ def hopper_linear(
         (x, weight, bias, out_scale, x_scale, y_scale, y, begun),
         parts,
         static=static,
-        gated=gated,
+        activation=activation,
         sums=False,
     )
     return y
@@ -96,11 +100,13 @@ def hopper_linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -
     while 2 * parts * tiles <= num_sms(x.device) and num_steps % (2 * parts) == 0 and parts < _MOST_PARTS:
         parts *= 2
     y = torch.empty(parts, num_rows, num_out, dtype=torch.float32, device=x.device)
-    _call((x, weight, bias, None, None, None, y, None), parts, static=False, gated=False, sums=True)
+    _call((x, weight, bias, None, None, None, y, None), parts, static=False, activation=None, sums=True)
     return y
 
 
-def _call(tensors: tuple[Tensor | None, ...], parts: int, *, static: bool, gated: bool, sums: bool) -> None:
+def _call(
+    tensors: tuple[Tensor | None, ...], parts: int, *, static: bool, activation: Activation | None, sums: bool
+) -> None:
     x, weight, y = tensors[0], tensors[1], tensors[6]
     assert x is not None
     assert weight is not None
@@ -112,7 +118,7 @@ def _call(tensors: tuple[Tensor | None, ...], parts: int, *, static: bool, gated
     error = compiled(_spec, "hopper_linear", kind, _tile(len(x)))(
         *pointers(tensors),
         *sizes,
-        *(num_sms(x.device), parts, int(static), int(gated), int(sums)),
+        *(num_sms(x.device), parts, int(static), _GATED[activation], int(sums)),
         current_stream(x.device),
     )
     assert error == 0, f"hopper_linear: error {error} at {list(x.shape)}, weight {list(weight.shape)}, {kind}"

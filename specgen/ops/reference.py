@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from specgen.device import Ranks
 from specgen.kv.layout import Layout
-from specgen.ops import Map, Norm, Ops, Pair, Rope, Store, joined
-from specgen.ops.experts import choice, grouped_experts, sigmoid_choice
+from specgen.ops import Map, Norm, Ops, Pair, Rope, Sandwich, SandwichNorm, Store, joined
+from specgen.ops.experts import ACTIVATIONS, Activation, choice, grouped_experts, sigmoid_choice
 from specgen.ops.fp8 import fp8_linear, plain_matrix
 from specgen.ops.weight import Weight
 
@@ -26,6 +26,7 @@ def torch_ops() -> Ops:
         choice=choice,
         sigmoid_choice=sigmoid_choice,
         rms_norm=RmsNorm,
+        sandwich=sandwich,
         embed_norm_concat=embed_norm_concat,
         gated_norm=gated_norm,
         sigmoid_gated=lambda x, gate: x * gate.sigmoid(),
@@ -100,15 +101,21 @@ def one_part(linear: Map) -> Map:
     return lambda x: linear(x)[None]
 
 
-def gated_linear(weight: Weight, out_scale: Tensor | None = None) -> Map:
+def gated_linear(weight: Weight, out_scale: Tensor | None = None, activation: Activation = "swish") -> Map:
     """See ``Ops.gated_linear``; whoever reads the result rounds it."""
     del out_scale
-    return gated(linear(weight), silu_and_mul)
+    return gated(linear(weight), activation)
 
 
-def gated(linear: Map, silu_and_mul: Map) -> Map:
+def gated(linear: Map, activation: Activation) -> Map:
     """``linear`` to gate and up in the form of ``Ops.gated_linear``."""
-    return lambda x: silu_and_mul(linear(x))
+    return lambda x: activate_and_mul(activation, linear(x))
+
+
+def activate_and_mul(activation: Activation, gate_up: Tensor) -> Tensor:
+    """[rows, 2 * I] -> [rows, I]; the gate is the first half."""
+    gate, up = gate_up.chunk(2, -1)
+    return ACTIVATIONS[activation](gate).mul_(up)
 
 
 @dataclass(frozen=True)
@@ -131,6 +138,27 @@ class RmsNorm:
         return (scaled * self.weight).to(x.dtype) if self.casts_last else scaled.to(x.dtype) * self.weight
 
 
+def sandwich(norms: Sandwich) -> SandwichNorm:
+    """See ``Ops.sandwich``."""
+
+    def norm(weight: Tensor, x: Tensor) -> Tensor:
+        return RmsNorm(weight, norms.eps, casts_last=True)(x)
+
+    def forward(stream: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+        each = [whole(part).to(stream.dtype) for part in parts]
+        if norms.within is not None:
+            each = [torch.add(*(norm(*pair) for pair in zip(norms.within, each, strict=True)))]
+        (delta,) = each
+        total = stream + norm(norms.behind, delta)
+        if norms.scale is not None:
+            total = total * norms.scale
+        if not len(norms.before):
+            return total, total.new_empty(0, *total.shape)
+        return total, torch.stack([norm(weight, total) for weight in norms.before])
+
+    return forward
+
+
 def heads_normed(norm: Map, weight: Tensor, x: Tensor) -> Tensor:
     """``norm`` of ``x``, or of as many of its heads as there are weights; see ``Norm``."""
     count = len(weight)
@@ -151,18 +179,6 @@ def gated_norm(weight: Tensor, eps: float) -> Pair:
     """See ``Ops.gated_norm``."""
     norm = RmsNorm(weight, eps)
     return lambda x, gate: (norm(x).float() * F.silu(gate.float())).to(x.dtype)
-
-
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """[rows, 2 * I] -> [rows, I]; the gate is the first half."""
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate).mul_(up)
-
-
-def gelu_and_mul(gate_up: Tensor) -> Tensor:
-    """The same with GELU, by its approximation with tanh."""
-    gate, up = gate_up.chunk(2, -1)
-    return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 def rope(frequencies: Tensor, scale: float = 1.0) -> Rope:
@@ -243,7 +259,17 @@ def ranked(ops: Ops, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> 
             return RankedNorm(norm=norm, ranks=ranks)
         return fuse(norm, ranks)
 
-    return replace(ops, rms_norm=rms_norm, ranks=ranks)
+    def ranked_sandwich(norms: Sandwich) -> SandwichNorm:
+        own = ops.sandwich(norms)
+        return lambda stream, *parts: own(stream, *(_summed(each, ranks, stream.dtype) for each in parts))
+
+    return replace(ops, rms_norm=rms_norm, sandwich=ranked_sandwich, ranks=ranks)
+
+
+def _summed(parts: Tensor, ranks: Ranks, dtype: torch.dtype) -> Tensor:
+    """The sum of the ``parts`` of every rank, as one."""
+    mine = parts[0] if len(parts) == 1 else parts.sum(0, dtype=torch.float32)
+    return ranks.sum(mine.to(dtype))[None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +283,4 @@ class RankedNorm:
         return self.norm(x)
 
     def add(self, stream: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
-        each = joined(parts)
-        mine = each[0] if len(each) == 1 else each.sum(0, dtype=torch.float32)
-        return self.norm.add(stream, self.ranks.sum(mine.to(stream.dtype))[None])
+        return self.norm.add(stream, _summed(joined(parts), self.ranks, stream.dtype))

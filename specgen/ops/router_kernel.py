@@ -82,6 +82,7 @@ def _store(
 @triton.jit(do_not_specialize=["num_rows"])
 def _choose_kernel(
     parts: tl.tensor,
+    scales: tl.tensor,
     ids: tl.tensor,
     weights: tl.tensor,
     num_rows: int,
@@ -118,6 +119,8 @@ def _choose_kernel(
         share = 1 / (1 + tl.exp(-best))
     else:  # the same with and without the softmax of all experts, in which the sum cancels
         share /= tl.sum(share)
+    if scales is not None:
+        share *= tl.load(scales + chosen)  # of the first where no expert is
     _store(ids, weights, row, chosen, share, shared, num_experts, K, SHARED, K_BLOCK)
 
 
@@ -219,7 +222,7 @@ def fused_choice(dtype: torch.dtype, routing: Routing) -> Choice:
         weights = torch.empty_like(ids, dtype=dtype)
         if num_rows:
             _choose_kernel[(num_rows,)](
-                *(parts.contiguous(), ids, weights, num_rows, num_experts, width),
+                *(parts.contiguous(), routing.scales, ids, weights, num_rows, num_experts, width),
                 PARTS=num_parts,
                 WEIGHING=routing.weighing,
                 GATED=routing.gated,

@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specgen.ops import joined
+from specgen.ops import Sandwich, SandwichNorm, joined
+from specgen.ops.experts import Activation
 from specgen.ops.launch import PDL
 
 
@@ -128,6 +129,66 @@ def _add_norm_kernel(
 
 
 @triton.jit
+def _sum(
+    parts: tl.tensor,
+    row: tl.tensor,
+    columns: tl.tensor,
+    inside: tl.tensor,
+    size: int,
+    dtype: tl.constexpr,
+    PARTS: tl.constexpr,  # noqa: N803
+) -> tl.tensor:
+    """Of a row's parts, in float32 and rounded to ``dtype``."""
+    total = tl.zeros(columns.shape, tl.float32)
+    for part in tl.static_range(PARTS):
+        start = (part * tl.num_programs(0) + row) * size
+        total += tl.load(parts + start + columns, inside, 0).to(tl.float32)
+    return total.to(dtype)
+
+
+@triton.jit
+def _sandwich_kernel(
+    stream: tl.tensor,
+    parts: tl.tensor,
+    more: tl.tensor,
+    within: tl.tensor,
+    within_more: tl.tensor,
+    behind: tl.tensor,
+    scale: tl.tensor,
+    before: tl.tensor,
+    total: tl.tensor,
+    out: tl.tensor,
+    size: int,
+    eps: float,
+    stride: int,
+    PARTS: tl.constexpr,  # noqa: N803
+    MORE: tl.constexpr,  # noqa: N803
+    BEFORE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+) -> None:
+    """``Sandwich``; a program a row."""
+    gdc_launch_dependents()
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = columns < size
+    dtype: tl.constexpr = stream.dtype.element_ty
+    weight = tl.load(behind + columns, inside, 0)
+    gdc_wait()
+    added = _sum(parts, row, columns, inside, size, dtype, PARTS)
+    if MORE > 0:
+        added = rms_normed(added, tl.load(within + columns, inside, 0), size, eps, True)
+        other = _sum(more, row, columns, inside, size, dtype, MORE)
+        added += rms_normed(other, tl.load(within_more + columns, inside, 0), size, eps, True)
+    added = tl.load(stream + row * stride + columns, inside, 0) + rms_normed(added, weight, size, eps, True)
+    if scale is not None:
+        added = (added.to(tl.float32) * tl.load(scale).to(tl.float32)).to(dtype)
+    tl.store(total + row * size + columns, added, inside)
+    for each in tl.static_range(BEFORE):
+        weight = tl.load(before + each * size + columns, inside, 0)
+        start = (each * tl.num_programs(0) + row) * size
+        tl.store(out + start + columns, rms_normed(added, weight, size, eps, True), inside)
+
+
+@triton.jit
 def _sum_kernel(
     parts: tl.tensor,
     out: tl.tensor,
@@ -228,21 +289,28 @@ def _sigmoid_gated_kernel(
 
 
 @triton.jit
-def silu_mul(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
-    """silu(gate) * up, computed in float32, the activated gate rounded to its own dtype as in ``torch``."""
+def sharpened(gate: tl.tensor, GELU: tl.constexpr) -> tl.tensor:  # noqa: N803
+    """What of a gate goes through the sigmoid that opens it: of GELU, by its approximation with tanh, more than it."""
+    return gate * (1.5957691216057308 + 0.07135481282052193 * gate * gate) if GELU else gate
+
+
+@triton.jit
+def gate_mul(gate: tl.tensor, up: tl.tensor, GELU: tl.constexpr) -> tl.tensor:  # noqa: N803
+    """SiLU or GELU of gate times up, in float32, the activated gate rounded to its own dtype as in ``torch``."""
     wide = gate.to(tl.float32)
-    activated = (wide / (1 + tl.exp(-wide))).to(gate.dtype)
+    activated = (wide / (1 + tl.exp(-sharpened(wide, GELU)))).to(gate.dtype)
     return (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 
 @triton.jit
-def _silu_mul_kernel(
+def _gate_mul_kernel(
     gate: tl.tensor,
     up: tl.tensor,
     out_scale: tl.tensor,
     out: tl.tensor,
     size: int,
     stride: int,
+    GELU: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:
     gdc_launch_dependents()
@@ -250,9 +318,8 @@ def _silu_mul_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
     gdc_wait()
-    gated = silu_mul(
-        tl.load(gate + row * stride + columns, inside, 0), tl.load(up + row * stride + columns, inside, 0)
-    )
+    at = row * stride + columns
+    gated = gate_mul(tl.load(gate + at, inside, 0), tl.load(up + at, inside, 0), GELU)
     if out_scale is not None:
         gated = to_e4m3(gated, 1.0 / tl.load(out_scale))
     tl.store(out + row * size + columns, gated, inside)
@@ -329,6 +396,30 @@ class TritonNorm:
         return x.dtype if self.out_scale is None else torch.float8_e4m3fn
 
 
+def sandwich(norms: Sandwich) -> SandwichNorm:
+    """See ``Ops.sandwich``."""
+    within = norms.within or (None, None)
+
+    def forward(stream: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+        first, more = parts if len(parts) == 2 else (parts[0], None)
+        assert (more is None) == (norms.within is None), len(parts)
+        (rows, size), count = stream.shape, len(norms.before)
+        total, out = stream.new_empty(rows, size), stream.new_empty(count, rows, size)
+        if rows:
+            _sandwich_kernel[(rows,)](
+                *(stream, first, more, *within, norms.behind, norms.scale, norms.before, total, out),
+                *(size, norms.eps, stream.stride(0)),
+                PARTS=len(first),
+                MORE=0 if more is None else len(more),
+                BEFORE=count,
+                **row_block(size),
+                **PDL,
+            )
+        return total, out
+
+    return forward
+
+
 @dataclass(frozen=True)
 class TritonEmbedNormConcat:
     table: Tensor
@@ -399,12 +490,9 @@ def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """[rows, 2 * I] -> [rows, I]; the gate is the first half."""
-    return silu_and_mul_of(*gate_up.chunk(2, -1))
-
-
-def silu_and_mul_of(gate: Tensor, up: Tensor, out_scale: Tensor | None = None) -> Tensor:
+def activate_and_mul(
+    activation: Activation, gate: Tensor, up: Tensor, out_scale: Tensor | None = None
+) -> Tensor:
     """Two [rows, I], of which rows may be strided alike -> [rows, I]; with an ``out_scale`` [1] in e4m3."""
     rows, size = gate.shape
     assert gate.stride() == up.stride(), (gate.stride(), up.stride())
@@ -412,7 +500,8 @@ def silu_and_mul_of(gate: Tensor, up: Tensor, out_scale: Tensor | None = None) -
     out = torch.empty(rows, size, dtype=dtype, device=gate.device)
     if rows:
         args = (gate, up, out_scale, out, size, gate.stride(0))
-        _silu_mul_kernel[(rows, triton.cdiv(size, 1024))](*args, BLOCK=1024, num_warps=4, **PDL)
+        gelu = activation == "gelu tanh"
+        _gate_mul_kernel[(rows, triton.cdiv(size, 1024))](*args, GELU=gelu, BLOCK=1024, num_warps=4, **PDL)
     return out
 
 

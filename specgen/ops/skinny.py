@@ -7,9 +7,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from specgen.ops.experts import Activation
 from specgen.ops.launch import PDL, prefetch_l2
 from specgen.ops.measured_choices import Tile
-from specgen.ops.row_kernels import silu_mul
+from specgen.ops.row_kernels import gate_mul
 
 
 @triton.jit
@@ -39,6 +40,7 @@ def _skinny_kernel(
     part_width: int,
     prefetch_bytes: int,
     GATED: tl.constexpr,  # noqa: N803
+    GELU: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
     BLOCK_OUT: tl.constexpr,  # noqa: N803
     BLOCK_IN: tl.constexpr,  # noqa: N803
@@ -78,7 +80,7 @@ def _skinny_kernel(
     gdc_launch_dependents()
     result = acc.to(y.dtype.element_ty)
     if GATED:
-        result = silu_mul(result, up_acc.to(y.dtype.element_ty))
+        result = gate_mul(result, up_acc.to(y.dtype.element_ty), GELU)
     y += (part * num_rows + row[None, :]).to(tl.int64) * num_out
     tl.store(y + out[:, None], result, row[None, :] < num_rows)
 
@@ -90,19 +92,23 @@ def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) ->
     """
     dtype = x.dtype if tile.parts == 1 else torch.float32
     y = torch.empty(tile.parts, x.shape[0], weight.shape[0], dtype=dtype, device=x.device)
-    _launch(x, weight, bias, y, tile, gated=False)
+    _launch(x, weight, bias, y, tile, None)
     return y
 
 
-def skinny_gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
-    """``silu(gate) * up [rows, I]``; ``weight [2 * I, in]`` holds gate and up. See ``skinny_linear``."""
-    assert tile.parts == 1, "partial sums cannot pass through silu"
+def skinny_gated_linear(
+    activation: Activation, x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile
+) -> Tensor:
+    """``activation(gate) * up [rows, I]``; ``weight [2 * I, in]`` holds gate and up. See ``skinny_linear``."""
+    assert tile.parts == 1, "partial sums cannot pass through an activation"
     y = x.new_empty(x.shape[0], weight.shape[0] // 2)
-    _launch(x, weight, bias, y, tile, gated=True)
+    _launch(x, weight, bias, y, tile, activation)
     return y
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, tile: Tile, *, gated: bool) -> None:
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, tile: Tile, activation: Activation | None
+) -> None:
     (num_rows, width), num_out = x.shape, y.shape[-1]
     assert num_rows <= tile.most_rows, (num_rows, tile)
     assert tile.fits(num_out, width), (weight.shape, tile)
@@ -110,12 +116,13 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, tile: Til
     _skinny_kernel[(num_out // tile.block_out, tile.parts, triton.cdiv(num_rows, tile.rows))](
         *(x, weight, bias, y, num_rows, num_out, width, part_width),
         min(tile.prefetch_bytes, part_width * x.element_size()),
-        GATED=gated,
+        GATED=activation is not None,
+        GELU=activation == "gelu tanh",
         ROWS=tile.rows,
         BLOCK_OUT=tile.block_out,
         BLOCK_IN=tile.block_in,
         STAGES=tile.stages,
-        EARLY=not gated and tile.leaves_room,
+        EARLY=activation is None and tile.leaves_room,
         PIECES=max(tile.warps * 32 // tile.block_out, 1),  # one per thread
         num_warps=tile.warps,
         **PDL,
