@@ -2,10 +2,10 @@
 
 import csv
 import json
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from datetime import datetime
-from itertools import pairwise
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -253,6 +253,7 @@ def test_a_plot_has_whiskers_and_a_reference() -> None:
     page = replace(TABLE, plots=(plot,)).to_html()
     assert page.count('class="reference"') == 1
     assert ">4000<" in page, "the axis has room for the reference"
+    assert re.findall(r'<span class="entry">.*?</i>(.*?)</span>', page) == ["&lt;a&gt;", "b, c"]
     spread = Column(name="ratio", show=display.ratio, interval="ratio_ci95")
     rows = tuple({**row, "ratio_ci95": (0.5, 4.5) if row["ratio"] else None} for row in TABLE.rows)
     plots = (replace(plot, y="ratio", reference=None),)
@@ -291,9 +292,7 @@ def _marks(chart: str, tag: str) -> list[ET.Element]:
 def _chart(lines: dict[str, list[tuple[str, float]]]) -> str:
     most = max((y for points in lines.values() for _, y in points), default=1.0)
     points = {name: [Point(name=x, number=y) for x, y in found] for name, found in lines.items()}
-    shown = Lines(
-        title="title", label="y over x", ticks=ticks_to(most), show=display.plain, lines=points, named=True
-    )
+    shown = Lines(title="title", label="y over x", ticks=ticks_to(most), show=display.plain, lines=points)
     return str(svg(shown))
 
 
@@ -302,29 +301,11 @@ def test_lines_stand_at_their_numbers() -> None:
     (zero, four, two), (one,) = ([*group.iter("circle")] for group in _marks(chart, "g"))
     places = [[float(mark.get(side, "")) for side in ("cx", "cy")] for mark in (zero, four, two, one)]
     assert places[0][0] < places[1][0] < places[2][0]
-    assert places[3][0] == places[1][0]  # both at 2
+    assert places[3][0] == pytest.approx(places[1][0] + 9)  # both at 2, side by side
     bottom, top = places[0][1], places[1][1]  # the axis ends at 4
     assert places[2][1] == pytest.approx((bottom + top) / 2)
     assert places[3][1] == pytest.approx(bottom + (top - bottom) / 4)
     assert [text.text for text in _marks(chart, "text")][:5] == ["0", "1", "2", "3", "4"]
-
-
-def test_a_line_that_ends_early_has_its_name_there() -> None:
-    chart = _chart({"5": [("1", 3.0)], "1": [("1", 1.0), ("8", 1.0)]})
-    names = [text for text in _marks(chart, "text") if "end" in text.get("class", "").split()]
-    (alone, *_), (*_, last) = ([*group.iter("circle")] for group in _marks(chart, "g"))
-    for name, mark in zip(names, (alone, last), strict=True):
-        assert float(mark.get("cx", "")) < float(name.get("x", "")) < float(mark.get("cx", "")) + 120
-    assert float(names[0].get("x", "")) < float(last.get("cx", ""))
-    assert float(names[0].get("y", "")) == pytest.approx(float(alone.get("cy", "")) + 4)
-
-
-@pytest.mark.parametrize("end", [0.0, 0.5, 1.0])
-def test_names_of_lines_that_end_at_one_height_stand_apart(end) -> None:
-    chart = _chart({"high": [("0", 1.0)]} | {f"line {i}": [("0", 1.0), ("1", end)] for i in range(5)})
-    heights = [float(text.get("y", "")) for text in _marks(chart, "text") if "line" in (text.text or "")]
-    assert all(after - before == pytest.approx(12, abs=0.2) for before, after in pairwise(heights))
-    assert 14 <= min(heights) < max(heights) < 220  # from the highest line to the labels below the plot
 
 
 def test_files_are_there_after_every_row_and_stdout_has_the_table_or_the_document(

@@ -294,7 +294,7 @@ def test_nothing_is_drawn_outside_the_charts(num_spec_tokens):
         *charts_of(report).values(),
         Bars(title="Score", ticks=ticks_to(1), show=percent, points=bars),
         Bars(title="Length", ticks=lengths(16), show=plain, points=bars[:1]),
-        Lines(title="", label="", ticks=ticks_to(6.4), show=plain, lines=named, named=True),
+        Lines(title="", label="", ticks=ticks_to(6.4), show=plain, lines=named),
     )
     assert len(charts) == 7
     for chart in map(drawn, charts):
@@ -307,7 +307,7 @@ def test_nothing_is_drawn_outside_the_charts(num_spec_tokens):
 def test_every_text_of_a_page_is_escaped():
     bad = "<script>alert('x')</script>&\""
     points = [Point(name=bad, number=0.5, interval=(0.4, 0.6))]
-    lines = Lines(title=bad, label=bad, ticks=ticks_to(1), show=percent, lines={bad: points}, named=True)
+    lines = Lines(title=bad, label=bad, ticks=ticks_to(1), show=percent, lines={bad: points})
     columns = (
         Column(name="a", title=bad, unit=bad),
         Column(name="b", title=bad, interval="c"),
@@ -350,7 +350,7 @@ COLOURS = [*STYLES, "ink", "soft"]
 
 
 def speedups(lines, **other):
-    chart = {"title": "Speed-up", "label": "batch", "ticks": ticks_to(2), "show": ratio, "named": True}
+    chart = {"title": "Speed-up", "label": "batch", "ticks": ticks_to(2), "show": ratio}
     return Lines(**chart, lines=lines, **other)
 
 
@@ -382,17 +382,6 @@ def test_one_name_has_one_style_in_every_chart():
     assert few.styles["4"] == many.styles["4"] == "fifth"
     assert len(set(styles_of(DRAFT_LENGTHS, DRAFT_LENGTHS).values())) == len(DRAFT_LENGTHS) == len(STYLES)
     assert styles_of(["b", "x"], ["a", "b"]) == {"b": "second", "x": "third"}
-
-
-@pytest.mark.parametrize("name", ["4", "draft loop", "a name that goes on and on"])
-def test_names_at_the_ends_of_lines_fit_on_a_phone(name):
-    root = drawn(speedups({name: line(1.2, 1.5), "0": line(1.0, 1.0)}))
-    ends = [text for text in root.iter(f"{SVG}text") if "end" in text.get("class").split()]
-    assert len(ends) == 2
-    wide = 13 * 0.56  # of 13 px, the largest
-    assert all(float(text.get("x")) + wide * len(text.text) <= 400 for text in ends)
-    dots = [float(dot.get("cx")) for dot in root.iter(f"{SVG}circle")]
-    assert max(dots) < min(float(text.get("x")) for text in ends)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -148,7 +148,6 @@ class BenchTable(Table):
                     ticks=ticks_to(max(*numbers, plot.reference or 0.0)),
                     show=y.show,
                     lines=lines,
-                    named=True,
                     reference=plot.reference,
                     order=plot.order,
                 )

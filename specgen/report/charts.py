@@ -17,9 +17,8 @@ STYLES = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "ei
 DRAFT_LENGTHS = (*map(str, range(8)), "auto")  # an ``order``: one K has one colour in every chart
 _WIDTH, _HEIGHT = 400, 250  # of the view box; the page scales it by 0.8 to 1.4, so text stays readable
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 12, 14, 40  # margins of lines
-_LETTER, _LONGEST_NAME = 7.2, 18  # width of one in a name at the end of a line, and how many fit
+_LETTER = 7.2  # width of one in the name of a column
 _SHORT = 6  # letters of a column's name that are always shown: numbers
-_NAME_ROW = 12
 _SIDE = 20  # margin of bars
 _BAR_ROW, _BAR_TEXT = 38, 47  # height, and characters of a name and its numbers together
 
@@ -79,15 +78,13 @@ class Chart:
 class Lines(Chart):
     """Lines by name over columns; ``label`` is the x axis's. A line without points still takes a style.
 
-    With ``named`` the names stand at the ends of the lines, wherever those are; without, there is a legend and points
-    are dodged. Charts with the same ``order`` of names (see ``styles_of``) draw the same name in the same style.
-    Columns that have no order of their own, such as data sets, are not ``joined``. ``reference`` is a value that others
-    are read against, such as 1.0 for a ratio, and is drawn as a line.
+    Points of one column are dodged. Charts with the same ``order`` of names (see ``styles_of``) draw the same name in
+    the same style. Columns that have no order of their own, such as data sets, are not ``joined``. ``reference`` is a
+    value that others are read against, such as 1.0 for a ratio, and is drawn as a line.
     """
 
     label: str
     lines: Mapping[str, Sequence[Point]]
-    named: bool = False
     joined: bool = True
     reference: float | None = None
     order: Sequence[str] = ()
@@ -98,7 +95,7 @@ class Lines(Chart):
 
     @property
     def legend(self) -> dict[str, str]:
-        return {} if self.named else self.styles
+        return {name: style for name, style in self.styles.items() if self.lines[name]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +155,7 @@ def _text(x: float, y: float, text: str, anchor: str = "middle", style: str = ""
 
 def _draw_lines(chart: Lines) -> Iterator[Markup]:
     columns = list(dict.fromkeys(point.name for points in chart.lines.values() for point in points))
-    names = {name: clip(name, _LONGEST_NAME) for name in chart.lines} if chart.named else {}
-    width = _WIDTH - _LEFT - _RIGHT - _LETTER * max(map(len, names.values()), default=0)
+    width, styles = _WIDTH - _LEFT - _RIGHT, chart.styles
     yield from _draw_levels(chart, width)
     if chart.reference is not None:
         y = _height(chart, chart.reference)
@@ -168,20 +164,13 @@ def _draw_lines(chart: Lines) -> Iterator[Markup]:
     for name, x in middles.items():
         yield _text(x, _HEIGHT - _BOTTOM + 16, clip(name, max(_SHORT, int(width / len(columns) / _LETTER))))
     yield _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 6, chart.label)
-    apart = 0 if chart.named else min(9, 0.7 * width / max(len(columns), 1) / len(chart.lines))
-    ends_at: dict[float, dict[str, float]] = {}  # heights of the names, by where they begin
+    apart = min(9, 0.7 * width / max(len(columns), 1) / len(chart.lines))
     for index, (name, points) in enumerate(chart.lines.items()):
         shift = apart * (index - (len(chart.lines) - 1) / 2)
         seen = [(middles[point.name] + shift, point) for point in points if point.number is not None]
         if seen:
-            x, last = seen[-1]
-            begins = _LEFT + width + 4 if last.name == columns[-1] else x + 7
-            ends_at.setdefault(begins, {})[name] = _height(chart, last.number)
             marks = Markup("").join(_draw_line(chart, name, seen))
-            yield Markup('<g class="{}">{}</g>').format(chart.styles[name], marks)
-    for x, heights in ends_at.items() if chart.named else ():
-        for name, y in zip(heights, _apart(list(heights.values())), strict=True):
-            yield _text(x, y + 4, names[name], "start", f"end {chart.styles[name]}")
+            yield Markup('<g class="{}">{}</g>').format(styles[name], marks)
 
 
 def _draw_levels(chart: Chart, width: float) -> Iterator[Markup]:
@@ -197,34 +186,21 @@ def _draw_line(chart: Lines, name: str, seen: Sequence[tuple[float, Point]]) -> 
         places = " ".join(f"{x:.1f},{_height(chart, point.number):.1f}" for x, point in seen)
         yield Markup('<polyline class="" points="{}"/>').format(places)
     for x, point in seen:
-        yield _mark(chart, x, point, f"{name}, {_label(chart, point)}", 3 if chart.named else 4)
+        yield _mark(chart, x, point, f"{name}, {_label(chart, point)}")
 
 
-def _mark(chart: Chart, x: float, point: Point, title: str, radius: int = 4) -> Markup:
+def _mark(chart: Chart, x: float, point: Point, title: str) -> Markup:
     whisker = Markup("")
     if point.interval:
         low, high = (_height(chart, end) for end in point.interval)
         whisker = Markup('<path class="whisker" d="M{:.1f} {:.1f}V{:.1f}"/>').format(x, low, high)
-    mark = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="{}"><title>{}</title></circle>')
-    return whisker + mark.format(x, _height(chart, point.number), radius, title)
+    mark = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="4"><title>{}</title></circle>')
+    return whisker + mark.format(x, _height(chart, point.number), title)
 
 
 def _height(chart: Chart, number: float | None) -> float:
     assert number is not None
     return _HEIGHT - _BOTTOM - fraction(chart.ticks, number) * (_HEIGHT - _BOTTOM - _TOP)
-
-
-def _apart(heights: Sequence[float]) -> list[float]:
-    """``heights`` moved apart so that labels do not overlap and none is below the plot; the order is kept."""
-    order = sorted(range(len(heights)), key=lambda i: heights[i])
-    moved, least, most = list(heights), float("-inf"), float(_HEIGHT - _BOTTOM)
-    for i in order:
-        moved[i] = max(heights[i], least)
-        least = moved[i] + _NAME_ROW
-    for i in reversed(order):
-        moved[i] = min(moved[i], most)
-        most = moved[i] - _NAME_ROW
-    return moved
 
 
 def _draw_diagonal(chart: Diagonal) -> Iterator[Markup]:
