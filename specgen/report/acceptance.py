@@ -13,7 +13,7 @@ import numpy as np
 from specgen.config import CONFIDENCE_LEVELS, require
 from specgen.record.columns import Array, Run
 from specgen.record.record_rows import PARTS, RequestRow, StepCounts
-from specgen.report.intervals import Estimate, Interval, Ratio, clustered_mean_interval, student_t
+from specgen.report.intervals import Estimate, Interval, Ratio, clustered_mean, student_t
 
 _UNLIKE = 1.02  # a length over the tokens per step that texts got
 
@@ -327,7 +327,7 @@ class Acceptance:
         units: dict[int, list[float]] = {}
         for unit, length in zip(self._units[drafting].tolist(), lengths.tolist(), strict=True):
             units.setdefault(unit, []).append(length)
-        interval = clustered_mean_interval(list(units.values()))
+        interval, _ = clustered_mean(list(units.values()))
         if interval is None:
             return None
         # as in ``_length_interval``

@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, variance
+from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -31,6 +31,24 @@ def t_test(estimate: float, error: float, freedom: float) -> tuple[Interval, flo
 
     half = student_t(freedom) * error
     return (estimate - half, estimate + half), 2 * float(stdtr(freedom, -abs(estimate) / error))
+
+
+def by_groups(
+    estimate: float, parts: Sequence[float], noise: float = 0.0
+) -> tuple[Interval | None, float | None]:
+    """The 95 % t interval of ``estimate`` and its p against 0, by what each group adds to how far it is off.
+
+    As in ``Ratio`` the variance is linearized over groups: of ``parts``, which add up to 0. Without a spread beyond
+    ``noise``, what rounding explains, there is no test; then p is 1 of an estimate that is none either. Both are None
+    with fewer than two groups.
+    """
+    found = len(parts)
+    if found < 2:
+        return None, None
+    error = math.sqrt(found / (found - 1) * math.fsum(part * part for part in parts))
+    if error <= noise:
+        return None, 1.0 if abs(estimate) <= noise else None
+    return t_test(estimate, error, found - 1)
 
 
 def wilson(share: float, trials: float) -> Interval:
@@ -96,18 +114,17 @@ class Ratio:
         return t_test(self.rate, math.sqrt(variance), self.groups - 1)[0]
 
 
-def clustered_mean_interval(groups: Sequence[Sequence[float]]) -> Interval | None:
-    """The 95 % t interval of the mean of all values; those of one group are correlated, groups independent.
+def clustered_mean(
+    groups: Sequence[Sequence[float]], largest: float = 0.0
+) -> tuple[Interval | None, float | None]:
+    """``by_groups`` of the mean of all values; those of one group are correlated, groups independent.
 
-    As in ``Ratio`` the variance is linearized over groups. None with fewer than two groups, or without a spread.
+    ``largest`` is that of the numbers that the values were computed from, whose rounding is no spread.
     """
-    found, total = len(groups), sum(map(len, groups))
-    if found < 2:
-        return None
-    mean = math.fsum(value for group in groups for value in group) / total
+    total = sum(map(len, groups))
+    mean = math.fsum(value for group in groups for value in group) / total if total else 0.0
     parts = [(math.fsum(group) - mean * len(group)) / total for group in groups]
-    error = math.sqrt(found / (found - 1) * math.fsum(part * part for part in parts))
-    return t_test(mean, error, found - 1)[0] if error > _ROUNDING * abs(mean) else None
+    return by_groups(mean, parts, _ROUNDING * max(abs(mean), largest))
 
 
 class Estimate(NamedTuple):
@@ -136,8 +153,7 @@ class PairedRatio:
 def paired_ratio(groups: Sequence[Sequence[int]]) -> PairedRatio:
     """Compare two ratios over ``(hits, trials, other hits, other trials)`` per group, with trials in both.
 
-    As in ``Ratio`` the variance is linearized over groups, but of the difference: what makes a group easy for both
-    ratios cancels. A t test with one degree of freedom less than groups.
+    The variance is that of the difference: what makes a group easy for both ratios cancels.
     """
     hits, trials, other_hits, other_trials = (sum(each) for each in zip(*groups, strict=True))
     rate, other = hits / trials, other_hits / other_trials
@@ -146,13 +162,10 @@ def paired_ratio(groups: Sequence[Sequence[int]]) -> PairedRatio:
         (h * trials - hits * t) / trials**2 - (oh * other_trials - other_hits * ot) / other_trials**2
         for h, t, oh, ot in groups
     ]
-    found, difference, freedom = len(groups), rate - other, len(groups) - 1
-    error = math.sqrt(found / freedom * math.fsum(part * part for part in parts)) if freedom else 0.0
-    interval, p = None, 1.0 if freedom and difference == 0 else None
-    if error > 0:
-        interval, p = t_test(difference, error, freedom)
+    difference = rate - other
+    interval, p = by_groups(difference, parts)
     return PairedRatio(
-        num_groups=found, rate=rate, other_rate=other, difference=difference, interval=interval, p=p
+        num_groups=len(groups), rate=rate, other_rate=other, difference=difference, interval=interval, p=p
     )
 
 
@@ -200,8 +213,8 @@ def paired_scores(scores: Sequence[float], others: Sequence[float]) -> PairedSco
         interval: Interval | None = tango(higher, lower, len(scores))
         p: float | None = mcnemar(higher, lower)
     else:
-        differences = [a - b for a, b in zip(scores, others, strict=True)]
-        interval, p = _by_t(differences, max(map(abs, (*scores, *others))))
+        differences = [[a - b] for a, b in zip(scores, others, strict=True)]
+        interval, p = clustered_mean(differences, max(map(abs, (*scores, *others))))
     return PairedScores(
         num_samples=len(scores),
         mean=fmean(scores),
@@ -218,7 +231,7 @@ def scores_interval(scores: Sequence[float]) -> Interval | None:
     """The 95 % interval of one arm's mean: Wilson's for scores of 0 and 1, else the t interval."""
     if all(score in (0, 1) for score in scores):
         return wilson(fmean(scores), len(scores)) if scores else None
-    return _by_t(scores, max(map(abs, scores)))[0]
+    return clustered_mean([[score] for score in scores], max(map(abs, scores)))[0]
 
 
 def mcnemar(higher: int, lower: int) -> float:
@@ -264,16 +277,3 @@ def _boundary(inside: Callable[[float], bool], start: float, stop: float) -> flo
         middle = (start + stop) / 2
         start, stop = (middle, stop) if inside(middle) else (start, middle)
     return (start + stop) / 2
-
-
-def _by_t(values: Sequence[float], largest: float) -> tuple[Interval | None, float | None]:
-    """The 95 % interval of the mean of ``values``, and its p against 0.
-
-    ``largest`` is that of the numbers that ``values`` were computed from: what its rounding explains is no spread.
-    """
-    if len(values) < 2:
-        return None, None
-    if max(values) - min(values) <= _ROUNDING * largest:
-        return None, 1.0 if abs(values[0]) <= _ROUNDING * largest else None
-    error = math.sqrt(variance(values) / len(values))
-    return t_test(fmean(values), error, len(values) - 1)
