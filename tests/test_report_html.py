@@ -218,20 +218,15 @@ def test_a_position_that_no_step_reached_leaves_the_curve():
     assert (joint, conditional) == (2, 1)
 
 
-def test_a_drafter_that_expects_what_comes_is_on_the_diagonal():
+def test_each_level_of_confidence_has_a_bar_of_what_was_accepted():
     levels = (
         {"at_least": 0.0, "drafts": 40, "accepted": 20, "share": 0.5, "ci95": [0.4, 0.6]},
         {"at_least": 0.6, "drafts": 20, "accepted": 16, "share": 0.8, "ci95": [0.7, 0.9]},
     )
     report = {**a_run(), "confidence": {"levels": levels, "auc": 0.7}}
     chart = drawn(charts_of(report)["Accepted by the drafter's confidence"])
-    (diagonal,) = (path.get("d") for path in chart.iter(f"{SVG}path") if path.get("class") == "reference")
-    left, bottom, right, top = map(float, re.findall(r"[\d.]+", diagonal))
-    marks = [
-        ((float(mark.get("cx")) - left) / (right - left), (bottom - float(mark.get("cy"))) / (bottom - top))
-        for mark in chart.iter(f"{SVG}circle")
-    ]
-    assert marks == [pytest.approx((0.3, 0.5), abs=1e-3), pytest.approx((0.8, 0.8), abs=1e-3)]
+    names = [text.text for text in chart.iter(f"{SVG}text") if text.get("text-anchor") == "start"]
+    assert names == ["0.00 to 0.60", "0.60 to 1.00"]
     text = in_terminal(of_run(report, {}))
     assert re.search(
         r"confidence of drafts +0\.70 \(AUC: .*\), ECE 0\.13$", text, re.MULTILINE

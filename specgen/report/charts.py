@@ -105,21 +105,10 @@ class Bars(Chart):
     points: Sequence[Point]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Diagonal(Chart):
-    """Shares over the shares that were predicted, both on the axis ``ticks``, with the line on which they are equal.
-
-    Each point has what was predicted before it; ``label`` is the x axis's.
-    """
-
-    label: str
-    points: Sequence[tuple[float, Point]]
-
-
 # --- SVG ------------------------------------------------------------------------------------------
 
 
-def svg(chart: Lines | Bars | Diagonal) -> Markup:
+def svg(chart: Lines | Bars) -> Markup:
     """``chart`` as markup, with its values as text for screen readers."""
     height = _HEIGHT
     match chart:
@@ -127,8 +116,6 @@ def svg(chart: Lines | Bars | Diagonal) -> Markup:
             marks = _draw_lines(chart)
             each = {name: [_label(chart, point) for point in line] for name, line in chart.lines.items()}
             labels = [f"{name}: {', '.join(points)}" for name, points in each.items()]
-        case Diagonal():
-            marks, labels = _draw_diagonal(chart), [_label(chart, point) for _, point in chart.points]
         case Bars():
             height, marks = len(chart.points) * _BAR_ROW + 20, _draw_bars(chart)
             labels = [_label(chart, point) for point in chart.points]
@@ -201,21 +188,6 @@ def _mark(chart: Chart, x: float, point: Point, title: str) -> Markup:
 def _height(chart: Chart, number: float | None) -> float:
     assert number is not None
     return _HEIGHT - _BOTTOM - fraction(chart.ticks, number) * (_HEIGHT - _BOTTOM - _TOP)
-
-
-def _draw_diagonal(chart: Diagonal) -> Iterator[Markup]:
-    width, bottom = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _BOTTOM
-    yield from _draw_levels(chart, width)
-    for tick in chart.ticks[:-1]:
-        yield _text(_LEFT + fraction(chart.ticks, tick) * width, bottom + 16, _tick(chart, tick))
-    yield _text(_LEFT + width, bottom + 16, _tick(chart, chart.ticks[-1]), "end")
-    yield _text(_LEFT + width / 2, _HEIGHT - 6, chart.label)
-    yield Markup('<path class="reference" d="M{} {}L{} {}"/>').format(_LEFT, bottom, _LEFT + width, _TOP)
-    marks = (
-        _mark(chart, _LEFT + fraction(chart.ticks, predicted) * width, point, _label(chart, point))
-        for predicted, point in chart.points
-    )
-    yield Markup('<g class="{}">{}</g>').format(STYLES[0], Markup("").join(marks))
 
 
 # --- bars -----------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specgen.report.charts import Bars, Diagonal, Lines, Point, Ticks
+from specgen.report.charts import Bars, Lines, Point, Ticks
 from specgen.report.display import DASH, Show, ends, value
 
 Row = Mapping[str, Any]  # value by column name; None if not measured
@@ -73,7 +73,7 @@ class Table:
     rows: tuple[Row, ...]
     title: str
     note: str = ""
-    lines: Lines | Diagonal | None = None  # a separate chart, instead of ``bars``
+    lines: Lines | None = None  # a separate chart, instead of ``bars``
     bars: str = ""  # the column that is also drawn as bars on the axis ``ticks``
     ticks: Ticks = (0, 0.25, 0.5, 0.75, 1)
     num_keys: int = 1  # leading columns that identify a row, repeated where a terminal splits the table
@@ -84,7 +84,7 @@ class Table:
         return any(column.heading for column in self.columns)
 
     @property
-    def chart(self) -> Lines | Bars | Diagonal | None:
+    def chart(self) -> Lines | Bars | None:
         """``lines``, or one bar per row."""
         if self.lines or not (self.bars and self.rows):
             return self.lines

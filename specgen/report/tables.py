@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from specgen.report.acceptance import Position, Speculation
-from specgen.report.charts import Diagonal, Lines, Point, lengths, ticks_to
+from specgen.report.charts import Lines, Point, lengths, ticks_to
 from specgen.report.display import (
     DASH,
     between,
@@ -19,7 +19,7 @@ from specgen.report.display import (
 from specgen.report.grid import Grid, by_position, chosen
 from specgen.report.page import Page
 from specgen.report.report import DEFINITIONS, RECEIVED_TERM, Report
-from specgen.report.table import Column, Row, Table, pairs
+from specgen.report.table import Column, Table, pairs
 from specgen.report.terminal import Part, definitions, heading
 from specgen.report.text_list import TextList
 from specgen.report.timings import WallTime
@@ -226,26 +226,20 @@ def _acceptance(report: Report) -> Iterator[Table]:
 
 def confidence_table(report: Report) -> Iterator[Table]:
     """Whether the drafter knows when it is right; nothing where it did not say."""
-    confidence, rows, points = report.confidence, list[Row](), list[tuple[float, Point]]()
-    for level, (low, high) in zip(confidence.levels, confidence.bounds, strict=True):
-        if level.drafts:
-            name = f"{low:.2f} to {high:.2f}"
-            rows.append({"confidence": name, **vars(level)})
-            points.append(((low + high) / 2, Point(name=name, number=level.share, interval=level.ci95)))
+    confidence = report.confidence
+    levels = zip(confidence.levels, confidence.bounds, strict=True)
+    rows = [
+        {"confidence": f"{low:.2f} to {high:.2f}", **vars(each)}
+        for each, (low, high) in levels
+        if each.drafts
+    ]
     if rows:
         yield Table(
             title="Accepted by the drafter's confidence",
             note=f"AUC {plain(confidence.auc)}, ECE {plain(confidence.ece)}; drafts behind accepted ones, with 95 % "
-            "intervals; on the dashed line a draft is accepted as often as the drafter expects",
+            "intervals; where the share is the confidence, drafts are accepted as often as the drafter expects",
             columns=_CONFIDENCE,
             rows=tuple(rows),
-            lines=Diagonal(
-                title="Accepted share over confidence",
-                label="the drafter's confidence",
-                ticks=ticks_to(1),
-                show=percent,
-                points=points,
-            ),
             bars="share",
             ticks=ticks_to(1),
         )
