@@ -2,10 +2,10 @@
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from specgen.config import FormatName, require
@@ -14,10 +14,10 @@ from specgen.jobs import score
 from specgen.jobs.prompt_index import REQUESTS, read_requests
 from specgen.jobs.run_output import FinishedRun, RunResult
 from specgen.jobs.shards import WHOLE, Shard, parse_shard
-from specgen.record.files import id_of, replacement, whole_lines, writable, write_json
+from specgen.record.files import id_of, replacement, whole_lines, write_json
 from specgen.record.provenance import FREE_IN_A_RUN, differences
 from specgen.record.record_rows import require_present_version
-from specgen.record.results import clear, directory, discarded_unless_done
+from specgen.record.results import clear, directory
 from specgen.report.report import Report, load, status_of
 
 _NEEDED = ("completions.jsonl", "errors.jsonl", "passes.jsonl", "status.json", REQUESTS)
@@ -57,12 +57,8 @@ def merge(output: Path, directories: Sequence[Path], format_name: FormatName) ->
     Returns what is to be printed. Rows are streamed. ``output`` appears atomically, in ``format_name`` too.
     ``UserError`` where it exists already, and unless the shards are all those of one run, finished.
     """
-    require(not output.exists(), f"output {str(output)!r} exists: name a new directory")
     runs = _all_of_one_run([_open(path) for path in directories])
-    partial = output.with_name(f"{output.name}.partial")
-    with directory(partial, "manifest.json") as path, discarded_unless_done(path):
-        write_json(path / "manifest.json", _manifest(runs))
-        clear(path)  # what a killed merge has left
+    with _appearing(output, "manifest.json", _manifest(runs)) as path:
         _join(path, [run.path for run in runs], runs)
         baseline = path / "baseline" if runs[0].has_baseline else None
         if baseline is not None:
@@ -72,9 +68,25 @@ def merge(output: Path, directories: Sequence[Path], format_name: FormatName) ->
         report = merged.write_report(None if baseline is None else FinishedRun(baseline), busy_shard=busy)
         write_json(path / "status.json", {**runs[0].status, **report.status()})
         merged.export(format_name)
-        result = merged.result()
+        return merged.result()
+
+
+@contextmanager
+def _appearing(output: Path, marker: str, manifest: Mapping[str, Any]) -> Iterator[Path]:
+    """A directory with the ``manifest`` that becomes ``output`` at the end; an error leaves nothing of it.
+
+    What a kill leaves is used by the next merge. ``UserError`` where ``output`` exists.
+    """
+    require(not output.exists(), f"output {str(output)!r} exists: name a new directory")
+    with directory(output.with_name(f"{output.name}.partial"), marker) as path:
+        write_json(path / marker, manifest)
+        clear(path)
+        try:
+            yield path
+        except BaseException:
+            shutil.rmtree(path)
+            raise
         path.rename(output)
-        return result
 
 
 def _open(path: Path) -> _ShardRun:
@@ -99,17 +111,11 @@ def _open(path: Path) -> _ShardRun:
 
 def merge_scores(output: Path, directories: Sequence[Path]) -> int:
     """The same for the shards of `specgen score`; returns how many rows failed."""
-    require(not output.exists(), f"output {str(output)!r} exists: name a new directory")
     shards = _all_of_one_run([_open_scores(path) for path in directories])
-    with writable(output):
-        output.absolute().parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=output.absolute().parent, prefix=f".{output.name}.") as temporary:
-            whole = Path(temporary) / "whole"
-            whole.mkdir()
-            _join_rows(whole, [each.path for each in shards], shards, (score.ROWS, score.ERRORS))
-            manifest = shards[0].manifest
-            write_json(whole / score.FILE, {**manifest, "data": {**manifest["data"], "shard": str(WHOLE)}})
-            whole.rename(output)
+    manifest = shards[0].manifest
+    whole = {**manifest, "data": {**manifest["data"], "shard": str(WHOLE)}}
+    with _appearing(output, score.FILE, whole) as path:
+        _join_rows(path, [each.path for each in shards], shards, (score.ROWS, score.ERRORS))
     return sum(1 for _ in whole_lines(output / score.ERRORS))
 
 

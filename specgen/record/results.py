@@ -133,18 +133,6 @@ def rollback_if_unstarted(path: Path) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def discarded_unless_done(path: Path) -> Iterator[None]:
-    """An error in the block, or a stop, leaves nothing of what is being put together in ``path``."""
-    try:
-        yield
-    except BaseException:
-        clear(path)
-        (path / "manifest.json").unlink(missing_ok=True)
-        _remove(path)
-        raise
-
-
 def _has_answers(path: Path) -> bool:
     """Whether the run in ``path`` has answered a request."""
     completions = path / "completions.jsonl"
