@@ -251,14 +251,8 @@ def demo_reference(demo_path: Path) -> ReferenceHead:
 
 
 @pytest.fixture(scope="session")
-def calibrated_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny target and an EAGLE3 head of `scripts/make_calibrated_pair.py`, whose text is known; to be read alone."""
-    from calibrated_cycle import Cycle
-    from calibrated_shapes import SHAPES
-    from calibrated_weights import Source
-    from make_calibrated_pair import HeadKind, write_pair
+    from tests.timed_engines import write_tiny
 
-    root, shape = tmp_path_factory.mktemp("calibrated"), SHAPES["tiny"]
-    cycle = Cycle.draw(shape.num_plain_tokens, shape.draft_vocab_size, 0.75, seed=5)
-    write_pair(root, shape, cycle, Source("cpu", 5), [HeadKind.find("eagle3")])
-    return root
+    return write_tiny(tmp_path_factory.mktemp("tiny"))

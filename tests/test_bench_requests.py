@@ -21,9 +21,9 @@ def rows(asked: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> list[dict[
 
 
 def test_a_constraint_changes_no_token(
-    calibrated_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_pair: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = f"constraint {calibrated_path} --batches 1,3 --max-tokens 9 --rounds 2"
+    asked = f"constraint {tiny_pair} --batches 1,3 --max-tokens 9 --rounds 2"
     found = rows(asked, monkeypatch, capsys)
     assert [(row["batch"], row["wrong_tokens"]) for row in found] == [(1, 0), (3, 0)]
     assert [[*map(len, row["tokens_per_second"].values())] for row in found] == [[2, 2], [2, 2]]
@@ -33,8 +33,8 @@ def test_a_constraint_changes_no_token(
     assert rows(asked, monkeypatch, capsys)[0]["wrong_tokens"] > 0
 
 
-def test_samples_are_the_rows_texts_in_number(calibrated_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = f"samples {calibrated_path} --prompts 2 --n 3 --prompt-tokens 20 --max-tokens 5"
+def test_samples_are_the_rows_texts_in_number(tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = f"samples {tiny_pair} --prompts 2 --n 3 --prompt-tokens 20 --max-tokens 5"
     monkeypatch.setattr(sys, "argv", ["bench_requests.py", *asked.split()])
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(bench_requests, "measured", lambda ways, *_: seen.append(ways) or {})
@@ -44,11 +44,9 @@ def test_samples_are_the_rows_texts_in_number(calibrated_path: Path, monkeypatch
         assert [len(text) for text in way(prompts)] == [5] * 6
 
 
-def test_a_text_of_a_calibrated_pair_is_its_words(calibrated_path: Path) -> None:
-    """So that a constraint can be calibrated_path for it, which holds from the first token on."""
-    config = EngineConfig(
-        model=str(calibrated_path / "target"), drafter=None, num_spec_tokens=0, device="cpu"
-    )
+def test_a_text_of_a_calibrated_pair_is_its_words(tiny_pair: Path) -> None:
+    """So that a constraint can be calibrated for it, which holds from the first token on."""
+    config = EngineConfig(model=str(tiny_pair / "target"), drafter=None, num_spec_tokens=0, device="cpu")
     fits = StructuredOutputs(regex=bench_requests.WORDS)
     sampling = SamplingParams(temperature=0, max_tokens=4, structured_outputs=fits)
     with Engine(config) as engine:

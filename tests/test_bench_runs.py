@@ -37,7 +37,6 @@ from specgen.report.table import Column
 from specgen.report.terminal import render
 from tests.engines import config_of, load_pair, loaded
 from tests.streams import pass_row, request
-from tests.timed_engines import write_tiny
 
 
 def kv(num_bytes: int) -> KVBytes:
@@ -48,11 +47,6 @@ def kv(num_bytes: int) -> KVBytes:
 SIZES = StepBytes(
     target=1000, head_fill=100, head_pass=60, target_kv=kv(3), head_kv=kv(1), logits=7 * 2, bytes_per_value=2
 )
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 def test_a_step_reads_weights_once_a_pass_and_the_cache_of_every_sequence() -> None:
@@ -86,9 +80,9 @@ def test_layers_with_a_window_read_no_more_than_that() -> None:
     assert of_gpt_oss.at(1000) == 2 * 2 * shape.kv_size * 4 * (16 + 1000)
 
 
-def test_the_bytes_of_a_pair_are_its_matrices(tiny: Path) -> None:
+def test_the_bytes_of_a_pair_are_its_matrices(tiny_pair: Path) -> None:
     shape = SHAPES["tiny"]
-    sizes = StepBytes.of(loaded(config_of(load_pair(tiny), dtype="bfloat16")))
+    sizes = StepBytes.of(loaded(config_of(load_pair(tiny_pair), dtype="bfloat16")))
     hidden, inner, norms = shape.hidden_size, shape.intermediate_size, 2 * shape.hidden_size
     attention = 2 * hidden * shape.q_size + 2 * hidden * shape.kv_size
     layer = attention + 3 * hidden * inner + norms

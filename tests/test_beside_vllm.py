@@ -66,7 +66,7 @@ def vllm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> typ
 
 
 def test_both_have_the_same_prompts_and_what_is_wrong_is_counted(
-    calibrated_path: Path, vllm: type[FakeLlm], monkeypatch: pytest.MonkeyPatch, capsys: Any
+    tiny_pair: Path, vllm: type[FakeLlm], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     asked: list[list[int]] = []
     generate = Engine.generate
@@ -76,7 +76,7 @@ def test_both_have_the_same_prompts_and_what_is_wrong_is_counted(
         return generate(self, prompts, *others)
 
     monkeypatch.setattr(Engine, "generate", recorded)
-    ours, theirs = (rows(engine, calibrated_path, monkeypatch, capsys) for engine in ("specgen", "vllm"))
+    ours, theirs = (rows(engine, tiny_pair, monkeypatch, capsys) for engine in ("specgen", "vllm"))
     assert asked == vllm.asked
     assert [(row["batch"], row["prompt_tokens"], row["prompts"]) for row in ours] == [
         (1, "drawn", 3),
@@ -94,6 +94,6 @@ def test_both_have_the_same_prompts_and_what_is_wrong_is_counted(
     assert {row["mean_acceptance_length"] for row in theirs} == {1.5}
     assert vllm.given["speculative_config"] == {
         "method": "draft_model",
-        "model": str(calibrated_path / "drafter"),
+        "model": str(tiny_pair / "drafter"),
         "num_speculative_tokens": 2,
     }

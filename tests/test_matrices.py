@@ -23,22 +23,19 @@ from specgen.experiments.tune_job import TuneJob, Workload
 from specgen.report.terminal import render
 from tests.commands import printed, refused
 from tests.engines import engine_config
-from tests.timed_engines import install, job_of, write_tiny
+from tests.timed_engines import install, job_of
 
 SHAPE = SHAPES["tiny"]
 CYCLE = Cycle.draw(SHAPE.num_plain_tokens, SHAPE.draft_vocab_size, 0.75, seed=0)
 SMALL = Workload(dataset="random", num_prompts=3, prompt_tokens=9, max_new_tokens=12)
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("pair"))
-
-
-def fixed(pair: Path, *lengths: int, dice: tuple[float, ...] | float = (), **changes) -> TuneJob:
+def fixed(tiny_pair: Path, *lengths: int, dice: tuple[float, ...] | float = (), **changes) -> TuneJob:
     """Arms that have all their repeats, one where it is not said otherwise."""
     one = {"batches": (2,), "drafter_batches": ("padded",), "workload": SMALL, "repeats": 1, "precision": 0.0}
-    return job_of(pair, draft_lengths=tuple(map(DraftLength.of, lengths)), synthetic=dice, **one | changes)
+    return job_of(
+        tiny_pair, draft_lengths=tuple(map(DraftLength.of, lengths)), synthetic=dice, **one | changes
+    )
 
 
 def last(job: TuneJob, output: Path | None = None) -> BenchTable:
@@ -101,7 +98,7 @@ def test_the_command_line_wins_over_a_matrix_and_one_value_is_no_axis(monkeypatc
         asked(monkeypatch, "--config", "vllm-2519")
 
 
-def test_all_arms_of_settings_have_all_repeats_and_their_ratios(pair: Path, monkeypatch) -> None:
+def test_all_arms_of_settings_have_all_repeats_and_their_ratios(tiny_pair: Path, monkeypatch) -> None:
     """Those that would be dropped too; each is a multiple of plain decoding under its own settings."""
     speeds = {"sdpa": 1.0, "sdpa-static": 4.0}
 
@@ -112,7 +109,7 @@ def test_all_arms_of_settings_have_all_repeats_and_their_ratios(pair: Path, monk
         )
 
     timed = install(monkeypatch, took)
-    job = fixed(pair, 2, repeats=3, attentions=("sdpa", "sdpa-static"))
+    job = fixed(tiny_pair, 2, repeats=3, attentions=("sdpa", "sdpa-static"))
     job = replace(job, drafter_batches=("padded", "non-padded"))
     table = last(job)
     assert len(timed.order) == 6 * (1 + 3)
@@ -138,9 +135,9 @@ def test_all_arms_of_settings_have_all_repeats_and_their_ratios(pair: Path, monk
     assert max(map(len, render(table.parts(), 80).splitlines())) <= 80
 
 
-def test_more_repeats_of_fixed_arms_go_on(pair: Path, monkeypatch, tmp_path: Path) -> None:
+def test_more_repeats_of_fixed_arms_go_on(tiny_pair: Path, monkeypatch, tmp_path: Path) -> None:
     install(monkeypatch, lambda config, number: 1.0)
-    job = fixed(pair, 3, repeats=2)
+    job = fixed(tiny_pair, 3, repeats=2)
     last(job, tmp_path)
     more = replace(job, repeats=5)
     said = render(tuning.forecast_of(more, tmp_path))
@@ -151,17 +148,17 @@ def test_more_repeats_of_fixed_arms_go_on(pair: Path, monkeypatch, tmp_path: Pat
     assert len(timed.order) - len(timed.built) == 2 * 3
 
 
-def test_fixed_arms_in_groups_have_all_repeats(pair: Path, monkeypatch) -> None:
+def test_fixed_arms_in_groups_have_all_repeats(tiny_pair: Path, monkeypatch) -> None:
     """What others are compared with has more."""
-    job = fixed(pair, 1, 2, 3, repeats=2)
+    job = fixed(tiny_pair, 1, 2, 3, repeats=2)
     need = max(plan.num_bytes for plan in set_up(job).plans)
     monkeypatch.setattr(build, "_CPU_REST", 2 * 2 * need)
     install(monkeypatch, lambda config, number: 1.0 + config.draft_length.most)
     assert [row["repeats"] for row in last(job).rows] == [6, 2, 2, 2]
 
 
-def test_settings_that_cannot_run_are_notes(pair: Path) -> None:
-    job = fixed(pair, 2, attentions=("trtllm", "sdpa"))
+def test_settings_that_cannot_run_are_notes(tiny_pair: Path) -> None:
+    job = fixed(tiny_pair, 2, attentions=("trtllm", "sdpa"))
     table = last(job)
     assert [(row["attention"], row["K"]) for row in table.rows] == [("sdpa", 0), ("sdpa", 2)]
     assert [note.partition(":")[0] for note in table.notes if "trtllm" in note] == ["not run"] * 2
@@ -174,9 +171,9 @@ def test_settings_that_cannot_run_are_notes(pair: Path) -> None:
 
 
 @pytest.mark.slow
-def test_texts_are_the_known_one(pair: Path) -> None:
+def test_texts_are_the_known_one(tiny_pair: Path) -> None:
     workload = replace(SMALL, num_prompts=4, max_new_tokens=24)
-    job = fixed(pair, 2, 4, batches=(1, 3), workload=workload)
+    job = fixed(tiny_pair, 2, 4, batches=(1, 3), workload=workload)
     table = last(job)
     rows = {(row["batch"], row["K"]): row for row in table.rows}
     assert list(rows) == [(batch, k) for batch in (1, 3) for k in (0, 2, 4)]
@@ -197,7 +194,7 @@ def test_texts_are_the_known_one(pair: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_wrong_token_is_counted(pair: Path, monkeypatch) -> None:
+def test_a_wrong_token_is_counted(tiny_pair: Path, monkeypatch) -> None:
     """One wrong token is planted per run; the text continues from it."""
     planted = CYCLE.tokens[5]
 
@@ -209,7 +206,7 @@ def test_a_wrong_token_is_counted(pair: Path, monkeypatch) -> None:
         return accepted, tokens
 
     monkeypatch.setattr(step, "accept_greedy", wrong)
-    plain, drafting = last(fixed(pair, 4)).rows
+    plain, drafting = last(fixed(tiny_pair, 4)).rows
     assert plain["wrong_tokens"] == 0, "plain decoding has no drafts"
     assert drafting["wrong_tokens"] > 0
     assert drafting["same_texts"] == 2 / 3
@@ -231,9 +228,9 @@ def test_graphs_change_speed_alone() -> None:
 
 
 @pytest.mark.slow
-def test_dice_accept_in_place_of_the_target(pair: Path, tmp_path: Path) -> None:
+def test_dice_accept_in_place_of_the_target(tiny_pair: Path, tmp_path: Path) -> None:
     workload = replace(SMALL, num_prompts=8, max_new_tokens=30)
-    job = fixed(pair, 2, batches=(8,), workload=workload, dice=(0.9, 0.5), repeats=2)
+    job = fixed(tiny_pair, 2, batches=(8,), workload=workload, dice=(0.9, 0.5), repeats=2)
     found = last(job, tmp_path)
     assert "0.9, 0.5 by position" in str(found.conditions["synthetic acceptance"])
     assert "same_texts" not in found.conditions
@@ -244,13 +241,13 @@ def test_dice_accept_in_place_of_the_target(pair: Path, tmp_path: Path) -> None:
     assert 0.8 < first < 1
     assert 0.4 < second / first < 0.6
     with pytest.raises(UserError, match="synthetic_acceptance"):
-        last(fixed(pair, 2, batches=(8,), workload=workload, dice=(0.9, 0.4)), tmp_path)
+        last(fixed(tiny_pair, 2, batches=(8,), workload=workload, dice=(0.9, 0.4)), tmp_path)
 
 
 @pytest.mark.slow
-def test_a_synthetic_length_is_the_one_measured_at_each_k(pair: Path) -> None:
+def test_a_synthetic_length_is_the_one_measured_at_each_k(tiny_pair: Path) -> None:
     workload = replace(SMALL, num_prompts=16, max_new_tokens=40)
-    found = last(fixed(pair, 1, 3, batches=(8,), workload=workload, dice=2.5))
+    found = last(fixed(tiny_pair, 1, 3, batches=(8,), workload=workload, dice=2.5))
     (k3,) = (row["acceptance_length"] for row in found.rows[1:])  # K = 1 cannot have it
     # a chance of 0.6, which any number of drafts would need, gives 2.18
     assert k3 == pytest.approx(2.5, abs=0.15)
@@ -261,24 +258,24 @@ def test_a_synthetic_length_is_the_one_measured_at_each_k(pair: Path) -> None:
 
 @pytest.mark.parametrize(("length", "k", "chance"), [(1, 3, 0.0), (4, 3, 1.0), (1.8, 1, 0.8), (1.75, 2, 0.5)])
 def test_one_chance_is_solved_for_a_synthetic_length(
-    pair: Path, length: float, k: int, chance: float
+    tiny_pair: Path, length: float, k: int, chance: float
 ) -> None:
-    config = engine_config(pair, num_spec_tokens=k, synthetic_acceptance=float(length))
+    config = engine_config(tiny_pair, num_spec_tokens=k, synthetic_acceptance=float(length))
     assert config.synthetic_chances() == pytest.approx((chance,))
     with pytest.raises(UserError, match="n-grams may draft fewer than K tokens"):
         replace(config, drafter="ngram").synthetic_chances()
 
 
-def test_synthetic_acceptance_is_chances_or_a_length(pair: Path) -> None:
+def test_synthetic_acceptance_is_chances_or_a_length(tiny_pair: Path) -> None:
     given = {"0.8,0.6": (0.8, 0.6), "0,0": (0.0, 0.0), "1": 1.0, "3.2": 3.2}
     assert {text: acceptance_rates(text) for text in given} == given
     for text in ("", "x", "0.5,1.2", "-0.1", "0.8", "0", "nan", "inf", "2,3", "0.5,"):
         with refused("use a mean acceptance length of 1 to K \\+ 1 such as"):
             acceptance_rates(text)
     with refused("synthetic-acceptance is 4.5, but a step of K = 3 drafts yields at most 4"):
-        last(fixed(pair, 3, dice=4.5))
+        last(fixed(tiny_pair, 3, dice=4.5))
     with refused("its texts are not the model's, use specgen tune"):
-        Engine(engine_config(pair, synthetic_acceptance=(0.5,)))
+        Engine(engine_config(tiny_pair, synthetic_acceptance=(0.5,)))
 
 
 def test_dice_decide_on_drafts_behind_accepted_ones() -> None:

@@ -19,12 +19,7 @@ from specgen.experiments.rounds import Ranking
 from specgen.experiments.tune import sentence, tune
 from specgen.experiments.tune_job import TuneJob, Workload
 from tests.commands import refused
-from tests.timed_engines import RUN, Timed, install, job_of, rounds_of, usual, write_tiny
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("pair"))
+from tests.timed_engines import RUN, Timed, install, job_of, rounds_of, usual
 
 
 def last(job: TuneJob, output: Path | None = None) -> BenchTable:
@@ -37,9 +32,9 @@ def turns_of(timed: Timed) -> Counter[tuple[int, int, str]]:
     return runs - Counter((c.max_batch_size, c.draft_length.most, c.drafter_batch) for c in timed.built)
 
 
-def test_arms_of_a_batch_take_turns_and_slow_ones_are_dropped(pair: Path, monkeypatch) -> None:
+def test_arms_of_a_batch_take_turns_and_slow_ones_are_dropped(tiny_pair: Path, monkeypatch) -> None:
     timed = install(monkeypatch, usual)
-    table = last(job_of(pair, precision=0.001))
+    table = last(job_of(tiny_pair, precision=0.001))
     runs = turns_of(timed)
     for batch in (1, 4):
         assert runs[batch, 2, "padded"] == runs[batch, 2, "non-padded"] == 8, "they are as fast"
@@ -57,16 +52,16 @@ def test_arms_of_a_batch_take_turns_and_slow_ones_are_dropped(pair: Path, monkey
     assert [row["repeats"] for row in table.rows] == [runs[arm] for arm in arms]
 
 
-def test_it_ends_when_intervals_are_narrow(pair: Path, monkeypatch) -> None:
+def test_it_ends_when_intervals_are_narrow(tiny_pair: Path, monkeypatch) -> None:
     timed = install(monkeypatch, usual)
-    last(job_of(pair, precision=0.5))
+    last(job_of(tiny_pair, precision=0.5))
     assert set(turns_of(timed).values()) == {3}
 
 
-def test_sentences_are_what_the_kept_rounds_say(pair: Path, monkeypatch, tmp_path: Path) -> None:
+def test_sentences_are_what_the_kept_rounds_say(tiny_pair: Path, monkeypatch, tmp_path: Path) -> None:
     """The numbers are computed again from the file, by scipy."""
     install(monkeypatch, usual)
-    table = last(job_of(pair), tmp_path)
+    table = last(job_of(tiny_pair), tmp_path)
     rounds = [json.loads(line)["arms"] for line in (tmp_path / "tune.rounds.jsonl").read_text().splitlines()]
 
     def ratio(arm: str, other: str) -> tuple[float, float, float]:
@@ -96,13 +91,13 @@ def test_sentences_are_what_the_kept_rounds_say(pair: Path, monkeypatch, tmp_pat
     assert "--max-batch-size 4 --num-spec-tokens 2 --drafter-batch padded" in table.answers[-1]
 
 
-def test_plain_decoding_may_be_the_best(pair: Path, monkeypatch) -> None:
+def test_plain_decoding_may_be_the_best(tiny_pair: Path, monkeypatch) -> None:
     install(monkeypatch, lambda config, number: 1 + config.draft_length.most + number / 1000)
-    (answer, _) = last(job_of(pair, batches=(4,), drafter_batches=("padded",))).answers
+    (answer, _) = last(job_of(tiny_pair, batches=(4,), drafter_batches=("padded",))).answers
     assert re.fullmatch(r"At batch 4: plain, [\d,]+ tokens/s\.", answer)
 
 
-def test_sentences_are_of_what_arms_change_and_not_of_their_names(pair: Path) -> None:
+def test_sentences_are_of_what_arms_change_and_not_of_their_names(tiny_pair: Path) -> None:
     changes = {
         "a": {"K": 0},
         "b": {"K": 2, "drafter_batch": "padded"},
@@ -121,9 +116,9 @@ def test_sentences_are_of_what_arms_change_and_not_of_their_names(pair: Path) ->
 # --- going on -------------------------------------------------------------------------------------
 
 
-def test_a_stopped_tune_goes_on_with_what_is_missing(pair: Path, monkeypatch, tmp_path: Path) -> None:
+def test_a_stopped_tune_goes_on_with_what_is_missing(tiny_pair: Path, monkeypatch, tmp_path: Path) -> None:
     whole = install(monkeypatch, usual)
-    last(job_of(pair), tmp_path / "whole")
+    last(job_of(tiny_pair), tmp_path / "whole")
 
     def stopped(config: EngineConfig, number: int) -> float:
         if len(timed.order) == 5 + 2 * 5 + 3:  # in the middle of the third round
@@ -132,12 +127,12 @@ def test_a_stopped_tune_goes_on_with_what_is_missing(pair: Path, monkeypatch, tm
 
     timed = install(monkeypatch, stopped)
     with pytest.raises(KeyboardInterrupt):
-        last(job_of(pair), tmp_path / "run")
+        last(job_of(tiny_pair), tmp_path / "run")
     path = tmp_path / "run" / "tune.rounds.jsonl"
     kept = path.read_bytes()
     assert len(kept.splitlines()) == 2
     again = install(monkeypatch, usual)
-    last(job_of(pair), tmp_path / "run")
+    last(job_of(tiny_pair), tmp_path / "run")
     assert path.read_bytes().startswith(kept)
     missing = {key: number - 2 * (key[0] == 1) for key, number in turns_of(whole).items()}
     assert {key: n for key, n in turns_of(again).items() if key[0] == 4} == {
@@ -145,49 +140,49 @@ def test_a_stopped_tune_goes_on_with_what_is_missing(pair: Path, monkeypatch, tm
     }
     assert turns_of(again)[1, 4, "padded"] == missing[1, 4, "padded"] > 0
     finished = install(monkeypatch, usual)
-    table = last(job_of(pair), tmp_path / "run")
+    table = last(job_of(tiny_pair), tmp_path / "run")
     assert finished.built == []
     assert len(table.rows) == 10
 
 
-def test_a_torn_line_is_not_a_round(pair: Path, monkeypatch, tmp_path: Path) -> None:
+def test_a_torn_line_is_not_a_round(tiny_pair: Path, monkeypatch, tmp_path: Path) -> None:
     install(monkeypatch, usual)
-    last(job_of(pair, batches=(1,)), tmp_path)
+    last(job_of(tiny_pair, batches=(1,)), tmp_path)
     path = tmp_path / "tune.rounds.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
-    last(job_of(pair, batches=(1,)), tmp_path)
+    last(job_of(tiny_pair, batches=(1,)), tmp_path)
     lines = [json.loads(line)["id"] for line in path.read_text().splitlines()]
     assert lines == [f"round {n}" for n in range(1, len(lines) + 1)]
     assert len(lines) == whole.count(b"\n")
 
 
-def test_another_question_needs_another_directory(pair: Path, monkeypatch, tmp_path: Path) -> None:
+def test_another_question_needs_another_directory(tiny_pair: Path, monkeypatch, tmp_path: Path) -> None:
     install(monkeypatch, usual)
-    last(job_of(pair), tmp_path)
+    last(job_of(tiny_pair), tmp_path)
     before = (tmp_path / "tune.rounds.jsonl").read_bytes()
-    other = job_of(pair, draft_lengths=(DraftLength(most=2),))
+    other = job_of(tiny_pair, draft_lengths=(DraftLength(most=2),))
     for job, field in (
         (other, r"bench.k 2, 4 -> 2"),
         (
-            job_of(pair, workload=Workload(dataset="random", prompt_tokens=6, max_new_tokens=8)),
+            job_of(tiny_pair, workload=Workload(dataset="random", prompt_tokens=6, max_new_tokens=8)),
             "data.requests",
         ),
     ):
         with refused(rf"holds a run that differs in .*{field}.*: name a new directory"):
             last(job, tmp_path)
     assert (tmp_path / "tune.rounds.jsonl").read_bytes() == before
-    last(job_of(pair, repeats=9, precision=0.001, budget=1e9), tmp_path)  # more of the same
+    last(job_of(tiny_pair, repeats=9, precision=0.001, budget=1e9), tmp_path)  # more of the same
     assert (tmp_path / "tune.rounds.jsonl").read_bytes().startswith(before)
 
 
 # --- what goes wrong ------------------------------------------------------------------------------
 
 
-def test_a_budget_ends_it_and_the_rest_is_named(pair: Path, monkeypatch, tmp_path: Path) -> None:
+def test_a_budget_ends_it_and_the_rest_is_named(tiny_pair: Path, monkeypatch, tmp_path: Path) -> None:
     timed = install(monkeypatch, usual)
     monkeypatch.setattr("time.monotonic", lambda: timed.clock)
-    table = last(job_of(pair, budget=60.0), tmp_path)
+    table = last(job_of(tiny_pair, budget=60.0), tmp_path)
     assert 45 < timed.clock <= 60, "what would not have ended in time did not begin"
     assert any(
         note.startswith("budget: 60 s for prompts, weights, warm-ups and rounds") for note in table.notes
@@ -195,66 +190,68 @@ def test_a_budget_ends_it_and_the_rest_is_named(pair: Path, monkeypatch, tmp_pat
     assert {row["batch"] for row in table.rows} == {1, 4}, "each batch size has its share"
     assert 0 < turns_of(timed)[1, 2, "padded"] < 8
     timed = install(monkeypatch, usual)
-    one = last(job_of(pair, budget=4.0), tmp_path / "kept")
+    one = last(job_of(tiny_pair, budget=4.0), tmp_path / "kept")
     assert [c.draft_length.most for c in timed.built] == [0], "its warm-up takes three of the four seconds"
     assert "batch 1, K 2, padded; " in one.notes[-1]
     assert one.notes[-1].endswith("; batch 4, K 4, non-padded: the same command goes on")
     install(monkeypatch, usual)
-    assert last(job_of(pair, budget=4.0)).notes[-1].endswith(": with --output it can go on")
+    assert last(job_of(tiny_pair, budget=4.0)).notes[-1].endswith(": with --output it can go on")
 
 
-def test_a_budget_does_not_leave_out_the_same_arms_again(pair: Path, monkeypatch, tmp_path: Path) -> None:
+def test_a_budget_does_not_leave_out_the_same_arms_again(
+    tiny_pair: Path, monkeypatch, tmp_path: Path
+) -> None:
     measured = []
     for _ in range(2):
         timed = install(monkeypatch, usual)
         monkeypatch.setattr("time.monotonic", lambda now=timed: now.clock)
-        measured.append(len(last(job_of(pair, batches=(4,), budget=32.0), tmp_path).rows))
+        measured.append(len(last(job_of(tiny_pair, batches=(4,), budget=32.0), tmp_path).rows))
         assert timed.clock <= 32
     assert measured[0] < measured[1] == 5
 
 
-def test_where_a_round_no_longer_fits_the_fastest_get_theirs(pair: Path, monkeypatch) -> None:
+def test_where_a_round_no_longer_fits_the_fastest_get_theirs(tiny_pair: Path, monkeypatch) -> None:
     timed = install(monkeypatch, lambda config, number: {0: 3.0, 2: 4.0, 4: 2.0}[config.draft_length.most])
     monkeypatch.setattr("time.monotonic", lambda: timed.clock)
-    table = last(job_of(pair, batches=(4,), budget=42.0))  # 15 s for the warm-ups and for each round
+    table = last(job_of(tiny_pair, batches=(4,), budget=42.0))  # 15 s for the warm-ups and for each round
     assert [(row["K"], row["repeats"]) for row in table.rows] == [(0, 3), (2, 1), (2, 1), (4, 3), (4, 2)]
     assert table.answers[0].startswith("At batch 4: K 4, padded, 1.50x")
     timed = install(monkeypatch, usual)
     monkeypatch.setattr("time.monotonic", lambda: timed.clock)
-    short = last(job_of(pair, batches=(4,), budget=25.0))  # too short for all: fewer arms, and a verdict
+    short = last(job_of(tiny_pair, batches=(4,), budget=25.0))  # too short for all: fewer arms, and a verdict
     assert len(short.rows) < 5
     assert "best" in {row["verdict"] for row in short.rows}
 
 
-def test_one_repeat_is_no_verdict_and_has_no_command(pair: Path, monkeypatch, tmp_path: Path) -> None:
+def test_one_repeat_is_no_verdict_and_has_no_command(tiny_pair: Path, monkeypatch, tmp_path: Path) -> None:
     install(monkeypatch, usual)
-    table = last(job_of(pair, repeats=1), tmp_path)
+    table = last(job_of(tiny_pair, repeats=1), tmp_path)
     assert {row["verdict"] for row in table.rows} == {"unknown"}
     assert [answer.partition(" (")[0] for answer in table.answers] == [
         f"At batch {batch}: no verdict, one repeat has no spread" for batch in (1, 4)
     ]
     assert "K 2, padded was ahead" in table.answers[0]
     assert "specgen generate" not in table.to_html()
-    twice = last(job_of(pair, repeats=2), tmp_path)
+    twice = last(job_of(tiny_pair, repeats=2), tmp_path)
     assert [row["verdict"] for row in twice.rows].count("best") == 2
     assert twice.answers[-1].startswith("Most tokens per second: specgen generate")
 
 
-def test_prompts_that_never_fill_the_batch_are_refused(pair: Path) -> None:
+def test_prompts_that_never_fill_the_batch_are_refused(tiny_pair: Path) -> None:
     workload = Workload(dataset="random", num_prompts=3, prompt_tokens=5, max_new_tokens=8)
     with pytest.raises(UserError, match=r"^num-prompts is 3, which never fill a batch of 4: use at least 4$"):
-        job_of(pair, workload=workload)
-    job_of(pair, workload=replace(workload, num_prompts=4))
+        job_of(tiny_pair, workload=workload)
+    job_of(tiny_pair, workload=replace(workload, num_prompts=4))
 
 
-def test_an_arm_that_fails_costs_the_others_nothing(pair: Path, monkeypatch) -> None:
+def test_an_arm_that_fails_costs_the_others_nothing(tiny_pair: Path, monkeypatch) -> None:
     def broken(config: EngineConfig, number: int) -> float:
         if config.draft_length.most == 4 and number == (config.drafter_batch == "padded") * 2:
             raise RuntimeError("no kernel")
         return usual(config, number)
 
     timed = install(monkeypatch, broken)
-    table = last(job_of(pair, batches=(4,)))
+    table = last(job_of(tiny_pair, batches=(4,)))
     assert [note for note in table.notes if note.startswith("failed")] == [
         "failed: batch 4, K 4, non-padded: RuntimeError: no kernel",
         "failed: batch 4, K 4, padded: RuntimeError: no kernel",
@@ -264,24 +261,24 @@ def test_an_arm_that_fails_costs_the_others_nothing(pair: Path, monkeypatch) -> 
     assert "K 2, padded" in table.answers[0]
 
 
-def test_without_plain_decoding_there_is_still_a_fastest(pair: Path, monkeypatch) -> None:
+def test_without_plain_decoding_there_is_still_a_fastest(tiny_pair: Path, monkeypatch) -> None:
     def broken(config: EngineConfig, number: int) -> float:
         if config.draft_length.most == 0:
             raise RuntimeError("no kernel")
         return usual(config, number)
 
     install(monkeypatch, broken)
-    table = last(job_of(pair, batches=(4,)))
+    table = last(job_of(tiny_pair, batches=(4,)))
     assert table.answers[0].startswith(
         "At batch 4: K 2, padded, the fastest; plain decoding was not measured, "
     )
     assert {row["x_plain"] for row in table.rows} == {None}
 
 
-def test_an_arm_with_other_texts_is_named(pair: Path, monkeypatch) -> None:
+def test_an_arm_with_other_texts_is_named(tiny_pair: Path, monkeypatch) -> None:
     timed = install(monkeypatch, usual)
     timed.token_ids = lambda config: (5 + (config.draft_length.most == 4),) * 100
-    notes = last(job_of(pair, batches=(4,))).notes
+    notes = last(job_of(tiny_pair, batches=(4,))).notes
     (differing,) = [note for note in notes if note.startswith("texts differ")]
     arms = "batch 4, K 4, padded; batch 4, K 4, non-padded"
     assert differing == (
@@ -291,9 +288,9 @@ def test_an_arm_with_other_texts_is_named(pair: Path, monkeypatch) -> None:
     assert len(wrong) == 1, "a cycle of tokens is no row of fives"
 
 
-def test_texts_of_one_token_give_no_verdict(pair: Path, monkeypatch) -> None:
+def test_texts_of_one_token_give_no_verdict(tiny_pair: Path, monkeypatch) -> None:
     install(monkeypatch, usual).token_ids = lambda config: (5,)
-    table = last(job_of(pair, batches=(4,)))
+    table = last(job_of(tiny_pair, batches=(4,)))
     said = "At batch 4: no verdict, as every text ended at its first token: no step had drafts."
     assert table.answers == (said,)
     for row in table.rows:
@@ -301,30 +298,30 @@ def test_texts_of_one_token_give_no_verdict(pair: Path, monkeypatch) -> None:
         assert row["x_plain"] is row["x_best"] is row["same_texts"] is None
 
 
-def test_a_busy_machine_is_named_where_the_answer_is(pair: Path, monkeypatch) -> None:
+def test_a_busy_machine_is_named_where_the_answer_is(tiny_pair: Path, monkeypatch) -> None:
     install(monkeypatch, usual)
-    quiet = last(job_of(pair, batches=(4,)))
+    quiet = last(job_of(tiny_pair, batches=(4,)))
     assert not any("BUSY" in text for text in (*quiet.answers, *quiet.notes))
     monkeypatch.setattr("os.getloadavg", lambda: (1e6, 0.0, 0.0))
-    table = last(job_of(pair, batches=(4,)))
+    table = last(job_of(tiny_pair, batches=(4,)))
     said = "every arm: other programs kept the machine BUSY, so speeds are doubtful"
     assert [answer for answer in table.answers if "BUSY" in answer] == [said]
 
 
-def test_a_tune_whose_arms_all_fail_says_why(pair: Path, monkeypatch) -> None:
+def test_a_tune_whose_arms_all_fail_says_why(tiny_pair: Path, monkeypatch) -> None:
     def broken(config: EngineConfig, number: int) -> float:
         raise RuntimeError("no kernel")
 
     install(monkeypatch, broken)
-    table = last(job_of(pair, batches=(4,)))
+    table = last(job_of(tiny_pair, batches=(4,)))
     assert (table.rows, table.answers) == ((), ())
     assert [note.partition(":")[0] for note in table.notes] == ["failed"] * 5
     assert "no kernel" in table.to_html()
 
 
-def test_arms_that_do_not_fit_together_meet_the_best_in_groups(pair: Path, monkeypatch) -> None:
+def test_arms_that_do_not_fit_together_meet_the_best_in_groups(tiny_pair: Path, monkeypatch) -> None:
     install(monkeypatch, usual)
-    job = job_of(pair, batches=(4,))
+    job = job_of(tiny_pair, batches=(4,))
     need = max(plan.num_bytes for plan in tuning.set_up(job).plans)
     monkeypatch.setattr(build, "_CPU_REST", 2 * 3 * need)
     timed = install(monkeypatch, usual)

@@ -17,30 +17,33 @@ from specgen.experiments.tune_job import Workload, draft_lengths, seconds
 from specgen.prompts.formats import Reading
 from specgen.report.display import duration
 from tests.commands import specgen
-from tests.timed_engines import install, job_of, usual, write_tiny
+from tests.timed_engines import install, job_of, usual
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("pair"))
-
-
-def invoke(pair: Path, *arguments: str):
-    given = ["tune", "--model", str(pair / "target"), "--drafter", str(pair / "drafter"), "--device", "cpu"]
+def invoke(tiny_pair: Path, *arguments: str):
+    given = [
+        "tune",
+        "--model",
+        str(tiny_pair / "target"),
+        "--drafter",
+        str(tiny_pair / "drafter"),
+        "--device",
+        "cpu",
+    ]
     return specgen(*given, *arguments)
 
 
 DATA = ("--dataset", "bundled", "--max-new-tokens", "6")
 
 
-def test_a_dry_run_runs_nothing(pair: Path, monkeypatch, tmp_path: Path) -> None:
+def test_a_dry_run_runs_nothing(tiny_pair: Path, monkeypatch, tmp_path: Path) -> None:
     def forbidden(*args: object) -> None:
         raise AssertionError("it ran")
 
     monkeypatch.setattr(plans, "load_models", forbidden)
     monkeypatch.setattr("specgen.checkpoints.tensor_reader.read_tensors", forbidden)
     timed = install(monkeypatch, usual)
-    left = to_go(pair, "--repeats", "5", "--output", str(tmp_path / "out"))
+    left = to_go(tiny_pair, "--repeats", "5", "--output", str(tmp_path / "out"))
     said = left.pop("")
     assert timed.built == []
     assert not (tmp_path / "out").exists()
@@ -48,19 +51,19 @@ def test_a_dry_run_runs_nothing(pair: Path, monkeypatch, tmp_path: Path) -> None
     assert "Weights take 0.0" in said
 
 
-def to_go(pair: Path, *arguments: str) -> dict[str, str]:
+def to_go(tiny_pair: Path, *arguments: str) -> dict[str, str]:
     """What a dry run says that is left of each arm; "" for its sentences."""
     done = invoke(
-        pair, *DATA, "--batch", "4", "--k", "2,4", "--drafter-batch", "padded", *arguments, "--dry-run"
+        tiny_pair, *DATA, "--batch", "4", "--k", "2,4", "--drafter-batch", "padded", *arguments, "--dry-run"
     )
     assert done.exit_code == 0, done.output
     rows = re.findall(r"^(batch .*?)  .*?  (\d+(?: to \d+)?)$", done.stdout, re.MULTILINE)
     return {**dict(rows), "": " ".join(done.stdout.split())}
 
 
-def test_the_command_measures_real_engines_and_goes_on(pair: Path, tmp_path: Path) -> None:
+def test_the_command_measures_real_engines_and_goes_on(tiny_pair: Path, tmp_path: Path) -> None:
     arguments = (*DATA, "--batch", "2", "--k", "2", "--drafter-batch", "padded", "--repeats", "2")
-    done = invoke(pair, *arguments, "--output", str(tmp_path))
+    done = invoke(tiny_pair, *arguments, "--output", str(tmp_path))
     assert done.exit_code == 0, done.output
     assert "batch 2, K 2, padded: warmed up" in done.stderr
     assert re.search(
@@ -78,14 +81,14 @@ def test_the_command_measures_real_engines_and_goes_on(pair: Path, tmp_path: Pat
     settings = json.loads((tmp_path / "tune.settings.json").read_text())
     settings["data"]["dataset"] = settings["bench"]["workload"]["dataset"] = "elsewhere/the-same.jsonl"
     (tmp_path / "tune.settings.json").write_text(json.dumps(settings))
-    again = invoke(pair, *arguments, "--output", str(tmp_path), "--json")
+    again = invoke(tiny_pair, *arguments, "--output", str(tmp_path), "--json")
     assert "warmed up" not in again.stderr
     assert json.loads(again.stdout)["rows"] == document["rows"]
-    refused = invoke(pair, *arguments, "--output", str(tmp_path), "--k", "1")
+    refused = invoke(tiny_pair, *arguments, "--output", str(tmp_path), "--k", "1")
     assert isinstance(refused.exception, UserError)
 
 
-def test_a_stop_says_what_is_kept(pair: Path, monkeypatch, tmp_path: Path) -> None:
+def test_a_stop_says_what_is_kept(tiny_pair: Path, monkeypatch, tmp_path: Path) -> None:
     def stopped(config: EngineConfig, number: int) -> float:
         if number == last:
             signal.raise_signal(signal.SIGTERM)
@@ -94,25 +97,25 @@ def test_a_stop_says_what_is_kept(pair: Path, monkeypatch, tmp_path: Path) -> No
     last = 2
 
     install(monkeypatch, stopped)
-    done = invoke(pair, *DATA, "--batch", "2", "--k", "2", "--output", str(tmp_path))
+    done = invoke(tiny_pair, *DATA, "--batch", "2", "--k", "2", "--output", str(tmp_path))
     assert done.exit_code == 75
     assert (
         f"specgen: interrupted; 1 whole round kept in {tmp_path}: the same command goes on\n" in done.stderr
     )
-    done = invoke(pair, *DATA, "--batch", "2", "--k", "2")
+    done = invoke(tiny_pair, *DATA, "--batch", "2", "--k", "2")
     assert "specgen: interrupted; nothing is kept without --output\n" in done.stderr
     last = 1
-    done = invoke(pair, *DATA, "--batch", "2", "--k", "2", "--output", str(tmp_path / "new"))
+    done = invoke(tiny_pair, *DATA, "--batch", "2", "--k", "2", "--output", str(tmp_path / "new"))
     assert "specgen: interrupted; no round was finished, so nothing is kept\n" in done.stderr
 
 
-def test_quiet_prints_the_table_alone(pair: Path, monkeypatch, tmp_path: Path) -> None:
+def test_quiet_prints_the_table_alone(tiny_pair: Path, monkeypatch, tmp_path: Path) -> None:
     install(monkeypatch, usual)
     arguments = (*DATA, "--batch", "2", "--k", "2,4", "--precision", "0.001", "--repeats", "4")
-    loud = invoke(pair, *arguments, "--output", str(tmp_path / "loud"))
+    loud = invoke(tiny_pair, *arguments, "--output", str(tmp_path / "loud"))
     assert "warmed up" in loud.stderr
     assert "Files are in " in loud.output
-    quiet = invoke(pair, *arguments, "--output", str(tmp_path / "quiet"), "--quiet")
+    quiet = invoke(tiny_pair, *arguments, "--output", str(tmp_path / "quiet"), "--quiet")
     assert (quiet.exit_code, quiet.stderr) == (0, "")
     assert "At batch 2: " in quiet.stdout
     assert "Files are in " not in quiet.stdout
@@ -170,16 +173,16 @@ def test_lists_and_times_of_the_command_line() -> None:
             seconds(wrong)
 
 
-def test_the_command_to_run_is_one_of_generate(pair: Path) -> None:
-    job = job_of(pair, workload=Workload(dataset="sharegpt", max_new_tokens=99))
+def test_the_command_to_run_is_one_of_generate(tiny_pair: Path) -> None:
+    job = job_of(tiny_pair, workload=Workload(dataset="sharegpt", max_new_tokens=99))
     engine = replace(job.engine, max_prefill_tokens=8192)
     arm = Arm(name="x", changes={"batch": 8, "K": "auto", "drafter_batch": "non-padded"})
     words = shlex.split(command(arm, engine, replace(job.workload, data_path=Path("my file.json"))))
     assert words[:2] == ["specgen", "generate"]
     options = dict(zip(words[2::2], words[3::2], strict=True))
     assert options == {
-        "--model": str(pair / "target"),
-        "--drafter": str(pair / "drafter"),
+        "--model": str(tiny_pair / "target"),
+        "--drafter": str(tiny_pair / "drafter"),
         "--dataset": "sharegpt",
         "--data-path": "my file.json",
         "--max-batch-size": "8",
@@ -193,10 +196,10 @@ def test_the_command_to_run_is_one_of_generate(pair: Path) -> None:
     words = shlex.split(command(arm, with_template, job.workload))
     given = words[words.index("--chat-template-kwargs") + 1]
     assert json.loads(given) == {"enable_thinking": False}, "others are other prompts"
-    assert f"--lora {pair}" in command(arm, replace(engine, lora=str(pair)), job.workload)
+    assert f"--lora {tiny_pair}" in command(arm, replace(engine, lora=str(tiny_pair)), job.workload)
     for chat, flag in ((True, "--chat"), (False, "--raw")):
         read = replace(job.workload, how=Reading(chat=chat, prompt_field="q"))
         assert f"--prompt-field q {flag} --max-batch-size 8" in command(arm, engine, read)
     plain = command(Arm(name="x", changes={"batch": 8, "K": 0}), engine, job.workload)
     assert "--num-spec-tokens 0" in plain
-    assert "drafter" not in plain.replace(str(pair), "")
+    assert "drafter" not in plain.replace(str(tiny_pair), "")

@@ -75,9 +75,9 @@ def test_drafts_that_are_not_verified_take_no_time_of_the_bound() -> None:
 
 
 @pytest.fixture(scope="module")
-def written(calibrated_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("pair")
-    shutil.copytree(calibrated_path, root, dirs_exist_ok=True)
+    shutil.copytree(tiny_pair, root, dirs_exist_ok=True)
     (root / "lengths.json").write_text(json.dumps({"prompts": [5, 9, 40], "answers": [2, 9, 20]}))
     return root
 

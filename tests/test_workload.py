@@ -25,7 +25,6 @@ from specgen.text.tokenizer import load_tokenizer
 from tests.commands import refused
 from tests.engines import Pair, engine_config, loaded, resolved
 from tests.streams import RECORD
-from tests.timed_engines import write_tiny
 
 WORKLOAD = Workload(dataset="sharegpt", max_new_tokens=20, output_lens="data")
 SMALL = Workload(dataset="random", num_prompts=3, prompt_tokens=9, max_new_tokens=12)
@@ -110,18 +109,13 @@ def test_what_cannot_be_asked_is_refused(changes: dict[str, Any], reason: str) -
 # --- of a pair whose text is known ------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("pair"))
-
-
-def engine_of(pair: Path, **changes) -> EngineConfig:
-    return engine_config(pair, **{"page_size": 4, "device": "cpu", "prefix_cache": False} | changes)
+def engine_of(tiny_pair: Path, **changes) -> EngineConfig:
+    return engine_config(tiny_pair, **{"page_size": 4, "device": "cpu", "prefix_cache": False} | changes)
 
 
 @pytest.fixture(scope="module")
-def known(pair: Path) -> Models:
-    return loaded(engine_of(pair))
+def known(tiny_pair: Path) -> Models:
+    return loaded(engine_of(tiny_pair))
 
 
 def test_random_prompts_are_of_the_draft_vocabulary(known: Models) -> None:
@@ -152,9 +146,9 @@ def test_synthetic_weights_get_random_tokens_as_long_as_the_texts(known: Models,
         make_prompts(replace(SMALL, dataset=str(data), max_new_tokens=limit), known, 5)
 
 
-def test_the_cache_is_as_large_as_the_requests_need(pair: Path, known: Models, monkeypatch) -> None:
+def test_the_cache_is_as_large_as_the_requests_need(tiny_pair: Path, known: Models, monkeypatch) -> None:
     monkeypatch.setattr(plans, "_WARM_UP", 1)
-    config = resolved(engine_of(pair, max_batch_size=2, num_spec_tokens=3))
+    config = resolved(engine_of(tiny_pair, max_batch_size=2, num_spec_tokens=3))
     sampling = SamplingParams(max_tokens=6)
     lengths = (5, 30, 1)
     requests = [
@@ -197,12 +191,12 @@ def test_a_text_that_is_not_known_is_not_judged(known: Models, demo_pair: Pair) 
     assert KnownText.of(other) is None
 
 
-def test_an_engine_frees_its_memory_at_once(pair: Path, known: Models) -> None:
+def test_an_engine_frees_its_memory_at_once(tiny_pair: Path, known: Models) -> None:
     """Even without garbage collection before the next engine, which takes all free memory."""
     requests = make_prompts(SMALL, known, 2).requests
     gc.disable()
     try:
-        engine = WarmEngine(resolved(engine_of(pair)), known, requests)
+        engine = WarmEngine(resolved(engine_of(tiny_pair)), known, requests)
         core, runs = weakref.ref(engine._engine), [engine.run(), engine.run()]
         del engine
         assert core() is None
