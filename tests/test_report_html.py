@@ -11,7 +11,7 @@ import pytest
 from specgen.experiments.study_tables import _ACCURACY
 from specgen.report import display
 from specgen.report import page as page_module
-from specgen.report.charts import DRAFT_LENGTHS, STYLES, Bars, Lines, Point, lengths, styles_of, svg, ticks_to
+from specgen.report.charts import STYLES, Bars, Lines, Point, lengths, svg, ticks_to
 from specgen.report.display import percent, plain, ratio
 from specgen.report.page import Page as Content
 from specgen.report.report import Report
@@ -370,13 +370,6 @@ def test_a_reference_is_a_line_at_its_value():
     (mark,) = (path.get("d") for path in chart.iter(f"{SVG}path") if path.get("class") == "reference")
     assert float(re.match(r"M48 ([\d.]+)h", mark)[1]) == pytest.approx(heights(chart)["1"], abs=0.1)
     assert "reference" not in str(svg(speedups({"4": line(1.2)})))
-
-
-def test_one_name_has_one_style_in_every_chart():
-    few, many = (speedups({k: line(1.0) for k in names}, order=DRAFT_LENGTHS) for names in ("04", "01234"))
-    assert few.styles["4"] == many.styles["4"] == "fifth"
-    assert len(set(styles_of(DRAFT_LENGTHS, DRAFT_LENGTHS).values())) == len(DRAFT_LENGTHS) == len(STYLES)
-    assert styles_of(["b", "x"], ["a", "b"]) == {"b": "second", "x": "third"}
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -144,16 +144,3 @@ def test_what_cannot_be_run_is_refused(tmp_path, changes, message):
 def test_an_unknown_name_lists_the_bundled_ones():
     with pytest.raises(UserError, match=r"study is 'mine': name a JSON file, or one of fp8-kv, vllm-25196$"):
         load_study("mine")
-
-
-def test_arms_that_run_alike_are_known():
-    from specgen.experiments.study import _alike
-
-    arms = [
-        Arm(name="padded", changes={"drafter_batch": "padded"}),
-        Arm(name="non-padded", changes={"drafter_batch": "non-padded"}),
-        Arm(name="plain", changes={"num_spec_tokens": 0, "drafter_batch": "padded"}),
-        Arm(name="plain too", changes={"num_spec_tokens": 0, "drafter_batch": "non-padded"}),
-        Arm(name="sampled", changes={"num_spec_tokens": 0, "temperature": 0.5}),
-    ]
-    assert _alike({arm.name: arm.configure(STUDIED) for arm in arms}, arms) == [["plain", "plain too"]]

@@ -24,7 +24,7 @@ class Plot:
     """Column ``y`` over column ``x``, with a line per value of column ``series``.
 
     ``where`` has the values by column that its rows may have. Intervals of column ``y`` are drawn as whiskers.
-    ``reference`` and ``order`` are the chart's, see ``Lines``.
+    ``reference`` is the chart's, see ``Lines``.
     """
 
     title: str
@@ -33,7 +33,6 @@ class Plot:
     series: str
     where: Mapping[str, Container[Value]] = field(default_factory=dict)
     reference: float | None = None
-    order: Sequence[str] = ()
 
     def points(self, rows: tuple[Row, ...], interval: str = "") -> dict[str, list[Point]]:
         """The points of each line in the order of ``rows``; plots of one series have the same lines.
@@ -149,7 +148,6 @@ class BenchTable(Table):
                     show=y.show,
                     lines=lines,
                     reference=plot.reference,
-                    order=plot.order,
                 )
                 note = f"{y.heading}, one line per {plot.series}"
                 yield Table(title=plot.title, note=note, columns=(), rows=(), lines=chart)

@@ -258,8 +258,6 @@ class StudyRun:
         self._configs = {
             name: with_recorded_date(config, arms[name], began) for name, config in resolved.items()
         }
-        for names in _alike(self._configs, job.study.arms):
-            progress.warn(f"arms {' and '.join(names)} are the same here: what sets them apart has no effect")
         self._began = now(next(iter(self._configs.values())).device)  # before this run makes the machine busy
         runs_code = job.confirm_run_unsafe_code
         self._tasks = find_tasks(job.study.tasks, job.data_path, runs_code=runs_code)
@@ -405,16 +403,6 @@ class StudyRun:
         summary = {key: value for key, value in results.items() if key != "samples"}
         write_text(path / "results.json", _json(summary | own))
         return run
-
-
-def _alike(configs: Mapping[str, EngineConfig], arms: Sequence[Arm]) -> list[list[str]]:
-    """The names of arms that would run alike."""
-    alike: dict[tuple[EngineConfig, float], list[str]] = {}
-    for arm in arms:
-        config = configs[arm.name]
-        of_head = config if config.head else replace(config, drafter_batch="padded")
-        alike.setdefault((of_head, arm.changes.get("temperature") or 0), []).append(arm.name)
-    return [names for names in alike.values() if len(names) > 1]
 
 
 def _every(values: Iterable[object]) -> str:

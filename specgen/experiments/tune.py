@@ -42,7 +42,6 @@ from specgen.experiments.rounds import (
 from specgen.experiments.tune_job import SETTINGS, TuneJob, Workload, label
 from specgen.experiments.turns import Turn, Turns, Watch, ignore
 from specgen.report import display
-from specgen.report.charts import DRAFT_LENGTHS
 from specgen.report.table import Column, Row
 from specgen.report.terminal import Part
 
@@ -415,7 +414,6 @@ def _plots(rows: Sequence[Row]) -> Iterator[Plot]:
                 series=series,
                 where=where,
                 reference=1.0 if y == "x_plain" else None,
-                order=DRAFT_LENGTHS if series == "K" else (),
             )
 
 

@@ -4,8 +4,9 @@ A page's style sheet colours them, so that one drawing serves light and dark.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 from markupsafe import Markup
 
@@ -14,7 +15,6 @@ from specgen.report.intervals import Interval
 
 # CSS classes of lines, used cyclically
 STYLES = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth")
-DRAFT_LENGTHS = (*map(str, range(8)), "auto")  # an ``order``: one K has one colour in every chart
 _WIDTH, _HEIGHT = 400, 250  # of the view box; the page scales it by 0.8 to 1.4, so text stays readable
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 12, 14, 40  # margins of lines
 _LETTER = 7.2  # width of one in the name of a column
@@ -53,13 +53,6 @@ class Point:
     interval: Interval | None = None
 
 
-def styles_of(names: Iterable[str], order: Sequence[str] = ()) -> dict[str, str]:
-    """The style of each name, by its place in ``order``; names that are not there come behind."""
-    names = list(names)
-    places = {name: at for at, name in enumerate(dict.fromkeys((*order, *names)))}
-    return {name: STYLES[places[name] % len(STYLES)] for name in names}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Chart:
     """What all charts share; all values lie between the ends of ``ticks``."""
@@ -78,20 +71,18 @@ class Chart:
 class Lines(Chart):
     """Lines by name over columns; ``label`` is the x axis's. A line without points still takes a style.
 
-    Points of one column are dodged. Charts with the same ``order`` of names (see ``styles_of``) draw the same name in
-    the same style. Columns that have no order of their own, such as data sets, are not ``joined``. ``reference`` is a
-    value that others are read against, such as 1.0 for a ratio, and is drawn as a line.
+    Points of one column are dodged. Columns that have no order of their own, such as data sets, are not ``joined``.
+    ``reference`` is a value that others are read against, such as 1.0 for a ratio, and is drawn as a line.
     """
 
     label: str
     lines: Mapping[str, Sequence[Point]]
     joined: bool = True
     reference: float | None = None
-    order: Sequence[str] = ()
 
     @property
     def styles(self) -> dict[str, str]:
-        return styles_of(self.lines, self.order)
+        return dict(zip(self.lines, cycle(STYLES), strict=False))
 
     @property
     def legend(self) -> dict[str, str]:
