@@ -27,6 +27,7 @@ from tests import tiny_checkpoints
 from tests.commands import refused
 from tests.engines import Outputs, Pair, config_of, generate, load_pair, page_bytes, random_requests
 from tests.marks import mostly_slow
+from tests.planted_errors import assign
 from tests.reference_gemma4 import (
     GLOBAL,
     SLIDING,
@@ -168,16 +169,6 @@ def test_preemption_changes_no_draft(
 # ---- planted errors: each must change a draft of these texts
 
 
-def _set(**changes: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Replace attributes of a reference by functions of it."""
-
-    def plant(reference: Any) -> None:
-        for name, value in {name: change(reference) for name, change in changes.items()}.items():
-            setattr(reference, name, value)
-
-    return plant
-
-
 def _values_of_the_norm_of_keys(head: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     def keys(x: Tensor, prefix: str, positions: Tensor, kind: str, size: int) -> tuple[Tensor, Tensor]:
         made = head.norm(head.heads(x, f"{prefix}k_proj", size), f"{prefix}k_norm")
@@ -192,7 +183,7 @@ def _plain_rotation(head: Any) -> dict[str, Any]:
 
 
 def _window(by: int) -> Callable[[Any], None]:
-    return _set(text=lambda head: head.text | {"sliding_window": head.text["sliding_window"] + by})
+    return assign(text=lambda head: head.text | {"sliding_window": head.text["sliding_window"] + by})
 
 
 def _earlier(changed: str) -> Callable[[Any], None]:
@@ -208,7 +199,7 @@ def _earlier(changed: str) -> Callable[[Any], None]:
 
         return found
 
-    return _set(source=source)
+    return assign(source=source)
 
 
 def _other_logits(head: Any) -> Callable[[Tensor], Tensor]:
@@ -220,19 +211,19 @@ def _last(streams: list[Tensor]) -> tuple[list[Tensor], Tensor]:
 
 
 ERRORS: dict[str, tuple[str, Callable[[Any], None]]] = {
-    "a layer too early": ("eagle3", _set(aux=lambda head: head.raw["target_layer_ids"])),
-    "one too early for a block": ("dspark", _set(aux=lambda head: head.raw["target_layer_ids"])),
-    "embedding as it is": ("dspark", _set(scaled=lambda head: lambda embedded: embedded)),
-    "logits not capped": ("dspark", _set(capped=lambda head: lambda logits: logits)),
-    "recycled behind the norm": ("eagle3", _set(recycled=lambda head: lambda x: head.norm(x, "norm"))),
-    "values through the norm of keys": ("eagle3", _set(keys=_values_of_the_norm_of_keys)),
-    "all pairs turned": ("eagle3", _set(text=_plain_rotation)),
+    "a layer too early": ("eagle3", assign(aux=lambda head: head.raw["target_layer_ids"])),
+    "one too early for a block": ("dspark", assign(aux=lambda head: head.raw["target_layer_ids"])),
+    "embedding as it is": ("dspark", assign(scaled=lambda head: lambda embedded: embedded)),
+    "logits not capped": ("dspark", assign(capped=lambda head: lambda logits: logits)),
+    "recycled behind the norm": ("eagle3", assign(recycled=lambda head: lambda x: head.norm(x, "norm"))),
+    "values through the norm of keys": ("eagle3", assign(keys=_values_of_the_norm_of_keys)),
+    "all pairs turned": ("eagle3", assign(text=_plain_rotation)),
     "no number of the layer": (
         "eagle3",
-        _set(t=lambda head: head.t | {"layers.0.layer_scalar": torch.ones(1).double()}),
+        assign(t=lambda head: head.t | {"layers.0.layer_scalar": torch.ones(1).double()}),
     ),
-    "a position before": ("assistant-31b", _set(position=lambda head: lambda num_stored: num_stored - 1)),
-    "a position behind": ("assistant-31b", _set(position=lambda head: lambda num_stored: num_stored + 1)),
+    "a position before": ("assistant-31b", assign(position=lambda head: lambda num_stored: num_stored - 1)),
+    "a position behind": ("assistant-31b", assign(position=lambda head: lambda num_stored: num_stored + 1)),
     "window one shorter": ("assistant-31b", _window(-1)),
     "window one longer": ("assistant-31b", _window(1)),
     "another layer with a window": ("assistant-31b", _earlier(SLIDING)),
@@ -240,17 +231,17 @@ ERRORS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "the same, of those that store": ("assistant-e2b", _earlier(SLIDING)),
     "embedding of an assistant as it is": (
         "assistant-31b",
-        _set(scaled=lambda head: lambda embedded: embedded.double()),
+        assign(scaled=lambda head: lambda embedded: embedded.double()),
     ),
     "fed back in front of the norm": (
         "assistant-31b",
-        _set(fed_back=lambda head: lambda stream, normed: stream),
+        assign(fed_back=lambda head: lambda stream, normed: stream),
     ),
     "state in front of the final norm": (
         "assistant-31b",
-        _set(states=lambda head: lambda tokens: _last(ReferenceAssistant.states(head, tokens)[0])),
+        assign(states=lambda head: lambda tokens: _last(ReferenceAssistant.states(head, tokens)[0])),
     ),
-    "tokens of all groups": ("assistant-e2b", _set(logits=_other_logits)),
+    "tokens of all groups": ("assistant-e2b", assign(logits=_other_logits)),
 }
 
 
