@@ -23,6 +23,7 @@ from specgen.engine.memory_plan import memory_plans
 from specgen.kv.kv_cache import KVCache
 from specgen.models import gemma4, model_config
 from specgen.models.gemma4 import Gemma4Config
+from specgen.ops.experts import ACTIVATIONS, Routing
 from tests.commands import refused
 from tests.dense import DenseAttend
 from tests.families import ids_of, loaded, of_transformers, paged_logits
@@ -284,28 +285,16 @@ def _no_cap(plant: pytest.MonkeyPatch) -> None:
 
 
 def _routed_behind_a_norm(plant: pytest.MonkeyPatch) -> None:
-    real = gemma4.ExpertsBeside.__call__
-    plant.setattr(
-        gemma4.ExpertsBeside,
-        "__call__",
-        lambda self, x, dense: real(replace(self, router_norm=self.norm), x, dense),
-    )
+    real = gemma4.Mixture.__call__
+    plant.setattr(gemma4.Mixture, "__call__", lambda self, x, routed: real(self, x))
 
 
-def _experts_of_swish(plant: pytest.MonkeyPatch) -> None:
-    from specgen.ops.experts import Gating
-
-    plant.setattr(Gating, "__call__", lambda self, gate, up: F.silu(gate) * up)
+def _swish(plant: pytest.MonkeyPatch) -> None:
+    plant.setitem(ACTIVATIONS, "gelu tanh", F.silu)  # type: ignore[misc]
 
 
 def _no_weights_of_experts(plant: pytest.MonkeyPatch) -> None:
-    real = gemma4.ExpertsBeside.build.__func__  # type: ignore[attr-defined]
-
-    def build(cls: Any, *args: Any) -> Any:
-        found = real(cls, *args)
-        return replace(found, expert_scale=torch.ones_like(found.expert_scale))
-
-    plant.setattr(gemma4.ExpertsBeside, "build", classmethod(build))
+    plant.setattr("specgen.models.mlp.Routing", lambda **fields: Routing(**fields | {"scales": None}))
 
 
 def _inputs_behind_the_scale(plant: pytest.MonkeyPatch) -> None:
@@ -323,7 +312,8 @@ PLANTED: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "another layer's keys": ("e2b", _another_source),
     "no cap": ("31b", _no_cap),
     "routed behind a weighted norm": ("26b", _routed_behind_a_norm),
-    "experts with swish": ("26b", _experts_of_swish),
+    "MLP with swish": ("31b", _swish),
+    "MLP and experts with swish": ("26b", _swish),
     "experts weigh as they are": ("26b", _no_weights_of_experts),
     "inputs of another token": ("e2b", _inputs_behind_the_scale),
 }

@@ -90,6 +90,23 @@ def _norm_heads_kernel(
 
 
 @triton.jit
+def _plus(
+    total: tl.tensor,
+    parts: tl.tensor,
+    row: tl.tensor,
+    columns: tl.tensor,
+    inside: tl.tensor,
+    size: int,
+    PARTS: tl.constexpr,  # noqa: N803
+) -> tl.tensor:
+    """``total`` in float32, and on it a row's parts, one after the other."""
+    for part in tl.static_range(PARTS):
+        start = (part * tl.num_programs(0) + row) * size
+        total += tl.load(parts + start + columns, inside, 0).to(tl.float32)
+    return total
+
+
+@triton.jit
 def _add_norm_kernel(
     stream: tl.tensor,
     parts: tl.tensor,
@@ -113,37 +130,14 @@ def _add_norm_kernel(
     w = tl.load(weight + columns, inside, 0)
     gdc_wait()
     before = tl.load(stream + row * stride + columns, inside, 0)
-    delta = tl.zeros((BLOCK,), tl.float32)
-    for part in tl.static_range(PARTS):
-        start = (part * tl.num_programs(0) + row) * size
-        delta += tl.load(parts + start + columns, inside, 0).to(tl.float32)
-    for part in tl.static_range(MORE):
-        start = (part * tl.num_programs(0) + row) * size
-        delta += tl.load(more + start + columns, inside, 0).to(tl.float32)
+    delta = _plus(tl.zeros((BLOCK,), tl.float32), parts, row, columns, inside, size, PARTS)
+    delta = _plus(delta, more, row, columns, inside, size, MORE)
     added = before + delta.to(before.dtype)
     tl.store(total + row * size + columns, added, inside)
     normed = rms_normed(added, w, size, eps, CASTS_LAST)
     if out_scale is not None:
         normed = to_e4m3(normed, 1.0 / tl.load(out_scale))
     tl.store(out + row * size + columns, normed, inside)
-
-
-@triton.jit
-def _sum(
-    parts: tl.tensor,
-    row: tl.tensor,
-    columns: tl.tensor,
-    inside: tl.tensor,
-    size: int,
-    dtype: tl.constexpr,
-    PARTS: tl.constexpr,  # noqa: N803
-) -> tl.tensor:
-    """Of a row's parts, in float32 and rounded to ``dtype``."""
-    total = tl.zeros(columns.shape, tl.float32)
-    for part in tl.static_range(PARTS):
-        start = (part * tl.num_programs(0) + row) * size
-        total += tl.load(parts + start + columns, inside, 0).to(tl.float32)
-    return total.to(dtype)
 
 
 @triton.jit
@@ -173,10 +167,11 @@ def _sandwich_kernel(
     dtype: tl.constexpr = stream.dtype.element_ty
     weight = tl.load(behind + columns, inside, 0)
     gdc_wait()
-    added = _sum(parts, row, columns, inside, size, dtype, PARTS)
+    nothing = tl.zeros((BLOCK,), tl.float32)
+    added = _plus(nothing, parts, row, columns, inside, size, PARTS).to(dtype)
     if MORE > 0:
         added = rms_normed(added, tl.load(within + columns, inside, 0), size, eps, True)
-        other = _sum(more, row, columns, inside, size, dtype, MORE)
+        other = _plus(nothing, more, row, columns, inside, size, MORE).to(dtype)
         added += rms_normed(other, tl.load(within_more + columns, inside, 0), size, eps, True)
     added = tl.load(stream + row * stride + columns, inside, 0) + rms_normed(added, weight, size, eps, True)
     if scale is not None:
