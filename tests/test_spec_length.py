@@ -7,11 +7,14 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
+from specgen.config import DraftLength
 from specgen.core.spec_length import BestPlan, FixedPlan, RunningAcceptance, SpecLength, StepCosts, StepPlan
+from specgen.engine.step_costs import timed_plans
 from tests.marks import mostly_slow
 
 MOST = 7
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
+PLANS = timed_plans(256, DraftLength(most=MOST, kind="auto"))
+TIMED = [(size, plan.num_drafts, plan.quarters) for size in PLANS for plan in PLANS[size]]
 STEPS = 2000
 Curve = Sequence[float]  # conditional acceptance by position
 
@@ -27,7 +30,7 @@ def cost_of(num_sequences: int, k: int, num_verified: float) -> float:
     return ((5.8**3 + (0.0336 * rows) ** 3) ** (1 / 3) + 0.02 * num_sequences + 0.35 * k) / 1000
 
 
-COSTS = StepCosts(seconds={(size, k): cost(size, k) for size in SIZES for k in range(MOST + 1)})
+COSTS = StepCosts(seconds={(size, k): cost(size, k) for size, k, _ in TIMED})
 
 
 OF_POSITION = 3.3e-8  # seconds, as an 8B model reads 128 KiB
@@ -83,9 +86,34 @@ class Decoding:
 # --- costs ----------------------------------------------------------------------------------------
 
 
-def test_costs_are_interpolated_between_measured_batch_sizes():
+@pytest.mark.parametrize(
+    ("of_rows", "most_lost"),
+    [
+        # a dense model: rows are paid for by the 64, half of the time, from where weights are no longer what takes it
+        (lambda rows: (5.0**6 + (0.015 * rows + 0.015 * 64 * -(-rows // 64)) ** 6) ** (1 / 6), 0.007),
+        # a mixture: the first rows touch most experts
+        (lambda rows: 1.0 + 5.0 * (1 - 0.9**rows) + 0.01 * rows, 0.0005),
+    ],
+)
+def test_few_timed_steps_tell_the_others(of_rows: Callable[[int], float], most_lost: float) -> None:
+    """Little speed is lost, on average of all batch sizes and of heads that are right more or less often."""
+
+    def true(size: int, k: int) -> float:
+        return of_rows(size * (k + 1)) + 0.3 * k
+
+    assert len(TIMED) <= 28, "each is a CUDA graph to capture before a first token"
+    costs, lost = StepCosts(seconds={(size, k): true(size, k) for size, k, _ in TIMED}), []
+    for size, rate in product(range(1, 257, 2), (0.5, 0.65, 0.8, 0.9)):
+        told = [tokens(k, flat(rate)) / costs.at(size, k) for k in range(MOST + 1)]
+        speeds = [tokens(k, flat(rate)) / true(size, k) for k in range(MOST + 1)]
+        lost.append(1 - speeds[told.index(max(told))] / max(speeds))
+    assert np.mean(lost) < most_lost
+
+
+def test_costs_are_interpolated_between_measured_batch_sizes_and_lengths():
     costs = StepCosts(seconds={(8, 0): 3.0, (2, 0): 1.0, (4, 0): 1.5, (2, 3): 5.0, (4, 3): 4.0})
-    assert costs.lengths == (0, 3)
+    assert costs.lengths == (0, 1, 2, 3)
+    assert [costs.at(4, k) for k in range(4)] == pytest.approx([1.5, 1.5 + 2.5 / 3, 1.5 + 5 / 3, 4.0])
     assert [costs.at(size, 0) for size in (1, 2, 3, 4, 6, 8)] == [1.0, 1.0, 1.25, 1.5, 2.25, 3.0]
     assert costs.at(10, 0) == 3.75  # extrapolated
     assert costs.at(10, 3) == 4.0  # but never decreasing
@@ -259,15 +287,11 @@ def test_a_gain_of_half_a_percent_does_not_change_k():
     assert decoding.lengths.count(3) < 0.02 * STEPS
 
 
-def test_only_measured_lengths_are_chosen():
-    seconds = {(size, k): cost(size, k) for size in SIZES for k in (0, 1, 3, 6)}
-    policy = BestPlan(StepCosts(seconds=seconds))
-    assert policy.most == 6
-    decoding = Decoding(policy)
-    for num_sequences in (1, 64, 256):
-        decoding.run(200, num_sequences, flat(0.8))
-    assert set(decoding.lengths) <= {0, 1, 3, 6}
-    assert len(set(decoding.lengths)) > 1
+def test_a_length_that_was_not_timed_is_chosen_where_it_is_the_best():
+    seconds = {(size, k): each for size in (1, 256) for k, each in ((0, 1.0), (2, 1.0), (4, 1.4), (7, 4.0))}
+    decoding = Decoding(BestPlan(StepCosts(seconds=seconds)))
+    decoding.run(400, 32, (0.9, 0.9, 0.9, 0.1, 0.1, 0.1, 0.1))
+    assert decoding.lengths.count(3) > 300
 
 
 def test_the_choice_is_deterministic():
@@ -298,7 +322,7 @@ def test_drafts_pay_in_large_batches_of_long_contexts(num_sequences, context):
     found = knows.run(STEPS, num_sequences, curve, num_positions)
     assert found > 0.98 * best(num_sequences, curve, num_positions)
     usual = assumes_short.run(STEPS, num_sequences, curve, num_positions)
-    assert found > usual * (1.1 if num_sequences >= 64 else 0.99)
+    assert found > usual * (1.03 if num_sequences >= 64 else 0.99)
 
 
 def test_what_is_verified_of_the_drafts_depends_on_the_contexts_too():
@@ -316,11 +340,7 @@ RIGHT = np.array([0.08, 0.13, 0.21, 0.28, 0.34, 0.46, 0.64, 0.69, 0.81, 0.93, 0.
 SHARES = np.array([0.04] * 9 + [0.15, 0.2, 0.29])  # of drafts
 WITH_PARTS = StepCosts(
     seconds=COSTS.seconds,
-    partial={
-        (size, k, part): cost_of(size, k, size * part / 4)
-        for size in SIZES
-        for k, part in ((1, 1), *((MOST, part) for part in (1, 4, 8, 16, 28)))
-    },
+    partial={(size, k, part): cost_of(size, k, size * part / 4) for size, k, part in TIMED if part},
 )
 
 
@@ -366,10 +386,8 @@ def test_a_drafter_that_knows_nothing_of_itself_costs_nothing(num_sequences):
     assert auto >= 0.985 * uniform
 
 
-@pytest.mark.parametrize("lengths", [range(MOST + 1), (0, MOST)])
-def test_a_batch_that_drains_to_one_sequence_verifies_all_again(lengths):
-    seconds = {(size, k): cost(size, k) for size in SIZES for k in lengths}
-    policy = BestPlan(StepCosts(seconds=seconds, partial=WITH_PARTS.partial))
+def test_a_batch_that_drains_to_one_sequence_verifies_all_again():
+    policy = BestPlan(WITH_PARTS)
     speed_of(policy, 128, tells=True, num_steps=150)
     assert policy.choose(128, 0).quarters is not None
     assert policy.choose(1, 0).quarters is None

@@ -22,6 +22,7 @@ _PATIENCE = 0.25  # steps that another length must have saved in sum before it i
 _QUARTERS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24)
 _EVERY = 16  # steps between two looks at the plan, while the batch is about as large
 _SEQUENCES = 512  # whose confidence is remembered
+FEWEST = 4  # sequences of which some are worth more drafts than others
 _NOT_MADE = -2  # in place of the level of a draft that was not asked for; -1 is one that is missing
 _LEAST_CHANCE = 0.005  # of a draft, and of its rejection
 _PROBE_SHARE = 0.004  # share of the time that may be spent on trying one length further
@@ -50,7 +51,7 @@ class StepPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """``seconds`` of a decode step by ``(num_sequences, K)``, as measured; several batch sizes for each K.
+    """``seconds`` of a decode step by ``(num_sequences, K)``, as measured; several batch sizes for each of some K.
 
     ``partial`` are those of steps that verify a part of the drafts, by ``(num_sequences, K, quarters)``, as of
     ``StepPlan``: several with the largest K, and one quarter with K = 1, which tells what it costs to make a draft.
@@ -67,11 +68,11 @@ class StepCosts:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Every K that was measured, the smallest first."""
-        return tuple(sorted(self._curves))
+        """Every K up to the largest that was measured."""
+        return tuple(range(max(self._curves) + 1))
 
     def at(self, num_sequences: int, k: int, num_positions: int = 0) -> float:
-        """Seconds of a step with ``k`` drafts: linear between measured batch sizes and beyond the largest one.
+        """Seconds of a step with ``k`` drafts: linear between measured K and batch sizes and beyond the largest one.
 
         ``num_positions`` of all sequences together are in the cache.
         """
@@ -79,13 +80,14 @@ class StepCosts:
 
     def at_lengths(self, num_sequences: int, num_positions: int = 0) -> np.ndarray:
         """The same for every K of ``lengths``."""
-        seconds = [_between(*self._curves[k], num_sequences) for k in self.lengths]
-        return seconds + self._of_context(num_positions, self.lengths)
+        timed = sorted(self._curves)
+        seconds = np.interp(self.lengths, timed, [_between(*self._curves[k], num_sequences) for k in timed])
+        return np.asarray(seconds + self._of_context(num_positions, self.lengths))
 
-    @cached_property
+    @property
     def fewest(self) -> float:
-        """Sequences of which steps that verify a part have a known cost."""
-        return min((size for size, _, _ in self.partial), default=inf)
+        """Sequences of which a part of the drafts may be verified."""
+        return FEWEST if self.partial else inf
 
     def at_part(self, num_sequences: int, k: int, quarters: int, num_positions: int = 0) -> float:
         """Seconds of a step with ``k`` drafts of which so many are verified."""

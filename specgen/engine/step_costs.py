@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.resources import files
-from itertools import chain
+from itertools import chain, count, takewhile
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,19 +23,18 @@ from specgen.checkpoints.tensor_reader import Checkpoint
 from specgen.config import CONFIDENCE_LEVELS, DraftLength, EngineConfig, SamplingParams, require
 from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Request
-from specgen.core.spec_length import FixedPlan, StepCosts, StepPlan
+from specgen.core.spec_length import FEWEST, FixedPlan, StepCosts, StepPlan
 from specgen.engine.choices import Checkpoints
 from specgen.ops.jit_modules import runs_on
 from specgen.record.provenance import device, machine_state, uuid, versions
 from specgen.record.record_rows import EngineRow, PassRow
 from specgen.storage import CacheFiles
 
-_UNTIMED = 3  # steps: the first compiles and captures, and the host is a step ahead
-_TIMED = 6
-_FEWEST = 4  # sequences of which some are worth more drafts than others
-_PROMPT = 16  # tokens
-# What longer contexts cost is told by a few of so many tokens, together and each, which seconds of prefill make
-_LONG_BATCH, _LONG_TOGETHER, _LONG_EACH = 8, {"cuda": 32768, "cpu": 2048}, 4096
+_UNTIMED = 2  # steps: the first compiles and captures, and the device waits for the second
+_TIMED = 5
+_PROMPT = 4  # tokens: each plan has prompts of its own
+# What longer contexts cost is told by a few of so many tokens, together, which take some tenths of a second to prefill
+_LONG_BATCH, _LONG_TOGETHER = 8, {"cuda": 16384, "cpu": 2048}
 _LONG_PASSES = 64  # of prefill at most: meanwhile the first sequences grow
 KEPT = CacheFiles(kind="step-costs", what="costs of steps")
 # variables that may change kernels
@@ -44,34 +43,39 @@ _STATE = ("driver", "max_clock_mhz", "power_limit_watts")  # of a GPU, that last
 
 
 def timed_plans(max_batch_size: int, length: DraftLength) -> dict[int, list[StepPlan]]:
-    """What is timed, by number of sequences: steps with 0 to the largest K, and with ``auto`` parts of the drafts.
+    """What is timed, by number of sequences: steps with some K, and with ``auto`` parts of the drafts at two sizes.
 
-    Parts are timed for every other size, from the largest down to ``_FEWEST``, and their costs are interpolated: each
-    takes as long as a step with the largest K.
+    Each is a CUDA graph, and takes a sixth of a second of an 8B model's start. What lies between them is interpolated.
     """
-    most = length.most  # of so many sequences: powers of two and the largest
-    sizes = sorted({1 << power for power in range(max_batch_size.bit_length())} | {max_batch_size})
-    whole = [StepPlan(num_drafts=k) for k in range(most + 1)]
+    sizes, most = sorted({1, *_spread(8, 4, max_batch_size)}), length.most
+    whole = [StepPlan(num_drafts=rows - 1) for rows in _spread(1, 2, most + 1)]
     # by the drafter's confidence, so that sequences have as different numbers of rows as in a run
     rising = tuple((level + 0.5) / len(CONFIDENCE_LEVELS) for level in range(len(CONFIDENCE_LEVELS)))
     parts = [
         StepPlan(num_drafts=k, quarters=quarters, chances=(rising,) * k)
-        for k, quarters in sorted(
-            {(1, 1), *((most, each) for each in (1, 4, 8, 16, 4 * most) if each <= 4 * most)}
-        )
+        for k, quarters in sorted({(1, 1), *((most, each) for each in _spread(1, 8, 4 * most))})
     ]
-    with_parts = {size for size in sizes[::-2] if size >= _FEWEST} if length.kind == "auto" else set()
+    asked = length.kind == "auto" and max_batch_size >= FEWEST
+    with_parts = {*sizes[1:2], max_batch_size} if asked else set()
     return {size: [*whole, *(parts if size in with_parts else ())] for size in sizes}
+
+
+def _spread(least: int, factor: int, most: int) -> list[int]:
+    """``least`` and its products with powers of ``factor``, as far as they are below ``most``, and that."""
+    return [*takewhile(lambda each: each < most, (least * factor**power for power in count())), most]
 
 
 def measure(engine: EngineCore, max_batch_size: int, length: DraftLength) -> StepCosts:
     """The costs of the steps of ``timed_plans``, and what longer contexts add to them.
 
-    Leaves the engine idle. Sizes for which the cache has no room are left out; ``UserError`` where not even one
-    sequence has.
+    Leaves the engine idle. The largest size is what the cache has room for; ``UserError`` where not even one sequence
+    has.
     """
     seconds, partial = dict[tuple[int, int], float](), dict[tuple[int, int, int], float]()
-    for size, plans in timed_plans(max_batch_size, length).items():
+    most, rows = length.most, engine.max_prefill_tokens
+    sizes = range(max_batch_size, 1, -1)
+    largest = next((size for size in sizes if engine.room(size) >= positions(size, most, rows)), 1)
+    for size, plans in timed_plans(largest, length).items():
         found = {plan: _step_times(engine, size, plan, _UNTIMED + _TIMED) for plan in plans}
         if not all(found.values()):
             continue
@@ -83,10 +87,10 @@ def measure(engine: EngineCore, max_batch_size: int, length: DraftLength) -> Ste
                 partial[size, plan.num_drafts, plan.quarters] = taken
     require(
         bool(seconds),
-        f"num-spec-tokens is {length.kind}, and the model's context or its cache is too short to time {length.most} "
+        f"num-spec-tokens is {length.kind}, and the model's context or its cache is too short to time {most} "
         "drafts: name a number",
     )
-    of_position = _of_position(engine, max(size for size, _ in seconds), length.most)
+    of_position = _of_position(engine, largest, most)
     return StepCosts(seconds=seconds, partial=partial, of_position=of_position)
 
 
@@ -95,8 +99,8 @@ def _of_position(engine: EngineCore, max_batch_size: int, most: int) -> tuple[fl
     size, device = min(max_batch_size, _LONG_BATCH), engine.device.type
     num_tokens = min(_LONG_TOGETHER[device], _LONG_PASSES * engine.max_prefill_tokens)
     num_steps = _UNTIMED + _TIMED + _steps_before(num_tokens, engine.max_prefill_tokens)
-    long = min(num_tokens // size, _LONG_EACH, engine.room(size) - _new_tokens(most, num_steps))
-    if long < 8 * _PROMPT:
+    long = min(num_tokens // size, engine.room(size) - _new_tokens(most, num_steps))
+    if long < 32 * _PROMPT:  # too little to be told from noise
         return 0.0, 0.0
     found = []
     for k in (0, most):
@@ -120,10 +124,10 @@ def capture_all(engine: EngineCore, max_batch_size: int, lengths: Sequence[int])
             _step_times(engine, size, StepPlan(num_drafts=k), 1)
 
 
-def positions(config: EngineConfig) -> int:
-    """How long a sequence may become while steps are timed."""
-    num_steps = _UNTIMED + _TIMED + _steps_before(config.max_batch_size * _PROMPT, config.max_prefill_tokens)
-    return _PROMPT + _new_tokens(config.draft_length.most, num_steps)
+def positions(num_sequences: int, num_drafts: int, max_prefill_tokens: int) -> int:
+    """How long each of so many sequences may become while steps are timed."""
+    num_steps = _UNTIMED + _TIMED + _steps_before(num_sequences * _PROMPT, max_prefill_tokens)
+    return _PROMPT + _new_tokens(num_drafts, num_steps)
 
 
 def _steps_before(num_tokens: int, max_prefill_tokens: int) -> int:

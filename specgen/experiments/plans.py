@@ -148,7 +148,9 @@ def _random(lengths: Sequence[tuple[int, int]], models: Models) -> tuple[Request
 
 def kv_bytes(config: EngineConfig, models: Models, requests: Sequence[Request]) -> int:
     """Bytes of KV pages for the longest requests that can be in the batch together, and of states for the batch."""
-    least = step_costs.positions(config) if config.draft_length.auto else _WARM_UP
+    length = config.draft_length
+    timed = step_costs.positions(config.max_batch_size, length.most, config.max_prefill_tokens)
+    least = timed if length.auto else _WARM_UP
     lengths = sorted(
         (max(len(r.prompt_token_ids) + r.sampling.max_tokens, least) for r in requests), reverse=True
     )
