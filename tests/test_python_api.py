@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,15 @@ def test_sampling_is_sampling_params(engine: Engine) -> None:
             engine.generate("Tom", wrong)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"^config is .*: use EngineConfig\(model="):
         Engine(MODEL)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("own", [{"max_tokens": 3}, {"max_tokens": 3, "stop": ["x"]}, {}])
+def test_prompts_that_ask_for_the_same_share_it(own: dict[str, Any]) -> None:
+    """A pass looks at each once; what has a list, say, has its own."""
+    for others in (SHORT, replace(SHORT, temperature=1.0)):
+        one, two = (Prompt(id=each, text="Tom", sampling=dict(own)).sampling_over(others) for each in "ab")
+        assert one == two == replace(others, **own)
+        assert (one is two) == ("stop" not in own)
 
 
 WRONG_PARAMS: list[tuple[dict[str, Any], str]] = [

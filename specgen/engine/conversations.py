@@ -239,7 +239,7 @@ class Conversations:
         lost = self._lost.get(request_id, ())
         if len(lost) > 1:
             raise UserError(f"the device was lost while it ran alone: {lost[-1]}")
-        sampling = replace(self._sampling, **prompt.sampling) if prompt.sampling else self._sampling
+        sampling = prompt.sampling_over(self._sampling)
         require(sampling.n == 1 or not prompt.follow_ups, several_turns(sampling.n))
         conversation.asked, token_ids = self._prompt_ids(conversation)
         turn = len(conversation.answers) + 1

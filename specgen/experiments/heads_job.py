@@ -219,7 +219,7 @@ class HeadsRun:
                 yield Request(
                     id=name,
                     prompt_token_ids=tuple(prompt_ids(prompt, tokenizer, earlier)[1]),
-                    sampling=replace(sampling, **prompt.sampling),
+                    sampling=prompt.sampling_over(sampling),
                     category=prompt.category,
                     turn=turn,
                     num_turns=len(prompt.turn_ids),

@@ -30,6 +30,11 @@ def _check_sampling(fields: tuple[tuple[str, object, Any], ...]) -> None:
     check_own(given)
 
 
+@lru_cache(maxsize=1024)
+def _changed(sampling: SamplingParams, fields: tuple[tuple[str, object, Any], ...]) -> SamplingParams:
+    return replace(sampling, **{name: value for name, _, value in fields})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
     """A chat, a text or token ids to answer: exactly one of ``messages``, ``text`` and ``token_ids`` is set.
@@ -88,9 +93,21 @@ class Prompt:
                 f"sampling is {shown(self.sampling)}: use a dict of the fields of SamplingParams that differ"
             )
         try:
-            _check_sampling(tuple((name, type(value), value) for name, value in self.sampling.items()))
+            _check_sampling(self._own)
         except TypeError:  # a list, say, has no hash
-            _check_sampling.__wrapped__(tuple((name, None, value) for name, value in self.sampling.items()))
+            _check_sampling.__wrapped__(self._own)
+
+    @property
+    def _own(self) -> tuple[tuple[str, object, Any], ...]:
+        """Names, types and values of ``sampling``."""
+        return tuple((name, type(value), value) for name, value in self.sampling.items())
+
+    def sampling_over(self, others: SamplingParams) -> SamplingParams:
+        """``others`` with its own fields: one object for prompts that ask for the same, as passes look at each once."""
+        try:
+            return _changed(others, self._own)
+        except TypeError:
+            return _changed.__wrapped__(others, self._own)
 
     def at(self, where: str) -> Self:
         """This prompt, just made, with its location; a copy takes five times as long."""
