@@ -5,7 +5,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -113,7 +113,7 @@ def by_tile(weight: Weight, x: Tensor, tile: Tile, is_gated: bool) -> Tensor:
     from specgen.ops import fp8_kernels, skinny  # need Triton
 
     if not isinstance(tile, Fp8Tile):
-        call = skinny.skinny_gated_linear if is_gated else skinny.skinny_linear
+        call = partial(skinny.skinny_gated_linear, "swish") if is_gated else skinny.skinny_linear
         y = call(x, weight.data, weight.bias, tile)
         return y[None] if is_gated else y
     assert weight.scale is not None
@@ -125,7 +125,7 @@ def by_tile(weight: Weight, x: Tensor, tile: Tile, is_gated: bool) -> Tensor:
     else:
         rows = fp8_kernels.rounded_rows(x, static, GROUP if grouped else None)
     if is_gated:
-        return fp8_kernels.fp8_gated_linear(rows, matrix, DTYPE, tile)[None]
+        return fp8_kernels.fp8_gated_linear(rows, matrix, DTYPE, tile, "swish")[None]
     return fp8_kernels.fp8_linear(rows, matrix, DTYPE, tile)
 
 
