@@ -239,6 +239,11 @@ def test_an_adapter_is_part_of_a_run(target: Path, tmp_path: Path) -> None:
     for another in (["--lora", other], []):
         with refused("holds a run that differs in .*files of the model: .*adapter_model.safetensors"):
             printed(*command, *another)
+    kept = (one / "adapter_config.json").read_text()
+    change_json(one / "adapter_config.json", lora_alpha=4)
+    with refused(f"was made by other files of {target} and {one}: name"):
+        printed("features", tmp_path / "run", "--device", "cpu", "--output", tmp_path / "states")
+    (one / "adapter_config.json").write_text(kept)
     one.rename(tmp_path / "moved")
     printed(*command, "--lora", tmp_path / "moved")  # the same content
     found = printed("inspect", target, "--lora", tmp_path / "moved")
@@ -292,7 +297,17 @@ def test_a_checkpoint_is_opened_again_for_another_adapter(target: Path, tmp_path
         ({"r": 0}, dict, "r is 0 in adapter_config.json: use a number of at least 1"),
         ({"lora_alpha": "8"}, dict, "lora_alpha is '8'"),
         ({"target_modules": None}, dict, "target_modules is None: use a list of names or a pattern"),
-        ({"r": 5}, dict, r"has \[4, 64\] where the model and adapter_config.json ask for \[5, 64\]"),
+        ({"rank_pattern": "q_proj"}, dict, "rank_pattern is 'q_proj' in .*: use an object of patterns"),
+        ({"alpha_pattern": {"q_proj": "3"}}, dict, "alpha_pattern is .*'3'.*: use an object of patterns"),
+        ({"rank_pattern": {"(q_proj": 4}}, dict, r"has the pattern '.*\(q_proj.*', which is no regular"),
+        (
+            {"target_modules": "(.*"},
+            dict,
+            r"has the pattern '\(\.\*', which is no regular expression \(missing",
+        ),
+        ({"lora_alpha": 1e40}, dict, r"lora_B holds NaN or Inf, or both are too large at scale 2.5e\+39"),
+        ({}, lambda t: {n: x.to(torch.int8) for n, x in t.items()}, r"has \[4, 64\] of I8 where the model"),
+        ({"r": 5}, dict, r"has \[4, 64\] of float32 where the model .* ask for \[5, 64\] of floats"),
         (
             {"target_modules": ["v_proj"]},
             dict,

@@ -10,7 +10,7 @@ from typing import Any
 from specgen.checkpoints.checkpoint import TIED, downloaded, target_config
 from specgen.checkpoints.tensor_reader import E4M3, FLOATS, Checkpoint, states_of
 from specgen.checkpoints.weight_files import LowRank, TensorInfo, headers, read_json
-from specgen.config import require, shown
+from specgen.config import UserError, require, shown
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _ROOT = "base_model.model."
@@ -57,11 +57,17 @@ def with_lora(checkpoint: Checkpoint, adapter: str) -> Checkpoint:
     config = read_json(path / _CONFIG)
     _require_supported(adapter, config)
     changed = {}
-    for module, found in _modules(path, adapter, checkpoint).items():
-        if "weight" not in found.parts:
-            _require_targeted(adapter, module, config["target_modules"])
-        info = checkpoint.tensors[found.name]
-        changed[found.name] = replace(info, lora=_low_rank(adapter, module, found, info, config, path))
+    try:
+        for module, found in _modules(path, adapter, checkpoint).items():
+            if "weight" not in found.parts:
+                _require_targeted(adapter, module, config["target_modules"])
+            info = checkpoint.tensors[found.name]
+            changed[found.name] = replace(info, lora=_low_rank(adapter, module, found, info, config, path))
+    except re.error as error:
+        wrong = (
+            f"has the pattern {shown(error.pattern)}, which is no regular expression ({error.msg}): mend it"
+        )
+        raise UserError(f"lora {adapter}: {_CONFIG} {wrong}") from error
     require(bool(changed), f"lora {adapter}: {_WEIGHTS} has no tensor")
     _require_untied(adapter, checkpoint, changed)
     tensors = {**checkpoint.tensors, **changed}
@@ -83,6 +89,12 @@ def _require_supported(adapter: str, config: Mapping[str, Any]) -> None:
         require(
             type(number) in (int, float) and number >= least,
             f"lora {adapter}: {name} is {shown(number)} in {_CONFIG}: use a number of at least {least}",
+        )
+    for name in ("rank_pattern", "alpha_pattern"):
+        table: Any = config.get(name) or {}
+        require(
+            isinstance(table, dict) and all(type(each) in (int, float) for each in table.values()),
+            f"lora {adapter}: {name} is {shown(table)} in {_CONFIG}: use an object of patterns and their numbers",
         )
     targets = config.get("target_modules")
     require(
@@ -145,10 +157,11 @@ def _low_rank(
     num_out, num_in = (info.shape[::-1] if in_table else info.shape) if len(info.shape) == 2 else (0, 0)
     shapes = [(each, shape) for each, shape in ((a, (rank, num_in)), (b, (num_out, rank))) if each or not own]
     for each, shape in [*shapes, *([(own, info.shape)] if own else [])]:
+        held = "no such tensor" if each is None else f"{list(each.shape)} of {each.dtype}"
         require(
             each is not None and each.shape == shape and each.dtype in FLOATS,
-            f"lora {adapter}: {shown(module)} has {'no such tensor' if each is None else list(each.shape)} where the "
-            f"model and {_CONFIG} ask for {list(shape)}: it is of another model",
+            f"lora {adapter}: {shown(module)} has {held} where the model and {_CONFIG} ask for {list(shape)} of "
+            "floats: it is of another model",
         )
     alpha = _of_module("alpha_pattern", module, config, config["lora_alpha"])
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

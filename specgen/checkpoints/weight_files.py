@@ -74,12 +74,14 @@ class LowRank:
         found = weight if self.own is None else read_tensor("weight", replace(self.own, cut=cut))
         if self.a is None or self.b is None:
             return found
-        change = read_tensor("lora_B", self.b).float() @ read_tensor("lora_A", self.a).float()
+        change = self.scale * (read_tensor("lora_B", self.b).float() @ read_tensor("lora_A", self.a).float())
         require(
-            bool(change.isfinite().all()), f"{self.a.file}: {self.a.stored} or its lora_B holds NaN or Inf"
+            bool(change.isfinite().all()),
+            f"{self.a.file}: {self.a.stored} or its lora_B holds NaN or Inf, or both are too large at scale "
+            f"{self.scale:g}",
         )
         change = change.T if self.transposed else change
-        return found.float() + self.scale * (change if cut is None else cut.of(change))
+        return found.float() + (change if cut is None else cut.of(change))
 
 
 def headers(file: Path) -> dict[str, TensorInfo]:

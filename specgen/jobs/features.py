@@ -205,10 +205,10 @@ def _require_of(run: Path, model: str) -> None:
         (run / "report.json").exists(),
         f"{run} is not finished: run its command again, which goes on where it stopped",
     )
-    found = made["fingerprints"]["model"]
+    files = " and ".join(filter(None, (made["engine"]["model"], made["engine"].get("lora"))))
     require(
-        found == model,
-        f"{run} was made by other files of {made['engine']['model']}: name the target with --model",
+        made["fingerprints"]["model"] == model,
+        f"{run} was made by other files of {files}: name the target with --model",
     )
 
 
