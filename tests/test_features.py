@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import load_from_disk
+from datasets import Dataset, load_from_disk
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -146,6 +146,25 @@ def test_it_goes_on_with_what_is_missing(run: Path, made: Path, monkeypatch: pyt
         as_its_trainer_reads(again, 1)["input_ids"].tolist()
         == as_its_trainer_reads(made, 1)["input_ids"].tolist()
     )
+
+
+def test_a_data_set_that_is_half_written_is_written_again(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = ("features", run, "--device", "cpu", "--output", tmp_path / "out")
+
+    def killed(self: Dataset, path: Path) -> None:
+        save_to_disk(self, path)
+        (path / "dataset_info.json").write_text("")
+        raise SystemExit
+
+    save_to_disk = Dataset.save_to_disk
+    with monkeypatch.context() as patch:
+        patch.setattr(Dataset, "save_to_disk", killed)
+        specgen(*ask)
+    assert (tmp_path / "out" / "features.json").exists()
+    printed(*ask)
+    assert len(load_from_disk(tmp_path / "out")) == 4
 
 
 def test_what_cannot_be_is_refused_before_anything_is_written(

@@ -247,7 +247,11 @@ def _write_samples(path: Path, samples: Sequence[Sample]) -> None:
         "loss_mask": [each.is_answer for each in samples],
         "seq_len": [len(each.token_ids) for each in samples],
     }
-    Dataset.from_dict(columns).with_format("torch").save_to_disk(path)
+    partial = path / "dataset.partial"
+    Dataset.from_dict(columns).with_format("torch").save_to_disk(partial)
+    for file in sorted(partial.iterdir()):  # state.json last: what is looked for is whole
+        file.replace(path / file.name)
+    partial.rmdir()
 
 
 def _packs(numbers: Sequence[int], samples: Sequence[Sample], most: int) -> Iterator[list[int]]:
