@@ -168,7 +168,7 @@ def test_lists_and_times_of_the_command_line() -> None:
     for wrong, part in (("17", "17"), ("1,9-17", "9-17"), ("99999999999", "99999999999")):
         with pytest.raises(UserError, match=f"^k is {wrong!r}: use at most 16 in {part}$"):
             draft_lengths(wrong)
-    for wrong in ("", "10", "m", "0s", "-1s"):
+    for wrong in ("", "10", "m", "0s", "-1s", "9" * 400 + "s"):
         with pytest.raises(UserError, match=f"budget is {wrong!r}: write a time such as"):
             seconds(wrong)
 

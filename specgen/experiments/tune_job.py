@@ -1,5 +1,6 @@
 """What ``specgen tune`` is asked for: the traffic, and the arms that answer it."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -108,7 +109,9 @@ def seconds(text: str) -> float:
     """The value of ``--budget``: ``90s``, ``10m``, ``2h``."""
     number, unit = text[:-1], text[-1:]
     require(
-        unit in _UNITS and number.replace(".", "", 1).isdecimal() and float(number) > 0,
+        unit in _UNITS
+        and number.replace(".", "", 1).isdecimal()
+        and 0 < float(number) * _UNITS[unit] < math.inf,
         f"budget is {text!r}: write a time such as 90s, 10m or 2h",
     )
     return float(number) * _UNITS[unit]
