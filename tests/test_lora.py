@@ -24,6 +24,7 @@ from specgen.engine.engine import Engine
 from specgen.engine.loading import open_checkpoints
 from tests.commands import printed, refused, write_rows
 from tests.tiny_checkpoints import change_json, write_target
+from tests.tiny_llama4 import write_llama4
 from tests.tiny_mixtures import packed_in_mxfp4, write_gpt_oss, write_qwen3_moe
 from tests.tiny_tokenizers import write_byte_level
 
@@ -222,6 +223,17 @@ def test_experts_that_are_layers_of_their_own_are_changed(tmp_path: Path) -> Non
     (plain, one), (same, changed) = before.view(2, *shape), after.view(2, *shape)
     assert torch.equal(plain, same)
     assert not torch.equal(one, changed)
+
+
+def test_weights_that_are_read_by_other_names_are_changed(tmp_path: Path) -> None:
+    write_llama4(tmp_path / "target")
+    module = "model.layers.0.feed_forward.shared_expert.up_proj"
+    stored = load_file(tmp_path / "target" / "model.safetensors")[f"{module}.weight"]
+    given = pair_of(module, (32, 64))
+    path = write_adapter(tmp_path / "adapter", given, target_modules=["up_proj"])
+    change = given[f"{module}.lora_B.weight"] @ given[f"{module}.lora_A.weight"]
+    found = merged(tmp_path / "target", path, "model.layers.0.mlp.shared_experts.up_proj.weight")
+    assert torch.allclose(found, stored + 2 * change, atol=1e-6)
 
 
 # --- runs ------------------------------------------------------------------------------------------

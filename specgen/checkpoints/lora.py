@@ -106,8 +106,9 @@ def _require_supported(adapter: str, config: Mapping[str, Any]) -> None:
 def _modules(path: Path, adapter: str, checkpoint: Checkpoint) -> dict[str, _Module]:
     """What the adapter has, by the names of modules."""
     by_end: dict[str, list[str]] = {}
-    for name in checkpoint.tensors:
-        by_end.setdefault(_PREFIX.sub("", name), []).append(name)
+    for name, info in checkpoint.tensors.items():
+        for each in {name, info.stored or name}:  # as it is read, and as its file and PEFT have it
+            by_end.setdefault(_PREFIX.sub("", each), []).append(name)
     found: dict[str, dict[str, TensorInfo]] = {}
     for name, info in headers(path / _WEIGHTS).items():
         part = _PARTS.search(name)
