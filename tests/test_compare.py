@@ -241,6 +241,14 @@ def test_a_document_is_scored_once_by_every_filter():
         comparing.answers({"sums": [*rows, rows[0]]}, {})
 
 
+def test_a_document_has_the_text_of_each_of_its_samples():
+    """So that texts are not the same where only the first ones are."""
+    row = {"doc_id": 3, "doc": {}, "arguments": [["?"]], "metrics": ["match"], "filter": "strict", "match": 0}
+    ours, theirs = (comparing.answers({"sums": [{**row, "resps": [["7", last]]}]}, {}) for last in ("8", "9"))
+    found = compare([replace(arm("a", [0]), answers=ours), replace(arm("b", [0]), answers=theirs)])
+    assert found.others[0].num_identical == 0
+
+
 @pytest.mark.parametrize("other", [[0.5, 80.0], [80.0, 0.5], [0.5, math.nan]])
 def test_a_metric_that_is_not_between_0_and_1_is_left_out_as_a_whole(other):
     """Not just the documents where it is: that mean would be of no metric."""

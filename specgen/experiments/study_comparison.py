@@ -81,11 +81,10 @@ def answers(
 
 
 def _text(row: Mapping[str, Any]) -> str:
-    """The generated text, or the most likely choice."""
+    """The generated text, of several samples all of them, or the most likely choice."""
     responses = row["resps"]
-    first = responses[0][0]
-    if isinstance(first, str):
-        return first
+    if isinstance(responses[0][0], str):
+        return "\n\n".join(responses[0])
     likelihoods = [float(response[0][0]) for response in responses]
     if "acc_mutual_info" in row["metrics"]:  # behind the choices are their likelihoods without the question
         del likelihoods[len(likelihoods) // 2 :]
