@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,8 @@ def test_states_are_those_of_transformers_and_say_the_answers(run: Path, made: P
     assert load_from_disk(made).with_format(None)["seq_len"][:] == [
         row["num_prompt_tokens"] + len(row["token_ids"]) for row in rows
     ]
+    frequencies = torch.load(made / "token_freq.pt", weights_only=True)
+    assert frequencies == Counter(token for row in rows for token in row["token_ids"])
     for number, row in enumerate(rows):
         found = as_its_trainer_reads(made, number)
         ids, mask = found["input_ids"], found["loss_mask"]
@@ -83,6 +86,8 @@ def as_specforge_reads(path: Path) -> list[dict[str, Tensor]]:
         raw = torch.load(file, weights_only=False, mmap=True)
         ids, mask = (raw[name][:2048].unsqueeze(0) for name in ("input_ids", "loss_mask"))
         assert ids.dtype == mask.dtype == torch.long
+        # they meet its output weights as they are, and those are in bfloat16 whatever the target is
+        assert raw["hidden_state"].dtype == raw["aux_hidden_state"].dtype == torch.bfloat16
         eagle3 = {
             "target": raw["hidden_state"].squeeze(0)[:2048].unsqueeze(0),
             "hidden_state": raw["aux_hidden_state"].squeeze(0)[:2048].unsqueeze(0),
@@ -112,10 +117,10 @@ def test_specforge_s_files_say_the_answers_by_the_output_weights_alone(
     for number, (row, found) in enumerate(zip(rows, as_specforge_reads(path), strict=True)):
         ids, mask = found["input_ids"][0], found["loss_mask"][0].bool()
         assert ids[mask].tolist() == row["token_ids"]
-        said = (found["target"][0] @ lm_head.float().T).argmax(-1)
+        said = (found["target"][0].float() @ lm_head.float().T).argmax(-1)
         assert said[:-1][mask[1:]].tolist() == row["token_ids"]
         theirs = as_its_trainer_reads(made, number)["hidden_states"]
-        torch.testing.assert_close(found["hidden_state"][0], theirs, atol=2e-4, rtol=0)
+        torch.testing.assert_close(found["hidden_state"][0].float(), theirs, atol=2e-4, rtol=2**-8)
         numbers = sum(found[name].nbytes for name in ("hidden_state", "target", "input_ids", "loss_mask"))
         assert (path / files[number]).stat().st_size < numbers + 4096
     with refused("differs in data.layout"):

@@ -100,19 +100,20 @@ class ProgressLines(Warnings):
         self._last, self._shown = time.monotonic(), self._done
         line = f"{self._what}: {count(self._done)} of {count(self._total)} requests"
         if self._done > self._first:
-            line += f" in {clock(self._last - self._began)}, {self._so_far('acceptance length')}"
+            line += f" in {clock(self._last - self._began)}"
+            line += "".join(f", {part}" for part in self._so_far("acceptance length"))
         self._say(line)
 
-    def _so_far(self, length: str) -> str:
-        """The time left, if that is known, the speed, and behind the word for it the length, if there were drafts."""
+    def _so_far(self, length: str) -> list[str]:
+        """The time left, the speed, and behind the word for it the acceptance length: those that are known."""
         ended = self._done - self._first
         left = self._tally.seconds_left(time.monotonic() - self._began, ended, self._total - self._done)
-        found = self._tally.acceptance_length
-        return (
-            ("" if left is None else f"{clock(left)} to go, ")
-            + f"{self._tally.tokens_per_second or 0:.0f} tok/s"
-            + ("" if found is None else f", {length} {found:.2f}")
-        )
+        speed, found = self._tally.tokens_per_second, self._tally.acceptance_length
+        return [
+            *(() if left is None else (f"{clock(left)} to go",)),
+            *(() if speed is None else (f"{speed:.0f} tok/s",)),
+            *(() if found is None else (f"{length} {found:.2f}",)),
+        ]
 
 
 class ProgressBar(ProgressLines):
@@ -164,7 +165,7 @@ class ProgressBar(ProgressLines):
         assert self._bar is not None
         self._done += 1
         self._bar.set_postfix_str(
-            self._so_far("length" if self._is_narrow else "acceptance length"), refresh=False
+            ", ".join(self._so_far("length" if self._is_narrow else "acceptance length")), refresh=False
         )
         self._bar.update()
 

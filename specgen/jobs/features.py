@@ -1,19 +1,21 @@
 """``specgen features``: a target's hidden states of the texts of finished runs, as trainers of draft heads read them.
 
 The directory has the layout that speculators' trainer reads: a data set of ``datasets`` with ``input_ids``,
-``loss_mask`` and ``seq_len``, and of its row i ``hidden_states/hs_i.safetensors`` with ``token_ids`` ``[n]`` and
-``hidden_states`` ``[n, layers, H]``. The last of these layers is the residual stream behind the target's last one,
-before its final norm, which the trainer's own norm and output weights turn into the target's logits.
+``loss_mask`` and ``seq_len``; ``token_freq.pt``, how often answers have a token, for ``--draft-vocab-size``; and of row
+i ``hidden_states/hs_i.safetensors`` with ``token_ids`` ``[n]`` and ``hidden_states`` ``[n, layers, H]``. The last of
+these layers is the residual stream behind the target's last one, before its final norm, which the trainer's own norm
+and output weights turn into the target's logits.
 
 Or that of SpecForge's offline training: text i is ``rows_0-2000/data_i.ckpt``, 2000 to a folder, by ``torch.save``:
-``input_ids`` and ``loss_mask`` int64 ``[n]``; ``aux_hidden_state`` ``[1, n, layers * H]``; and ``hidden_state``
-``[1, n, H]`` behind the final norm, as its trainer has the output weights alone. DFlash and DSpark call these
-``hidden_states`` and ``target_last_hidden_states``: the same tensors in the file, once.
+``input_ids`` and ``loss_mask`` int64 ``[n]``; in bfloat16 ``aux_hidden_state`` ``[1, n, layers * H]`` and
+``hidden_state`` ``[1, n, H]`` behind the final norm, as its trainer has the output weights alone. DFlash and DSpark
+call these ``hidden_states`` and ``target_last_hidden_states``: the same tensors in the file, once.
 """
 
 import hashlib
 import io
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -65,6 +67,7 @@ class _Layout:
     file: Callable[[int], str]  # of a text, in the directory
     content: Callable[[Sample, Tensor, Tensor], bytes]  # with states [n, layers, H], the last normed [n, H]
     least: int = 1  # tokens of an answer
+    dtype: torch.dtype | None = None  # of the states; None: the target's
 
 
 def _for_speculators(sample: Sample, states: Tensor, normed: Tensor) -> bytes:
@@ -100,8 +103,9 @@ _LAYOUTS: dict[LayoutName, _Layout] = {
     "speculators": _Layout(
         file=lambda number: f"hidden_states/hs_{number}.safetensors", content=_for_speculators
     ),
-    # of a single token its readers can make no loss
-    "specforge": _Layout(file=_grouped, content=_for_specforge, least=2),
+    # Of a single token its readers can make no loss; its output weights, through which states go as they are read,
+    # are in bfloat16 always.
+    "specforge": _Layout(file=_grouped, content=_for_specforge, least=2, dtype=torch.bfloat16),
 }
 
 
@@ -142,7 +146,7 @@ def dump_features(
         every = (sample for run in runs for sample in _samples(run, models.tokenizer))
         samples = [each for each in every if sum(each.is_answer) >= form.least]
         require(bool(samples), f"{runs[0]} has no answers: there is nothing to train on")
-        width = len(kept) * target.config.hidden_size * target.dtype.itemsize
+        width = len(kept) * target.config.hidden_size * (form.dtype or target.dtype).itemsize
         files = [path / form.file(number) for number in range(len(samples))]
         lengths = [len(each.token_ids) for each in samples]
         size, free = width * sum(lengths), shutil.disk_usage(path).free
@@ -186,7 +190,8 @@ def _work(
     for numbers in _packs(waiting, samples, config.max_prefill_tokens):
         texts = [samples[number].token_ids for number in numbers]
         found = _hidden_states(target, config, texts, layers)
-        for number, (states, normed) in zip(numbers, found, strict=True):
+        for number, pair in zip(numbers, found, strict=True):
+            states, normed = (each.to(form.dtype or each.dtype) for each in pair)
             finite = bool(states.isfinite().all())
             require(finite, f"{files[number].name}: the target's hidden states are not finite (NaN)")
             files[number].parent.mkdir(exist_ok=True)
@@ -236,11 +241,14 @@ def _digest(samples: Sequence[Sample]) -> str:
 
 
 def _write_samples(path: Path, samples: Sequence[Sample]) -> None:
-    """The data set beside the states, if it is not there yet."""
+    """The data set beside the states, and how often answers have a token, if it is not there yet."""
     if all((path / name).exists() for name in ("state.json", "dataset_info.json")):
         return
     from datasets import Dataset, disable_progress_bars
 
+    # first, as the data set says that all is there; without it the trainer leaves --draft-vocab-size out
+    frequencies = Counter(token for each in samples for token in each.token_ids[each.num_prompt :])
+    torch.save(dict(frequencies), path / "token_freq.pt")
     disable_progress_bars()
     columns = {
         "input_ids": [each.token_ids for each in samples],
