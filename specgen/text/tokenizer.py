@@ -162,7 +162,7 @@ class Tokenizer:
         )
         for number in sorted(ours.keys() | theirs.keys()):
             if ours.get(number) != theirs.get(number):
-                said = [repr(each[number]) if number in each else "none" for each in (theirs, ours)]
+                said = [repr(each[number]) if number in each else "missing" for each in (theirs, ours)]
                 return (
                     f"token {number} is {said[0]} in the {whose}'s tokenizer and {said[1]} in the target's: use a "
                     "model of the target's own vocabulary"
