@@ -439,6 +439,7 @@ def _head_config(
     return other | {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
+        "embed_requires_grad": False,
         "speculators_config": {"algorithm": "eagle3", "verifier": {"architectures": [target.architecture]}},
         "transformer_layer_config": layer,
         "dtype": "float32",

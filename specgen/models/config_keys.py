@@ -74,7 +74,7 @@ _NO_EFFECT: Mapping[str, str] = {
     "transformers.js_config",  # code of a checkpoint is never run
     "training": "attention_dropout hidden_dropout embd_pdrop resid_pdrop attn_pdrop classifier_dropout "
     "initializer_range gradient_checkpointing router_aux_loss_coef aux_loss_alpha seq_aux ep_size "
-    "router_jitter_noise output_router_logits",
+    "router_jitter_noise output_router_logits embed_requires_grad",
     "what a pass returns besides": "output_hidden_states output_attentions return_dict use_return_dict "
     "tie_last_hidden_states",
     "how transformers computes the same": "use_cache pretraining_tp chunk_size_feed_forward attn_implementation "
