@@ -38,6 +38,11 @@ OF_OTHERS = {
     *{"--array", "--requeue", "--wrap", "--gpus", "--ntasks", "--gpus-per-task"},  # Slurm's
     *{"--num-jobs"},  # SkyPilot's
     *{"--no-python", "--nproc-per-node", "--virtual-local-rank"},  # torchrun's
+    *{"--speculator-type", "--verifier-name-or-path", "--on-missing", "--draft-vocab-size"},  # speculators'
+    *{"--save-path", "--target-layer-ids", "--draft-attn-impl", "--loss-implementation"},
+    "--hidden-states-dtype",
+    *{"--to", "--checkpoint", "--draft-config", "--vocab-mapping", "--embedding-source"},  # SpecForge's
+    "--output-dir",
 }
 
 OF_SCRIPTS = {
