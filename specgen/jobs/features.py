@@ -242,7 +242,7 @@ def _digest(samples: Sequence[Sample]) -> str:
 
 def _write_samples(path: Path, samples: Sequence[Sample]) -> None:
     """The data set beside the states, and how often answers have a token, if it is not there yet."""
-    if all((path / name).exists() for name in ("state.json", "dataset_info.json")):
+    if all((path / name).exists() for name in ("token_freq.pt", "state.json", "dataset_info.json")):
         return
     from datasets import Dataset, disable_progress_bars
 
