@@ -246,9 +246,10 @@ def _write_samples(path: Path, samples: Sequence[Sample]) -> None:
         return
     from datasets import Dataset, disable_progress_bars
 
-    # first, as the data set says that all is there; without it the trainer leaves --draft-vocab-size out
+    # without it the trainer leaves --draft-vocab-size out
     frequencies = Counter(token for each in samples for token in each.token_ids[each.num_prompt :])
-    torch.save(dict(frequencies), path / "token_freq.pt")
+    with replacement(path / "token_freq.pt") as file:
+        torch.save(dict(frequencies), file)
     disable_progress_bars()
     columns = {
         "input_ids": [each.token_ids for each in samples],
@@ -257,8 +258,8 @@ def _write_samples(path: Path, samples: Sequence[Sample]) -> None:
     }
     partial = path / "dataset.partial"
     Dataset.from_dict(columns).with_format("torch").save_to_disk(partial)
-    for file in sorted(partial.iterdir()):  # state.json last: what is looked for is whole
-        file.replace(path / file.name)
+    for part in sorted(partial.iterdir()):  # state.json last: what is looked for is whole
+        part.replace(path / part.name)
     partial.rmdir()
 
 
