@@ -2,8 +2,8 @@
 """A Triton kernel for what the others do not serve: Gemma 4's heads of 512, in passes of any lengths, and layers that
 store nothing, in decode passes.
 
-FlashInfer has FA2 for such heads, which shares out its work on the host, so that no decode step could be captured. Here all
-lengths are read on the device. The rows of a sequence times the heads of a KV head are cut into tiles, and where these
+FlashInfer has FA2 for such heads, which shares out its work on the host, so that no decode step could be captured.
+Here all lengths are read on the device. The rows of a sequence times the heads of a KV head are cut into tiles, and where these
 leave multiprocessors without work, the positions that a tile sees into shares, whose results a second kernel adds up.
 """
 
