@@ -3,8 +3,9 @@
 store nothing, in decode passes.
 
 FlashInfer has FA2 for such heads, which shares out its work on the host, so that no decode step could be captured.
-Here all lengths are read on the device. The rows of a sequence times the heads of a KV head are cut into tiles, and where these
-leave multiprocessors without work, the positions that a tile sees into shares, whose results a second kernel adds up.
+Here all lengths are read on the device. The rows of a sequence times the heads of a KV head are cut into tiles, and
+where these leave multiprocessors without work, the positions that a tile sees into shares, whose results a second
+kernel adds up.
 """
 
 import torch
