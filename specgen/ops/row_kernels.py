@@ -39,31 +39,6 @@ def e4m3_scale(values: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:  # noqa: N80
 
 
 @triton.jit
-def _norm_kernel(
-    x: tl.tensor,
-    weight: tl.tensor,
-    out_scale: tl.tensor,
-    out: tl.tensor,
-    size: int,
-    eps: float,
-    stride: int,
-    CASTS_LAST: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-) -> None:
-    gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < size
-    w = tl.load(weight + columns, inside, 0)
-    gdc_wait()
-    values = tl.load(x + row * stride + columns, inside, 0)
-    normed = rms_normed(values, w, size, eps, CASTS_LAST)
-    if out_scale is not None:
-        normed = to_e4m3(normed, 1.0 / tl.load(out_scale))
-    tl.store(out + row * size + columns, normed, inside)
-
-
-@triton.jit
 def _norm_heads_kernel(
     x: tl.tensor,
     weight: tl.tensor,
@@ -107,7 +82,7 @@ def _plus(
 
 
 @triton.jit
-def _add_norm_kernel(
+def _norm_kernel(
     stream: tl.tensor,
     parts: tl.tensor,
     more: tl.tensor,
@@ -123,18 +98,20 @@ def _add_norm_kernel(
     CASTS_LAST: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:
+    """Of a stream as it is, or with PARTS and MORE added, which is ``total`` then."""
     gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
     w = tl.load(weight + columns, inside, 0)
     gdc_wait()
-    before = tl.load(stream + row * stride + columns, inside, 0)
-    delta = _plus(tl.zeros((BLOCK,), tl.float32), parts, row, columns, inside, size, PARTS)
-    delta = _plus(delta, more, row, columns, inside, size, MORE)
-    added = before + delta.to(before.dtype)
-    tl.store(total + row * size + columns, added, inside)
-    normed = rms_normed(added, w, size, eps, CASTS_LAST)
+    values = tl.load(stream + row * stride + columns, inside, 0)
+    if PARTS > 0:
+        delta = _plus(tl.zeros((BLOCK,), tl.float32), parts, row, columns, inside, size, PARTS)
+        delta = _plus(delta, more, row, columns, inside, size, MORE)
+        values += delta.to(values.dtype)
+        tl.store(total + row * size + columns, values, inside)
+    normed = rms_normed(values, w, size, eps, CASTS_LAST)
     if out_scale is not None:
         normed = to_e4m3(normed, 1.0 / tl.load(out_scale))
     tl.store(out + row * size + columns, normed, inside)
@@ -338,13 +315,24 @@ class TritonNorm:
     def __call__(self, x: Tensor) -> Tensor:
         if self.weight.dim() > 1:
             return self._heads(x)
-        rows, size = len(x), len(self.weight)
-        assert x.numel() == rows * size, (x.shape, self.weight.shape)
+        assert x.numel() == len(x) * len(self.weight), (x.shape, self.weight.shape)
         out = torch.empty(x.shape, dtype=self.out_dtype(x), device=x.device)
-        if rows:
-            args = (x, self.weight, self.out_scale, out, size, self.eps, x.stride(0))
-            _norm_kernel[(rows,)](*args, CASTS_LAST=self.casts_last, **row_block(size), **PDL)
+        self._rows(x, None, None, None, out)
         return out
+
+    def _rows(
+        self, x: Tensor, parts: Tensor | None, more: Tensor | None, total: Tensor | None, out: Tensor
+    ) -> None:
+        if not len(x):
+            return
+        size, counts = len(self.weight), (0 if each is None else len(each) for each in (parts, more))
+        _norm_kernel[(len(x),)](
+            *(x, parts, more, self.weight, self.out_scale, total, out, size, self.eps, x.stride(0)),
+            **dict(zip(("PARTS", "MORE"), counts, strict=True)),
+            CASTS_LAST=self.casts_last,
+            **row_block(size),
+            **PDL,
+        )
 
     def _heads(self, x: Tensor) -> Tensor:
         rows, num_heads, size = x.shape
@@ -364,26 +352,11 @@ class TritonNorm:
         return out
 
     def add(self, stream: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
-        rows, size = stream.shape
         first, more = parts if len(parts) == 2 else (joined(parts), None)
         # not one allocation of both: one may outlive the other
-        total = stream.new_empty(rows, size)
-        out = torch.empty(rows, size, dtype=self.out_dtype(stream), device=stream.device)
-        if rows:
-            args = (
-                stream,
-                first,
-                more,
-                self.weight,
-                self.out_scale,
-                total,
-                out,
-                size,
-                self.eps,
-                stream.stride(0),
-            )
-            counts = {"PARTS": len(first), "MORE": 0 if more is None else len(more)}
-            _add_norm_kernel[(rows,)](*args, **counts, CASTS_LAST=self.casts_last, **row_block(size), **PDL)
+        total = stream.new_empty(stream.shape)
+        out = torch.empty(stream.shape, dtype=self.out_dtype(stream), device=stream.device)
+        self._rows(stream, first, more, total, out)
         return total, out
 
     def out_dtype(self, x: Tensor) -> torch.dtype:
