@@ -298,8 +298,8 @@ NEEDED = (
         HopperBackend,
         9,
         use(HYBRID, stores=False, prefills=False, query_lens=(1,)),
-        "XQA, 1 row",
-    ),  # queries alone
+        "",
+    ),  # queries alone: likewise
     (HopperBackend, 9, use(CHUNKS), "FA3; attention, 32 rows; XQA, 1 row; XQA, 5 rows"),
     (TrtllmBackend, 9, use(num_sequences=128), "FA3; XQA, 5 rows"),
     (TrtllmBackend, 9, use(CHUNKS), "FA3; XQA, 5 rows; XQA, 1 row"),

@@ -67,10 +67,10 @@ class HopperBackend(Backend):
         for rows, kernel in chosen.items():
             if kernel == OWN:
                 found.append(hopper_decode_module(rows, heads.group, heads.head_dim))
-            else:  # XQA where fewer sequences are left
+            elif kernel != WIDE:  # XQA where fewer sequences are left
                 decoding += [xqa_module(heads, rows, windowed) for windowed in use.windowed]
         decoding += [xqa_module(heads, rows, windowed=False) for rows in use.chunk_rows]
-        if use.partial and HopperBackend.kernel(gpu, use, "partial", use.num_sequences) != OWN:
+        if use.partial and HopperBackend.kernel(gpu, use, "partial", use.num_sequences) not in (OWN, WIDE):
             decoding += xqa_partial_modules(use)
         return [*found, *decoding, *(prefill_modules("fa2", use) if UNSPLIT in chosen.values() else [])]
 
