@@ -197,6 +197,8 @@ def test_the_interval_of_one_arm():
     expected = stats.ttest_1samp(scores, 0).confidence_interval(0.95)
     assert scores_interval(scores) == pytest.approx(expected, rel=5e-3)
     assert scores_interval([0.1 + 0.2, 0.3, 0.3]) is None, "all alike"
+    low, high = scores_interval([0.0] * 11 + [0.2])
+    assert low == 0.0 < high < 1.0, "no score is below 0, as the t interval would be"
 
 
 def score_by_search(difference, higher, lower, num):

@@ -228,10 +228,11 @@ def paired_scores(scores: Sequence[float], others: Sequence[float]) -> PairedSco
 
 
 def scores_interval(scores: Sequence[float]) -> Interval | None:
-    """The 95 % interval of one arm's mean: Wilson's for scores of 0 and 1, else the t interval."""
+    """The 95 % interval of one arm's mean of scores in [0, 1]: Wilson's for 0 and 1, else the t interval, cut there."""
     if all(score in (0, 1) for score in scores):
         return wilson(fmean(scores), len(scores)) if scores else None
-    return clustered_mean([[score] for score in scores], max(map(abs, scores)))[0]
+    interval, _ = clustered_mean([[score] for score in scores], max(map(abs, scores)))
+    return None if interval is None else (max(interval[0], 0.0), min(interval[1], 1.0))
 
 
 def mcnemar(higher: int, lower: int) -> float:
