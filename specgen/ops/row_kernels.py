@@ -325,10 +325,11 @@ class TritonNorm:
     ) -> None:
         if not len(x):
             return
-        size, counts = len(self.weight), (0 if each is None else len(each) for each in (parts, more))
+        size = len(self.weight)
         _norm_kernel[(len(x),)](
             *(x, parts, more, self.weight, self.out_scale, total, out, size, self.eps, x.stride(0)),
-            **dict(zip(("PARTS", "MORE"), counts, strict=True)),
+            PARTS=0 if parts is None else len(parts),
+            MORE=0 if more is None else len(more),
             CASTS_LAST=self.casts_last,
             **row_block(size),
             **PDL,
