@@ -16,7 +16,8 @@ from specgen.core.sequence import Request
 from specgen.core.step import Steps
 from specgen.decoding.sampling import SamplingForm
 from specgen.engine.build import _largest_pass, build_engine, most_demanding, num_pages
-from specgen.engine.choices import choose_device
+from specgen.engine import choices
+from specgen.engine.choices import choose_batch_size, choose_device
 from specgen.jobs.prompt_index import index_prompts
 from specgen.jobs.shards import WHOLE
 from specgen.prompts import Prompt
@@ -82,6 +83,29 @@ def test_device_names_are_normalised(monkeypatch: pytest.MonkeyPatch, name: str,
     with pytest.raises(ValueError, match=r"^device is") as raised:
         choose_device(name)
     assert str(raised.value) == expected
+
+
+def test_a_batch_is_as_large_as_the_memory_of_a_gpu(
+    random_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """256 at most; each with the KV cache of what it can be long, and twice the logits of its rows."""
+    model, files = random_pair.models.target.config, random_pair.models.checkpoints
+    weights = sum(file.stat().st_size for each in files.values() for file in each.files)
+    # keys and values of 6 layers, 2 heads of 16; 4 rows of logits in bfloat16 and float32
+    each = 6 * 2 * 2 * 16 * 2 * min(model.max_positions, 1024) + 2 * 4 * model.vocab_size * 6
+    config = config_of(random_pair, max_batch_size=0)
+    assert config.max_batch_size == 32  # on a CPU
+
+    def chosen(memory: float, **changes: Any) -> int:
+        monkeypatch.setattr(choices, "total_memory", lambda device: memory)
+        asked = replace(config, device="cuda:0", dtype="bfloat16", gpu_memory_utilization=0.5, **changes)
+        return choose_batch_size(asked, files)
+
+    assert chosen(2 * (weights + 50.5 * each)) == 50
+    assert chosen(2 * (weights + 50.5 * each), num_spec_tokens=0) > 50
+    assert chosen(1e12, num_spec_tokens=0) == 256
+    assert chosen(weights) == 1  # what does not fit is told elsewhere
+    assert chosen(1e12, kv_memory=3 * each) == 3
 
 
 def test_the_memory_trial_uses_the_sampling_of_the_job(

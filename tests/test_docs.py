@@ -265,7 +265,7 @@ def test_commands_in_sentences_have_these_options(page: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", ["generate --num-promts 8", "generate --max-batch-size x", "tune --k", "merge runs/all"]
+    "wrong", ["generate --num-promts 8", "generate --max-prefill-tokens x", "tune --k", "merge runs/all"]
 )
 def test_a_wrong_command_is_found(wrong: str) -> None:
     with pytest.raises((UserError, AssertionError)):

@@ -107,8 +107,8 @@ def test_vllms_names_are_taken_beside_ours_and_help_has_one_of_each():
             ("--max-num-seqs=2", "--max-batch-size=2"),
             "max-num-seqs and max-batch-size are the same option: give",
         ),
-        (("--max-num-seqs=x",), "max-num-seqs is 'x': use a whole number"),
-        (("--max-batch-size=x",), "max-batch-size is 'x': use a whole number"),
+        (("--max-num-seqs=x",), "max-batch-size is 'x': use a whole number, or auto"),
+        (("--max-num-batched-tokens=x",), "max-num-batched-tokens is 'x': use a whole number"),
     ],
 )
 def test_wrong_values_of_vllms_names_are_one_line(words, said):

@@ -174,6 +174,14 @@ def parse_bytes(text: str, name: str = "kv-memory") -> int:
     return int(float(number) * units[unit])
 
 
+def parse_batch_size(text: str) -> int:
+    """The number of sequences from text; 0 for ``auto``."""
+    require(
+        text == "auto" or text.isdecimal(), f"max-batch-size is {shown(text)}: use a whole number, or auto"
+    )
+    return 0 if text == "auto" else int(text)
+
+
 @dataclass(frozen=True)
 class TemplateKwargs:
     """Names and values for a chat template, as one JSON object with sorted keys."""
@@ -232,7 +240,7 @@ class EngineConfig:
     """The models and how they run. ``UserError`` for a value that is wrong.
 
     ``model`` and ``drafter`` are directories, URLs or hub ids, or ``ngram``, ``suffix`` or ``mtp`` as the drafter;
-    without one (``drafter=None, num_spec_tokens=0``) decoding is plain. ``max_batch_size`` counts sequences,
+    without one (``drafter=None, num_spec_tokens=0``) decoding is plain. ``max_batch_size`` counts sequences (0: auto),
     ``max_prefill_tokens`` and ``page_size`` tokens, ``kv_memory`` bytes, and ``gpu_memory_utilization`` is a share of
     the GPU. Every field but ``page_size`` and ``synthetic_acceptance`` is an option of ``specgen generate``, whose help
     says more. vLLM's names are taken too (``VLLM_NAMES``). ``auto`` is resolved only in ``engine/choices.py``.
@@ -312,7 +320,14 @@ class EngineConfig:
         metavar="DIR",
         shown="none",
     )
-    max_batch_size: int = option(32, "Running", "Sequences per batch.")
+    max_batch_size: int = option(
+        0,  # auto
+        "Running",
+        "Sequences per batch. auto: 32 on a CPU; 256 on a GPU, or as many as its memory holds with 1,024 tokens each.",
+        metavar="INTEGER|auto",
+        shown="auto",
+        parse=parse_batch_size,
+    )
     max_prefill_tokens: int = option(2048, "Running", "Prompt tokens per prefill pass.")
     page_size: int = 0  # tokens; 0: the default of the attention backend
     # Drafts are accepted by dice, with these chances by position behind accepted ones, or with one chance that makes
@@ -361,7 +376,10 @@ class EngineConfig:
         # an object of the caller's could change, and has no hash
         object.__setattr__(self, "chat_template_kwargs", TemplateKwargs.of(self.chat_template_kwargs))
         check_types(self)
-        require(self.max_batch_size >= 1, f"max-batch-size is {self.max_batch_size}: use at least 1")
+        require(
+            self.max_batch_size >= 0,
+            f"max-batch-size is {self.max_batch_size}: use at least 1, or 0 for auto",
+        )
         require(
             self.max_prefill_tokens >= 1, f"max-prefill-tokens is {self.max_prefill_tokens}: use at least 1"
         )

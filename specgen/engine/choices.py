@@ -29,7 +29,7 @@ from specgen.config import (
 from specgen.core.graphs import PassGraphs, Runner, StepGraphs, bucket
 from specgen.core.packing import BLOCK, MOST_BLOCKS
 from specgen.decoding import sampling
-from specgen.device import use
+from specgen.device import total_memory, use
 from specgen.engine.earlier_answers import require_same_tokens
 from specgen.models.fp8_config import FP8 as FP8_SCHEME
 from specgen.models.fp8_config import kv_scheme
@@ -53,6 +53,8 @@ _AUTO: dict[str, tuple[AttentionName, ...]] = {  # the first that runs the model
     "cpu": ("sdpa",),
     "cuda": ("hopper", "trtllm", "flashinfer", "sdpa"),
 }
+_ON_CPU, _ON_GPU = 32, 256  # sequences of a batch; more give a GPU little
+_USUAL = 1024  # tokens of a sequence
 RUNNERS: dict[GraphsName, type[Runner]] = {"step": StepGraphs, "pass": PassGraphs, "off": Runner}
 
 
@@ -78,6 +80,7 @@ def resolve(config: EngineConfig, checkpoints: Checkpoints) -> EngineConfig:
         "use --cuda-graphs off, or on a GPU --attention auto, or in float32 sdpa-static",
     )
     require_same_tokens(config, checkpoints["model"])
+    config = replace(config, max_batch_size=config.max_batch_size or choose_batch_size(config, checkpoints))
     dated = calls_for_date(checkpoints["model"].path)
     return replace(
         config,
@@ -158,6 +161,26 @@ def choose_kv_dtype(name: KVDtypeName, target: Checkpoint) -> KVDtypeName:
         f"kv-dtype is {name!r} but {target.name} has scales for a KV cache of {shown(scheme)}: use --kv-dtype model",
     )
     return name
+
+
+def choose_batch_size(config: EngineConfig, checkpoints: Checkpoints) -> int:
+    """Sequences of a batch that pay on the device of ``config``, whose device and number formats are resolved.
+
+    On a GPU no more than its memory holds with ``_USUAL`` tokens each beside the weights: by an estimate of KV cache,
+    recurrent states and logits (which are reserved twice) from the checkpoints' files.
+    """
+    device = torch.device(config.device)
+    if device.type == "cpu":
+        return _ON_CPU
+    target = target_config(checkpoints["model"]).shared(config.tensor_parallel)
+    rows, width = config.draft_length.most + 1, DTYPES[config.dtype].itemsize
+    kv = target.kv_spec.bytes_per_token(target_kv_dtype(config).itemsize) * min(_USUAL, target.max_positions)
+    states = target.state_spec.bytes_per_sequence(rows, width) if target.state_spec is not None else 0
+    weights = sum(file.stat().st_size for each in checkpoints.values() for file in each.files)
+    left = total_memory(device) * config.gpu_memory_utilization - weights / config.tensor_parallel
+    beside = states + 2 * rows * target.vocab_size * (width + 4)
+    most = left / (kv + beside) if config.kv_memory is None else config.kv_memory / (kv + states)
+    return int(min(max(most, 1), _ON_GPU))
 
 
 def target_kv_dtype(config: EngineConfig) -> torch.dtype:

@@ -65,7 +65,7 @@ class Limits:
     limit: int | None = option(None, "Study", "Only the first N documents of each task.", shown="all")
     num_fewshot: int | None = option(None, "Study", "Examples before each question.", shown="the task's")
     max_batch_size: int | None = option(
-        None, "Running", "Sequences per batch.", shown="32, or that of --study"
+        None, "Running", "Sequences per batch.", shown="auto, or that of --study"
     )
 
     def __post_init__(self) -> None:

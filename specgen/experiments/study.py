@@ -322,7 +322,7 @@ class StudyRun:
             **({} if job.n is None else {"texts of each": str(job.n)}),
             "runs on": _every(_where(config) for config in configs),
             "attention": _every(config.attention for config in configs),
-            "batch": f"at most {job.engine.max_batch_size}",
+            "batch": _every(f"at most {config.max_batch_size}" for config in configs),
             **({"generation config": said} if (said := self._generation.sentence()) else {}),
             "arms": " · ".join(arm.name for arm in study.arms),
         }
