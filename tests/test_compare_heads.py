@@ -411,6 +411,13 @@ def test_short_names_differ() -> None:
 # --- refusals -------------------------------------------------------------------------------------
 
 
+def test_speeds_of_no_answer_are_refused(tmp_path: Path) -> None:
+    prompts = write_rows(tmp_path / "long.jsonl", [{"prompt": "x " * 20_000}])
+    asked = ("--dataset", prompts, "--drafter", "ngram", "--drafter", "suffix", "--output", tmp_path / "out")
+    with refused("no request on long was answered, so there is no speed to measure: see `error` in"):
+        raise specgen("compare", *asked).exception or AssertionError
+
+
 @pytest.mark.parametrize("option", ["--num-prompts", "--num-spec-tokens", "--repeats"])
 def test_options_without_effect_are_refused(tmp_path: Path, option: str) -> None:
     with pytest.raises(UserError, match=f"^{option[2:]} is given with directories"):

@@ -189,13 +189,19 @@ class HeadsRun:
     def _plans(self, found: Comparison, data: str) -> list[Plan]:
         """Every arm, each asked the same; no prefix cache, which the second round would find filled."""
         requests = tuple(self._requests(found, data, self._job.sources[data]))
+        require(
+            bool(requests),
+            f"no request on {data} was answered, so there is no speed to measure: see `error` in "
+            f"{found.on(data)[0].directory / 'completions.jsonl'}, and leave that data set out or use --repeats 0",
+        )
         plans: list[Plan] = []
         for name, config in self._arms(data).items():
             checkpoints = open_checkpoints(config)
             resolved = resolve(replace(config, prefix_cache=False), checkpoints)
+            rows = min(resolved.max_batch_size, len(requests))  # ``auto`` captures and times as many
             models = self._target.load(resolved, checkpoints)
             arm = Arm(name=name, changes={"drafter": config.drafter, "K": config.draft_length.most})
-            plans.append(Plan.of(arm, resolved, models, requests))
+            plans.append(Plan.of(arm, replace(resolved, max_batch_size=rows), models, requests))
         return all_together(plans, room_for_turns(plans[0].config, models))
 
     def _requests(self, found: Comparison, data: str, source: DataSource) -> Iterator[Request]:
