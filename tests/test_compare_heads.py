@@ -411,6 +411,7 @@ def test_short_names_differ() -> None:
 # --- refusals -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_speeds_of_no_answer_are_refused(tmp_path: Path) -> None:
     prompts = write_rows(tmp_path / "long.jsonl", [{"prompt": "x " * 20_000}])
     asked = ("--dataset", prompts, "--drafter", "ngram", "--drafter", "suffix", "--output", tmp_path / "out")
