@@ -2,10 +2,10 @@
 
 Projections are random as in the other shapes. What a block adds to the stream is as large as the weight of the norm
 behind it, which is what is small here; norms of queries divide by the root of their width, as attention does elsewhere.
-Layers double and halve the stream in turn. The embedding is stored divided by what the model multiplies it by, and
-output weights are apart from it; published ones are one table, of which a pass reads as much. Logits are near the cap
-or near 0, so capped ones are in the same order. The router's own norm and scale leave rows of RMS 1 as they are
-(calibrated_mixtures.py).
+Layers double and halve the stream in turn; inputs of their own, which are random, add little. The embedding is stored
+divided by what the model multiplies it by, and output weights are apart from it; published ones are one table, of
+which a pass reads as much. Logits are near the cap or near 0, so capped ones are in the same order. The router's own
+norm and scale leave rows of RMS 1 as they are (calibrated_mixtures.py).
 
 An assistant's ``pre_projection`` takes as many numbers of the embedding as it is wide, and of the hidden state but
 noise; its layers attend to the target's keys and add little. So the stream is a part of the embedding of the token
@@ -29,7 +29,7 @@ BEHIND = (
     "post_attention_layernorm.weight",
     "post_feedforward_layernorm.weight",
 )  # of what is added to the stream
-_OF_THE_TARGET = "k_proj.weight", "v_proj.weight", "k_norm.weight"  # what an assistant's layers read
+_KEYS = ("k_proj.weight", "v_proj.weight", "k_norm.weight")  # of layers that see another's
 
 
 def gemma4_layer(shape: Gemma4Shape, prefix: str, source: Source) -> Iterator[Named]:
@@ -40,13 +40,28 @@ def gemma4_layer(shape: Gemma4Shape, prefix: str, source: Source) -> Iterator[Na
     for name in BEHIND:
         yield source.constant(prefix + name, hidden, RESIDUAL)
     yield source.constant(prefix + "layer_scalar", 1, SCALARS[index % 2])
-    sees_all, heads = shape.sees_all(index), shape.heads_of(index)
-    for named in attention(heads, prefix, source):
+    own, left_out = shape.of_layer(index), () if shape.stores(index) else _KEYS
+    if shape.keys_are_values and shape.sees_all(index):
+        left_out += ("v_proj.weight",)
+    for named in attention(own, prefix, source):
         if named.name.endswith("q_norm.weight"):
-            yield source.constant(named.name, heads.head_dim, heads.head_dim**-0.5)
-        elif not (sees_all and "v_proj" in named.name):
+            yield source.constant(named.name, own.head_dim, own.head_dim**-0.5)
+        elif not named.name.endswith(left_out):
             yield named
-    yield from mlp(shape, prefix, source)
+    yield from mlp(own, prefix, source)
+    if width := shape.layer_inputs:
+        yield source.linear(prefix + "per_layer_input_gate.weight", width, hidden, 1.0)
+        yield source.linear(prefix + "per_layer_projection.weight", hidden, width, 1.0)
+        yield source.constant(prefix + "post_per_layer_input_norm.weight", hidden, RESIDUAL)
+
+
+def layer_inputs(shape: Gemma4Shape, source: Source) -> Iterator[Named]:
+    """What the layers' own inputs are made of, where they have some."""
+    if width := shape.layer_inputs:
+        every = shape.num_layers * width
+        yield source.noise("model.embed_tokens_per_layer.weight", (shape.vocab_size, every), width**-0.5)
+        yield source.linear("model.per_layer_model_projection.weight", every, shape.hidden_size, 1.0)
+        yield source.ones("model.per_layer_projection_norm.weight", width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +97,7 @@ def assistant_tensors(shape: Gemma4Shape, codes: Codes, cycle: Cycle, source: So
 
     yield source.shaped("pre_projection.weight", width, 2 * hidden, take)
     for index in range(own.num_layers):
-        for named in gemma4_layer(own, f"model.layers.{index}.", source):
-            if not named.name.endswith(_OF_THE_TARGET):
-                yield named
+        yield from gemma4_layer(own, f"model.layers.{index}.", source)
     yield source.ones("model.norm.weight", width)
     yield source.linear("post_projection.weight", hidden, width, 1.0)
     yield Named(

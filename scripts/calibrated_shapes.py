@@ -367,7 +367,9 @@ class Llama4Shape(Mixture):
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4Shape(Shape):
-    """Gemma 4 without own inputs of layers: windows, but in every sixth layer wider heads, whose keys are values too.
+    """Gemma 4: windows, but in every sixth layer wider heads, whose keys are values too.
+
+    In some sizes keys are not values, each layer has an input of its own, and the last layers no keys and values.
 
     ``num_kv_heads`` and ``head_dim`` are those of layers with a window, and of heads, which ``rope_theta`` is of too.
     """
@@ -379,6 +381,11 @@ class Gemma4Shape(Shape):
     sliding_window: int
     assistant_size: int  # width of its stream
     assistant_inner: int  # and of its MLPs
+    assistant_heads: int | None = None  # None: as many as the target's
+    keys_are_values: bool = True
+    layer_inputs: int = 0  # width of each layer's own input
+    without_keys: int = 0  # last layers, which see the keys and values of earlier ones
+    double_wide: bool = False  # the MLPs of these
 
     @property
     def embedding_scale(self) -> float:
@@ -388,17 +395,24 @@ class Gemma4Shape(Shape):
     def of_assistant(self) -> "Gemma4Shape":
         """The sizes of an assistant."""
         sizes = {"hidden_size": self.assistant_size, "intermediate_size": self.assistant_inner}
-        return replace(self, **sizes, num_layers=4, interval=4)
+        sizes |= {"num_heads": self.assistant_heads or self.num_heads, "num_layers": 4, "interval": 4}
+        return replace(self, **sizes, layer_inputs=0, without_keys=4, double_wide=False)
 
     def sees_all(self, layer: int) -> bool:
         """Whether ``layer`` has no window."""
         return (layer + 1) % self.interval == 0
 
-    def heads_of(self, layer: int) -> "Gemma4Shape":
-        """With the heads of keys of ``layer`` and their width."""
+    def stores(self, layer: int) -> bool:
+        """Whether ``layer`` has keys and values of its own."""
+        return layer < self.num_layers - self.without_keys
+
+    def of_layer(self, layer: int) -> "Gemma4Shape":
+        """With the heads of keys of ``layer``, their width, and the width of its MLP."""
+        inner = self.intermediate_size * (2 if self.double_wide and not self.stores(layer) else 1)
+        own = replace(self, intermediate_size=inner)
         if not self.sees_all(layer):
-            return self
-        return replace(self, num_kv_heads=self.global_kv_heads, head_dim=self.global_head_dim)
+            return own
+        return replace(own, num_kv_heads=self.global_kv_heads, head_dim=self.global_head_dim)
 
     def target_config(self) -> dict[str, Any]:
         others = {"rope_theta", "hidden_act", "mlp_bias", "torch_dtype"}
@@ -415,9 +429,10 @@ class Gemma4Shape(Shape):
             "sliding_window": self.sliding_window,
             "global_head_dim": self.global_head_dim,
             "num_global_key_value_heads": self.global_kv_heads,
-            "attention_k_eq_v": True,
-            "num_kv_shared_layers": 0,
-            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": self.keys_are_values,
+            "num_kv_shared_layers": self.without_keys,
+            "use_double_wide_mlp": self.double_wide,
+            "hidden_size_per_layer_input": self.layer_inputs,
             "vocab_size_per_layer_input": self.vocab_size,
             "final_logit_softcapping": 30.0,
             "pad_token_id": 0,
@@ -426,8 +441,7 @@ class Gemma4Shape(Shape):
     def assistant_config(self) -> dict[str, Any]:
         """The ``config.json`` of an assistant in Google's format."""
         own = self.of_assistant
-        layers = {"num_kv_shared_layers": own.num_layers, "vocab_size_per_layer_input": 0}
-        output = {"tie_word_embeddings": True, "final_logit_softcapping": None}
+        text = {"tie_word_embeddings": True, "final_logit_softcapping": None, "vocab_size_per_layer_input": 0}
         return {
             "synthetic_weights": True,
             "architectures": ["Gemma4AssistantForCausalLM"],
@@ -436,7 +450,7 @@ class Gemma4Shape(Shape):
             "backbone_hidden_size": self.hidden_size,
             "use_ordered_embeddings": False,
             "tie_word_embeddings": True,
-            "text_config": Gemma4Shape.target_config(own) | layers | output,
+            "text_config": Gemma4Shape.target_config(own) | text,
         }
 
 

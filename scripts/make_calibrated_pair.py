@@ -15,6 +15,7 @@
     python scripts/make_calibrated_pair.py OUT --shape gemma-4-12b --head assistant dflash-5    # 29 GB
     python scripts/make_calibrated_pair.py OUT --shape gemma-4-31b --weights fp8-block    # 37 GB; 66 GB in bf16
     python scripts/make_calibrated_pair.py OUT --shape gemma-4-26b-a4b --head assistant    # 53 GB
+    python scripts/make_calibrated_pair.py OUT --shape gemma-4-e4b --head assistant    # 17 GB; e2b: 10 GB
 
 ``OUT/target`` and ``OUT/drafter`` are checkpoints in the public formats, ``OUT/cycle.json`` is the text they generate
 (see calibrated_weights.py, calibrated_heads.py and calibrated_cycle.py). They are for measuring
@@ -42,7 +43,7 @@ from typing import Any, cast, get_args
 import torch
 from calibrated_codes import Codes
 from calibrated_cycle import Confidence, Cycle
-from calibrated_gemma4 import Gemma4MixtureLayers, assistant_tensors, gemma4_layer
+from calibrated_gemma4 import Gemma4MixtureLayers, assistant_tensors, gemma4_layer, layer_inputs
 from calibrated_heads import (
     block_tensors,
     eagle1_tensors,
@@ -179,6 +180,8 @@ def write_pair(
     cycle.write(out)
     codes = replace(Codes.draw(shape, cycle, source), probabilities=probabilities or {})
     tensors = list(target_tensors(shape, codes.embedding, cycle.succ, source, layer))
+    if isinstance(shape, Gemma4Shape):
+        tensors += layer_inputs(shape, source)
     if isinstance(shape, LatentShape):
         tensors += layer(f"model.layers.{shape.num_layers}.", source)
         tensors += mtp_tensors(shape, codes, cycle, source)
@@ -291,6 +294,11 @@ def chosen_shape(name: str, num_layers: int | None, experts: str | None) -> Shap
                 f"layers is {num_layers}: use a multiple of {shape.interval} with {name}, of which one is of another "
                 "kind"
             )
+        if isinstance(shape, Gemma4Shape) and num_layers - shape.without_keys < shape.interval:
+            raise ValueError(
+                f"layers is {num_layers}: use at least {shape.interval + shape.without_keys} with {name}, whose last "
+                f"{shape.without_keys} see keys and values of those before them"
+            )
         shape = replace(shape, num_layers=num_layers)
     if experts == "mxfp4" and not isinstance(shape, GptOssShape):
         raise ValueError(f"experts is mxfp4, but {name} has none in that format: use it with gpt-oss-20b")
@@ -343,6 +351,10 @@ def _plain_modules(shape: Shape) -> tuple[str, ...]:
     if isinstance(shape, HybridShape):
         return tuple(plain_modules(shape))
     first, end, plain = 0, shape.num_layers if isinstance(shape, Mixture) else 0, ["lm_head"]
+    if isinstance(shape, Gemma4Shape) and shape.layer_inputs:
+        of_layer = ("per_layer_input_gate", "per_layer_projection")
+        plain += [f"model.layers.{index}.{name}" for index in range(shape.num_layers) for name in of_layer]
+        return (*plain, "model.per_layer_model_projection")
     if isinstance(shape, LatentShape):
         first, end = shape.num_dense, end + 1
         plain += [

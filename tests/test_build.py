@@ -15,8 +15,8 @@ from specgen.core.running_batch import Columns, RunningBatch
 from specgen.core.sequence import Request
 from specgen.core.step import Steps
 from specgen.decoding.sampling import SamplingForm
-from specgen.engine.build import _largest_pass, build_engine, most_demanding, num_pages
 from specgen.engine import choices
+from specgen.engine.build import _largest_pass, build_engine, most_demanding, num_pages
 from specgen.engine.choices import choose_batch_size, choose_device
 from specgen.jobs.prompt_index import index_prompts
 from specgen.jobs.shards import WHOLE

@@ -16,7 +16,7 @@ import pytest
 import torch
 from calibrated_codes import Codes
 from calibrated_cycle import Cycle
-from calibrated_gemma4 import assistant_tensors
+from calibrated_gemma4 import assistant_tensors, layer_inputs
 from calibrated_hybrids import hybrid_mtp_tensors
 from calibrated_mixtures import common_share
 from calibrated_shapes import MIXTURES, SHAPES, Gemma4Shape, HybridShape
@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.scripts, pytest.mark.xdist_group("calibrated")]  # pai
 
 HYBRIDS = ("tiny-qwen3.5", "tiny-qwen3.5-moe")
 LLAMA4, GPT_OSS, GLM = "tiny-llama4", "tiny-gpt-oss", "tiny-glm"
-GEMMA4, GEMMA4_MOE = GEMMAS = ("tiny-gemma4", "tiny-gemma4-moe")
+GEMMA4, GEMMA4_E, GEMMA4_MOE = GEMMAS = ("tiny-gemma4", "tiny-gemma4-e", "tiny-gemma4-moe")
 OF_GEMMAS = ("eagle3", "peagle-2", "dflash-4", "assistant")
 LLAMA = "tiny"
 HEADS = {LLAMA: tuple(LENGTHS), LLAMA4: ("eagle3", "eagle-llama4")} | dict.fromkeys(GEMMAS, OF_GEMMAS)
@@ -110,6 +110,7 @@ def tensors_of(shape: Any, weights: str, overlap: float | None = None) -> tuple[
     nothing = Codes(embedding=torch.empty(0, shape.hidden_size), turns=torch.zeros(0))
     layer = chosen_layer(shape, overlap, weights)
     own = list(target_tensors(shape, nothing.embedding, cycle.succ, source, layer))
+    own += layer_inputs(shape, source) if isinstance(shape, Gemma4Shape) else ()
     if not isinstance(shape, HybridShape):
         return own, []
     assert layer is not None
@@ -132,6 +133,8 @@ FULL_SIZE = [
     ("gemma-4-12b", None, "fp8-block", 15.0, 0, None),
     ("gemma-4-31b", None, "bf16", 64.2, 0, 833),
     ("gemma-4-26b-a4b", None, "bf16", 51.9, 0, 658),
+    ("gemma-4-e4b", None, "bf16", 16.3, 0, 666),
+    ("gemma-4-e2b", None, "bf16", 10.1, 0, 541),
 ]
 
 
@@ -146,11 +149,13 @@ def test_full_size_pairs_take_the_bytes_of_the_published_models(
 
 
 def test_an_assistant_has_the_tensors_and_bytes_of_the_published_one() -> None:
+    """But for the centroids of the small ones, half a million numbers."""
     codes = Codes(embedding=torch.empty(0), turns=torch.zeros(0))
     cycle = Cycle(tokens=(1, 2), unknown=(), accept=1.0)
-    found = list(assistant_tensors(SHAPES["gemma-4-12b"], codes, cycle, Source("cpu", 0)))
-    assert len(found) == 48
-    assert sum(torch.Size(each.shape).numel() * 2 for each in found) / 1e6 == pytest.approx(845, abs=1)
+    for name, size in (("gemma-4-12b", 422.5), ("gemma-4-e4b", 78.5 - 0.5)):
+        found = list(assistant_tensors(SHAPES[name], codes, cycle, Source("cpu", 0)))
+        assert len(found) == 48
+        assert sum(torch.Size(each.shape).numel() for each in found) / 1e6 == pytest.approx(size, abs=0.5)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +213,13 @@ GEMMA |= {
 }
 GEMMA |= {"hidden_size": 5376, "intermediate_size": 21504, "sliding_window": 1024, "enable_moe_block": False}
 GEMMA |= {"final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 0}
+GEMMA_E2B = GEMMA | {
+    "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+    "num_attention_heads": 8,
+}
+GEMMA_E2B |= {"attention_k_eq_v": False, "num_kv_shared_layers": 20, "use_double_wide_mlp": True}
+GEMMA_E2B |= {"hidden_size": 1536, "intermediate_size": 6144, "sliding_window": 512}
+GEMMA_E2B |= {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
 PUBLISHED = {
     "qwen3.6-27b": ("Qwen3_5TextConfig", QWEN | {"hidden_size": 5120, "intermediate_size": 17408}),
     "qwen3.6-35b-a3b": (
@@ -219,6 +231,7 @@ PUBLISHED = {
     ),
     "llama-4-scout": ("Llama4TextConfig", SCOUT),
     "gemma-4-31b": ("Gemma4TextConfig", GEMMA),
+    "gemma-4-e2b": ("Gemma4TextConfig", GEMMA_E2B),
 }
 
 
@@ -236,11 +249,12 @@ def test_the_config_is_that_of_the_published_model(name: str, tmp_path: Path) ->
     mostly_slow(
         [
             *((name, {}, dtype) for name in (LLAMA, *HYBRIDS, GEMMA4) for dtype in DTYPES),
+            (GEMMA4_E, {}, torch.float32),
             (LLAMA4, {"overlap": 0.5}, torch.float32),
             *((name, {"overlap": 0.5}, dtype) for name in TINY for dtype in DTYPES),
             *((GPT_OSS, {"overlap": 0.5, "experts": "bf16"}, dtype) for dtype in DTYPES),
         ],
-        *((name, {}, torch.float32) for name in (*HYBRIDS, GEMMA4)),
+        *((name, {}, torch.float32) for name in (*HYBRIDS, GEMMA4, GEMMA4_E)),
         *((name, {"overlap": 0.5}, torch.float32) for name in (LLAMA4, GPT_OSS)),
     ),
 )
@@ -287,7 +301,7 @@ def test_files_are_as_qwen_publishes_them(write: Callable[..., Written], name: s
     assert not fp8 or {"lm_head", "mtp.fc", "model.layers.4.linear_attn.in_proj_a"} <= set(plain)
 
 
-HOW = {name: {} for name in (*HYBRIDS, GEMMA4)} | {
+HOW = {name: {} for name in (*HYBRIDS, GEMMA4, GEMMA4_E)} | {
     name: {"overlap": 0.5} for name in (LLAMA4, GLM, GEMMA4_MOE)
 }
 DRAFTING = [
@@ -297,6 +311,11 @@ DRAFTING = [
     *((GLM, "mtp", weights, "padded") for weights in ("bf16", "fp8-block")),
     *((GEMMA4, *how) for how in product(OF_GEMMAS, ("bf16", "fp8", "fp8-block"), BATCHES)),
     *((GEMMA4_MOE, head, "bf16", batch) for head, batch in product(OF_GEMMAS, BATCHES)),
+    *(
+        (GEMMA4_E, *how, "padded")
+        for how in (("assistant", "bf16"), ("assistant", "fp8-block"), ("dflash-4", "bf16"))
+    ),
+    (GEMMA4_E, "eagle3", "bf16", "non-padded"),
 ]
 
 
@@ -310,6 +329,7 @@ DRAFTING = [
         (LLAMA4, "eagle3", "fp8", "non-padded"),
         (GEMMA4, "dflash-4", "bf16", "padded"),
         (GEMMA4, "assistant", "bf16", "non-padded"),
+        (GEMMA4_E, "assistant", "bf16", "padded"),
         (GEMMA4_MOE, "eagle3", "bf16", "non-padded"),
     ),
 )
@@ -542,6 +562,10 @@ def test_layers_come_in_fours() -> None:
         (lambda: chosen_layer(MIXTURES["gpt-oss-20b"], 0.5, "fp8-block"), "of gpt_oss are not in FP8"),
         (lambda: chosen_layer(MIXTURES["gemma-4-26b-a4b"], 0.5, "fp8"), "of gemma4_text are not in FP8"),
         (lambda: chosen_shape("gemma-4-12b", 8, None), "use a multiple of 6"),
+        (
+            lambda: chosen_shape("gemma-4-e4b", 18, None),
+            "use at least 24 with gemma-4-e4b, whose last 18 see",
+        ),
         (lambda: HeadKind.find("assistant").config(SHAPES["tiny"]), "the shape no Gemma 4"),
         (
             lambda: HeadKind.find("eagle-llama4").config(SHAPES["tiny"]),
