@@ -15,13 +15,14 @@ unknown tokens need rotated among them. What it shows of its attention is speed:
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from calibrated_codes import Codes
 from calibrated_cycle import Cycle
 from calibrated_mixtures import MixtureLayers
 from calibrated_shapes import Gemma4MixtureShape, Gemma4Shape
-from calibrated_weights import RESIDUAL, Named, Source, attention, mlp, output_weights
+from calibrated_weights import DTYPE, LOGIT, RESIDUAL, Named, Source, attention, mlp, output_weights
 from torch import Tensor
 
 SCALARS = 0.5, 2.0  # of even layers and of odd ones
@@ -105,3 +106,25 @@ def assistant_tensors(shape: Gemma4Shape, codes: Codes, cycle: Cycle, source: So
         shape=(shape.vocab_size, width),
         make=lambda: output_weights(own, codes.narrowed(width).embedding, cycle.guess, source),
     )
+    if shape.num_centroids:
+        yield from _groups(shape, codes.narrowed(width).embedding, cycle, source)
+
+
+def _groups(shape: Gemma4Shape, embedding: Tensor, cycle: Cycle, source: Source) -> Iterator[Named]:
+    """The tokens of each group, few of which are of the text, and as its centroid the mean of their output weights."""
+    number = shape.num_centroids
+    before = {after: token for token, after in cycle.guess.items()}
+    of_text = [cycle.tokens[group::number] for group in range(number)]
+
+    def order() -> Tensor:
+        others, size = iter(sorted(set(range(shape.vocab_size)) - before.keys())), shape.vocab_size // number
+        groups = [[*known, *islice(others, size - len(known))] for known in of_text]
+        return torch.tensor(groups, device=source.device).flatten()
+
+    def centroids() -> Tensor:
+        rows = [embedding[[before[token] for token in known]].float().mean(0) for known in of_text]
+        return (torch.stack(rows) * (LOGIT / shape.assistant_size)).to(DTYPE)
+
+    name = "masked_embedding."
+    yield Named(name=name + "token_ordering", shape=(shape.vocab_size,), make=order, dtype=torch.int64)
+    yield Named(name=name + "centroids.weight", shape=(number, shape.assistant_size), make=centroids)

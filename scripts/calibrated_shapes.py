@@ -382,6 +382,7 @@ class Gemma4Shape(Shape):
     assistant_size: int  # width of its stream
     assistant_inner: int  # and of its MLPs
     assistant_heads: int | None = None  # None: as many as the target's
+    num_centroids: int = 0  # of its groups of tokens, of which 32 have logits; 0: all have
     keys_are_values: bool = True
     layer_inputs: int = 0  # width of each layer's own input
     without_keys: int = 0  # last layers, which see the keys and values of earlier ones
@@ -448,7 +449,9 @@ class Gemma4Shape(Shape):
             "model_type": "gemma4_assistant",
             "dtype": "bfloat16",
             "backbone_hidden_size": self.hidden_size,
-            "use_ordered_embeddings": False,
+            "use_ordered_embeddings": self.num_centroids > 0,
+            "num_centroids": self.num_centroids or 2048,
+            "centroid_intermediate_top_k": 32,
             "tie_word_embeddings": True,
             "text_config": Gemma4Shape.target_config(own) | text,
         }
