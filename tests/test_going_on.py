@@ -28,7 +28,7 @@ from specgen.prompts import DataSource
 from specgen.prompts.formats import Reading
 from specgen.record.files import swapped
 from specgen.record.interrupt import StoppedError
-from specgen.record.progress import Status, Tally
+from specgen.record.progress import Status
 from specgen.record.record_rows import read_passes
 from specgen.record.results import LOCK, RunDirectory
 from tests.commands import printed, rows, write_rows
@@ -49,7 +49,7 @@ class Follower(Silent):
         self.count = 0
         self.started: list[tuple[str, int, int]] = []
 
-    def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None:
+    def start(self, what: str, num_requests: int, num_done: int = 0) -> None:
         self.started.append((what, num_requests, num_done))
 
     def advance(self) -> None:
@@ -551,7 +551,7 @@ def test_a_status_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
     status = Status(tmp_path / "status.json")
-    status.begin(Tally(), total=1, done=0, startup={})
+    status.begin(total=1, done=0, startup={})
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"
     assert not synced
 

@@ -145,10 +145,8 @@ def followed(
         now += 1
     shown.ready("padded", {"kernels": 88.04, "weights": 5.0})
     shown.warn("look out")
-    shown.start("padded", tally := Tally(), 10, 3)
-    for row in passes:
-        tally.update(row)
-    for event in (SHORT, GRAPH):
+    shown.start("padded", 10, 3)
+    for event in (*passes, SHORT, GRAPH):
         shown.update(event)
     for _ in range(7):
         now += 1

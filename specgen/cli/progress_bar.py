@@ -32,6 +32,7 @@ class Warnings(Progress):
     def __init__(self, name: str | None = None) -> None:
         self._name = name
         self._last = time.monotonic()  # when a line was printed
+        self._tally = Tally()
 
     def warn(self, sentence: str) -> None:
         self._say(f"specgen: warning: {sentence}")
@@ -72,17 +73,18 @@ class ProgressLines(Warnings):
     def ready(self, what: str, seconds: Mapping[str, float]) -> None:
         self._say(f"{what}: ready after {startup_line(seconds)}")
 
-    def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None:
-        self._begin(what, tally, num_requests, num_done)
+    def start(self, what: str, num_requests: int, num_done: int = 0) -> None:
+        self._begin(what, num_requests, num_done)
         self._show()
 
-    def _begin(self, what: str, tally: Tally, num_requests: int, num_done: int) -> None:
-        self._what, self._tally, self._total = self._name or what, tally, num_requests
+    def _begin(self, what: str, num_requests: int, num_done: int) -> None:
+        self._what, self._tally, self._total = self._name or what, Tally(), num_requests
         self._done = self._first = num_done
         self._began = time.monotonic()
 
     def update(self, row: EngineRow) -> None:
         super().update(row)
+        self._tally.update(row)
         if isinstance(row, Captured):
             done = f"captured in {row.seconds:.1f} s" if row.fits else "not enough memory for it yet"
             self._say(f"CUDA graph of a {row.what} of {row.num_sequences} sequences: {done}")
@@ -143,13 +145,13 @@ class ProgressBar(ProgressLines):
             self._compiling.close()
             self._compiling = None
 
-    def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None:
+    def start(self, what: str, num_requests: int, num_done: int = 0) -> None:
         from tqdm import tqdm
 
         from specgen.report.terminal import width_of  # imports rich
 
         self._end_of_reading()
-        self._begin(what, tally, num_requests, num_done)
+        self._begin(what, num_requests, num_done)
         self._is_narrow = width_of(sys.stderr) < _NARROW
         self._bar = tqdm(
             bar_format=_SHORT if self._is_narrow else f"{{l_bar}}{{bar}}| {_SHORT}",

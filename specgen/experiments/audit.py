@@ -25,9 +25,8 @@ from specgen.engine.generation_config import FILE, generation_config
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.prompts.load import RAW, DataSource
-from specgen.record.progress import Progress, Tally
+from specgen.record.progress import Progress
 from specgen.record.provenance import manifest
-from specgen.record.record_rows import EngineRow
 from specgen.report.acceptance import Acceptance
 
 # How far rounding may move the difference of two logits. Over 1,650 positions of the bundled pair's texts, computed in
@@ -261,14 +260,9 @@ def _decode(
 ) -> Run:
     if config.device != "cpu":
         progress.prepare(arm.name)
-    engine, tally = WarmEngine(arm.configure(config), models, requests), Tally()
-
-    def see(row: EngineRow) -> None:
-        tally.update(row)
-        progress.update(row)
-
-    progress.start(arm.name, tally, len(requests))
-    run = engine.run(see, lambda _: progress.advance())
+    engine = WarmEngine(arm.configure(config), models, requests)
+    progress.start(arm.name, len(requests))
+    run = engine.run(progress.update, lambda _: progress.advance())
     progress.finish()
     return run
 

@@ -22,7 +22,7 @@ from specgen.engine.build import build_engine, most_demanding
 from specgen.engine.loading import Models
 from specgen.experiments.study_comparison import Generated
 from specgen.record.files import sample_id
-from specgen.record.progress import Progress, Tally
+from specgen.record.progress import Progress
 from specgen.record.record_rows import EngineRow
 from specgen.record.results import RunDirectory
 from specgen.text.reasoning import answer_of
@@ -76,7 +76,6 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         self._files = files
         self._progress = progress
         self._name = name
-        self._tally = Tally()
         self._may_cut = may_cut
         self.cut: dict[str, tuple[int, int]] = {}  # by task: prompts that were cut, to so many tokens
         self._answers = files.completions
@@ -108,7 +107,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         wanted = {each.id: each for each in asked}
         self._asked |= dict.fromkeys(wanted)
         known = [each for each in wanted if each in self._answers]
-        self._progress.start(f"{self._name}, {name}", self._tally, len(wanted), len(known))
+        self._progress.start(f"{self._name}, {name}", len(wanted), len(known))
         try:
             yield from ((each, self._answers[each]) for each in known)
             if len(known) == len(wanted):
@@ -136,7 +135,6 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
 
     def _record(self, row: EngineRow) -> None:
         self._files.record(row)
-        self._tally.update(row)
         self._progress.update(row)
 
     # --- what lm-eval asks about the model --------------------------------------------------------

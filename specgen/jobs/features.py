@@ -38,7 +38,7 @@ from specgen.models.eagle import default_aux_layers
 from specgen.models.protocols import Target
 from specgen.record.files import Rows, replacement
 from specgen.record.interrupt import StoppedError
-from specgen.record.progress import Progress, Tally
+from specgen.record.progress import Progress
 from specgen.record.provenance import FREE_IN_A_RUN, manifest
 from specgen.record.results import directory, require_same
 from specgen.report.display import several
@@ -186,7 +186,7 @@ def _work(
 ) -> None:
     """Whatever states of ``samples`` are not in their ``files`` yet."""
     waiting = [number for number, file in enumerate(files) if not file.exists()]
-    progress.start("features", Tally(), len(samples), len(samples) - len(waiting))
+    progress.start("features", len(samples), len(samples) - len(waiting))
     for numbers in _packs(waiting, samples, config.max_prefill_tokens):
         texts = [samples[number].token_ids for number in numbers]
         found = _hidden_states(target, config, texts, layers)

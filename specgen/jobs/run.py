@@ -44,7 +44,7 @@ from specgen.prompts.prompt import asked_digest, sample_ids
 from specgen.record.files import Rows, whole_lines, write_json, write_json_lines, write_text
 from specgen.record.interrupt import StoppedError
 from specgen.record.mirror import mirrored
-from specgen.record.progress import Progress, Status, Tally, kept_status
+from specgen.record.progress import Progress, Status, kept_status
 from specgen.record.provenance import (
     FREE_IN_A_RUN,
     NAMES_OF_DATA,
@@ -368,9 +368,7 @@ class _Work:
             if any(self.index.pending(files.completions)):
                 self._generate(config, files)
             else:
-                self.status.begin(
-                    Tally(), total=self.index.num_requests, done=len(files.completions), startup={}
-                )
+                self.status.begin(total=self.index.num_requests, done=len(files.completions), startup={})
         self.status.write("running")  # as it is now
         if self.index.num_requests >= _MANY:  # of a million that takes minutes
             self.progress.note(
@@ -380,11 +378,8 @@ class _Work:
         return FinishedRun(path, files.completions, files.errors)
 
     def _generate(self, config: EngineConfig, files: RunDirectory) -> None:
-        tally = Tally()
-
         def record(row: EngineRow) -> None:
             files.record(row)
-            tally.update(row)
             self.progress.update(row)
             self.status.update(row)
 
@@ -392,8 +387,8 @@ class _Work:
             seconds, total, done = self.startup.take(), self.index.num_requests, len(files.completions)
             if config.device != "cpu":
                 self.progress.ready(name, seconds)
-            self.status.begin(tally, total=total, done=done, startup=seconds)
-            self.progress.start(name, tally, total, done)
+            self.status.begin(total=total, done=done, startup=seconds)
+            self.progress.start(name, total, done)
 
         name = "plain decoding" if config.draft_length.most == 0 else "speculative decoding"
         if config.device != "cpu" or self.job.cluster is not None:

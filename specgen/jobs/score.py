@@ -22,7 +22,7 @@ from specgen.prompts import Prompt, Rejected, failure, prompt_ids
 from specgen.prompts.fields import character_string, checked_list
 from specgen.record.files import RowFile, write_json_lines
 from specgen.record.interrupt import StoppedError
-from specgen.record.progress import Progress, Tally
+from specgen.record.progress import Progress
 from specgen.record.provenance import FREE_IN_A_RUN, manifest, with_recorded_date
 from specgen.record.results import directory, rename_aside, require_same
 from specgen.text.tokenizer import Tokenizer
@@ -157,7 +157,7 @@ def _work(
             at_work.update((each.id, row) for each in row.asked)
             yield from row.asked
 
-    progress.start("scores", Tally(), index.num_requests, len(rows))
+    progress.start("scores", index.num_requests, len(rows))
     for scored in core.score(requests()):
         row = at_work.pop(scored.request.id)
         row.found[scored.request.id] = scored

@@ -79,8 +79,8 @@ class Progress:
     def ready(self, what: str, seconds: Mapping[str, float]) -> None:
         """``what`` is ready for its first request, after so many seconds by phase (see ``startup``)."""
 
-    def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None:
-        """``what`` starts, with ``num_done`` of ``num_requests`` done; ``tally`` counts a row before ``update``."""
+    def start(self, what: str, num_requests: int, num_done: int = 0) -> None:
+        """``what`` starts, with ``num_done`` of ``num_requests`` done; the rows from now on are its own."""
 
     def update(self, row: EngineRow) -> None:
         """The engine recorded a row."""
@@ -147,19 +147,20 @@ class Status:
         else:
             self.restore()
 
-    def begin(self, tally: Tally, *, total: int, done: int, startup: Mapping[str, float]) -> None:
-        """An engine, whose passes ``tally`` counts, starts; ``done`` of ``total`` requests are done.
+    def begin(self, *, total: int, done: int, startup: Mapping[str, float]) -> None:
+        """An engine, whose passes are counted from now on, starts; ``done`` of ``total`` requests are done.
 
         ``startup`` has the seconds until then by phase, see ``startup.py``; a baseline's are added to those before.
         """
         for name, seconds in startup.items():
             self._startup[name] = round(self._startup.get(name, 0.0) + seconds, 3)
         self._total, self._done, self._failed, self._done_before = total, done, 0, done
-        self._begun, self._tally = time.monotonic(), tally
+        self._begun, self._tally = time.monotonic(), Tally()
         self.write("running")
 
     def update(self, row: EngineRow) -> None:
-        """After a pass, write the file if it is due."""
+        """Count a pass, and write the file if it is due."""
+        self._tally.update(row)
         if isinstance(row, PassRow) and time.monotonic() - self._written >= _INTERVAL:
             self.write("running")
 
