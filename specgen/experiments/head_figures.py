@@ -1,7 +1,8 @@
 """The figures of a comparison: lengths by data set and head, paired differences of every two heads, speeds."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import combinations, count
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +17,7 @@ from specgen.record.files import Rows
 from specgen.report.acceptance import Acceptance, figures, mean_length
 from specgen.report.display import from_here
 from specgen.report.folder import COMPARISON
-from specgen.report.intervals import Estimate, PairedRatio
+from specgen.report.intervals import LEVEL, Estimate, PairedRatio
 from specgen.report.origin import unlike_settings
 from specgen.report.paired_requests import Pair, PairedFigure, SharedRequests, compared, corrected, pair_up
 from specgen.report.references import Reference, RunComparison, compare_run, without_suffix
@@ -51,6 +52,21 @@ class HeadRun:
     data: str  # short name
     report: Report
     manifest: Mapping[str, Any]
+
+    @cached_property
+    def rows(self) -> Run:
+        return columns.read(self.directory, self.report.num_spec_tokens)
+
+    @cached_property
+    def acceptance(self) -> Mapping[str | None, Acceptance]:
+        """That of all requests under None, and of each category in the order of the rows, if several."""
+        groups = figures(self.rows, "category")
+        return {None: Acceptance(self.rows), **(groups if len(groups) > 1 else {})}
+
+    @property
+    def positions(self) -> list[Estimate]:
+        """[K]: accepted drafts by position, per step with drafts or without."""
+        return self.acceptance[None].positions_over_all_steps
 
     @property
     def drafter(self) -> str:
@@ -159,9 +175,6 @@ def as_directory(name: str) -> str:
     return f"_{flat.lstrip('.')}" if flat.startswith(".") else flat
 
 
-_LEVEL = 0.05  # of p after Holm's correction, below which a difference is significant
-
-
 @dataclass(frozen=True, kw_only=True)
 class HeadPair(SharedRequests):
     """One head against another on the requests of a data set that both have answered.
@@ -173,7 +186,6 @@ class HeadPair(SharedRequests):
     data: str
     ours: str
     first: str  # the head that is named first
-    requests: Pair
     categories: Mapping[str, PairedFigure]  # by category; empty where there is one
 
     def to_json(self) -> dict[str, Any]:
@@ -190,14 +202,12 @@ class HeadPair(SharedRequests):
 class Comparison:
     """Runs that differ in data set and head alone, and what sets them apart.
 
-    ``unlike`` has the other settings in which they differ, by field. ``acceptance`` is by data set and head, then by
-    category, where there are several; that of all is under None. ``pairs`` has every two heads of every data set.
+    ``unlike`` has the other settings in which they differ, by field; ``pairs`` every two heads of every data set.
     """
 
     runs: tuple[HeadRun, ...]
     unlike: Mapping[str, tuple[Any, ...]]
-    acceptance: Mapping[tuple[str, str], Mapping[str | None, Acceptance]]
-    pairs: tuple[HeadPair, ...]
+    pairs: tuple[HeadPair, ...] = ()
     speeds: Speeds = field(default_factory=dict)
 
     @property
@@ -221,7 +231,8 @@ class Comparison:
 
     def of(self, data: str | None, head: str, category: str | None = None) -> Acceptance | None:
         """The acceptance of ``head`` on ``data``, if it has run there."""
-        return self.acceptance.get((data or "", head), {}).get(category)
+        runs = (run for run in self.runs if (run.data, run.head) == (data, head))
+        return next((run.acceptance.get(category) for run in runs), None)
 
     def length(self, data: str | None, head: str, category: str | None = None) -> Estimate | None:
         """The length over all steps of ``head`` on ``data``, if it has steps there; of None the mean of all."""
@@ -260,8 +271,7 @@ class Comparison:
         }
 
     def _run(self, run: HeadRun) -> dict[str, Any]:
-        acceptance = self.acceptance[run.data, run.head][None]
-        length, positions = acceptance.length_over_all_steps, acceptance.positions_over_all_steps
+        length, positions = run.acceptance[None].length_over_all_steps, run.positions
         return {
             "data": run.data,
             "head": run.head,
@@ -275,7 +285,8 @@ class Comparison:
 
 
 def is_significant(figure: PairedFigure | None) -> bool:
-    return figure is not None and figure.p is not None and figure.p < _LEVEL
+    """By its p after Holm's correction."""
+    return figure is not None and figure.p is not None and figure.p < LEVEL
 
 
 def compare_runs(directories: Sequence[Path], speeds: Speeds = MappingProxyType({})) -> Comparison:
@@ -291,18 +302,16 @@ def compare_runs(directories: Sequence[Path], speeds: Speeds = MappingProxyType(
         for (directory, report, manifest), head, source in zip(read, heads, sources, strict=True)
     )
     _check_data(runs)
-    rows = {(run.data, run.head): columns.read(run.directory, run.report.num_spec_tokens) for run in runs}
-    return Comparison(
+    found = Comparison(
         runs=runs,
         unlike={
             name: each
             for name, each in unlike.items()
             if name not in _HEADS_OWN and not name.startswith(("data.", *_DECISIVE))
         },
-        acceptance={names: _by_category(run) for names, run in rows.items()},
-        pairs=tuple(_pairs(rows)),
         speeds=speeds,
     )
+    return replace(found, pairs=tuple(_pairs(found)))
 
 
 def read_comparison(directories: Sequence[Path]) -> Comparison:
@@ -334,30 +343,23 @@ def published(runs: Comparison, reference: Reference) -> list[RunComparison]:
     ]
 
 
-def _pairs(rows: Mapping[tuple[str, str], Run]) -> Iterator[HeadPair]:
-    """Every two heads of each data set, whose ``rows`` are by data set and head."""
-    heads = list(dict.fromkeys(head for _, head in rows))
-    found = [
-        (data, ours, first, pair_up(rows[data, ours], rows[data, first]))
-        for data in dict.fromkeys(data for data, _ in rows)
-        for first, ours in combinations([head for head in heads if (data, head) in rows], 2)
+def _pairs(found: Comparison) -> Iterator[HeadPair]:
+    """Every two heads of each data set."""
+    both = [
+        (ours, first, pair_up(ours.rows, first.rows))
+        for data in found.data
+        for first, ours in combinations([run for run in found.in_order() if run.data == data], 2)
     ]
     categories = corrected(  # of those that a table shows
-        [list(_categories(requests)) if first == heads[0] else [] for *_, first, requests in found]
+        [list(_categories(pair)) if first.head == found.heads[0] else [] for _, first, pair in both]
     )
-    shared = compared([requests for *_, requests in found])
-    for (data, ours, first, requests), whole, each in zip(found, shared, categories, strict=True):
+    for (ours, first, _), shared, each in zip(
+        both, compared([pair for *_, pair in both]), categories, strict=True
+    ):
         by_category = {figure.figure: figure for figure in each}
         yield HeadPair(
-            data=data, ours=ours, first=first, requests=requests, categories=by_category, **vars(whole)
+            data=ours.data, ours=ours.head, first=first.head, categories=by_category, **vars(shared)
         )
-
-
-def _by_category(run: Run) -> dict[str | None, Acceptance]:
-    """The acceptance of all requests under None, and of each category in the order of the rows, if several."""
-    groups = figures(run, "category")
-    found: dict[str | None, Acceptance] = {None: Acceptance(run)}
-    return found | dict(groups if len(groups) > 1 else {})
 
 
 def _categories(requests: Pair) -> Iterator[tuple[str, PairedRatio]]:

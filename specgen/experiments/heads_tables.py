@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from operator import methodcaller
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -149,14 +148,14 @@ def tables(found: Comparison) -> Iterator[Table]:
 
 def _lengths_table(found: Comparison) -> Table:
     """Mean acceptance length: a row for each data set, a column for each head."""
-    groups: list[tuple[Row, Callable[[str], Estimate | None]]] = []
+    groups: list[tuple[Row, str | None]] = []
     for data in found.data:
         numbers = dict.fromkeys(count(run.report.num_requests) for run in found.on(data))
-        groups.append(({"data": data, "requests": " or ".join(numbers)}, partial(found.length, data)))
+        groups.append(({"data": data, "requests": " or ".join(numbers)}, data))
     if len(groups) > 1:
-        groups.append(({"data": "mean", "requests": ""}, partial(found.length, None)))
+        groups.append(({"data": "mean", "requests": ""}, None))
     lengths = [
-        Figure.estimated(f"length of {head}", methodcaller("__call__", head), title=head)
+        Figure.estimated(f"length of {head}", partial(found.length, head=head), title=head)
         for head in found.heads
     ]
     return Grid(groups=groups, figures=lengths).table(
@@ -169,21 +168,14 @@ def _lengths_table(found: Comparison) -> Table:
 
 def _positions_table(found: Comparison) -> Table:
     """Joint acceptance: a row for each data set and head, a column for each draft position."""
-    groups = [
-        (
-            {"data": run.data, "head": run.head},
-            found.acceptance[run.data, run.head][None].positions_over_all_steps,
-        )
-        for run in found.in_order()
-    ]
-
-    def at(position: int) -> Figure:
-        return Figure.estimated(
-            f"token {position}", lambda each: dict(enumerate(each)).get(position), show=percent
-        )
-
-    figures = [at(i) for i in range(max(len(run.report.acceptance) for run in found.runs))]
-    return Grid(groups=groups, figures=figures).table(
+    longest = max(len(run.report.acceptance) for run in found.runs)
+    return Grid(
+        groups=[({"data": run.data, "head": run.head}, run.positions) for run in found.in_order()],
+        figures=[
+            Figure.estimated(f"token {i}", lambda each, i=i: each[i] if i < len(each) else None, show=percent)
+            for i in range(longest)
+        ],
+    ).table(
         [Column(name="data", title="acceptance"), Column(name="head", wraps=True)],
         "Acceptance by position",
         note="joint, over all steps, with 95 % intervals",
@@ -424,7 +416,7 @@ def _csv(found: Comparison) -> str:
     rows: list[dict[str, Any]] = []
     for run in found.runs:
         for category, group in ((None, run.report), *run.report.categories.items()):
-            of, paired = found.of(run.data, run.head, category), found.paired(run.data, run.head, category)
+            of, paired = run.acceptance.get(category), found.paired(run.data, run.head, category)
             row: dict[str, Any] = {"data": run.data, "category": category or "", "head": run.head}
             row |= {"drafter": run.drafter, "num_spec_tokens": run.report.num_spec_tokens}
             row |= {each.name: each.value(group) for each in chosen("csv", [group])}
@@ -531,14 +523,12 @@ def _lengths(found: Comparison) -> Lines:
 
 def _curves(found: Comparison, data: str) -> Lines:
     """Joint acceptance over draft position, a line for each head."""
-    lines = {  # one style for one head everywhere
-        head: [
+    lines: dict[str, list[Point]] = {head: [] for head in found.heads}  # one style for one head everywhere
+    for run in found.on(data):
+        lines[run.head] = [
             Point(name=str(i), number=each.value, interval=each.interval)
-            for of in [found.of(data, head)]
-            for i, each in enumerate(of.positions_over_all_steps if of else ())
+            for i, each in enumerate(run.positions)
         ]
-        for head in found.heads
-    }
     return curves(f"Acceptance by draft position on {data}", lines)
 
 
