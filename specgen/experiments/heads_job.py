@@ -11,6 +11,7 @@ from specgen.checkpoints.checkpoint import check_fit
 from specgen.checkpoints.fingerprint import fingerprint
 from specgen.config import EngineConfig, SamplingParams, UserError, lookup_of, require, under
 from specgen.config.json_fields import load_json
+from specgen.core.engine_core import discard
 from specgen.core.sequence import Request
 from specgen.engine.arms import Arm
 from specgen.engine.build import room_for_turns
@@ -20,7 +21,7 @@ from specgen.engine.loading import Models, OneTarget, load_chat_tokenizer, open_
 from specgen.experiments.head_figures import PLAN, ROUNDS, Comparison, as_directory, compare_runs, short_names
 from specgen.experiments.plans import Plan, all_together
 from specgen.experiments.rounds import LEAST_ROUNDS, PLAIN, Rounds, Search, Speeds, rounds_by_data
-from specgen.experiments.turns import Turn, Turns, Watch, ignore
+from specgen.experiments.turns import Turn, Turns, Watch
 from specgen.jobs.job import Job
 from specgen.jobs.run import run
 from specgen.prompts import Rejected, prompt_ids
@@ -131,7 +132,7 @@ class HeadsRun:
         path: Path,
         progress: Callable[[str], Progress],
         until: Callable[[], bool],
-        watch: Watch = ignore,
+        watch: Watch = discard,
     ) -> None:
         self._job, self._path, self._progress, self._until = job, path, progress, until
         self._watch = watch

@@ -15,6 +15,7 @@ from itertools import chain, product
 from pathlib import Path
 
 from specgen.config import DraftLength, EngineConfig, bundled
+from specgen.core.engine_core import discard
 from specgen.engine.arms import Arm
 from specgen.engine.build import room_for_turns
 from specgen.engine.choices import attention_note
@@ -40,7 +41,7 @@ from specgen.experiments.rounds import (
     record_of,
 )
 from specgen.experiments.tune_job import SETTINGS, TuneJob, Workload, label
-from specgen.experiments.turns import Turn, Turns, Watch, ignore
+from specgen.experiments.turns import Turn, Turns, Watch
 from specgen.report import display
 from specgen.report.table import Column, Row
 from specgen.report.terminal import Part
@@ -62,11 +63,7 @@ def forecast_of(job: TuneJob, output: Path | None) -> Iterator[Part]:
         yield f"{display.several(kept, 'round')} in {output} will not be measured again."
 
 
-def tune(
-    job: TuneJob,
-    output: Path | None = None,
-    watch: Watch = ignore,
-) -> Iterator[BenchTable]:
+def tune(job: TuneJob, output: Path | None = None, watch: Watch = discard) -> Iterator[BenchTable]:
     """Yield the growing table after each round, and the whole one at the end.
 
     Rounds are kept in ``output``; those kept there by the same job are not measured again.

@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 
 from specgen.config.errors import DeviceLost
-from specgen.core.engine_core import never_stop
+from specgen.core.engine_core import discard, never_stop
 from specgen.engine.loading import Models
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.experiments.plans import KnownText, Plan, free_memory
@@ -46,10 +46,6 @@ class Turn:
 Watch = Callable[[Turn], None]
 
 
-def ignore(turn: Turn) -> None:
-    """A ``Watch`` that ignores turns."""
-
-
 class Turns:
     """Runs rounds and keeps them. An arm that fails is in ``failed``, and costs the others nothing.
 
@@ -62,7 +58,7 @@ class Turns:
         load: Callable[[Plan], Models],
         known: KnownText | None,
         rounds: Rounds,
-        watch: Watch = ignore,
+        watch: Watch = discard,
         until: Callable[[], bool] = never_stop,
     ) -> None:
         self.load, self.known, self.rounds, self.watch, self.until = load, known, rounds, watch, until

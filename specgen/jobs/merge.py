@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from specgen.config import FormatName, require
 from specgen.config.json_fields import load_json
@@ -21,34 +21,22 @@ from specgen.record.results import clear, directory
 from specgen.report.report import Report, load, status_of
 
 _NEEDED = ("completions.jsonl", "errors.jsonl", "passes.jsonl", "status.json", REQUESTS)
-Found = TypeVar("Found", bound="_Scores")
 _SHOWN = 5  # missing shards named in an error
 _FREE = (*FREE_IN_A_RUN, "data.shard")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Scores:
-    """The directory of a shard of `specgen score`."""
+class _Shard:
+    """The directory of a finished shard of `specgen generate`, or of `specgen score`, which has no report."""
 
     path: Path
     shard: Shard
     manifest: Mapping[str, Any]
+    report: Report | None = None
 
     @property
     def has_baseline(self) -> bool:
-        return False
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ShardRun(_Scores):
-    """The directory of a finished shard of `specgen generate`."""
-
-    status: Mapping[str, Any]
-    report: Report
-
-    @property
-    def has_baseline(self) -> bool:
-        return self.report.baseline is not None
+        return self.report is not None and self.report.baseline is not None
 
 
 def merge(output: Path, directories: Sequence[Path], format_name: FormatName) -> RunResult:
@@ -64,9 +52,9 @@ def merge(output: Path, directories: Sequence[Path], format_name: FormatName) ->
         if baseline is not None:
             _join(baseline, [run.path / "baseline" for run in runs], runs)
         merged = FinishedRun(path)
-        busy = next((run.report.busy for run in runs if run.report.busy), "")
+        busy = next((run.report.busy for run in runs if run.report and run.report.busy), "")
         report = merged.write_report(None if baseline is None else FinishedRun(baseline), busy_shard=busy)
-        write_json(path / "status.json", {**runs[0].status, **report.status()})
+        write_json(path / "status.json", {**status_of(runs[0].path), **report.status()})
         merged.export(format_name)
         return merged.result()
 
@@ -89,7 +77,7 @@ def _appearing(output: Path, marker: str, manifest: Mapping[str, Any]) -> Iterat
         path.rename(output)
 
 
-def _open(path: Path) -> _ShardRun:
+def _open(path: Path) -> _Shard:
     status = status_of(path)
     done = f", {status['done']:,} of {status['total']:,} requests done" if status.get("total") else ""
     require(
@@ -106,32 +94,30 @@ def _open(path: Path) -> _ShardRun:
     require_present_version(path)
     missing = [name for name in _NEEDED if not (path / name).exists()]
     require(not missing, f"{str(path)!r} has no {', '.join(missing)}: copy the directory as it was left")
-    return _ShardRun(path=path, shard=shard, manifest=manifest, status=status, report=report)
+    return _Shard(path=path, shard=shard, manifest=manifest, report=report)
 
 
 def merge_scores(output: Path, directories: Sequence[Path]) -> int:
     """The same for the shards of `specgen score`; returns how many rows failed."""
     shards = _all_of_one_run([_open_scores(path) for path in directories])
-    manifest = shards[0].manifest
-    whole = {**manifest, "data": {**manifest["data"], "shard": str(WHOLE)}}
-    with _appearing(output, score.FILE, whole) as path:
+    with _appearing(output, score.FILE, _manifest(shards)) as path:
         _join_rows(path, [each.path for each in shards], shards, (score.ROWS, score.ERRORS))
     return sum(1 for _ in whole_lines(output / score.ERRORS))
 
 
-def _open_scores(path: Path) -> _Scores:
+def _open_scores(path: Path) -> _Shard:
     found = [path / name for name in (score.FILE, score.ROWS, score.ERRORS, REQUESTS)]
     missing = [file.name for file in found if not file.exists()]
     require(
         not missing, f"{str(path)!r} has no {', '.join(missing)}: give finished shards of `score --shard`"
     )
     manifest = load_json(path / score.FILE, "copy the directory as it was left")
-    return _Scores(path=path, shard=parse_shard(manifest["data"]["shard"]), manifest=manifest)
+    return _Shard(path=path, shard=parse_shard(manifest["data"]["shard"]), manifest=manifest)
 
 
-def _all_of_one_run(runs: Sequence[Found]) -> list[Found]:
+def _all_of_one_run(runs: Sequence[_Shard]) -> list[_Shard]:
     """``runs`` in the order of their shards, checked to be all those of one run."""
-    first, by_index = runs[0], dict[int, Found]()
+    first, by_index = runs[0], dict[int, _Shard]()
     for run in runs:
         _require_same_run(first, run)
         twin = by_index.setdefault(run.shard.index, run)
@@ -147,7 +133,7 @@ def _all_of_one_run(runs: Sequence[Found]) -> list[Found]:
     return [by_index[index] for index in sorted(by_index)]
 
 
-def _require_same_run(first: _Scores, run: _Scores) -> None:
+def _require_same_run(first: _Shard, run: _Shard) -> None:
     other = differences(first.manifest, run.manifest, _FREE)
     if first.shard.count != run.shard.count:
         other.append(f"shards {first.shard.count} -> {run.shard.count}")
@@ -159,7 +145,7 @@ def _require_same_run(first: _Scores, run: _Scores) -> None:
     )
 
 
-def _join(into: Path, sources: Sequence[Path], runs: Sequence[_ShardRun]) -> None:
+def _join(into: Path, sources: Sequence[Path], runs: Sequence[_Shard]) -> None:
     """Merge the files of ``sources``, one per shard, in ``into``."""
     into.mkdir(exist_ok=True)
     _join_rows(into, sources, runs, ("completions.jsonl", "errors.jsonl"))
@@ -169,7 +155,7 @@ def _join(into: Path, sources: Sequence[Path], runs: Sequence[_ShardRun]) -> Non
                 shutil.copyfileobj(passes, file)
 
 
-def _join_rows(into: Path, sources: Sequence[Path], runs: Sequence[_Scores], names: tuple[str, str]) -> None:
+def _join_rows(into: Path, sources: Sequence[Path], runs: Sequence[_Shard], names: tuple[str, str]) -> None:
     """Merge the rows of the files ``names``, one of which has an answer to each request."""
     requests = [run.path / REQUESTS for run in runs]
     num_requests, num_rows = sum(len(ids) for path in requests for ids in read_requests(path)), 0
@@ -198,8 +184,11 @@ def _lines_by_row(path: Path, requests: Path) -> Iterator[list[bytes]]:
         yield found
 
 
-def _manifest(runs: Sequence[_ShardRun]) -> dict[str, Any]:
-    manifest = runs[0].manifest
-    settings = {name: text for name, text in manifest["settings"].items() if name != "shard"}
-    settings["shards"] = f"{len(runs)}, each in its own process; the time is the slowest one's"
-    return {**manifest, "data": {**manifest["data"], "shard": str(WHOLE)}, "settings": settings}
+def _manifest(runs: Sequence[_Shard]) -> dict[str, Any]:
+    """That of the whole; scores have no settings."""
+    found = {**runs[0].manifest, "data": {**runs[0].manifest["data"], "shard": str(WHOLE)}}
+    if "settings" in found:
+        settings = {name: text for name, text in found["settings"].items() if name != "shard"}
+        settings["shards"] = f"{len(runs)}, each in its own process; the time is the slowest one's"
+        found["settings"] = settings
+    return found

@@ -24,14 +24,7 @@ _COLUMNS = (
     Column(name="length", show=plain),
     Column(name="speed", title="tokens/s", show=rate),
 )
-_EMPTY: dict[str, Any] = {
-    "directory": "",
-    "what": None,
-    "state": "",
-    "length": None,
-    "speed": None,
-    ALARMING: False,
-}
+_EMPTY = {**{column.name: None for column in _COLUMNS}, ALARMING: False}
 
 
 def is_folder(path: Path) -> bool:
