@@ -49,13 +49,13 @@ def _outcome(turn: "Turn") -> str:
     return f"{display.rate(speed)} tokens/s, {', '.join(found)}"
 
 
-def _kept(name: str, output: Path | None) -> str:
-    """What is kept of the bench ``name`` where it ends early."""
+def _kept(output: Path | None) -> str:
+    """What is kept of a tune that ends early."""
     from specgen.experiments.rounds import num_kept
 
     if output is None:
         return kept_in(output)
-    number = num_kept(output, name)
+    number = num_kept(output)
     if not number:
         return "no round was finished, so nothing is kept"
     return f"{display.several(number, 'whole round')} kept in {output}: the same command goes on"
@@ -117,17 +117,14 @@ def tune(
     win are dropped early. Ends with a recommendation and the command to run. With --config NAME it makes a bundled
     table, in which every arm has all repeats: vllm-25196, vllm-19825, vllm-21477, batch-and-decoding or batch-and-k.
     """
-    from specgen.experiments.tune import (
-        NAME,
-        forecast_of,  # imports torch
-    )
+    from specgen.experiments.tune import forecast_of  # imports torch
     from specgen.experiments.tune import tune as measure
 
     if dry_run:
         print_parts(forecast_of(job, output), sys.stdout)
         return
 
-    with stoppable(breakable, lambda: _kept(NAME, output)):
+    with stoppable(breakable, lambda: _kept(output)):
         for table in measure(job, output, turns(quiet)):
             write_table(table, output, repeating(ctx))
     print_table(table, output, as_json, quiet)

@@ -17,7 +17,7 @@ from specgen.record.files import Rows
 from specgen.report.acceptance import Acceptance, figures, mean_length
 from specgen.report.display import from_here
 from specgen.report.folder import COMPARISON
-from specgen.report.intervals import LEVEL, Estimate, PairedRatio
+from specgen.report.intervals import LEVEL, Estimate
 from specgen.report.origin import unlike_settings
 from specgen.report.paired_requests import Pair, PairedFigure, SharedRequests, compared, corrected, pair_up
 from specgen.report.references import Reference, RunComparison, compare_run, without_suffix
@@ -61,7 +61,8 @@ class HeadRun:
     def acceptance(self) -> Mapping[str | None, Acceptance]:
         """That of all requests under None, and of each category in the order of the rows, if several."""
         groups = figures(self.rows, "category")
-        return {None: Acceptance(self.rows), **(groups if len(groups) > 1 else {})}
+        found: dict[str | None, Acceptance] = {None: Acceptance(self.rows)}
+        return found | dict(groups if len(groups) > 1 else {})
 
     @property
     def positions(self) -> list[Estimate]:
@@ -351,7 +352,7 @@ def _pairs(found: Comparison) -> Iterator[HeadPair]:
         for first, ours in combinations([run for run in found.in_order() if run.data == data], 2)
     ]
     categories = corrected(  # of those that a table shows
-        [list(_categories(pair)) if first.head == found.heads[0] else [] for _, first, pair in both]
+        [_categories(pair) if first.head == found.heads[0] else [] for _, first, pair in both]
     )
     for (ours, first, _), shared, each in zip(
         both, compared([pair for *_, pair in both]), categories, strict=True
@@ -362,8 +363,7 @@ def _pairs(found: Comparison) -> Iterator[HeadPair]:
         )
 
 
-def _categories(requests: Pair) -> Iterator[tuple[str, PairedRatio]]:
+def _categories(pair: Pair) -> list[PairedFigure]:
     """The lengths of each category, in the order of the rows; none where there is one."""
-    groups = requests.with_steps().by_category()
-    if len(groups) > 1:
-        yield from ((name, group.difference()) for name, group in groups.items())
+    groups = pair.with_steps().by_category()
+    return [group.length(name) for name, group in groups.items()] if len(groups) > 1 else []

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -170,10 +171,11 @@ def _positions_table(found: Comparison) -> Table:
     """Joint acceptance: a row for each data set and head, a column for each draft position."""
     longest = max(len(run.report.acceptance) for run in found.runs)
     return Grid(
-        groups=[({"data": run.data, "head": run.head}, run.positions) for run in found.in_order()],
+        groups=[
+            ({"data": run.data, "head": run.head}, dict(enumerate(run.positions))) for run in found.in_order()
+        ],
         figures=[
-            Figure.estimated(f"token {i}", lambda each, i=i: each[i] if i < len(each) else None, show=percent)
-            for i in range(longest)
+            Figure.estimated(f"token {i}", methodcaller("get", i), show=percent) for i in range(longest)
         ],
     ).table(
         [Column(name="data", title="acceptance"), Column(name="head", wraps=True)],

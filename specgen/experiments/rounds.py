@@ -256,17 +256,15 @@ def rounds_by_data(
     return {data: Rounds(rows, file, f"{data} {digest}") for data, digest in digests.items()}
 
 
-def record_of(output: Path, name: str) -> Path:
-    """The file in ``output`` with the settings of the bench ``name``."""
-    return output / f"{name}.settings.json"
+TABLE, RECORD, _ROUNDS = "tune.json", "tune.settings.json", "tune.rounds.jsonl"
 
 
 @contextmanager
-def kept_rounds(output: Path | None, name: str, settings: Mapping[str, Any]) -> Iterator[Rounds]:
-    """The rounds in ``NAME.rounds.jsonl`` of ``output``, to go on with; None keeps them nowhere.
+def kept_rounds(output: Path | None, settings: Mapping[str, Any]) -> Iterator[Rounds]:
+    """The rounds of a tune that are kept in ``output``, to go on with; None keeps them nowhere.
 
-    The directory is locked meanwhile. ``UserError`` where it holds a bench of that name with other ``settings``, of
-    another device or other weights too.
+    The directory is locked meanwhile. ``UserError`` where it holds one with other ``settings``, of another device or
+    other weights too.
     """
     if output is None:
         yield Rounds()
@@ -274,23 +272,18 @@ def kept_rounds(output: Path | None, name: str, settings: Mapping[str, Any]) -> 
     output = output.absolute()
     require(not output.is_file(), f"output {str(output)!r} is a file: name a directory for tables")
     with writable(output, _KEPT), locked(output):
-        record = record_of(output, name)
         require(
-            record.exists() or not (output / f"{name}.json").exists(),
-            f"output {str(output)!r} holds {name}.json without the rounds that it is of: name a new directory",
+            (output / RECORD).exists() or not (output / TABLE).exists(),
+            f"output {str(output)!r} holds {TABLE} without the rounds that it is of: name a new directory",
         )
-        require_same(record, settings, free=_FREE, remedy=_REMEDY)
-        with closing(RowFile(_rounds_of(output, name))) as file:
+        require_same(output / RECORD, settings, free=_FREE, remedy=_REMEDY)
+        with closing(RowFile(output / _ROUNDS)) as file:
             yield Rounds(file.values(), file)
 
 
-def num_kept(output: Path, name: str) -> int:
-    """The rounds of the bench ``name`` that are in ``output``."""
-    return len(Rows(_rounds_of(output, name)))
-
-
-def _rounds_of(output: Path, name: str) -> Path:
-    return output / f"{name}.rounds.jsonl"
+def num_kept(output: Path) -> int:
+    """The rounds of a tune that are in ``output``."""
+    return len(Rows(output / _ROUNDS))
 
 
 # --- which arms still need repeats: a pure function of the rounds, so that a stopped tune goes on ------

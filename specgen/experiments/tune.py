@@ -31,6 +31,8 @@ from specgen.experiments.plans import (
 )
 from specgen.experiments.rounds import (
     LEAST,
+    RECORD,
+    TABLE,
     Ranking,
     Repeat,
     Rounds,
@@ -38,7 +40,6 @@ from specgen.experiments.rounds import (
     disturbed,
     kept_rounds,
     num_kept,
-    record_of,
 )
 from specgen.experiments.tune_job import SETTINGS, TuneJob, Workload, label
 from specgen.experiments.turns import Turn, Turns, Watch
@@ -50,8 +51,7 @@ from specgen.report.terminal import Part
 def set_up(job: TuneJob, output: Path | None = None) -> Setup:
     """The arms, prompts and memory of ``job``, before a weight is read."""
     arms = [arm for arms in job.by_batch().values() for arm in arms]
-    record = None if output is None else record_of(output, NAME)
-    return prepare(arms, job.base, job.workload, record=record)
+    return prepare(arms, job.base, job.workload, record=None if output is None else output / RECORD)
 
 
 def forecast_of(job: TuneJob, output: Path | None) -> Iterator[Part]:
@@ -59,7 +59,7 @@ def forecast_of(job: TuneJob, output: Path | None) -> Iterator[Part]:
     least = min(LEAST, job.repeats) if job.precision else job.repeats
     repeats = str(least) if least == job.repeats else f"{least} to {job.repeats}"
     yield from forecast(set_up(job, output), repeats, job.budget)
-    if output is not None and (kept := num_kept(output, NAME)):
+    if output is not None and (kept := num_kept(output)):
         yield f"{display.several(kept, 'round')} in {output} will not be measured again."
 
 
@@ -71,7 +71,7 @@ def tune(job: TuneJob, output: Path | None = None, watch: Watch = discard) -> It
     began = time.monotonic()
     setup = set_up(job, output)
     settings = setup.manifest(job.to_json()) if output is not None else {}
-    with kept_rounds(output, NAME, settings) as rounds:
+    with kept_rounds(output, settings) as rounds:
         yield from _Tuning(job, setup, rounds, watch, began).run()
 
 
@@ -210,7 +210,6 @@ def _by_dice(asked: tuple[float, ...] | float) -> str | None:
 
 # --- the table -----------------------------------------------------------------------------------------
 
-NAME = "tune"  # of its files
 _PLAIN = "-"  # the drafter batch of plain decoding
 _OF_PLAIN: Mapping[str, Value] = {"K": 0, "drafter_batch": _PLAIN}
 _SPREADS, _PARTS = ("ttft", "tpot", "itl"), ("mean", "median", "p99")
@@ -264,7 +263,7 @@ def tune_table(
     brief = list(_brief(ran.values(), rows.values(), firsts))
     columns = (*brief, *_MORE)
     return BenchTable(
-        name=NAME,
+        name=Path(TABLE).stem,
         title="K, drafter batch and batch size",
         conditions=conditions,
         columns=columns,

@@ -5,7 +5,7 @@ that begin with the same prompt are one.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,18 +16,25 @@ from specgen.report.intervals import Estimate, PairedRatio, holm, paired_ratio
 
 LENGTH = "length over all steps"
 POSITION = "acceptance at token "
-Figures = Sequence[tuple[str, PairedRatio]]  # by name
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairedFigure:
-    """One figure of the shared requests; ``p`` is corrected by Holm's method, see ``compared``."""
+    """One figure of the shared requests, per step; ``p`` is what Holm's method makes of its own: see ``compared``."""
 
     figure: str
-    ours: float
-    first: float  # of the first run
+    own_tokens: int = 0  # the target's, which count too
     paired: PairedRatio
-    p: float | None
+    p: float | None = None
+
+    @property
+    def ours(self) -> float:
+        return self.paired.rate + self.own_tokens
+
+    @property
+    def first(self) -> float:
+        """Of the first run."""
+        return self.paired.other_rate + self.own_tokens
 
     @property
     def difference(self) -> Estimate:
@@ -119,7 +126,11 @@ class Pair:
         ]
         return paired_ratio([*zip(*columns, strict=True)])
 
-    def figures(self) -> Iterator[tuple[str, PairedRatio]]:
+    def length(self, name: str) -> PairedFigure:
+        """The length over all steps, as the figure ``name``."""
+        return PairedFigure(figure=name, own_tokens=1, paired=self.difference())
+
+    def figures(self) -> Iterator[PairedFigure]:
         """The length, then acceptance by position: over all steps, so that they add up to the length.
 
         That is said where some step drafted fewer tokens than K. None without a request with steps in both runs.
@@ -129,10 +140,10 @@ class Pair:
             return
         both = [run.counts for run in (drafted.ours, drafted.first)]
         is_whole = all((each.drafted == each.num_steps[:, None]).all() for each in both)
-        yield LENGTH, drafted.difference()
+        yield drafted.length(LENGTH)
         for i in range(min(each.num_spec_tokens for each in both)):
             name = f"{POSITION}{i}{'' if is_whole else ' over all steps'}"
-            yield name, drafted.difference(slice(i, i + 1))
+            yield PairedFigure(figure=name, paired=drafted.difference(slice(i, i + 1)))
 
 
 def pair_up(ours: Run, first: Run) -> Pair:
@@ -161,14 +172,7 @@ def compared(pairs: Sequence[Pair]) -> tuple[SharedRequests, ...]:
     )
 
 
-def corrected(families: Sequence[Figures]) -> list[tuple[PairedFigure, ...]]:
+def corrected(families: Sequence[Sequence[PairedFigure]]) -> list[tuple[PairedFigure, ...]]:
     """``families`` with their p corrected by Holm's method over all figures of all of them."""
-    tests = iter(holm([paired.p for figures in families for _, paired in figures]))
-    return [tuple(_figure(name, paired, next(tests)) for name, paired in figures) for figures in families]
-
-
-def _figure(name: str, paired: PairedRatio, p: float | None) -> PairedFigure:
-    tokens = 0 if name.startswith(POSITION) else 1  # the target's own
-    return PairedFigure(
-        figure=name, ours=paired.rate + tokens, first=paired.other_rate + tokens, paired=paired, p=p
-    )
+    tests = iter(holm([each.paired.p for figures in families for each in figures]))
+    return [tuple(replace(each, p=next(tests)) for each in figures) for figures in families]
