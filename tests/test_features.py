@@ -132,13 +132,13 @@ def test_it_goes_on_with_what_is_missing(run: Path, made: Path, monkeypatch: pyt
     states = again / "hidden_states"
     kept = {file.name: file.stat().st_mtime_ns for file in states.iterdir()}
     (states / "hs_1.safetensors").unlink()
-    whole, asked = features._hidden_states, list[int]()
+    whole, asked = features.prefill, list[int]()
 
-    def counted(target: object, config: object, texts: list[list[int]], layers: object) -> object:
+    def counted(config: object, target: object, texts: list[list[int]], *others: object) -> object:
         asked.append(len(texts))
-        return whole(target, config, texts, layers)  # type: ignore[arg-type]
+        return whole(config, target, texts, *others)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(features, "_hidden_states", counted)
+    monkeypatch.setattr(features, "prefill", counted)
     # room for what is missing, and not for the whole
     free = 2 * (states / "hs_0.safetensors").stat().st_size
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, free))  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from specgen.kv.layout import Layout
 from specgen.kv.pages import PageAllocator, Places, StateSlots
 from specgen.models.draft_model import DraftModelConfig
 from specgen.models.model_config import LayerConfig
+from specgen.models.protocols import Target
 from specgen.ops import bind_ops
 from specgen.ops.jit_modules import compile_missing
 from specgen.record.record_rows import EngineRow
@@ -392,12 +394,31 @@ def prefill_logits(config: EngineConfig, models: Models) -> Callable[[Sequence[i
 
 @torch.inference_mode()
 def _prefill(config: EngineConfig, models: Models, token_ids: Sequence[int]) -> Tensor:
-    target, backend = models.target, BACKENDS[config.attention](models.target.device)
-    pages = PageAllocator(-(-len(token_ids) // config.page_size), config.page_size)
-    states = _states(config, target.config, 1, target.device)
-    cache = new_cache(target.config, (pages,), target_kv_dtype(config), target.device, states)
-    table = torch.arange(1, pages.num_pages + 1, dtype=torch.int32, device=target.device)
-    layout = Layout.ragged(table[None], [0], [len(token_ids)], config.page_size, [1])
-    rows = torch.tensor(token_ids, device=target.device)
-    hidden, _ = target.forward(rows, Attend(backend, cache, layout, target.rope))
-    return target.logits(hidden[-1:])[0].float()
+    hidden, _ = prefill(config, models.target, [token_ids], target_kv_dtype(config))
+    return models.target.logits(hidden[-1:])[0].float()
+
+
+@torch.inference_mode()
+def prefill(
+    config: EngineConfig,
+    target: Target,
+    texts: Sequence[Sequence[int]],
+    kv_dtype: torch.dtype,
+    layers: tuple[int, ...] = (),
+) -> tuple[Tensor, Tensor]:
+    """The rows of all ``texts``, one behind the other, in one pass of a resolved ``config`` with its own KV cache.
+
+    Those behind the final norm ``[rows, H]``, and the inputs of ``layers`` ``[rows, layers * H]``.
+    """
+    device, size = target.device, config.page_size
+    num_pages = [-(-len(text) // size) for text in texts]
+    tables = torch.zeros(len(texts), max(num_pages), dtype=torch.int32, device=device)
+    for row, first, number in zip(tables, accumulate(num_pages, initial=1), num_pages, strict=False):
+        row[:number] = torch.arange(first, first + number)
+    pages, states = PageAllocator(sum(num_pages), size), _states(config, target.config, len(texts), device)
+    cache = new_cache(target.config, (pages,), kv_dtype, device, states)
+    lengths, slots = [len(text) for text in texts], range(1, len(texts) + 1)
+    layout = Layout.ragged(tables, [0] * len(texts), lengths, size, [*slots])
+    attend = Attend(BACKENDS[config.attention](device), cache, layout, target.rope)
+    rows = torch.tensor([token for text in texts for token in text], device=device)
+    return target.forward(rows, attend, layers)

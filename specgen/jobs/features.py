@@ -25,15 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specgen.attention import Attend
 from specgen.checkpoints.fingerprint import fingerprint
 from specgen.config import EngineConfig, LayoutName, SamplingParams, UserError, require
 from specgen.config.json_fields import load_json
 from specgen.core.engine_core import never_stop
-from specgen.engine.choices import BACKENDS, resolve
+from specgen.engine.build import prefill
+from specgen.engine.choices import resolve
 from specgen.engine.loading import load_models, open_checkpoints
-from specgen.kv.kv_cache import KVCache
-from specgen.kv.layout import Layout
 from specgen.models.eagle import default_aux_layers
 from specgen.models.protocols import Target
 from specgen.record.files import Rows, replacement
@@ -189,7 +187,9 @@ def _work(
     progress.start("features", len(samples), len(samples) - len(waiting))
     for numbers in _packs(waiting, samples, config.max_prefill_tokens):
         texts = [samples[number].token_ids for number in numbers]
-        found = _hidden_states(target, config, texts, layers)
+        hidden, inputs = prefill(config, target, texts, target.dtype, layers)
+        lengths, of_layers = [len(text) for text in texts], inputs.view(len(inputs), len(layers), -1)
+        found = zip(torch.split(of_layers, lengths), torch.split(hidden, lengths), strict=True)
         for number, pair in zip(numbers, found, strict=True):
             states, normed = (each.to(form.dtype or each.dtype) for each in pair)
             finite = bool(states.isfinite().all())
@@ -275,31 +275,3 @@ def _packs(numbers: Sequence[int], samples: Sequence[Sample], most: int) -> Iter
         size += length
     if pack:
         yield pack
-
-
-@torch.inference_mode()
-def _hidden_states(
-    target: Target, config: EngineConfig, texts: Sequence[list[int]], layers: tuple[int, ...]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """``[n, layers, H]`` of each text, and behind the final norm ``[n, H]``, all in one pass."""
-    size = config.page_size
-    pages = [-(-len(text) // size) for text in texts]
-    cache = KVCache(
-        spec=target.config.kv_spec,
-        num_pages=1 + sum(pages),  # page 0 is for padding rows
-        page_size=size,
-        dtype=target.dtype,
-        device=target.device,
-    )
-    tables = torch.zeros(len(texts), max(pages), dtype=torch.int32, device=target.device)
-    first = 1
-    for row, number in zip(tables, pages, strict=True):
-        row[:number] = torch.arange(first, first + number)
-        first += number
-    layout = Layout.ragged(tables, [0] * len(texts), [len(text) for text in texts], size)
-    backend = BACKENDS[config.attention](target.device)
-    ids = torch.tensor([token for text in texts for token in text], device=target.device)
-    normed, states = target.forward(ids, Attend(backend, cache, layout, target.rope), layers)
-    lengths = [len(text) for text in texts]
-    whole = states.view(len(ids), len(layers), -1)
-    yield from zip(torch.split(whole, lengths), torch.split(normed, lengths), strict=True)
