@@ -337,7 +337,7 @@ def test_a_comparison_s_runs_and_speeds_have_the_same(target: Path, tmp_path: Pa
     run = HeadsRun(job, tmp_path / "out", lambda name: Silent(), lambda: False)
     held = HOLDS | {"top_k": 5}
     found = run.generate()
-    timed = next(run._requests(found, *next(iter(job.sources.items()))))
+    timed, *_ = run._requests(found, *next(iter(job.sources.items())))
     assert timed.sampling == SamplingParams(max_tokens=4, **held)
     assert found.runs[0].manifest["sampling"] == json.loads(
         json.dumps(SamplingParams(max_tokens=4, **held).to_json())

@@ -68,7 +68,6 @@ def test_every_answer_is_a_request_behind_what_was_said_before(models: Models, t
     asked = tokenizer.decode_with_special(second.prompt_token_ids)
     assert asked.index("How many apples?") < asked.index("Tom has three apples.") < asked.index("And pears?")
     assert "Two." not in asked
-    assert (first.turn, second.turn) == (1, 2)
     assert prompts.description == "3 turns of sharegpt, repeated to 4"
     assert [note.split(": ")[:2] for note in prompts.notes] == [["left out", "b"], ["left out", "d"]]
 

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 
 from specgen.checkpoints.checkpoint import check_fit
@@ -16,6 +17,7 @@ from specgen.core.sequence import Request
 from specgen.engine.arms import Arm
 from specgen.engine.build import room_for_turns
 from specgen.engine.choices import choose_device, resolve
+from specgen.engine.conversations import first_turns
 from specgen.engine.generation_config import generation_config
 from specgen.engine.loading import Models, OneTarget, load_chat_tokenizer, open_checkpoints
 from specgen.experiments.head_figures import PLAN, ROUNDS, Comparison, as_directory, compare_runs, short_names
@@ -24,9 +26,10 @@ from specgen.experiments.rounds import LEAST_ROUNDS, PLAIN, Rounds, Search, Spee
 from specgen.experiments.turns import Turn, Turns, Watch
 from specgen.jobs.job import Job
 from specgen.jobs.run import run
-from specgen.prompts import Rejected, prompt_ids
+from specgen.prompts import Prompt
 from specgen.prompts.formats import Format
 from specgen.prompts.load import STDIN, DataSource
+from specgen.prompts.prompt import single_turns
 from specgen.record.files import RowFile, Rows, write_json
 from specgen.record.interrupt import StoppedError
 from specgen.record.progress import Progress
@@ -205,7 +208,7 @@ class HeadsRun:
             plans.append(Plan.of(arm, replace(resolved, max_batch_size=rows), models, requests))
         return all_together(plans, room_for_turns(plans[0].config, models))
 
-    def _requests(self, found: Comparison, data: str, source: DataSource) -> Iterator[Request]:
+    def _requests(self, found: Comparison, data: str, source: DataSource) -> list[Request]:
         """Every turn that all heads' runs answered, with the first one's answers as the context of the turns behind.
 
         So every arm is asked the same, all at once, and nothing is left to tokenize where it is timed.
@@ -213,25 +216,16 @@ class HeadsRun:
         every = [Rows(run.directory / "completions.jsonl") for run in found.on(data)]
         config = self._one(data, found.on(data)[0].head).engine
         checkpoints = open_checkpoints(config)
-        tokenizer = load_chat_tokenizer(config, checkpoints)
         defaults = generation_config(checkpoints["model"], config.generation_config)
         sampling = defaults.over(self._job.sampling, self._job.given)
-        for prompt in source.open():
-            if isinstance(prompt, Rejected):
-                continue
-            earlier: list[str] = []
-            for turn, name in enumerate(prompt.turn_ids, start=1):
-                if not all(name in answers for answers in every):
-                    break
-                yield Request(
-                    id=name,
-                    prompt_token_ids=tuple(prompt_ids(prompt, tokenizer, earlier)[1]),
-                    sampling=prompt.sampling_over(sampling),
-                    category=prompt.category,
-                    turn=turn,
-                    num_turns=len(prompt.turn_ids),
-                )
-                earlier.append(str(every[0][name]["text"]))
+
+        def answers(prompt: Prompt) -> Iterator[str]:
+            for name in takewhile(lambda name: all(name in rows for rows in every), prompt.turn_ids):
+                yield str(every[0][name]["text"])
+
+        prompts = (prompt for prompt in source.open() if isinstance(prompt, Prompt))
+        turns = (turn for prompt in prompts for turn in single_turns(prompt, answers(prompt)))
+        return first_turns(turns, load_chat_tokenizer(config, checkpoints), sampling)[0]
 
     def _arms(self, data: str) -> dict[str, EngineConfig]:
         heads = {head: self._one(data, head).engine for head in self._job.heads}

@@ -28,10 +28,10 @@ from specgen.engine.generation_config import FILE, GenerationConfig, generation_
 from specgen.engine.loading import Models, load_models, open_checkpoints, outline
 from specgen.experiments.tune_job import RANDOM, Workload
 from specgen.ops.jit_modules import compile_missing
-from specgen.prompts import Message, Prompt, Rejected, failure, prompt_ids
+from specgen.prompts import Prompt, Rejected
 from specgen.prompts.load import RAW
+from specgen.prompts.prompt import single_turns
 from specgen.record.provenance import cpu_name, manifest, versions, with_recorded_date
-from specgen.record.record_rows import turn_id
 from specgen.report import display
 from specgen.report.display import several
 from specgen.report.table import Column, Row, Table
@@ -73,21 +73,20 @@ def make_prompts(
         )
     opened = replace(workload, num_prompts=count).open()
     prompts = list(opened)
+    turns, what, longest = prompts, "first turns", workload.max_new_tokens
+    sampling = generation_defaults.over(SamplingParams(max_tokens=longest))
     if workload.output_lens == "data":
-        asked, failures = recorded_turns(
-            prompts, models.tokenizer, workload.max_new_tokens, generation_defaults.over(SamplingParams())
-        )
-        turns = "turns"
-    else:
-        sampling = generation_defaults.over(SamplingParams(max_tokens=workload.max_new_tokens))
-        asked, failures = first_turns(prompts, models.tokenizer, sampling)
-        turns = "first turns"
+        turns = [turn for each in prompts for turn in _recorded_turns(each, models.tokenizer, longest)]
+        what = "turns"
+        # its length alone ends a text
+        sampling = replace(sampling, ignore_eos=True, stop=(), stop_token_ids=(), min_tokens=0)
+    asked, failures = first_turns(turns, models.tokenizer, sampling)
     asked, sampled = greedy(asked)
     requests, notes = _fitting(asked, models, workload)
     notes += (*opened.notes.sentences(), *sampled, *_in_short(failures))
     require(bool(requests), f"no prompt of {workload.dataset} can run: {'; '.join(notes[:_SHOWN])}")
     again = f", repeated to {count}" if len(requests) < count else ""
-    description = f"{min(len(requests), count)} {turns} of {workload.dataset}{again}"
+    description = f"{min(len(requests), count)} {what} of {workload.dataset}{again}"
     requests = _filled(requests, count)
     if models.synthetic:
         lengths = [(len(request.prompt_token_ids), request.sampling.max_tokens) for request in requests]
@@ -199,56 +198,27 @@ class KnownText:
         return wrong
 
 
-def recorded_turns(
-    prompts: Iterable[Prompt | Rejected], tokenizer: Tokenizer, longest: int, sampling: SamplingParams
-) -> tuple[list[Request], list[str]]:
-    """A request for every turn that has an answer in the data, whose number of tokens it generates whatever they are.
+def _recorded_turns(
+    prompt: Prompt | Rejected, tokenizer: Tokenizer, longest: int
+) -> Iterator[Prompt | Rejected]:
+    """A prompt for every turn that has an answer in the data, of whose number of tokens the new one is to be.
 
-    The turns before it are the data's, its answers too. Of a row that sets ``max_tokens`` itself that is the length.
-    And why other rows have no request. ``sampling`` holds the other parameters.
+    Answers before it are the data's too. Of a row that sets ``max_tokens`` itself that is the length.
     """
-    requests: list[Request] = []
-    failures: list[str] = []
-    only_its_length = replace(
-        sampling, ignore_eos=True, stop=(), stop_token_ids=(), min_tokens=0
-    )  # ends a text
-    for prompt in prompts:
-        if isinstance(prompt, Rejected):
-            failures.append(failure(prompt.id, prompt.reason))
-            continue
-        try:
-            requests += [
-                Request(
-                    id=name,
-                    prompt_token_ids=tuple(token_ids),
-                    sampling=replace(only_its_length, max_tokens=min(length, longest)),
-                    category=prompt.category,
-                    turn=turn,
-                )
-                for turn, (name, token_ids, length) in enumerate(_turns(prompt, tokenizer), start=1)
-            ]
-        except UserError as error:
-            failures.append(failure(prompt.id, str(error)))
-    return requests, failures
-
-
-def _turns(prompt: Prompt, tokenizer: Tokenizer) -> Iterator[tuple[str, list[int], int]]:
-    """Id, prompt and length of the answer in tokens of every turn of a row."""
-    history: tuple[Message, ...] = prompt.messages
-    if "max_tokens" in prompt.sampling:
-        yield prompt.id, prompt_ids(prompt, tokenizer, ())[1], int(prompt.sampling["max_tokens"])
+    if isinstance(prompt, Rejected):
+        yield prompt
         return
-    require(
-        bool(prompt.recorded),
-        "it has no answer whose length to take, nor max_tokens; --output-lens fixed needs neither",
-    )
-    tokenizer.require_chat_template()
-    for at, message in enumerate(prompt.recorded):
-        if message.role == "assistant":
-            token_ids = tokenizer.encode_rendered(tokenizer.render_chat(history))
-            name = turn_id(prompt.id, at // 2 + 1)
-            yield name, token_ids, max(1, len(tokenizer.encode_rendered(message.text)))
-        history += (message,)
+    answers = [each.text for each in prompt.recorded[::2]]
+    lengths = [max(1, len(tokenizer.encode_rendered(text))) for text in answers]
+    questions = tuple(each.text for each in prompt.recorded[1::2])
+    turns = single_turns(replace(prompt, follow_ups=questions, recorded=()), answers)
+    if "max_tokens" in prompt.sampling:
+        turns, lengths = iter([prompt]), [int(prompt.sampling["max_tokens"])]
+    elif not answers:
+        reason = "it has no answer whose length to take, nor max_tokens; --output-lens fixed needs neither"
+        yield Rejected(id=prompt.id, reason=reason)
+    for turn, length in zip(turns, lengths, strict=True):
+        yield replace(turn, sampling={"max_tokens": min(length, longest)})
 
 
 # --- the requests --------------------------------------------------------------------------------------

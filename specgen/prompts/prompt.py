@@ -1,7 +1,7 @@
 """A prompt of a data set, and the token ids of its turns."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, Self
@@ -222,6 +222,14 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, answers: Sequence[str]) -> 
         text, ids = tokenizer.decode_with_special(prompt.token_ids), list(prompt.token_ids)
     require(bool(ids), "the tokenizer makes no token of the prompt: remove the row")
     return text, ids
+
+
+def single_turns(prompt: Prompt, answers: Iterable[str]) -> Iterator[Prompt]:
+    """The turns of ``prompt`` that have ``answers``, each a prompt of its own behind the answers before it."""
+    history = prompt.messages
+    for name, answer, question in zip(prompt.turn_ids, answers, (*prompt.follow_ups, ""), strict=False):
+        yield replace(prompt, id=name, messages=history, follow_ups=())
+        history += (Message(role="assistant", content=answer), Message(role="user", content=question))
 
 
 def _conversation(prompt: Prompt, answers: Sequence[str]) -> list[Message]:
