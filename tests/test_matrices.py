@@ -54,7 +54,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, *words: str) -> TuneJob:
 
 
 def names(job: TuneJob) -> list[str]:
-    return [arm.name for arms in job.by_batch().values() for arm in arms]
+    return [arm.name for arm in job.arms]
 
 
 def test_the_bundled_matrices_are_those_of_the_sources(monkeypatch) -> None:
@@ -79,7 +79,7 @@ def test_the_bundled_matrices_are_those_of_the_sources(monkeypatch) -> None:
     source = jobs["vllm-19825"].workload
     assert (source.prompt_tokens, source.max_new_tokens, source.num_prompts) == (100, 1000, 500)
     configs = [
-        arm.configure(job.engine) for job in jobs.values() for arms in job.by_batch().values() for arm in arms
+        arm.configure(job.engine) for job in jobs.values() for arm in job.arms
     ]
     assert {(each.attention, each.cuda_graphs) for each in configs} == {
         *((each, "auto") for each in ("auto", "flashinfer", "trtllm", "hopper")),

@@ -50,8 +50,7 @@ from specgen.report.terminal import Part
 
 def set_up(job: TuneJob, output: Path | None = None) -> Setup:
     """The arms, prompts and memory of ``job``, before a weight is read."""
-    arms = [arm for arms in job.by_batch().values() for arm in arms]
-    return prepare(arms, job.base, job.workload, record=None if output is None else output / RECORD)
+    return prepare(job.arms, job.base, job.workload, record=None if output is None else output / RECORD)
 
 
 def forecast_of(job: TuneJob, output: Path | None) -> Iterator[Part]:

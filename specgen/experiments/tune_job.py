@@ -231,15 +231,14 @@ class TuneJob:
             **{name: values[0] for name, values in self._settings().items() if len(values) == 1},
         )
 
-    def by_batch(self) -> dict[int, list[Arm]]:
-        """The arms of each batch size, plain decoding first."""
-        return {batch: list(self._arms(batch)) for batch in self.batches}
-
-    def _arms(self, batch: int) -> Iterator[Arm]:
-        for values in product(*self.settings.values()):
-            for drafts in self._drafts():
-                changes = dict(zip(self.settings, values, strict=True)) | drafts
-                yield Arm(name=f"batch {batch}, {label(changes)}", changes={"batch": batch, **changes})
+    @property
+    def arms(self) -> list[Arm]:
+        """Those of one batch size after those of another, plain decoding first."""
+        found = []
+        for batch, values, drafts in product(self.batches, product(*self.settings.values()), self._drafts()):
+            changes = dict(zip(self.settings, values, strict=True)) | drafts
+            found.append(Arm(name=f"batch {batch}, {label(changes)}", changes={"batch": batch, **changes}))
+        return found
 
     def _drafts(self) -> Iterator[dict[str, Any]]:
         yield {"K": 0}
