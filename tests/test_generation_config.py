@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from specgen.checkpoints.checkpoint import open_checkpoint
-from specgen.config import EngineConfig, SamplingParams, UserError
+from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
 from specgen.config.bundled import data_directory
 from specgen.core.sequence import Request
 from specgen.decoding.sampling import SamplingForm
-from specgen.engine.arms import Arm
 from specgen.engine.engine import Engine
 from specgen.engine.generation_config import (
     LEFT,
@@ -30,7 +29,7 @@ from specgen.experiments.heads_job import HeadsJob, HeadsRun
 from specgen.experiments.plans import prepare
 from specgen.experiments.studies import Study, named_arms
 from specgen.experiments.study import StudyJob, StudyRun
-from specgen.experiments.tune_job import Workload
+from specgen.experiments.tune_job import TuneJob, Workload
 from specgen.prompts import Prompt
 from specgen.prompts.load import DataSource
 from tests.commands import printed, rows, specgen, write_rows
@@ -317,11 +316,11 @@ def test_a_divergence_is_judged_by_penalised_logits() -> None:
 def test_a_tune_and_a_bench_run_with_them(target: Path) -> None:
     config = EngineConfig(model=str(target), drafter=str(DEMO / "drafter"), device="cpu")
     workload = Workload(dataset="bundled", max_new_tokens=8, num_prompts=4)
-    arm = Arm(name="K 2", changes={"K": 2, "batch": 2})
-    ready = prepare([arm], config, workload)
+    job = TuneJob(engine=config, workload=workload, batches=(2,), draft_lengths=(DraftLength(most=2),))
+    ready = prepare(job)
     assert {request.sampling for request in ready.prompts.requests} == {SamplingParams(max_tokens=8, **HOLDS)}
     assert f"generation_config.json: {LINE}" in ready.notes
-    none = prepare([arm], replace(config, generation_config="none"), workload)
+    none = prepare(replace(job, engine=replace(config, generation_config="none")))
     assert {request.sampling for request in none.prompts.requests} == {SamplingParams(max_tokens=8)}
 
 

@@ -23,11 +23,10 @@ from specgen.attention.trtllm import TrtllmBackend
 from specgen.checkpoints.checkpoint import load_target
 from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
-from specgen.engine.arms import Arm
 from specgen.engine.choices import attention_note, gemm_modules, modules_of, needed_modules
 from specgen.engine.loading import open_checkpoints
 from specgen.experiments import plans
-from specgen.experiments.tune_job import Workload
+from specgen.experiments.tune_job import TuneJob, Workload
 from specgen.models.model_config import LatentConfig
 from specgen.ops import jit_modules
 from specgen.ops.block_fp8 import FEWEST_ROWS
@@ -544,9 +543,13 @@ def test_a_bench_compiles_for_all_of_its_arms_at_once(tmp_path, monkeypatch):
         plans, "needed_modules", lambda asked, *_: [Module(what=str(asked.draft_length.most), spec=list)]
     )
     monkeypatch.setattr(plans, "compile_missing", lambda found: asked.append([each.what for each in found]))
-    arms = [Arm(name=str(k), changes={"K": k}) for k in (0, 2, 3)]
-    ready = plans.prepare(
-        arms, engine_config(write_tiny(tmp_path)), Workload(dataset="random", max_new_tokens=4)
+    job = TuneJob(
+        engine=engine_config(write_tiny(tmp_path)),
+        workload=Workload(dataset="random", max_new_tokens=4),
+        draft_lengths=(DraftLength(most=2), DraftLength(most=3)),
+        drafter_batches=("padded",),
+        batches=(1,),
     )
+    ready = plans.prepare(job)
     assert ready.load().target.device.type == "cpu"
     assert asked == [["0", "2", "3"]]

@@ -16,9 +16,10 @@ from specgen.decoding.outcome import NO_DRAFT
 from specgen.decoding.verify import accept_by_dice, accept_greedy
 from specgen.engine import build
 from specgen.engine.engine import Engine
-from specgen.experiments import tune as tuning
+from specgen.experiments import plans
 from specgen.experiments.output import BenchTable
-from specgen.experiments.tune import set_up, tune
+from specgen.experiments.plans import forecast, prepare
+from specgen.experiments.tune import tune
 from specgen.experiments.tune_job import TuneJob, Workload
 from specgen.report.terminal import render
 from tests.commands import printed, refused
@@ -48,7 +49,8 @@ def last(job: TuneJob, output: Path | None = None) -> BenchTable:
 def asked(monkeypatch: pytest.MonkeyPatch, *words: str) -> TuneJob:
     """What ``specgen tune`` is asked for."""
     jobs: list[TuneJob] = []
-    monkeypatch.setattr(tuning, "forecast_of", lambda job, output: jobs.append(job) or [])
+    monkeypatch.setattr(plans, "prepare", lambda job, output: jobs.append(job))
+    monkeypatch.setattr(plans, "forecast", lambda setup: [])
     printed("tune", *words, "--dry-run")
     return jobs[0]
 
@@ -78,9 +80,7 @@ def test_the_bundled_matrices_are_those_of_the_sources(monkeypatch) -> None:
     assert names(jobs["batch-and-k"])[-1] == "batch 256, K auto, padded"
     source = jobs["vllm-19825"].workload
     assert (source.prompt_tokens, source.max_new_tokens, source.num_prompts) == (100, 1000, 500)
-    configs = [
-        arm.configure(job.engine) for job in jobs.values() for arm in job.arms
-    ]
+    configs = [arm.configure(job.engine) for job in jobs.values() for arm in job.arms]
     assert {(each.attention, each.cuda_graphs) for each in configs} == {
         *((each, "auto") for each in ("auto", "flashinfer", "trtllm", "hopper")),
         *(("auto", each) for each in ("off", "pass", "step")),
@@ -140,7 +140,7 @@ def test_more_repeats_of_fixed_arms_go_on(tiny_pair: Path, monkeypatch, tmp_path
     job = fixed(tiny_pair, 3, repeats=2)
     last(job, tmp_path)
     more = replace(job, repeats=5)
-    said = render(tuning.forecast_of(more, tmp_path))
+    said = render(forecast(prepare(more, tmp_path)))
     assert said.count("  5\n") == 2
     assert " ".join(said.split()).endswith(f" 2 rounds in {tmp_path} will not be measured again.")
     timed = install(monkeypatch, lambda config, number: 1.0)
@@ -151,7 +151,7 @@ def test_more_repeats_of_fixed_arms_go_on(tiny_pair: Path, monkeypatch, tmp_path
 def test_fixed_arms_in_groups_have_all_repeats(tiny_pair: Path, monkeypatch) -> None:
     """What others are compared with has more."""
     job = fixed(tiny_pair, 1, 2, 3, repeats=2)
-    need = max(plan.num_bytes for plan in set_up(job).plans)
+    need = max(plan.num_bytes for plan in prepare(job).plans)
     monkeypatch.setattr(build, "_CPU_REST", 2 * 2 * need)
     install(monkeypatch, lambda config, number: 1.0 + config.draft_length.most)
     assert [row["repeats"] for row in last(job).rows] == [6, 2, 2, 2]

@@ -13,8 +13,8 @@ from scipy import stats
 from specgen.config import DraftLength, EngineConfig, UserError
 from specgen.engine import build
 from specgen.engine.arms import Arm
-from specgen.experiments import tune as tuning
 from specgen.experiments.output import BenchTable
+from specgen.experiments.plans import prepare
 from specgen.experiments.rounds import Ranking
 from specgen.experiments.tune import sentence, tune
 from specgen.experiments.tune_job import TuneJob, Workload
@@ -322,7 +322,7 @@ def test_a_tune_whose_arms_all_fail_says_why(tiny_pair: Path, monkeypatch) -> No
 def test_arms_that_do_not_fit_together_meet_the_best_in_groups(tiny_pair: Path, monkeypatch) -> None:
     install(monkeypatch, usual)
     job = job_of(tiny_pair, batches=(4,))
-    need = max(plan.num_bytes for plan in tuning.set_up(job).plans)
+    need = max(plan.num_bytes for plan in prepare(job).plans)
     monkeypatch.setattr(build, "_CPU_REST", 2 * 3 * need)
     timed = install(monkeypatch, usual)
     table = last(job)

@@ -117,11 +117,11 @@ def tune(
     win are dropped early. Ends with a recommendation and the command to run. With --config NAME it makes a bundled
     table, in which every arm has all repeats: vllm-25196, vllm-19825, vllm-21477, batch-and-decoding or batch-and-k.
     """
-    from specgen.experiments.tune import forecast_of  # imports torch
+    from specgen.experiments.plans import forecast, prepare  # imports torch
     from specgen.experiments.tune import tune as measure
 
     if dry_run:
-        print_parts(forecast_of(job, output), sys.stdout)
+        print_parts(forecast(prepare(job, output)), sys.stdout)
         return
 
     with stoppable(breakable, lambda: _kept(output)):

@@ -26,7 +26,8 @@ from specgen.engine.choices import Checkpoints, needed_modules, resolve
 from specgen.engine.conversations import first_turns, greedy
 from specgen.engine.generation_config import FILE, GenerationConfig, generation_config
 from specgen.engine.loading import Models, load_models, open_checkpoints, outline
-from specgen.experiments.tune_job import RANDOM, Workload
+from specgen.experiments.rounds import LEAST, RECORD, num_kept
+from specgen.experiments.tune_job import RANDOM, TuneJob, Workload
 from specgen.ops.jit_modules import compile_missing
 from specgen.prompts import Prompt, Rejected
 from specgen.prompts.load import RAW
@@ -282,10 +283,11 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What a bench has before it begins: its pair, without weights, and plans; ``notes`` say which arms have none."""
+    """What a tune has before it begins: its pair, without weights, and plans; ``notes`` say which arms have none."""
 
+    job: TuneJob
+    output: Path | None
     base: EngineConfig  # resolved
-    workload: Workload
     checkpoints: Checkpoints
     models: Models  # on the device meta
     prompts: Prompts
@@ -304,51 +306,43 @@ class Setup:
         )
         return load_models(self.base, self.checkpoints)
 
-    def manifest(self, own: dict[str, Any]) -> dict[str, Any]:
-        """What decides the numbers: device, versions, weights, requests, and ``own``, which is the bench's.
-
-        Fingerprints read all weights.
-        """
+    def manifest(self) -> dict[str, Any]:
+        """What decides the numbers: device, versions, weights, requests, and the job. Fingerprints read all weights."""
         tokens = sha256()
         for request in self.prompts.requests:
             tokens.update(f"{request.prompt_token_ids} {request.sampling}\n".encode())
-        path = self.workload.data_path
-        data = {"dataset": self.workload.dataset, "data_path": str(path) if path else None}
+        workload = self.job.workload
+        path = str(workload.data_path) if workload.data_path else None
+        data = {"dataset": workload.dataset, "data_path": path, "requests": tokens.hexdigest()}
         found = manifest(
             engine=self.base,
-            sampling=self.generation_defaults.over(SamplingParams(max_tokens=self.workload.max_new_tokens)),
-            data=data | {"requests": tokens.hexdigest()},
+            sampling=self.generation_defaults.over(SamplingParams(max_tokens=workload.max_new_tokens)),
+            data=data,
             fingerprints={role: fingerprint(each) for role, each in self.checkpoints.items()},
         )
-        return found | {"bench": own}
+        return found | {"bench": self.job.to_json()}
 
 
-def prepare(
-    arms: Sequence[Arm],
-    engine: EngineConfig,
-    workload: Workload,
-    *,
-    record: Path | None = None,
-) -> Setup:
-    """Resolve everything; ``engine`` is the configuration that arms change.
+def prepare(job: TuneJob, output: Path | None = None) -> Setup:
+    """Resolve everything; chat templates see the date of an earlier tune in ``output``, which goes on.
 
-    ``record`` is the manifest of a bench that may go on, whose date chat templates see. ``UserError`` if no arm
-    can run, or no prompt.
+    ``UserError`` if no arm can run, or no prompt.
     """
+    engine, workload = job.base, job.workload
     checkpoints = open_checkpoints(engine)
     base = resolve(engine, checkpoints)
-    if record is not None:
-        base = with_recorded_date(base, engine, record)
+    if output is not None:
+        base = with_recorded_date(base, engine, output / RECORD)
     models = outline(base, checkpoints)
     generation_defaults = generation_config(checkpoints["model"], base.generation_config)
-    count = max(workload.count(arm.configure(base).max_batch_size) for arm in arms)
+    count = max(map(workload.count, job.batches))
     prompts = make_prompts(workload, models, count, generation_defaults)
     if engine.synthetic_acceptance:  # an end is found by chance in such a text
         whole = (replace(each, sampling=replace(each.sampling, ignore_eos=True)) for each in prompts.requests)
         prompts = replace(prompts, requests=tuple(whole))
     plans: list[Plan] = []
     notes: list[str] = []
-    for arm in arms:
+    for arm in job.arms:
         try:
             config = resolve(arm.configure(engine), checkpoints)
             config.synthetic_chances()  # refuses a length that this K cannot have
@@ -360,8 +354,9 @@ def prepare(
     any_drafts = any(plan.config.draft_length.most for plan in plans) or not engine.synthetic_acceptance
     require(bool(plans) and any_drafts, f"no arm can run here: {notes[0] if notes else 'none is asked for'}")
     return Setup(
+        job=job,
+        output=output,
         base=base,
-        workload=workload,
         checkpoints=checkpoints,
         models=models,
         prompts=prompts,
@@ -402,8 +397,11 @@ _COLUMNS = (
 )
 
 
-def forecast(setup: Setup, repeats: str, budget: float | None = None) -> Iterator[Part]:
-    """The arms, each with so many ``repeats``, then a few sentences; ``budget`` is in seconds."""
+def forecast(setup: Setup) -> Iterator[Part]:
+    """What ``--dry-run`` prints: the arms, then a few sentences; rounds that are kept are not taken off."""
+    most, budget = setup.job.repeats, setup.job.budget
+    least = min(LEAST, most) if setup.job.precision else most
+    repeats = str(least) if least == most else f"{least} to {most}"
     rows = tuple(
         {
             "arm": plan.arm.name,
@@ -424,6 +422,8 @@ def forecast(setup: Setup, repeats: str, budget: float | None = None) -> Iterato
         else []
     )
     yield "\n".join([*within, _memory(setup), *setup.notes, "Nothing was run."])
+    if setup.output is not None and (kept := num_kept(setup.output)):
+        yield f"{several(kept, 'round')} in {setup.output} will not be measured again."
 
 
 def _memory(setup: Setup) -> str:

@@ -25,13 +25,10 @@ from specgen.experiments.plans import (
     Plan,
     Setup,
     conditions,
-    forecast,
     prepare,
     with_kv_size,
 )
 from specgen.experiments.rounds import (
-    LEAST,
-    RECORD,
     TABLE,
     Ranking,
     Repeat,
@@ -39,27 +36,11 @@ from specgen.experiments.rounds import (
     Search,
     disturbed,
     kept_rounds,
-    num_kept,
 )
 from specgen.experiments.tune_job import SETTINGS, TuneJob, Workload, label
 from specgen.experiments.turns import Turn, Turns, Watch
 from specgen.report import display
 from specgen.report.table import Column, Row
-from specgen.report.terminal import Part
-
-
-def set_up(job: TuneJob, output: Path | None = None) -> Setup:
-    """The arms, prompts and memory of ``job``, before a weight is read."""
-    return prepare(job.arms, job.base, job.workload, record=None if output is None else output / RECORD)
-
-
-def forecast_of(job: TuneJob, output: Path | None) -> Iterator[Part]:
-    """What ``--dry-run`` prints; rounds that ``output`` has are not taken off."""
-    least = min(LEAST, job.repeats) if job.precision else job.repeats
-    repeats = str(least) if least == job.repeats else f"{least} to {job.repeats}"
-    yield from forecast(set_up(job, output), repeats, job.budget)
-    if output is not None and (kept := num_kept(output)):
-        yield f"{display.several(kept, 'round')} in {output} will not be measured again."
 
 
 def tune(job: TuneJob, output: Path | None = None, watch: Watch = discard) -> Iterator[BenchTable]:
@@ -68,31 +49,23 @@ def tune(job: TuneJob, output: Path | None = None, watch: Watch = discard) -> It
     Rounds are kept in ``output``; those kept there by the same job are not measured again.
     """
     began = time.monotonic()
-    setup = set_up(job, output)
-    settings = setup.manifest(job.to_json()) if output is not None else {}
-    with kept_rounds(output, settings) as rounds:
-        yield from _Tuning(job, setup, rounds, watch, began).run()
+    setup = prepare(job, output)
+    with kept_rounds(output, {} if output is None else setup.manifest()) as rounds:
+        yield from _Tuning(setup, rounds, watch, began).run()
 
 
 class _Tuning:
-    def __init__(
-        self,
-        job: TuneJob,
-        setup: Setup,
-        rounds: Rounds,
-        watch: Watch,
-        began: float,
-    ) -> None:
-        self._job, self._setup, self._rounds = job, setup, rounds
+    def __init__(self, setup: Setup, rounds: Rounds, watch: Watch, began: float) -> None:
+        job = setup.job
+        self._job, self._setup, self._rounds, self._watch = job, setup, rounds, watch
         self._end = math.inf if job.budget is None else began + job.budget
         known = None if setup.base.synthetic_acceptance else KnownText.of(setup.models)
-        self._conditions = _conditions(job, setup, known)
+        self._conditions = _conditions(setup, known)
         models = setup.load()
-        self._watch = watch
         self._turns = Turns(lambda plan: models, known, rounds, self._see)
         self._arms = {plan.arm.name: plan.arm for plan in setup.plans}
         self._room = room_for_turns(setup.base, models)
-        self._searches = [_search(job, setup, batch) for batch in job.batches]
+        self._searches = [_search(setup, batch) for batch in job.batches]
 
     def run(self) -> Iterator[BenchTable]:
         for number, (search, plans) in enumerate(self._searches):
@@ -154,16 +127,17 @@ class _Tuning:
         return tune_table(self._arms, rankings, self._conditions, notes, run)
 
 
-def _search(job: TuneJob, setup: Setup, batch: int) -> tuple[Search, list[Plan]]:
+def _search(setup: Setup, batch: int) -> tuple[Search, list[Plan]]:
     """The search of the arms of one batch size, and the plans of those that can run."""
     plans = [plan for plan in setup.plans if plan.arm.changes["batch"] == batch]
     names = tuple(plan.arm.name for plan in plans)
     plain = next((plan.arm.name for plan in plans if plan.arm.changes["K"] == 0), "")
+    job = setup.job
     return Search(plain=plain, arms=names, most=job.repeats, precision=math.log1p(job.precision)), plans
 
 
-def _conditions(job: TuneJob, setup: Setup, known: KnownText | None) -> Row:
-    config, workload = setup.base, job.workload
+def _conditions(setup: Setup, known: KnownText | None) -> Row:
+    config, job, workload = setup.base, setup.job, setup.job.workload
     # what attends in the arms: of those of one backend, in the one with the most drafts
     configs = sorted((plan.config for plan in setup.plans), key=lambda config: config.draft_length.most)
     attentions = {each.attention: attention_note(each, setup.checkpoints) for each in configs}
