@@ -10,7 +10,6 @@ import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial
 from itertools import chain, product
 from pathlib import Path
 
@@ -105,26 +104,59 @@ class _Tuning:
         return [with_kv_size(plan) for plan in plans if plan.arm.name in group]
 
     def _table(self) -> BenchTable:
+        """The arms that have repeats, by batch size."""
+        job, arms = self._job, self._arms
         rankings = {
-            batch: search.ranking(self._rounds)
-            for batch, (search, _) in zip(self._job.batches, self._searches, strict=True)
+            batch: ranking
+            for batch, (search, _) in zip(job.batches, self._searches, strict=True)
+            if (ranking := search.ranking(self._rounds)).arms
         }
-        missing = [
-            name for name in self._arms if not (self._rounds.count(name) or name in self._turns.failed)
-        ]
-        notes = [*self._setup.notes, *self._turns.notes]
-        if missing and self._job.budget is not None:
-            notes.append(
-                f"budget: {display.duration(self._job.budget)} for prompts, weights, warm-ups and rounds; rounds that "
-                "would have exceeded it were skipped: raise --budget"
+        repeats = {name: found for ranking in rankings.values() for name, found in ranking.arms.items()}
+        ran = {name: arm for name, arm in arms.items() if name in repeats}
+        firsts, own_texts = (
+            _firsts(ran.values()),
+            not job.base.synthetic_acceptance,
+        )  # else they are the dice's
+        rows = {
+            name: _row(name, ranking, ran, firsts, judges_texts=own_texts)
+            for ranking in rankings.values()
+            for name in ran
+            if name in ranking.arms
+        }
+        busy, others = disturbed(repeats)
+        sentences = [sentence(batch, ranking, arms) for batch, ranking in rankings.items()]
+        sentences += busy  # where the speeds are
+        bests = [ranking.best for ranking in rankings.values() if ranking.is_judged]
+        if bests and own_texts:
+            fastest = max(bests, key=lambda name: repeats[name].speed)
+            sentences.append(f"Most tokens per second: {command(arms[fastest], job.base, job.workload)}")
+        brief = list(_brief(ran.values(), rows.values(), firsts))
+        columns = (*brief, *_MORE)
+        return BenchTable(
+            name=Path(TABLE).stem,
+            title="K, drafter batch and batch size",
+            conditions=self._conditions,
+            columns=columns,
+            rows=selected(columns, rows.values()),
+            plots=tuple(_plots(tuple(rows.values()))),
+            answers=tuple(sentences),
+            notes=(*_doubts(rows), *others, *self._setup.notes, *self._turns.notes, *self._missing()),
+            shown=len(brief) if job.precision else None,  # a search drops arms
+            num_keys=sum(column.name in _KEYS for column in brief),
+        )
+
+    def _missing(self) -> Iterator[str]:
+        """Notes on arms without repeats."""
+        rounds, budget = self._rounds, self._job.budget
+        missing = [name for name in self._arms if not (rounds.count(name) or name in self._turns.failed)]
+        if missing and budget is not None:
+            yield (
+                f"budget: {display.duration(budget)} for prompts, weights, warm-ups and rounds; rounds that would have "
+                "exceeded it were skipped: raise --budget"
             )
         if missing:
-            further = "the same command goes on" if self._rounds.are_kept else "with --output it can go on"
-            notes.append(f"not measured yet: {'; '.join(missing)}: {further}")
-        engine, run = self._job.base, None
-        if not engine.synthetic_acceptance:
-            run = partial(command, engine=engine, workload=self._job.workload)
-        return tune_table(self._arms, rankings, self._conditions, notes, run)
+            further = "the same command goes on" if rounds.are_kept else "with --output it can go on"
+            yield f"not measured yet: {'; '.join(missing)}: {further}"
 
 
 def _search(setup: Setup, batch: int) -> tuple[Search, list[Plan]]:
@@ -206,47 +238,6 @@ _MORE = (  # not on the terminal of a search
     Column(name="step", unit="ms"),
     *(Column(name=f"{name}_{part}", unit="ms") for name in _SPREADS for part in _PARTS),
 )
-
-
-def tune_table(
-    arms: Mapping[str, Arm],
-    rankings: Mapping[int, Ranking],
-    conditions: Mapping[str, Value],
-    notes: Sequence[str],
-    command: Callable[[Arm], str] | None,
-) -> BenchTable:
-    """The table of the arms that have repeats, by batch size; ``command`` is what runs as an arm did, if it can."""
-    known = {batch: ranking for batch, ranking in rankings.items() if ranking.arms}
-    repeats = {name: found for ranking in known.values() for name, found in ranking.arms.items()}
-    ran = {name: arm for name, arm in arms.items() if name in repeats}
-    firsts = _firsts(ran.values())
-    rows = {
-        name: _row(name, ranking, ran, firsts, judges_texts=command is not None)
-        for ranking in known.values()
-        for name in ran
-        if name in ranking.arms
-    }
-    busy, others = disturbed(repeats)
-    sentences = [sentence(batch, ranking, arms) for batch, ranking in known.items()]
-    sentences += busy  # where the speeds are
-    bests = [ranking.best for ranking in known.values() if ranking.is_judged]
-    if bests and command is not None:
-        fastest = max(bests, key=lambda name: repeats[name].speed)
-        sentences.append(f"Most tokens per second: {command(arms[fastest])}")
-    brief = list(_brief(ran.values(), rows.values(), firsts))
-    columns = (*brief, *_MORE)
-    return BenchTable(
-        name=Path(TABLE).stem,
-        title="K, drafter batch and batch size",
-        conditions=conditions,
-        columns=columns,
-        rows=selected(columns, rows.values()),
-        plots=tuple(_plots(tuple(rows.values()))),
-        answers=tuple(sentences),
-        notes=(*_doubts(rows), *others, *notes),
-        shown=len(brief) if all(ranking.drops for ranking in rankings.values()) else None,
-        num_keys=sum(column.name in _KEYS for column in brief),
-    )
 
 
 def _firsts(arms: Iterable[Arm]) -> dict[str, str]:
