@@ -536,24 +536,19 @@ def _curves(found: Comparison, data: str) -> Lines:
 
 def _runs_table(found: Comparison, path: Path) -> Table:
     """Where each run is, seen from ``path``, with a link to its own report."""
-    below = [Path(os.path.relpath(run.directory, path)) for run in found.runs]
-    rows = tuple(
-        {
-            "data": run.data,
-            "head": run.head,
-            "drafter": checkpoint_name(run.drafter),
-            "directory": str(directory),
-            "report": quote(os.fsencode(directory / "report.html")),
-        }
-        for run, directory in zip(found.runs, below, strict=True)
-    )
-    return Table(
-        title="Runs",
+    below = {run.directory: Path(os.path.relpath(run.directory, path)) for run in found.runs}
+    return Grid(
+        groups=[
+            ({"report": quote(os.fsencode(below[run.directory] / "report.html"))}, run) for run in found.runs
+        ],
+        figures=[
+            Figure(name="data"),
+            Figure(name="head", wraps=True),
+            Figure(name="drafter", wraps=True, of=lambda run: checkpoint_name(run.drafter)),
+            Figure(name="directory", wraps=True, link="report", of=lambda run: str(below[run.directory])),
+        ],
+    ).table(
+        [],
+        "Runs",
         note="each directory holds report.html, completions.jsonl and passes.jsonl of one run",
-        columns=(
-            Column(name="data"),
-            *(Column(name=name, wraps=True) for name in ("head", "drafter")),
-            Column(name="directory", wraps=True, link="report"),
-        ),
-        rows=rows,
     )

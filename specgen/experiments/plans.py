@@ -35,7 +35,8 @@ from specgen.prompts.prompt import single_turns
 from specgen.record.provenance import cpu_name, manifest, versions, with_recorded_date
 from specgen.report import display
 from specgen.report.display import several
-from specgen.report.table import Column, Row, Table
+from specgen.report.grid import Figure, Grid
+from specgen.report.table import Row
 from specgen.report.terminal import Part
 from specgen.text.tokenizer import Tokenizer
 
@@ -388,12 +389,11 @@ def with_kv_size(plan: Plan) -> Plan:
 
 
 _GB = 1e9
-_COLUMNS = (
-    Column(name="arm"),
-    Column(name="prompts"),
-    Column(name="new_tokens"),
-    Column(name="engine", unit="GB"),
-    Column(name="repeats"),
+_OF_PLANS = (
+    Figure(name="arm", of=lambda plan: plan.arm.name),
+    Figure(name="prompts", of=lambda plan: len(plan.requests)),
+    Figure(name="new_tokens", of=lambda plan: sum(each.sampling.max_tokens for each in plan.requests)),
+    Figure(name="engine", unit="GB", of=lambda plan: plan.num_bytes / _GB),
 )
 
 
@@ -401,27 +401,16 @@ def forecast(setup: Setup) -> Iterator[Part]:
     """What ``--dry-run`` prints: the arms, then a few sentences; rounds that are kept are not taken off."""
     most, budget = setup.job.repeats, setup.job.budget
     least = min(LEAST, most) if setup.job.precision else most
-    repeats = str(least) if least == most else f"{least} to {most}"
-    rows = tuple(
-        {
-            "arm": plan.arm.name,
-            "prompts": len(plan.requests),
-            "new_tokens": sum(request.sampling.max_tokens for request in plan.requests),
-            "engine": plan.num_bytes / _GB,
-            "repeats": repeats,
-        }
-        for plan in setup.plans
-    )
-    yield Table(title="The arms", columns=_COLUMNS, rows=rows)
-    within = (
-        [
-            f"By the budget nothing begins that would not end within {display.duration(budget)}, prompts and weights "
-            "counted; the batch sizes share it."
-        ]
-        if budget is not None
-        else []
-    )
-    yield "\n".join([*within, _memory(setup), *setup.notes, "Nothing was run."])
+    repeats = Figure(name="repeats", of=lambda _: str(least) if least == most else f"{least} to {most}")
+    grid = Grid(groups=[({}, plan) for plan in setup.plans], figures=[*_OF_PLANS, repeats])
+    yield grid.table([], "The arms")
+    sentences = [_memory(setup), *setup.notes, "Nothing was run."]
+    if budget is not None:
+        within = (
+            f"By the budget nothing begins that would not end within {display.duration(budget)}, prompts and "
+        )
+        sentences.insert(0, f"{within}weights counted; the batch sizes share it.")
+    yield "\n".join(sentences)
     if setup.output is not None and (kept := num_kept(setup.output)):
         yield f"{several(kept, 'round')} in {setup.output} will not be measured again."
 

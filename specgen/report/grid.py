@@ -188,7 +188,9 @@ class Grid:
             {**own, **{key: cell for each in self.figures for key, cell in each.cells(group).items()}}
             for own, group in self.groups
         )
-        return Table(title=title, columns=(*keys, *columns), rows=rows, **{"num_keys": len(keys)} | others)
+        return Table(
+            title=title, columns=(*keys, *columns), rows=rows, **{"num_keys": max(1, len(keys))} | others
+        )
 
     def across(self, title: str) -> Table:
         """A row for each figure that some group has, a column for each group's ``arm``, and ratios to the first."""
