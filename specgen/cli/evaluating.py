@@ -166,12 +166,11 @@ def verify(
             file is None or not file.exists(),
             f"output {str(file)!r} exists: name a new file, or remove it first",
         )
-    from specgen.experiments.audit import AuditJob, audit  # imports torch
+    from specgen.experiments.audit import audit  # imports torch
     from specgen.experiments.study_tables import is_tested, of_audit
     from specgen.record.files import naming, writable, write_json
 
-    job = AuditJob(engine=engine, sampling=sampling, data=data, batch_sizes=sizes)
-    found = audit(job, progress(quiet))
+    found = audit(engine, sampling, data, sizes, progress(quiet))
     if output is not None and config is not None:
         with writable(output):
             with naming(output):

@@ -157,38 +157,31 @@ def _step(logits: Tensor, dtype: torch.dtype) -> float:
 # --- the audit ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class AuditJob:
-    """One run of ``specgen verify``: ``engine`` with speculation, at each of ``batch_sizes``."""
-
-    engine: EngineConfig
-    sampling: SamplingParams
-    data: DataSource
-    batch_sizes: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        require(
-            self.engine.draft_length.most > 0,
-            "num-spec-tokens is 0, which leaves no speculation to verify: use 1 to 16",
-        )
-        assert self.batch_sizes
-        assert self.sampling.temperature == 0, "only greedy texts can be compared"
-
-
-def audit(job: AuditJob, progress: Progress) -> dict[str, Any]:
+def audit(
+    engine: EngineConfig,
+    given: SamplingParams,
+    data: DataSource,
+    batch_sizes: Sequence[int],
+    progress: Progress,
+) -> dict[str, Any]:
     """Decode the first turns in every arm and compare with plain decoding at the smallest batch size: the document.
 
     All arms share one set of weights. ``failures`` says which requests were not run and why. ``UserError`` if an arm,
     or every prompt, cannot run.
     """
-    checkpoints = open_checkpoints(job.engine)
-    config = resolve(job.engine, checkpoints)
-    opened = job.data.open()
+    require(
+        engine.draft_length.most > 0,
+        "num-spec-tokens is 0, which leaves no speculation to verify: use 1 to 16",
+    )
+    assert given.temperature == 0, "only greedy texts can be compared"
+    checkpoints = open_checkpoints(engine)
+    config = resolve(engine, checkpoints)
+    opened = data.open()
     prompts = list(opened)
     for sentence in opened.notes.sentences():
         progress.warn(sentence)
     generation = generation_config(checkpoints["model"], config.generation_config)
-    said, sampling = generation.sentence(), generation.over(job.sampling)
+    said, sampling = generation.sentence(), generation.over(given)
     if said:
         progress.note(f"{FILE}: {said}")
     models = load_models(config, checkpoints)
@@ -200,14 +193,14 @@ def audit(job: AuditJob, progress: Progress) -> dict[str, Any]:
         progress.warn(sentence)
     # n-grams have no drafter batch
     decodings = [each for each in DECODING if config.lookup is None or each != "non-padded"]
-    first, *others = _arms(decodings, distinct(job.batch_sizes, len(requests)))
+    first, *others = _arms(decodings, distinct(batch_sizes, len(requests)))
     decode = partial(_decode, config=config, models=models, requests=requests, progress=progress)
     reference, target = decode(first).completions, Judge.of(config, models)
     failures += [f"{c.request.id}: {c.error}" for c in reference.values() if c.error]
     answered = {name: completion for name, completion in reference.items() if completion.error is None}
     require(
         bool(answered),
-        f"none of the prompts of {job.data.dataset} can be run: {(failures or ['no prompt'])[0]}",
+        f"none of the prompts of {data.dataset} can be run: {(failures or ['no prompt'])[0]}",
     )
     arms = [_compare(arm, decode(arm), answered, target) for arm in others]
     for arm, found in zip(others, arms, strict=True):
@@ -217,7 +210,7 @@ def audit(job: AuditJob, progress: Progress) -> dict[str, Any]:
     record = manifest(
         engine=config,
         sampling=sampling,
-        data=job.data.to_json(),
+        data=data.to_json(),
         fingerprints={name: fingerprint(checkpoint) for name, checkpoint in checkpoints.items()},
     )
     return {
