@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import product, takewhile
 from pathlib import Path
 
 from specgen.checkpoints.checkpoint import check_fit
@@ -138,7 +138,7 @@ class HeadsRun:
         watch: Watch = discard,
     ) -> None:
         self._job, self._path, self._progress, self._until = job, path, progress, until
-        self._watch = watch
+        self._watch, self._device = watch, str(choose_device(job.engine.device))
         self._target = OneTarget()
         path.mkdir(parents=True, exist_ok=True)
         earlier = load_json(path / PLAN, _REMEDY) if (path / PLAN).exists() else {}
@@ -233,35 +233,23 @@ class HeadsRun:
 
     def _conditions_digest(self, found: Comparison, data: str) -> str:
         """A digest of what speeds on ``data`` depend on; weights and prompts by content, wherever they are."""
-        configs = {
-            name: resolve(config, open_checkpoints(config)) for name, config in self._arms(data).items()
+        engines = {
+            name: resolve(config, open_checkpoints(config)).to_json()
+            for name, config in self._arms(data).items()
         }
-        machine = now(next(iter(configs.values())).device)
-        conditions = [
-            {
-                name: {
-                    key: each
-                    for key, each in config.to_json().items()
-                    if key not in ("model", "lora", "drafter")
-                }
-                for name, config in configs.items()
-            },
-            [
-                [
-                    run.manifest["fingerprints"],
-                    run.manifest["sampling"],
-                    [run.manifest["data"][name] for name in ("sha256", "shard")],
-                ]
-                for run in found.on(data)
-            ],
-            {name: value for name, value in machine.items() if name not in OF_THE_MOMENT},
-            _METHOD,
+        for path, engine in product(("model", "lora", "drafter"), engines.values()):
+            engine.pop(path, None)
+        manifests = [run.manifest for run in found.on(data)]
+        asked = [
+            [each["fingerprints"], each["sampling"], [each["data"][name] for name in ("sha256", "shard")]]
+            for each in manifests
         ]
+        machine = {name: value for name, value in now(self._device).items() if name not in OF_THE_MOMENT}
+        conditions = [engines, asked, machine, _METHOD]
         return hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()[:16]
 
     def _write_plan(self, digests: Mapping[str, str]) -> None:
         directories = [
             str(directory_of(Path(), data, head)) for data in self._job.sources for head in self._job.heads
         ]
-        device = str(choose_device(self._job.engine.device))
-        write_json(self._path / PLAN, {**now(device), "runs": directories, "under": dict(digests)})
+        write_json(self._path / PLAN, {**now(self._device), "runs": directories, "under": dict(digests)})

@@ -113,7 +113,8 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
             if len(known) == len(wanted):
                 return
             if self._engine is None:
-                self._engine = self._start(expected)
+                self._engine = build_engine(self._config, self._models, self._record, expected=expected)
+                self._engine.warm_up()
             last = time.perf_counter()  # the engine's start does not count as time of the answers
             others = (each for each in wanted.values() if each.id not in self._answers)
             with closing(cast("Generator[_Found]", run(self._engine, others))) as found:
@@ -127,11 +128,6 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
                     yield answered, row
         finally:
             self._progress.finish()
-
-    def _start(self, expected: SamplingParams) -> EngineCore:
-        engine = build_engine(self._config, self._models, self._record, expected=expected)
-        engine.warm_up()
-        return engine
 
     def _record(self, row: EngineRow) -> None:
         self._files.record(row)
