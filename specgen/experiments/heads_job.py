@@ -86,6 +86,12 @@ class HeadsJob:
     def sources(self) -> Mapping[str, DataSource]:
         return dict(zip(short_names(each.dataset for each in self.data).values(), self.data, strict=True))
 
+    @property
+    def runs(self) -> Mapping[tuple[str, str], Path]:
+        """By data set and head, the directory of the run in the comparison's."""
+        names = product(self.sources, self.heads)
+        return {(data, head): Path(as_directory(data), as_directory(head)) for data, head in names}
+
     def check(self) -> None:
         """``UserError`` for what would end the comparison after its first runs."""
         prompts: dict[tuple[str, Format], str] = {}  # the first data set with each
@@ -117,11 +123,6 @@ class HeadsJob:
         return str(config.drafter) if config.head is None else fingerprint(checkpoints["drafter"])
 
 
-def directory_of(path: Path, data: str, head: str) -> Path:
-    """The run directory of ``head`` on ``data`` in the comparison's directory ``path``."""
-    return path / as_directory(data) / as_directory(head)
-
-
 class HeadsRun:
     """A job at work in the directory ``path``, which holds what an earlier command has done of it.
 
@@ -146,14 +147,13 @@ class HeadsRun:
 
     def generate(self) -> Comparison:
         """Every head on every data set; one after another, as by `specgen generate`."""
-        pairs = [(data, head) for data in self._job.sources for head in self._job.heads]
-        for done, (data, head) in enumerate(pairs):
+        runs = self._job.runs
+        for done, ((data, head), below) in enumerate(runs.items()):
             if self._until():
-                raise StoppedError(f"interrupted with {done} of {len(pairs)} runs done")
-            name = f"{head} on {data} ({done + 1} of {len(pairs)})"
-            output = directory_of(self._path, data, head)
-            run(self._one(data, head), output, self._progress(name), self._until, self._target)
-        return compare_runs([directory_of(self._path, data, head) for data, head in pairs])
+                raise StoppedError(f"interrupted with {done} of {len(runs)} runs done")
+            shown = self._progress(f"{head} on {data} ({done + 1} of {len(runs)})")
+            run(self._one(data, head), self._path / below, shown, self._until, self._target)
+        return compare_runs([self._path / below for below in runs.values()])
 
     def _one(self, data: str, head: str) -> Job:
         """The run of ``head``, with the date in its prompts that the first head's have."""
@@ -163,7 +163,7 @@ class HeadsRun:
             given=self._job.given,
             data=self._job.sources[data],
         )
-        first = directory_of(self._path, data, next(iter(self._job.heads))) / "manifest.json"
+        first = self._path / self._job.runs[data, next(iter(self._job.heads))] / "manifest.json"
         return replace(job, engine=with_recorded_date(job.engine, job.engine, first))
 
     def measure(self, found: Comparison) -> Speeds:
@@ -249,7 +249,5 @@ class HeadsRun:
         return hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()[:16]
 
     def _write_plan(self, digests: Mapping[str, str]) -> None:
-        directories = [
-            str(directory_of(Path(), data, head)) for data in self._job.sources for head in self._job.heads
-        ]
-        write_json(self._path / PLAN, {**now(self._device), "runs": directories, "under": dict(digests)})
+        runs = list(map(str, self._job.runs.values()))
+        write_json(self._path / PLAN, {**now(self._device), "runs": runs, "under": dict(digests)})
