@@ -79,28 +79,8 @@ def _fraction(low: int, high: int, places: int) -> str:
     """A point and digits, from ``low`` to ``high`` steps of the last of ``places`` digits; or neither for none."""
     if not places:
         return ""
-    digits = _behind_point(f"{low:0{places}}", f"{high:0{places}}")
+    digits = _digits(f"{low:0{places}}", f"{high:0{places}}", shorter=True)
     return rf"\.{digits}" if low else rf"(?:\.{digits})?"
-
-
-def _behind_point(first: str, last: str) -> str:
-    """Digits of a fraction from ``first`` to ``last``, which are as many; zeros at the end may be left out."""
-    size = len(first)
-    if int(first) == 0 and last == "9" * size:
-        return f"[0-9]{{1,{size}}}"
-    if size == 1:
-        return f"[{first}-{last}]"
-
-    def rest(low: str, high: str) -> str:
-        return _behind_point(low, high) if int(low) else f"(?:{_behind_point(low, high)})?"
-
-    zeros, nines = "0" * (size - 1), "9" * (size - 1)
-    if first[0] == last[0]:
-        return first[0] + rest(first[1:], last[1:])
-    parts = [first[0] + rest(first[1:], nines), last[0] + rest(zeros, last[1:])]
-    if int(last[0]) - int(first[0]) > 1:
-        parts.append(f"[{int(first[0]) + 1}-{int(last[0]) - 1}]{rest(zeros, nines)}")
-    return one_of(parts)
 
 
 def _between(low: int, high: int) -> str:
@@ -108,21 +88,29 @@ def _between(low: int, high: int) -> str:
     parts = []
     for size in range(len(str(low)), len(str(high)) + 1):
         first, last = max(low, 10 ** (size - 1) if size > 1 else 0), min(high, 10**size - 1)
-        parts.append(_of_size(str(first), str(last)))
+        parts.append(_digits(str(first), str(last)))
     return one_of(parts)
 
 
-def _of_size(first: str, last: str) -> str:
-    """Digits from ``first`` to ``last``, which are as many."""
-    if first == last:
-        return first
-    rest = len(first) - 1
-    if first[1:] == "0" * rest and last[1:] == "9" * rest:
-        head = f"[{first[0]}-{last[0]}]" if first[0] != last[0] else first[0]
-        return head + (f"[0-9]{{{rest}}}" if rest else "")
+def _digits(first: str, last: str, *, shorter: bool = False) -> str:
+    """Digits from ``first`` to ``last``, which are as many; if ``shorter``, zeros at the end may be left out."""
+    size, zeros, nines = len(first), "0" * (len(first) - 1), "9" * (len(first) - 1)
+    if first == "0" + zeros and last == "9" + nines:
+        return f"[0-9]{{{1 if shorter else size},{size}}}"
+
+    def from_digit(digits: str, low: str, high: str) -> str:
+        """One of ``digits``, and behind it those from ``low`` to ``high``."""
+        if not low:
+            return digits
+        rest = _digits(low, high, shorter=shorter)
+        return f"{digits}(?:{rest})?" if shorter and not int(low) else digits + rest
+
     if first[0] == last[0]:
-        return first[0] + _of_size(first[1:], last[1:])
-    parts = [first[0] + _of_size(first[1:], "9" * rest)]
-    if int(last[0]) - int(first[0]) > 1:
-        parts.append(f"[{int(first[0]) + 1}-{int(last[0]) - 1}]" + (f"[0-9]{{{rest}}}" if rest else ""))
-    return one_of([*parts, last[0] + _of_size("0" * rest, last[1:])])
+        return from_digit(first[0], first[1:], last[1:])
+    low, high = int(first[0]), int(last[0])  # of the digits in front, those that all may follow
+    parts = []
+    if first[1:] != zeros:
+        parts, low = [from_digit(first[0], first[1:], nines)], low + 1
+    if last[1:] != nines:
+        parts, high = [*parts, from_digit(last[0], zeros, last[1:])], high - 1
+    return one_of([*parts, *([from_digit(f"[{low}-{high}]", zeros, nines)] if low <= high else [])])
