@@ -16,20 +16,14 @@ from specgen.config.bundled import data_directory
 from specgen.core.sequence import Request
 from specgen.decoding.sampling import SamplingForm
 from specgen.engine.engine import Engine
-from specgen.engine.generation_config import (
-    LEFT,
-    REFUSED,
-    TAKEN,
-    WITHOUT_EFFECT,
-    GenerationConfig,
-    generation_config,
-)
+from specgen.engine.generation_config import GenerationConfig, generation_config
 from specgen.experiments.audit import Judge
 from specgen.experiments.heads_job import HeadsJob, HeadsRun
 from specgen.experiments.plans import prepare
 from specgen.experiments.studies import Study, named_arms
 from specgen.experiments.study import StudyJob, StudyRun
 from specgen.experiments.tune_job import TuneJob, Workload
+from specgen.models.config_keys import LEFT, REFUSED, TAKEN, WITHOUT_EFFECT
 from specgen.prompts import Prompt
 from specgen.prompts.load import DataSource
 from tests.commands import printed, rows, specgen, write_rows

@@ -1,4 +1,4 @@
-"""What is done with each key of a ``config.json``: read, held to some values, or without effect and why; no torch."""
+"""What is done with each key of a model's configs: read, held to some values, or without effect and why; no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,51 +18,44 @@ _OF_A_LAYER = "layers that do so are of other families, use a checkpoint of a su
 _HALVES = "rotated numbers of a head are its halves: reorder the rows of q and k"
 _OFF = (None, False, 0)
 Only = Mapping[str, tuple[tuple[object, ...], str]]
+
+
+def _held(names: str, values: tuple[object, ...], why: str = _OF_A_LAYER) -> Only:
+    return dict.fromkeys(names.split(), (values, why))
+
+
 # Values that are supported, and why no other is. What other families compute with is held to having no effect.
 _ONLY: Only = {
-    "hidden_act": (("silu",), _OF_A_LAYER),
-    "hidden_activation": (("silu", None), _OF_A_LAYER),
-    "is_causal": ((True,), "text is generated from left to right: use a causal model"),
-    "is_encoder_decoder": ((False, None), "use a model that is a decoder alone"),
-    "attention_chunk_size": ((None,), _OF_A_LAYER),
-    **dict.fromkeys(
-        ("is_neox_style", "rope_is_neox_style"),
-        ((True, None), _HALVES),
+    **_held("hidden_act", ("silu",)),
+    **_held("hidden_activation", ("silu", None)),
+    **_held("is_causal", (True,), "text is generated from left to right: use a causal model"),
+    **_held("is_encoder_decoder", (False, None), "use a model that is a decoder alone"),
+    **_held("attention_chunk_size kv_sharing_modes", (None,)),
+    **_held("is_neox_style rope_is_neox_style", (True, None), _HALVES),
+    **_held("rope_interleaved", (False, None), _HALVES),
+    **_held(
+        "per_layer_config", (None, {}), "layers of one model have one shape here: use another checkpoint"
     ),
-    "rope_interleaved": ((False, None), _HALVES),
-    "kv_sharing_modes": ((None,), _OF_A_LAYER),
-    "per_layer_config": ((None, {}), "layers of one model have one shape here: use another checkpoint"),
-    "fusion_config": ((None, {}), "remove it, or save the weights as it fuses them"),
-    "transformers_weights": ((None,), "weights are those of model.safetensors or its index: remove it"),
-    **dict.fromkeys(
-        ("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "query_pre_attn_scalar", "alibi"),
-        (_OFF, _OF_A_LAYER),
+    **_held("fusion_config", (None, {}), "remove it, or save the weights as it fuses them"),
+    **_held(
+        "transformers_weights", (None,), "weights are those of model.safetensors or its index: remove it"
     ),
-    **dict.fromkeys(
-        ("attn_temperature_tuning", "no_rope_layers", "use_bidirectional_attention", "index_topk"),
-        ((*_OFF, []), _OF_A_LAYER),
-    ),
-    **dict.fromkeys(
-        (
-            "attention_multiplier",
-            "residual_multiplier",
-            "embedding_multiplier",
-            "logits_scaling",
-            "logit_scale",
-        ),
-        ((None, 1), _OF_A_LAYER),
-    ),
+    **_held("attn_logit_softcapping final_logit_softcapping clip_qkv query_pre_attn_scalar alibi", _OFF),
+    **_held("attn_temperature_tuning no_rope_layers use_bidirectional_attention index_topk", (*_OFF, [])),
+    **_held("attention_multiplier residual_multiplier embedding_multiplier logits_scaling", (None, 1)),
+    **_held("logit_scale", (None, 1)),
 }
 _OF_ROUTERS: Only = {
-    "scoring_func": (("sigmoid", None), _OF_A_LAYER),
-    "topk_method": (("noaux_tc", None), _OF_A_LAYER),
-    "moe_layer_freq": ((1, None), _OF_A_LAYER),
+    **_held("scoring_func", ("sigmoid", None)),
+    **_held("topk_method", ("noaux_tc", None)),
+    **_held("moe_layer_freq", (1, None)),
 }
 _OF_HYBRIDS: Only = {
-    "attn_output_gate": ((True, None), _OF_A_LAYER),
-    "output_gate_type": (("swish", "silu", None), _OF_A_LAYER),
-    "mamba_ssm_dtype": (("float32", None), "states are kept in it: remove the key to run it so"),
-    "mtp_use_dedicated_embeddings": (
+    **_held("attn_output_gate", (True, None)),
+    **_held("output_gate_type", ("swish", "silu", None)),
+    **_held("mamba_ssm_dtype", ("float32", None), "states are kept in it: remove the key to run it so"),
+    **_held(
+        "mtp_use_dedicated_embeddings",
         (False, None),
         "MTP layers with an embedding of their own are not built",
     ),
@@ -94,20 +87,82 @@ _NO_EFFECT: Mapping[str, str] = {
     "nothing by itself": "use_sliding_window max_window_layers",  # in families that do not read it
 }
 NO_EFFECT: Mapping[str, str] = {key: why for why, keys in _NO_EFFECT.items() for key in keys.split()}
-# Defaults of generation that old files keep in config.json; transformers reads them without a generation_config.json
-GENERATION = _names(
-    "assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight assistant_lookbehind bad_words_ids "
-    "begin_suppress_tokens cache_config compile_config constraints continuous_batching_config disable_compile "
-    "diversity_penalty do_sample dola_layers early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty "
-    "epsilon_cutoff eta_cutoff exponential_decay_length_penalty force_words_ids forced_bos_token_id "
-    "forced_eos_token_id guidance_scale is_assistant length_penalty low_memory max_cache_len max_length "
-    "max_matching_ngram_size max_new_tokens max_time min_length min_new_tokens min_p no_repeat_ngram_size "
-    "num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams num_return_sequences output_logits "
-    "output_scores penalty_alpha prefill_chunk_size prompt_lookup_num_tokens remove_invalid_values "
-    "renormalize_logits repetition_penalty return_dict_in_generate sequence_bias speculation_type stop_strings "
-    "suppress_tokens target_lookbehind temperature token_healing top_h top_k top_p typical_p use_mtp "
-    "watermarking_config"
+
+# ---- settings of generation: every field of ``transformers.GenerationConfig`` is on one list (a test compares them)
+
+# What holds where neither the command nor a row gives another value, by their names in ``SamplingParams``.
+TAKEN = {
+    "repetition_penalty": "repetition_penalty",
+    "suppress_tokens": "suppress_tokens",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "stop_strings": "stop",
+    "min_new_tokens": "min_tokens",
+    "bad_words_ids": "bad_words_ids",
+    "begin_suppress_tokens": "begin_suppress_tokens",
+}
+# What the command decides, whatever the file says: whether texts are sampled (a run whose drafts are to be measured is
+# not to become one that draws because of the model that it names), how long they are and how many. Filters that only
+# sampled texts know and that are not supported are left too. With the values that mean nothing.
+LEFT: Mapping[str, tuple[object, ...]] = {
+    "do_sample": (False,),
+    "temperature": (1.0,),
+    "max_new_tokens": (),
+    "max_length": (20,),
+    "max_time": (),
+    "num_return_sequences": (1,),
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "top_h": (),
+}
+# What changes greedy texts too and is not supported, with the values that mean nothing.
+REFUSED: Mapping[str, tuple[object, ...]] = {
+    "min_length": (0,),
+    "sequence_bias": ({}, []),
+    "no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1.0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "exponential_decay_length_penalty": (),
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "constraints": (),
+    "force_words_ids": (),
+    "penalty_alpha": (0.0,),
+    "dola_layers": (),
+    "guidance_scale": (1.0,),
+    "watermarking_config": (),
+    "token_healing": (False,),
+}
+# What changes no token of a text. What a config.json has of its own, too; what some models' own code reads; and how
+# transformers computes and drafts, what it returns, and settings of beams alone (``num_beams`` is refused).
+_OF_MODELS = _names(
+    "eos_token_id bos_token_id pad_token_id decoder_start_token_id use_cache cache_implementation output_attentions "
+    "output_hidden_states transformers_version"
 )
+_OF_OTHERS = _names(
+    "_from_model_config _commit_hash _original_object_hash chat_format max_window_size user_token_id "
+    "assistant_token_id auto_map"
+)
+WITHOUT_EFFECT = (
+    _OF_MODELS
+    | _OF_OTHERS
+    | _names(
+        "cache_config max_cache_len low_memory prefill_chunk_size compile_config disable_compile "
+        "continuous_batching_config is_assistant num_assistant_tokens num_assistant_tokens_schedule "
+        "assistant_early_exit assistant_confidence_threshold assistant_lookbehind assistant_ensemble_weight "
+        "target_lookbehind prompt_lookup_num_tokens max_matching_ngram_size speculation_type use_mtp output_scores "
+        "output_logits return_dict_in_generate early_stopping length_penalty diversity_penalty "
+        "remove_invalid_values renormalize_logits"  # a logit that is not finite ends a text here
+    )
+)
+# Those that old files keep in config.json; transformers reads them there without a generation_config.json
+GENERATION = frozenset((*TAKEN, *LEFT, *REFUSED, *WITHOUT_EFFECT)) - _OF_MODELS - _OF_OTHERS
+
+# ---- families
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,19 +274,17 @@ LLAMA4 = Keys(
     },
 )
 LLAMA4_HEADS = replace(LLAMA4, read=LLAMA4.read | {"draft_vocab_size"})
+_OF_ONE_ROTATION = "rope_scaling rope_theta partial_rotary_factor original_max_position_embeddings"
 _BY_LAYER = "rotations are of kinds of layers here: write it into rope_parameters"
 GEMMA4 = Keys(
-    read=_EVERY - _names("rope_scaling rope_theta partial_rotary_factor original_max_position_embeddings")
+    read=_EVERY - _names(_OF_ONE_ROTATION)
     | _names(
         "attention_bias hidden_activation global_head_dim num_global_key_value_heads per_layer_config "
         "attention_k_eq_v num_kv_shared_layers use_double_wide_mlp hidden_size_per_layer_input "
         "vocab_size_per_layer_input final_logit_softcapping use_bidirectional_attention enable_moe_block num_experts "
         "top_k_experts moe_intermediate_size"
     ),
-    only=dict.fromkeys(
-        ("rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"),
-        ((None, {}), _BY_LAYER),
-    ),
+    only=_held(_OF_ONE_ROTATION, (None, {}), _BY_LAYER),
     defaults={
         "hidden_activation": "gelu_pytorch_tanh",
         "num_key_value_heads": 4,
@@ -243,13 +296,14 @@ GEMMA4 = Keys(
     },
 )
 # The 12B has no experts and no inputs of layers
-_UNIFIED = _names(
+_UNIFIED = _held(
     "hidden_size_per_layer_input vocab_size_per_layer_input enable_moe_block num_experts top_k_experts "
-    "moe_intermediate_size"
+    "moe_intermediate_size",
+    (*_OFF, 262_144),
 )
 GEMMA4_UNIFIED = Keys(
-    read=GEMMA4.read - _UNIFIED,
-    only=dict(GEMMA4.only) | dict.fromkeys(sorted(_UNIFIED), ((*_OFF, 262_144), _OF_A_LAYER)),
+    read=GEMMA4.read - _UNIFIED.keys(),
+    only={**GEMMA4.only, **_UNIFIED},
     defaults={name: value for name, value in GEMMA4.defaults.items() if name not in _UNIFIED}
     | {"sliding_window": 1024},
 )
