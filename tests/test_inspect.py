@@ -190,6 +190,7 @@ def test_a_new_architecture_is_one_table_entry(
     @dataclass(frozen=True, kw_only=True)
     class OtherConfig(Eagle3Config):
         family = "OTHER"
+        refusal = "no OTHER"
 
     shutil.copytree(target_path, tmp_path / "target")
     change_json(tmp_path / "target" / "config.json", architectures=["OtherForCausalLM"])
@@ -200,7 +201,7 @@ def test_a_new_architecture_is_one_table_entry(
     monkeypatch.setitem(
         HEAD_FAMILIES,
         "OTHER",
-        replace(HEAD_FAMILIES["EAGLE3"], config=OtherConfig.from_hf, refusal="no OTHER"),
+        replace(HEAD_FAMILIES["EAGLE3"], kind=OtherConfig, config=OtherConfig.from_hf),
     )
     monkeypatch.delitem(HEAD_FAMILIES, "EAGLE3")
     text = describe(str(tmp_path / "target"), str(tmp_path / "head")).to_text()

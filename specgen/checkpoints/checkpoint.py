@@ -232,7 +232,7 @@ def build_head(config: HeadConfig, reader: TensorReader, target: Target, draft_t
     config = config.shared(ranks.size)
     ops = bind_ops(reader.device, reader.dtype, ranks)
     head = family.build(config, reader, target, draft_to_target, ops)
-    reader.finish(family.ignored)
+    reader.finish(config.ignored)
     return head
 
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from specgen.attention import Attend
 from specgen.config import require, shown
 from specgen.models.config_fields import Raw, architectures, count, flag, items, number, section
+from specgen.models.config_keys import DFLASH, Keys
 from specgen.models.layers import Attention, Block, Projection, load_norm
 from specgen.models.loader import Loader
 from specgen.models.model_config import (
@@ -30,9 +31,7 @@ from specgen.models.model_config import (
 from specgen.models.protocols import Head, OnePass, Target, embedding_of, output_of
 from specgen.ops import Map, Norm, Ops, joined
 
-NOT_DFLASH = "no hidden_norm.weight: the checkpoint is not a DFlash or DSpark head"
 MASK_TENSOR, MASK_ID_TENSOR = "mask_embedding", "mask_embedding.token_id"  # of a file beside the weights
-DFLASH_IGNORED = frozenset({"d2t", "t2d", "rotary_emb.inv_freq", MASK_ID_TENSOR})
 _NESTED = "dflash_config"
 _DSPARK = ("Qwen3DSparkModel", "DSparkDraftModel", "Gemma4DSparkModel")
 _IDS, _SPECULATORS_IDS = "target_layer_ids", "aux_hidden_state_layer_ids"
@@ -102,17 +101,14 @@ def require_trained_on(num_target_layers: int | None, config: Raw) -> None:
     )
 
 
-def is_dflash(config: Raw, tensors: Set[str]) -> bool:
-    """By the one tensor that EAGLE3 heads have in their first layer instead."""
-    del config
-    return "hidden_norm.weight" in tensors
-
-
 @dataclass(frozen=True, kw_only=True)
 class DFlashConfig(HeadConfig):
     """A DFlash head, or with ``markov_rank`` above 0 a DSpark head."""
 
     family: ClassVar[str] = "DFlash"
+    refusal: ClassVar[str] = "no hidden_norm.weight: the checkpoint is not a DFlash or DSpark head"
+    keys: ClassVar[Keys | None] = DFLASH
+    ignored: ClassVar[Set[str]] = frozenset({"d2t", "t2d", "rotary_emb.inv_freq", MASK_ID_TENSOR})
     splits: ClassVar[bool] = False  # one pass reads it once a step; DFlash2 needs whole sums within a layer
     dialect: str
     block_size: int  # rows of a block as it was trained
@@ -138,6 +134,11 @@ class DFlashConfig(HeadConfig):
             self.mask_token_id < self.vocab_size,
             f"the mask token is {self.mask_token_id}, outside the vocabulary of {self.vocab_size}: wrong config",
         )
+
+    @staticmethod
+    def recognizes(_: Raw, tensors: Set[str]) -> bool:
+        """By the one tensor that EAGLE3 heads have in their first layer instead."""
+        return "hidden_norm.weight" in tensors
 
     @property
     def title(self) -> str:

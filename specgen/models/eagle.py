@@ -23,12 +23,7 @@ from specgen.models.model_config import (
 from specgen.models.protocols import Head, OnePass, Target, embedding_of, output_of
 from specgen.ops import Map, Norm, Ops, Pair, joined
 
-NOT_EAGLE3 = (
-    "no midlayer.hidden_norm.weight or layers.0.hidden_norm.weight: the checkpoint is not an EAGLE3 head"
-)
 _ROTARY = [f"{prefix}rotary_emb.inv_freq" for prefix in ("", "midlayer.self_attn.", "layers.0.self_attn.")]
-# In some checkpoints but used by no pass; d2t and t2d are read separately, by the vocabulary map.
-EAGLE3_IGNORED = frozenset({"d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight", *_ROTARY})
 _MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # in vLLM's order
 _AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 _NORMS = {
@@ -38,12 +33,6 @@ _NORMS = {
     "norm_output": "of the hidden state fed back",
     "qk_norm": "of q and k",
 }
-
-
-def is_eagle3(config: Raw, tensors: Set[str]) -> bool:
-    """By the architecture's name, or by the tensor that only EAGLE3 heads have."""
-    named = "eagle3" in " ".join(architectures(config)).lower()
-    return named or any(name.endswith("hidden_norm.weight") for name in tensors)
 
 
 def tensor_prefixes(tensors: Container[str], num_layers: int) -> tuple[str, list[str]]:
@@ -56,7 +45,7 @@ def tensor_prefixes(tensors: Container[str], num_layers: int) -> tuple[str, list
         for layer in ("midlayer.", "layers.0."):
             if f"{root}{layer}hidden_norm.weight" in tensors:
                 return root, [root + layer, *(f"{root}layers.{index}." for index in range(1, num_layers))]
-    raise UserError(NOT_EAGLE3)
+    raise UserError(Eagle3Config.refusal)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +53,13 @@ class Eagle3Config(HeadConfig):
     """An EAGLE3 head; its first layer reads the embedding beside the hidden state."""
 
     family: ClassVar[str] = "EAGLE3"
+    refusal: ClassVar[str] = (
+        "no midlayer.hidden_norm.weight or layers.0.hidden_norm.weight: the checkpoint is not an EAGLE3 head"
+    )
+    # d2t and t2d are read separately, by the vocabulary map
+    ignored: ClassVar[Set[str]] = frozenset(
+        {"d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight", *_ROTARY}
+    )
     dialect: Literal["eagle", "speculators"]
     norm_before_residual: bool  # the residual is taken after hidden_norm
     norm_before_fc: bool  # one norm over the concatenated features
@@ -90,6 +86,12 @@ class Eagle3Config(HeadConfig):
             self.mask_token_id is None or self.mask_token_id < self.vocab_size,
             f"the mask token is {self.mask_token_id}, outside the vocabulary of {self.vocab_size}: wrong config",
         )
+
+    @staticmethod
+    def recognizes(config: Raw, tensors: Set[str]) -> bool:
+        """By the architecture's name, or by the tensor that only EAGLE3 heads have."""
+        named = "eagle3" in " ".join(architectures(config)).lower()
+        return named or any(name.endswith("hidden_norm.weight") for name in tensors)
 
     def pass_rows(self, num_drafts: int) -> int:
         return 1 if self.mask_token_id is None else num_drafts
@@ -319,18 +321,13 @@ def _fc(config: Eagle3Config, root: str, load: Loader, ops: Ops) -> Map | None:
     return None
 
 
-NOT_EAGLE1 = "no fc.weight and layers.0.self_attn.q_proj.weight: the checkpoint is not an EAGLE-1 head either"
-EAGLE1_IGNORED = frozenset({"rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq"})
-
-
-def is_eagle1(config: Raw, tensors: Set[str]) -> bool:
-    """By its tensors: a config says Llama or Qwen2, and nothing of a head."""
-    return not is_eagle3(config, tensors) and {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= tensors
-
-
 @dataclass(frozen=True, kw_only=True)
 class Eagle1Config(HeadConfig):
     family: ClassVar[str] = "EAGLE-1"
+    refusal: ClassVar[str] = (
+        "no fc.weight and layers.0.self_attn.q_proj.weight: the checkpoint is not an EAGLE-1 head either"
+    )
+    ignored: ClassVar[Set[str]] = frozenset({"rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq"})
     splits: ClassVar[bool] = False  # no norm behind the last layer, which would sum over ranks
     fc_bias: bool
 
@@ -342,10 +339,15 @@ class Eagle1Config(HeadConfig):
             "whole vocabulary",
         )
 
+    @staticmethod
+    def recognizes(config: Raw, tensors: Set[str]) -> bool:
+        """By its tensors: a config says Llama or Qwen2, and nothing of a head."""
+        named = {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= tensors
+        return named and not Eagle3Config.recognizes(config, tensors)
+
     @classmethod
-    def from_hf(cls, config: Raw, tensors: Set[str], num_target_layers: int | None) -> "Eagle1Config":
+    def from_hf(cls, config: Raw, tensors: Set[str], _: int | None) -> "Eagle1Config":
         """Read a head's ``config.json``; its biases and embedding are found in ``tensors`` alone."""
-        del num_target_layers  # it reads no layer but the last
         return cls(
             draft_vocab_size=count(config, "draft_vocab_size", count(config, "vocab_size")),
             target_hidden_size=count(config, "hidden_size"),

@@ -8,22 +8,19 @@ from typing import Any
 from torch import Tensor
 
 from specgen.config import UserError, require, shown
-from specgen.models import (
-    config_keys,
-    dflash,
-    eagle,
-    gemma4,
-    gemma4_assistant,
-    gemma4_heads,
-    llama,
-    llama4,
-    mixture_targets,
-    mtp,
-)
+from specgen.models import config_keys, gemma4, llama, llama4, mixture_targets, mtp
 from specgen.models.config_fields import Raw, architectures
-from specgen.models.config_keys import DFLASH, HEADS, Keys, known_keys, unread_keys
+from specgen.models.config_keys import Keys, known_keys, unread_keys
 from specgen.models.dflash import DFlashConfig, DFlashHead
 from specgen.models.eagle import Eagle1Config, Eagle1Head, Eagle3Config, Eagle3Head
+from specgen.models.gemma4_assistant import AssistantConfig, AssistantHead
+from specgen.models.gemma4_heads import (
+    Gemma4DFlashConfig,
+    Gemma4DFlashHead,
+    Gemma4EagleConfig,
+    Gemma4EagleHead,
+)
+from specgen.models.llama4 import EagleLlama4Config, EagleLlama4Head
 from specgen.models.loader import Loader
 from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.mtp import MtpConfig, MtpHead
@@ -48,15 +45,12 @@ class Family:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadFamily:
-    """Draft heads of one kind, in all their published formats; its name is its configs' ``family``."""
+    """Draft heads of one kind, in all their published formats."""
 
-    recognize: Callable[[Raw, Set[str]], bool]  # by a config.json and the names of the tensors
-    refusal: str  # for a checkpoint that no family recognizes
+    kind: type[HeadConfig]  # says how they are recognized
     config: Callable[[Raw, Set[str], int | None], HeadConfig]  # also from the target's number of layers
     # from that config; the tensor is draft_to_target
     build: Callable[[Any, Loader, Target, Tensor, Ops], Head]
-    ignored: Set[str]  # tensors in some checkpoints that no pass uses
-    keys: Keys | None = HEADS  # of its config.json; None: those of its target's family
 
 
 _llama = partial(Family, build=llama.Llama.build, ignored=llama.ignored_tensors)
@@ -98,75 +92,21 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def _mtp_config(raw: Raw, tensors: Set[str], num_target_layers: int | None) -> MtpConfig:
-    del num_target_layers  # they read no layer but the last
+def _mtp_config(raw: Raw, tensors: Set[str], _: int | None) -> MtpConfig:
     return MtpConfig.of_target(family_of(raw).config(raw), tensors)
 
 
-HEAD_FAMILIES: Mapping[str, HeadFamily] = {
-    "DFlash Gemma-4": HeadFamily(  # in front of those that have all of its tensors but one
-        recognize=gemma4_heads.is_gemma4_dflash,
-        refusal=gemma4_heads.NOT_GEMMA4_HEAD,
-        config=gemma4_heads.Gemma4DFlashConfig.from_hf,
-        build=gemma4_heads.Gemma4DFlashHead.build,
-        ignored=dflash.DFLASH_IGNORED,
-        keys=config_keys.GEMMA4_DFLASH,
-    ),
-    "EAGLE3 Gemma-4": HeadFamily(
-        recognize=gemma4_heads.is_gemma4_eagle3,
-        refusal=gemma4_heads.NOT_GEMMA4_HEAD,
-        config=gemma4_heads.Gemma4EagleConfig.from_hf,
-        build=gemma4_heads.Gemma4EagleHead.build,
-        ignored=eagle.EAGLE3_IGNORED,
-        keys=config_keys.GEMMA4_EAGLE3,
-    ),
-    "DFlash": HeadFamily(
-        recognize=dflash.is_dflash,
-        refusal=dflash.NOT_DFLASH,
-        config=DFlashConfig.from_hf,
-        build=DFlashHead.build,
-        ignored=dflash.DFLASH_IGNORED,
-        keys=DFLASH,
-    ),
-    "EAGLE3": HeadFamily(
-        recognize=eagle.is_eagle3,
-        refusal=eagle.NOT_EAGLE3,
-        config=Eagle3Config.from_hf,
-        build=Eagle3Head.build,
-        ignored=eagle.EAGLE3_IGNORED,
-    ),
-    "EAGLE Llama-4": HeadFamily(
-        recognize=llama4.is_eagle_llama4,
-        refusal=llama4.NOT_EAGLE_LLAMA4,
-        config=llama4.EagleLlama4Config.from_hf,
-        build=llama4.EagleLlama4Head.build,
-        ignored=eagle.EAGLE1_IGNORED,
-        keys=config_keys.LLAMA4_HEADS,
-    ),
-    "EAGLE-1": HeadFamily(
-        recognize=eagle.is_eagle1,
-        refusal=eagle.NOT_EAGLE1,
-        config=Eagle1Config.from_hf,
-        build=Eagle1Head.build,
-        ignored=eagle.EAGLE1_IGNORED,
-    ),
-    "Gemma 4 assistant": HeadFamily(
-        recognize=gemma4_assistant.is_assistant,
-        refusal=gemma4_assistant.NOT_ASSISTANT,
-        config=gemma4_assistant.AssistantConfig.from_hf,
-        build=gemma4_assistant.AssistantHead.build,
-        ignored=gemma4_assistant.ASSISTANT_IGNORED,
-        keys=config_keys.GEMMA4_ASSISTANT,
-    ),
-    "MTP": HeadFamily(
-        recognize=mtp.is_mtp,
-        refusal=mtp.NOT_MTP,
-        config=_mtp_config,
-        build=MtpHead.build,
-        ignored=frozenset(),
-        keys=None,
-    ),
-}
+_HEADS = (  # those of Gemma-4 in front, as others have all of their tensors but one
+    HeadFamily(kind=Gemma4DFlashConfig, config=Gemma4DFlashConfig.from_hf, build=Gemma4DFlashHead.build),
+    HeadFamily(kind=Gemma4EagleConfig, config=Gemma4EagleConfig.from_hf, build=Gemma4EagleHead.build),
+    HeadFamily(kind=DFlashConfig, config=DFlashConfig.from_hf, build=DFlashHead.build),
+    HeadFamily(kind=Eagle3Config, config=Eagle3Config.from_hf, build=Eagle3Head.build),
+    HeadFamily(kind=EagleLlama4Config, config=EagleLlama4Config.from_hf, build=EagleLlama4Head.build),
+    HeadFamily(kind=Eagle1Config, config=Eagle1Config.from_hf, build=Eagle1Head.build),
+    HeadFamily(kind=AssistantConfig, config=AssistantConfig.from_hf, build=AssistantHead.build),
+    HeadFamily(kind=MtpConfig, config=_mtp_config, build=MtpHead.build),
+)
+HEAD_FAMILIES: Mapping[str, HeadFamily] = {each.kind.family: each for each in _HEADS}
 # Architectures that are asked for and not built, and what they need.
 _NOT_BUILT = {
     "DeepseekV4ForCausalLM": "sparse attention with compressed positions and hyper-connections",
@@ -186,7 +126,7 @@ def family_of(config: Raw) -> Family:
 
 def is_head(config: Raw, tensors: Set[str]) -> bool:
     """Whether a checkpoint is a draft head of any family, by its ``config.json`` and the names of its tensors."""
-    return any(family.recognize(config, tensors) for family in HEAD_FAMILIES.values())
+    return any(family.kind.recognizes(config, tensors) for family in HEAD_FAMILIES.values())
 
 
 def is_model(config: Raw, tensors: Set[str]) -> bool:
@@ -202,14 +142,14 @@ def is_model(config: Raw, tensors: Set[str]) -> bool:
 def head_family_of(config: Raw, tensors: Set[str]) -> HeadFamily:
     """The first family that recognizes the head; ``UserError`` if none does."""
     for family in HEAD_FAMILIES.values():
-        if family.recognize(config, tensors):
+        if family.kind.recognizes(config, tensors):
             return family
     name = next(iter(architectures(config)), "")
     require(name not in _NOT_BUILT, f"{name}: {_NOT_BUILT.get(name)} are not built")
-    raise UserError("; ".join(dict.fromkeys(family.refusal for family in HEAD_FAMILIES.values())))
+    raise UserError("; ".join(dict.fromkeys(family.kind.refusal for family in HEAD_FAMILIES.values())))
 
 
 def unread(config: Raw, tensors: Set[str]) -> tuple[str, ...]:
     """Keys of the ``config.json`` of a target or head that nothing reads, though they may mean something."""
-    heads = (family.keys for family in HEAD_FAMILIES.values() if family.recognize(config, tensors))
+    heads = (family.kind.keys for family in HEAD_FAMILIES.values() if family.kind.recognizes(config, tensors))
     return unread_keys(config, next(heads, None) or family_of(config).keys)

@@ -15,6 +15,7 @@ from specgen.attention import Attend, LayerAttention
 from specgen.config import require, shown
 from specgen.kv.layout import Layout
 from specgen.models.config_fields import Raw, architectures, count, flag
+from specgen.models.config_keys import GEMMA4_ASSISTANT, Keys
 from specgen.models.gemma4 import Gemma4, Gemma4Config, Gemma4Layers, Gemma4Stack, head_layers
 from specgen.models.loader import Loader
 from specgen.models.model_config import HeadConfig, TargetConfig
@@ -22,20 +23,12 @@ from specgen.models.protocols import Head, Target
 from specgen.models.rotary import rope_of
 from specgen.ops import Map, Ops, Rope, Store
 
-NOT_ASSISTANT = "no pre_projection.weight: the checkpoint is not an assistant of Gemma 4 either"
 _TABLE = "model.embed_tokens"
 TOKEN_ORDERING = "masked_embedding.token_ordering"
-ASSISTANT_IGNORED = frozenset({TOKEN_ORDERING, "lm_head.weight"})  # read as the vocabulary map; tied
 # Where a row stands, from the newest position that is stored: transformers, which is Google's own code, rotates queries
 # for the token that is drafted from, whose keys are not there yet, and lets them see a window and this many more
 # behind it. vLLM and SGLang take 0. Scores are of distances, so each differs by a position; a pair's acceptance tells.
 AHEAD = 1
-
-
-def is_assistant(config: Raw, tensors: Set[str]) -> bool:
-    """By the architecture's name, or by the tensors that no other head has."""
-    named = any(name.startswith("Gemma4") and "Assistant" in name for name in architectures(config))
-    return named or {"pre_projection.weight", "post_projection.weight"} <= tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +36,20 @@ class AssistantConfig(Gemma4Layers, HeadConfig):
     """An assistant, whose layers have queries alone."""
 
     family: ClassVar[str] = "Gemma 4 assistant"
+    refusal: ClassVar[str] = "no pre_projection.weight: the checkpoint is not an assistant of Gemma 4 either"
+    keys: ClassVar[Keys | None] = GEMMA4_ASSISTANT
+    # read as the vocabulary map; tied
+    ignored: ClassVar[Set[str]] = frozenset({TOKEN_ORDERING, "lm_head.weight"})
     reads_target_kv: ClassVar[bool] = True
     sees_behind: ClassVar[int] = 1 + AHEAD  # its row is one before, and its window is so much longer
     num_centroids: int  # of groups of tokens; 0: all tokens have logits
     num_chosen: int  # of these, whose tokens alone have logits
+
+    @staticmethod
+    def recognizes(config: Raw, tensors: Set[str]) -> bool:
+        """By the architecture's name, or by the tensors that no other head has."""
+        named = any(name.startswith("Gemma4") and "Assistant" in name for name in architectures(config))
+        return named or {"pre_projection.weight", "post_projection.weight"} <= tensors
 
     @property
     def title(self) -> str:
@@ -69,9 +72,8 @@ class AssistantConfig(Gemma4Layers, HeadConfig):
         return self.num_chosen / self.num_centroids if self.num_centroids else 1.0
 
     @classmethod
-    def from_hf(cls, config: Raw, tensors: Set[str], num_target_layers: int | None) -> "AssistantConfig":
+    def from_hf(cls, config: Raw, tensors: Set[str], _: int | None) -> "AssistantConfig":
         """Read an assistant's ``config.json``; it depends on no number of layers."""
-        del num_target_layers
         layers, ordered = head_layers(config), flag(config, "use_ordered_embeddings")
         require(
             flag({"tie_word_embeddings": True, **config}, "tie_word_embeddings"),

@@ -11,7 +11,9 @@ from torch.nn import functional as F
 from specgen.attention import Attend, LayerAttention
 from specgen.config import require, shown
 from specgen.models.config_fields import Raw, count, items
+from specgen.models.config_keys import GEMMA4_DFLASH, GEMMA4_EAGLE3, Keys
 from specgen.models.dflash import DFlashConfig, DFlashHead, require_trained_on
+from specgen.models.eagle import Eagle3Config
 from specgen.models.gemma4 import (
     Gemma4Block,
     Gemma4Layers,
@@ -29,17 +31,7 @@ from specgen.ops import Map, Norm, Ops
 
 _FOURTH_NORM = "layers.0.pre_feedforward_layernorm.weight"  # which layers of a Llama have not
 _IDS = "target_layer_ids"
-NOT_GEMMA4_HEAD = f"no {_FOURTH_NORM} of a Gemma 4's layers"
-
-
-def is_gemma4_dflash(config: Raw, tensors: Set[str]) -> bool:
-    del config
-    return {"hidden_norm.weight", _FOURTH_NORM} <= tensors
-
-
-def is_gemma4_eagle3(config: Raw, tensors: Set[str]) -> bool:
-    del config
-    return {"layers.0.hidden_norm.weight", _FOURTH_NORM} <= tensors
+_REFUSAL = f"no {_FOURTH_NORM} of a Gemma 4's layers"
 
 
 def _without_windows(config: Raw) -> dict[str, Any]:
@@ -62,6 +54,12 @@ class Gemma4DFlashConfig(Gemma4Layers, DFlashConfig):
     """A DFlash or DSpark head, whose embedding is scaled, its own or the target's."""
 
     family: ClassVar[str] = "DFlash Gemma-4"
+    refusal: ClassVar[str] = _REFUSAL
+    keys: ClassVar[Keys | None] = GEMMA4_DFLASH
+
+    @staticmethod
+    def recognizes(_: Raw, tensors: Set[str]) -> bool:
+        return {"hidden_norm.weight", _FOURTH_NORM} <= tensors
 
     @staticmethod
     def layers(config: Raw, tensors: Set[str]) -> dict[str, Any]:
@@ -150,6 +148,13 @@ class Gemma4EagleConfig(Gemma4Layers, HeadConfig):
     """An EAGLE3 head of one layer, whose embedding is scaled, its own or the target's."""
 
     family: ClassVar[str] = "EAGLE3 Gemma-4"
+    refusal: ClassVar[str] = _REFUSAL
+    keys: ClassVar[Keys | None] = GEMMA4_EAGLE3
+    ignored: ClassVar[Set[str]] = Eagle3Config.ignored
+
+    @staticmethod
+    def recognizes(_: Raw, tensors: Set[str]) -> bool:
+        return {"layers.0.hidden_norm.weight", _FOURTH_NORM} <= tensors
 
     @classmethod
     def from_hf(cls, config: Raw, tensors: Set[str], num_target_layers: int | None) -> "Gemma4EagleConfig":

@@ -16,8 +16,8 @@ from torch import Tensor
 from specgen.attention import Attend, Temperature
 from specgen.config import require, shown
 from specgen.models.config_fields import Raw, architectures, count, flag, items, number
-from specgen.models.config_keys import LLAMA4_HEADS, known_keys
-from specgen.models.eagle import Eagle1Head, is_eagle3
+from specgen.models.config_keys import LLAMA4_HEADS, Keys, known_keys
+from specgen.models.eagle import Eagle1Config, Eagle1Head
 from specgen.models.layers import Attention, Block, HeadLayers, Projection, load_norm
 from specgen.models.llama import Llama
 from specgen.models.loader import Loader
@@ -272,29 +272,30 @@ def build(config: Llama4Config, load: Loader, ops: Ops) -> Llama:
 
 # ---- the head
 
-NOT_EAGLE_LLAMA4 = "no config of a Llama-4 beside fc.weight: the checkpoint is not an EAGLE head of one"
-
-
-def is_eagle_llama4(config: Raw, tensors: Set[str]) -> bool:
-    """By its config, which says Llama-4, and ``fc.weight``, which no target has."""
-    kind = " ".join((*architectures(config), str(config.get("model_type")))).lower()
-    has_layer = {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= tensors
-    return "llama4" in kind and has_layer and not is_eagle3(config, tensors)
-
 
 @dataclass(frozen=True, kw_only=True)
 class EagleLlama4Config(HeadConfig):
     """An EAGLE-1 head with rotated layers of a Llama-4, an input norm and a final one."""
 
     family: ClassVar[str] = "EAGLE Llama-4"
+    refusal: ClassVar[str] = (
+        "no config of a Llama-4 beside fc.weight: the checkpoint is not an EAGLE head of one"
+    )
+    keys: ClassVar[Keys | None] = LLAMA4_HEADS
+    ignored: ClassVar[Set[str]] = Eagle1Config.ignored
+
+    @staticmethod
+    def recognizes(config: Raw, tensors: Set[str]) -> bool:
+        """By its config, which says Llama-4, and ``fc.weight``, which no target has."""
+        kind = " ".join((*architectures(config), str(config.get("model_type")))).lower()
+        return "llama4" in kind and Eagle1Config.recognizes(config, tensors)
 
     def seen(self, index: int) -> Seen:
         return Seen(chunk=self.chunk)
 
     @classmethod
-    def from_hf(cls, raw: Raw, tensors: Set[str], num_target_layers: int | None) -> "EagleLlama4Config":
+    def from_hf(cls, raw: Raw, tensors: Set[str], _: int | None) -> "EagleLlama4Config":
         """Read a head's ``config.json``; what it shares with its target is found in ``tensors`` alone."""
-        del num_target_layers  # it reads no layer but the last
         config = known_keys(raw, LLAMA4_HEADS)
         num_layers = count(config, "num_hidden_layers")
         require(

@@ -17,7 +17,7 @@ from specgen.models.config_fields import (
     items,
     number,
 )
-from specgen.models.config_keys import refuse_values
+from specgen.models.config_keys import HEADS, Keys, refuse_values
 from specgen.models.fp8_config import Fp8Config, fp8_config
 from specgen.models.rotary import RopeConfig, latent_scale
 from specgen.ops.experts import MXFP4_BLOCK, Activation, Weighing
@@ -489,6 +489,9 @@ class HeadConfig(LayerConfig):
     """
 
     family: ClassVar[str]
+    refusal: ClassVar[str]  # for a checkpoint that no family recognizes
+    keys: ClassVar[Keys | None] = HEADS  # of its config.json; None: those of its target's family
+    ignored: ClassVar[Set[str]] = frozenset()  # tensors in some checkpoints that no pass uses
     draft_vocab_size: int
     target_hidden_size: int
     aux_layers: tuple[int, ...]
@@ -511,6 +514,11 @@ class HeadConfig(LayerConfig):
             self.fp8 is None or self.takes_fp8,
             "quantization_config is set: a head in FP8 is not supported, use a plain one",
         )
+
+    @staticmethod
+    def recognizes(config: Raw, tensors: Set[str]) -> bool:
+        """Whether a checkpoint is of this family, by its ``config.json`` and the names of its tensors."""
+        raise NotImplementedError
 
     def num_shares(self, count: int) -> int:
         """Of how many of ``count`` ranks each has a share of the layers: all, or 1 where every rank has them whole."""

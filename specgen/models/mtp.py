@@ -10,13 +10,12 @@ from specgen.attention import Attend
 from specgen.config import require
 from specgen.models import llama
 from specgen.models.config_fields import Raw
+from specgen.models.config_keys import Keys
 from specgen.models.layers import Block, GatedDelta, load_norm, norm_weight
 from specgen.models.loader import Loader
 from specgen.models.model_config import HeadConfig, LayerConfig, TargetConfig
 from specgen.models.protocols import Head, Target, logits_of
 from specgen.ops import Map, Norm, Ops, Pair
-
-NOT_MTP = "no model.layers.N.eh_proj.weight or mtp.fc.weight alone: the checkpoint is no MTP layer either"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,21 +72,24 @@ def mtp_layers(num_target_layers: int, names: Set[str]) -> tuple[MtpNames, ...]:
     return tuple(found)
 
 
-def is_mtp(config: Raw, tensors: Set[str]) -> bool:
-    """MTP layers without their target, which has its own embedding."""
-    del config
-    return not any(name in tensors for name in llama.EMBEDDINGS) and any(
-        name.endswith(".eh_proj.weight") or name == "mtp.fc.weight" for name in tensors
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class MtpConfig(HeadConfig):
     """MTP layers of a target, of its kind; of a hybrid's they attend."""
 
     family: ClassVar[str] = "MTP"
+    refusal: ClassVar[str] = (
+        "no model.layers.N.eh_proj.weight or mtp.fc.weight alone: the checkpoint is no MTP layer either"
+    )
+    keys: ClassVar[Keys | None] = None
     takes_fp8: ClassVar[bool] = True
     names: tuple[MtpNames, ...]  # of each layer
+
+    @staticmethod
+    def recognizes(_: Raw, tensors: Set[str]) -> bool:
+        """MTP layers without their target, which has its own embedding."""
+        return not any(name in tensors for name in llama.EMBEDDINGS) and any(
+            name.endswith(".eh_proj.weight") or name == "mtp.fc.weight" for name in tensors
+        )
 
     @classmethod
     def of_target(cls, target: TargetConfig, tensors: Set[str]) -> "MtpConfig":
