@@ -105,18 +105,20 @@ class Inspection:
 
     def facts(self) -> dict[str, str]:
         fp8 = " in FP8, as the checkpoint says" * self.weights.fp8_kv
-        kv_cache = "none of its own"
-        if self.weights.kv_bytes_per_token:
-            kv_cache = f"{self.weights.kv_bytes_per_token:,} bytes per token{fp8}{self._windowed}"
-        number = f"{self.num_mtp_layers} layer{'s' * (self.num_mtp_layers > 1)}"
-        mtp = {"MTP": f"{number}, used by --drafter mtp"} if self.num_mtp_layers else {}
-        visual = f"{self.num_visual_tensors} tensors of the part for images and sounds are not loaded: prompts are text"
-        vision = {"vision": visual} if self.num_visual_tensors else {}
-        unread = {"not read": listed(self.unread_keys)} if self.unread_keys else {}
-        named = {"named": f"{shown(self.architecture)} in config.json"} if self.architecture else {}
-        lora = {"LoRA": self.lora} if self.lora else {}
-        own = {**named, **self.config.facts(), **lora, **mtp, **vision}
-        return {**own, "weights": _size(self.weights), "KV cache": kv_cache, **unread}
+        stored, mtp, visual = self.weights.kv_bytes_per_token, self.num_mtp_layers, self.num_visual_tensors
+        found = {
+            "named": f"{shown(self.architecture)} in config.json" if self.architecture else "",
+            **self.config.facts(),
+            "LoRA": self.lora,
+            "MTP": f"{mtp} layer{'s' * (mtp > 1)}, used by --drafter mtp" if mtp else "",
+            "vision": f"{visual} tensors of the part for images and sounds are not loaded: prompts are text"
+            if visual
+            else "",
+            "weights": _size(self.weights),
+            "KV cache": f"{stored:,} bytes per token{fp8}{self._windowed}" if stored else "none of its own",
+            "not read": listed(self.unread_keys),
+        }
+        return {name: text for name, text in found.items() if text}
 
     def to_json(self) -> dict[str, Any]:
         facts = {**asdict(self.config), **asdict(self.weights), "problems": list(self.problems)}

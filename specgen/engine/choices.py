@@ -282,40 +282,26 @@ def _uses(
     for index in range(model.num_layers):
         windows.setdefault(model.kv_heads(index), set()).add(model.window(index) is not None)
     return [
-        _use(config, model, kv_dtype, rows, heads, tuple(sorted(windowed)), prefills=prefills)
-        for heads, windowed in windows.items()
+        Use(
+            heads=Heads(
+                num_heads=model.num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                dtype=DTYPES[config.dtype],
+                kv_dtype=kv_dtype,
+                page_size=config.page_size,
+                max_query_len=config.draft_length.most + 1,
+                sinks=model.sinks,
+                chunk=model.chunk,
+                latent=model.latent,
+            ),
+            windowed=tuple(sorted(windowed)),
+            query_lens=rows,
+            prefills=prefills,
+            num_sequences=bucket(config.max_batch_size),
+        )
+        for (num_kv_heads, head_dim), windowed in windows.items()
     ]
-
-
-def _use(
-    config: EngineConfig,
-    model: LayerConfig,
-    kv_dtype: torch.dtype,
-    rows: tuple[int, ...],
-    kv_heads: tuple[int, int],
-    windowed: tuple[bool, ...],
-    *,
-    prefills: bool,
-) -> Use:
-    num_kv_heads, head_dim = kv_heads
-    return Use(
-        heads=Heads(
-            num_heads=model.num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            dtype=DTYPES[config.dtype],
-            kv_dtype=kv_dtype,
-            page_size=config.page_size,
-            max_query_len=config.draft_length.most + 1,
-            sinks=model.sinks,
-            chunk=model.chunk,
-            latent=model.latent,
-        ),
-        windowed=windowed,
-        query_lens=rows,
-        prefills=prefills,
-        num_sequences=bucket(config.max_batch_size),
-    )
 
 
 def needed_modules(config: EngineConfig, checkpoints: Checkpoints, expected: SamplingParams) -> list[Module]:

@@ -189,10 +189,8 @@ class Conversations:
         )
         if completion.error is None:
             conversation.answers.append(text)  # without its reasoning, as chat templates expect
-        return RequestOutput(
-            id=_shown_id(conversation, request.id),
-            sample=conversation.sample,
-            num_samples=conversation.num_samples,
+        return replace(
+            _output(conversation, request.turn, completion.error),
             prompt=conversation.asked,
             text=text,
             reasoning=parts.reasoning,
@@ -201,13 +199,9 @@ class Conversations:
             finish_reason="length" if reason == "context" or reason == "incomplete" else reason,
             context_is_full=reason == "context",
             is_incomplete=reason == "incomplete",
-            turn=request.turn,
             num_prompt_tokens=len(request.prompt_token_ids),
             prompt_token_ids=request.prompt_token_ids,
             was_tokenized=bool(conversation.prompt.token_ids),
-            category=request.category,
-            endpoint=conversation.prompt.endpoint,
-            error=None if completion.error is None else _placed(conversation.prompt, completion.error),
             metrics=metrics,
             logprobs=completion.logprobs,
             prompt_logprobs=completion.prompt_logprobs,
@@ -225,7 +219,7 @@ class Conversations:
         try:
             request = self._request(conversation, unanswered[0])
         except UserError as error:
-            self._fail(self._failed(conversation, len(answers) + 1, str(error)))
+            self._fail(_output(conversation, len(answers) + 1, str(error)))
             self._fail_behind(conversation)
             return None
         self._open[request.id] = conversation
@@ -265,25 +259,25 @@ class Conversations:
         """The turns behind one that failed cannot be asked."""
         failed = len(conversation.answers) + 1
         for turn in range(failed + 1, len(conversation.names) + 1):
-            self._fail(self._failed(conversation, turn, f"turn {failed} before it has no answer"))
-
-    def _failed(self, conversation: _Conversation, turn: int, reason: str) -> RequestOutput:
-        prompt = conversation.prompt
-        return RequestOutput(
-            id=_shown_id(conversation, conversation.names[turn - 1]),
-            sample=conversation.sample,
-            num_samples=conversation.num_samples,
-            finish_reason="error",
-            turn=turn,
-            category=prompt.category,
-            endpoint=prompt.endpoint,
-            error=_placed(prompt, reason),
-        )
+            self._fail(_output(conversation, turn, f"turn {failed} before it has no answer"))
 
 
-def _shown_id(conversation: _Conversation, name: str) -> str:
-    """Of a turn its ``name``, of a sample the prompt's id."""
-    return name if conversation.num_samples == 1 else conversation.prompt.id
+def _output(conversation: _Conversation, turn: int, error: str | None) -> RequestOutput:
+    """That of ``turn`` before there is an answer, or why there is none: ``error``, after the prompt's line in its file.
+
+    The id is a turn's name, and of samples the prompt's id.
+    """
+    prompt = conversation.prompt
+    return RequestOutput(
+        id=conversation.names[turn - 1] if conversation.num_samples == 1 else prompt.id,
+        sample=conversation.sample,
+        num_samples=conversation.num_samples,
+        finish_reason="error",
+        turn=turn,
+        category=prompt.category,
+        endpoint=prompt.endpoint,
+        error=f"{prompt.where}: {error}" if error is not None and prompt.where else error,
+    )
 
 
 def first_turns(
@@ -314,11 +308,6 @@ def greedy(requests: Iterable[Request]) -> tuple[list[Request], tuple[str, ...]]
     note = f"{rows}, which is left out: everything is decoded greedily"
     found = [replace(each, sampling=replace(each.sampling, temperature=0.0)) for each in asked]
     return found, (note,) if sampled else ()
-
-
-def _placed(prompt: Prompt, reason: str) -> str:
-    """``reason`` after the prompt's line in its file, where it comes from one."""
-    return f"{prompt.where}: {reason}" if prompt.where else reason
 
 
 def summarize(outputs: Iterable[RequestOutput]) -> Report:

@@ -20,14 +20,7 @@ from specgen.models.config_fields import Raw, architectures, count, flag, items,
 from specgen.models.config_keys import DFLASH, Keys
 from specgen.models.layers import Attention, Block, Projection, load_norm
 from specgen.models.loader import Loader
-from specgen.models.model_config import (
-    HeadConfig,
-    LayerConfig,
-    dtype_name,
-    head_biases,
-    layer_settings,
-    layer_windows,
-)
+from specgen.models.model_config import HeadConfig, LayerConfig, dtype_name, head_layer_settings
 from specgen.models.protocols import Head, OnePass, Target, embedding_of, output_of
 from specgen.ops import Map, Norm, Ops, joined
 
@@ -190,7 +183,11 @@ class DFlashConfig(HeadConfig):
             type(token) is int and token >= 0,
             f"mask_token_id is {shown(token)}: add the id of the mask token that the head was trained with",
         )
-        num_layers, windows = count(layer, "num_hidden_layers"), layer_windows(layer)
+        layers = cls.layers(
+            {name: value for name, value in layer.items() if name not in _OWN_MEANING},
+            {name for name in tensors if name.startswith("layers.")},  # a Markov head has biases too
+        )
+        windows = layers.get("windows") or (None,) * layers["num_layers"]
         return cls(
             dialect="speculators" if speculators else "DeepSpec" if _is_dspark(config) else "z-lab",
             draft_vocab_size=count({**layer, **config}, "draft_vocab_size", count(layer, "vocab_size")),
@@ -204,29 +201,20 @@ class DFlashConfig(HeadConfig):
             block_size=count(flags, "block_size"),
             block_layout=_block_layout(config, flags, speculators, markov),
             mask_token_id=cast(int, token),
-            causal_layers=_causal_layers(config, flags, windows or (None,) * num_layers, speculators),
+            causal_layers=_causal_layers(config, flags, windows, speculators),
             markov_rank=markov,
             markov_kind=cast(MarkovKind, kind),
             confidence=confidence,
             confidence_reads_token=confidence and flag(flags, "confidence_head_with_markov"),
             dtype=dtype_name(config),
             **_second_version(flags, tensors),
-            **cls.layers(
-                {name: value for name, value in layer.items() if name not in _OWN_MEANING},
-                {name for name in tensors if name.startswith("layers.")},  # a Markov head has biases too
-            ),
+            **layers,
         )
 
     @staticmethod
     def layers(config: Raw, tensors: Set[str]) -> dict[str, Any]:
         """The fields that are of its layers alone, from what ``config.json`` says of these."""
-        return {
-            "num_layers": count(config, "num_hidden_layers"),
-            "windows": layer_windows(config),
-            "qk_norm": any(name.endswith("self_attn.q_norm.weight") for name in tensors),
-            **head_biases(config, tensors),
-            **layer_settings(config),
-        }
+        return head_layer_settings(config, tensors)
 
     @property
     def takes_scaled(self) -> bool | None:

@@ -13,13 +13,7 @@ from specgen.config import UserError, require, shown
 from specgen.models.config_fields import Raw, architectures, count, flag, section
 from specgen.models.layers import HeadLayers, load_norm
 from specgen.models.loader import Loader
-from specgen.models.model_config import (
-    HeadConfig,
-    dtype_name,
-    head_biases,
-    layer_settings,
-    layer_windows,
-)
+from specgen.models.model_config import HeadConfig, dtype_name, head_layer_settings
 from specgen.models.protocols import Head, OnePass, Target, embedding_of, output_of
 from specgen.ops import Map, Norm, Ops, Pair, joined
 
@@ -141,7 +135,6 @@ class Eagle3Config(HeadConfig):
             dialect="eagle" if layer is config else "speculators",
             draft_vocab_size=count({**layer, **config}, "draft_vocab_size", count(layer, "vocab_size")),
             target_hidden_size=count(config, "target_hidden_size", count(layer, "hidden_size")),
-            num_layers=count(layer, "num_hidden_layers"),
             aux_layers=aux_layers,
             aux_rule=aux_rule,
             norm_before_residual=flag(flags, "norm_before_residual"),
@@ -149,14 +142,11 @@ class Eagle3Config(HeadConfig):
             fc_norm=flag(flags, "fc_norm"),
             norm_output=flag(flags, "norm_output"),
             mask_token_id=_mask_token(flags) if parallel else None,
-            qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in tensors),
             own_embedding=any(name.endswith("embed_tokens.weight") for name in tensors),
             own_lm_head=True,
             reads_output=reads_output,
-            windows=layer_windows(layer),
             dtype=dtype_name(config),
-            **head_biases(layer, tensors),
-            **layer_settings(layer),
+            **head_layer_settings(layer, tensors),
         )
 
     def facts(self) -> dict[str, str]:
@@ -351,18 +341,14 @@ class Eagle1Config(HeadConfig):
         return cls(
             draft_vocab_size=count(config, "draft_vocab_size", count(config, "vocab_size")),
             target_hidden_size=count(config, "hidden_size"),
-            num_layers=count(config, "num_hidden_layers"),
             aux_layers=(),
             aux_rule="an EAGLE-1 head reads the last hidden state alone",
             own_embedding="embed_tokens.weight" in tensors,
             own_lm_head=False,
             reads_output=True,
             fc_bias="fc.bias" in tensors,
-            qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in tensors),
-            windows=layer_windows(config),
             dtype=dtype_name(config),
-            **head_biases(config, tensors),
-            **layer_settings(config),
+            **head_layer_settings(config, tensors),
         )
 
     def facts(self) -> dict[str, str]:

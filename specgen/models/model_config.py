@@ -633,8 +633,11 @@ def layer_windows(config: Raw) -> tuple[int | None, ...]:
     return tuple(count(config, "sliding_window") if each else None for each in windowed)
 
 
-def head_biases(config: Raw, tensors: Set[str]) -> dict[str, Any]:
-    """Which linear layers of a head have a bias: published configs often do not say, so its tensors do."""
+def head_layer_settings(config: Raw, tensors: Set[str]) -> dict[str, Any]:
+    """The settings of a head's layers, which are a Llama's or Qwen's; ``tensors`` are the names in its checkpoint.
+
+    Published configs often do not say which linear layers have a bias, so the tensors do.
+    """
 
     def any_of(*names: str) -> bool:
         return any(tensor.endswith(tuple(f"{name}.bias" for name in names)) for tensor in tensors)
@@ -645,9 +648,13 @@ def head_biases(config: Raw, tensors: Set[str]) -> dict[str, Any]:
             f"{name} is true, but there is no {tensor}.bias: the checkpoint is incomplete",
         )
     return {
+        "num_layers": count(config, "num_hidden_layers"),
+        "windows": layer_windows(config),
+        "qk_norm": any(name.endswith("self_attn.q_norm.weight") for name in tensors),
         "qkv_bias": any_of("q_proj", "k_proj", "v_proj"),
         "o_bias": any_of("o_proj"),
         "mlp_bias": any_of("gate_proj", "up_proj", "down_proj"),
+        **layer_settings(config),
     }
 
 
