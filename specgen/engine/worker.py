@@ -144,15 +144,10 @@ class Worker:
     def function(
         self, model: int, config: EngineConfig, function: Callable[..., object], *arguments: object
     ) -> None:
-        """Call it with the model, as rank 0 does."""
+        """Call it with the model, as rank 0 does. Answer with what it returns, if that is a number."""
         models = self._load(model, config)
-        function(replace(config, device=self._place.device), models, *arguments)
-        self._answer("done")
-
-    def number(self, model: int, config: EngineConfig, function: Callable[..., int]) -> None:
-        """Answer with what it returns of the model."""
-        models = self._load(model, config)
-        self._answer(function(replace(config, device=self._place.device), models))
+        found = function(replace(config, device=self._place.device), models, *arguments)
+        self._answer(found if isinstance(found, int) else None)
 
     def close(self) -> None:
         """Leave in order: graphs hold on to the communication that is part of them."""

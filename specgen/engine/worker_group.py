@@ -484,7 +484,7 @@ class ModelPeers(Peers):
         return self._answered(_worker().function, self._model, config, function, *arguments)
 
     def least(self, number: Callable[..., int], config: EngineConfig, models: object) -> int:
-        with self._answered(_worker().number, self._model, config, number) as others:
+        with self._answered(_worker().function, self._model, config, number) as others:
             mine = number(config, models)
         return int(min(mine, *others))
 

@@ -20,7 +20,13 @@ from specgen.models.config_fields import Raw, architectures, count, flag, items,
 from specgen.models.config_keys import DFLASH, Keys
 from specgen.models.layers import Attention, Block, Projection, load_norm
 from specgen.models.loader import Loader
-from specgen.models.model_config import HeadConfig, LayerConfig, dtype_name, head_layer_settings
+from specgen.models.model_config import (
+    HeadConfig,
+    LayerConfig,
+    dtype_name,
+    head_layer_settings,
+    layer_windows,
+)
 from specgen.models.protocols import Head, OnePass, Target, embedding_of, output_of
 from specgen.ops import Map, Norm, Ops, joined
 
@@ -183,11 +189,7 @@ class DFlashConfig(HeadConfig):
             type(token) is int and token >= 0,
             f"mask_token_id is {shown(token)}: add the id of the mask token that the head was trained with",
         )
-        layers = cls.layers(
-            {name: value for name, value in layer.items() if name not in _OWN_MEANING},
-            {name for name in tensors if name.startswith("layers.")},  # a Markov head has biases too
-        )
-        windows = layers.get("windows") or (None,) * layers["num_layers"]
+        windows = layer_windows(layer) or (None,) * count(layer, "num_hidden_layers")
         return cls(
             dialect="speculators" if speculators else "DeepSpec" if _is_dspark(config) else "z-lab",
             draft_vocab_size=count({**layer, **config}, "draft_vocab_size", count(layer, "vocab_size")),
@@ -208,7 +210,10 @@ class DFlashConfig(HeadConfig):
             confidence_reads_token=confidence and flag(flags, "confidence_head_with_markov"),
             dtype=dtype_name(config),
             **_second_version(flags, tensors),
-            **layers,
+            **cls.layers(
+                {name: value for name, value in layer.items() if name not in _OWN_MEANING},
+                {name for name in tensors if name.startswith("layers.")},  # a Markov head has biases too
+            ),
         )
 
     @staticmethod
