@@ -29,7 +29,6 @@ class DraftModelConfig(HeadConfig):
             **settings,
             draft_vocab_size=model.vocab_size,
             target_hidden_size=model.hidden_size,
-            aux_layers=(),
             aux_rule="a draft model reads token ids alone",
             own_embedding=True,
             own_lm_head=True,

@@ -341,7 +341,6 @@ class Eagle1Config(HeadConfig):
         return cls(
             draft_vocab_size=count(config, "draft_vocab_size", count(config, "vocab_size")),
             target_hidden_size=count(config, "hidden_size"),
-            aux_layers=(),
             aux_rule="an EAGLE-1 head reads the last hidden state alone",
             own_embedding="embed_tokens.weight" in tensors,
             own_lm_head=False,

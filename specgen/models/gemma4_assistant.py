@@ -98,7 +98,6 @@ class AssistantConfig(Gemma4Layers, HeadConfig):
             **layers | {"num_shared": layers["num_layers"]},
             draft_vocab_size=vocab_size,
             target_hidden_size=count(config, "backbone_hidden_size"),
-            aux_layers=(),
             aux_rule="an assistant reads the last hidden state alone",
             own_embedding=False,
             own_lm_head=True,

@@ -310,7 +310,6 @@ class EagleLlama4Config(HeadConfig):
             draft_vocab_size=count(config, "draft_vocab_size", count(config, "vocab_size")),
             target_hidden_size=count(config, "hidden_size"),
             num_layers=num_layers,
-            aux_layers=(),
             aux_rule="an EAGLE head reads the last hidden state alone",
             own_embedding="embed_tokens.weight" in tensors,
             own_lm_head="lm_head.weight" in tensors,

@@ -484,8 +484,8 @@ class HeadConfig(LayerConfig):
     """A draft head of any family.
 
     ``aux_layers`` index the target's layer *inputs*: ``i`` is the residual stream that enters layer ``i``,
-    and the target's number of layers is the stream after the last one; empty if the target is unknown and the
-    head uses the default. ``aux_rule`` says how they were understood.
+    and the target's number of layers is the stream after the last one; empty if it reads none, or the target is
+    unknown and the head uses the default. ``aux_rule`` says how they were understood.
     """
 
     family: ClassVar[str]
@@ -494,7 +494,7 @@ class HeadConfig(LayerConfig):
     ignored: ClassVar[Set[str]] = frozenset()  # tensors in some checkpoints that no pass uses
     draft_vocab_size: int
     target_hidden_size: int
-    aux_layers: tuple[int, ...]
+    aux_layers: tuple[int, ...] = ()
     aux_rule: str
     own_embedding: bool
     own_lm_head: bool

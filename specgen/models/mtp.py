@@ -107,7 +107,6 @@ class MtpConfig(HeadConfig):
             **settings | {"num_layers": len(names), "delta": None},
             draft_vocab_size=target.vocab_size,
             target_hidden_size=target.hidden_size,
-            aux_layers=(),
             aux_rule="an MTP layer reads the last hidden state alone",
             own_embedding=any(f"{each.embedding}.weight" in tensors for each in names),
             own_lm_head=any(f"{each.lm_head}.weight" in tensors for each in names),
