@@ -326,10 +326,10 @@ PLANTED: dict[str, Error] = {
     "1 is no rotation": rotated(lambda found: tuple(not each for each in found)),
     "all rotated": rotated(lambda found: (True,) * len(found)),
     "another layer without positions": rotated(lambda found: (*found[1:], found[0])),
-    "pairs as they are": (llama4._PairsAsHalves, "_turns", lambda real: lambda self, name: False),
+    "pairs as they are": (llama4.Llama4Config, "interleaved", lambda real: False),
     "values turned": (
-        *(llama4._PairsAsHalves, "_turns"),
-        lambda real: lambda self, name: real(self, name.replace("v_proj", "k_proj")),
+        *(layers, "_in_halves"),
+        lambda real: lambda heads, size: real({"k": sum(heads.values())}, size),
     ),
     "no norm": (llama4, "_unit_norm", lambda real: lambda config, projection, *rest: projection),
     "all normed": (FAMILIES, TEXT, _all_normed),

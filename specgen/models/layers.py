@@ -71,6 +71,17 @@ def kv_scale(which: Literal["k", "v"], prefix: str, load: Loader) -> float:
     return scale if scale > 0 else 1.0
 
 
+def _in_halves(heads: Mapping[str, int], size: int) -> list[int]:
+    """The rows of ``heads`` of "q", "k" and "v" with rotary pairs as halves of a head, not neighbours; v has none."""
+    kinds = [name for name, count in heads.items() for _ in range(count)]
+    rows = [(name, range(at * size, (at + 1) * size)) for at, name in enumerate(kinds)]
+    return [row for name, each in rows for row in (each if name == "v" else _first_of_pairs_first(each))]
+
+
+def _first_of_pairs_first(pairs: range) -> list[int]:
+    return [*pairs[::2], *pairs[1::2]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Projection:
     """The input projections of one layer's attention as one matrix: q, k and v, or only k and v.
@@ -97,6 +108,8 @@ class Projection:
             rows[f"{prefix}q_proj"] *= 2
         normed = {name: count for name, count in heads.items() if name != "v"}
         weight, norm = load.linear(rows, width, bias=config.qkv_bias), None
+        if config.interleaved:
+            weight = weight.reordered(_in_halves(heads, size))
         if num_gates:  # each head's lies behind it in a checkpoint
             queries, gates = _by_kind(num_gates, (size, size))
             weight = weight.reordered([*queries, *range(2 * len(queries), sum(rows.values())), *gates])
@@ -256,7 +269,7 @@ def _of_queries(config: LatentConfig, num_heads: int) -> Iterator[int]:
 def _halves(config: LatentConfig, num_plain: int) -> list[int]:
     """``num_plain`` rows as they are, and behind them those of rotary pairs, the first of every pair first."""
     pairs = range(num_plain, num_plain + config.rope_dim)
-    return [*range(num_plain), *([*pairs[::2], *pairs[1::2]] if config.interleaved else pairs)]
+    return [*range(num_plain), *(_first_of_pairs_first(pairs) if config.interleaved else pairs)]
 
 
 @dataclass(frozen=True, kw_only=True)

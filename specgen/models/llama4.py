@@ -1,12 +1,10 @@
 """Llama-4 and its EAGLE head: what their configs say, and layers of a Llama that attend and weigh in their own ways.
 
 Layers with rotary positions attend in chunks, every fourth has neither; a token goes through one expert, whose input is
-weighed, and a shared one. How the checkpoints differ from a Llama's in names and in the order of rotary pairs is
-resolved here, when they are read.
+weighed, and a shared one. How the checkpoints differ from a Llama's in names is resolved here, when they are read.
 """
 
-import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -33,7 +31,6 @@ from specgen.models.model_config import (
 from specgen.models.protocols import Target, embedding_of, output_of
 from specgen.models.rotary import RopeConfig
 from specgen.ops import Ops
-from specgen.ops.weight import Weight
 
 _SPELLINGS = {".feed_forward.": ".mlp.", ".shared_expert.": ".shared_experts."}
 _WRAPPED = "language_model."  # what all names of the text part begin with in a vision-language model
@@ -60,6 +57,9 @@ def _usual_name(name: str) -> str:
 class Llama4Config(TargetConfig):
     """A target; ``chunk`` and ``qk_norm``, which has no weights, are of the rotated layers."""
 
+    interleaved: ClassVar[bool] = (
+        True  # of the others too, where the order of a head's numbers is all the same
+    )
     rotated: tuple[bool, ...]  # by layer; the others have no positions, and see all
     temperature: Temperature | None  # of the others
 
@@ -195,44 +195,6 @@ class UnrotatedAttention(Attention):
         return self.out(attend.tempered(self.layer, self.temperature, self.qkv(x)))
 
 
-class _PairsAsHalves:
-    """A ``Loader`` whose rotary pairs are halves of a head, not neighbours as in the checkpoint.
-
-    A norm without weights does not see the order, and neither do values.
-    """
-
-    def __init__(self, load: Loader, head_dim: int, rotated: Sequence[bool]) -> None:
-        self._load, self._head_dim, self._rotated = load, head_dim, rotated
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        return getattr(self._load, name)
-
-    def __call__(
-        self, name: str, shape: tuple[int, ...], arrange: Callable[[Tensor], Tensor] | None = None
-    ) -> Tensor:
-        return self._load(name, shape, arrange)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._load
-
-    def linear(self, num_out: Mapping[str, int], num_in: int, *, bias: bool = False) -> Weight:
-        weight = self._load.linear(num_out, num_in, bias=bias)
-        if not any(map(self._turns, num_out)):
-            return weight
-        order, size = list[int](), self._head_dim
-        for name, rows in num_out.items():
-            first = len(order)
-            heads = range(first, first + rows, size) if self._turns(name) else ()
-            halves = [row for head in heads for half in (0, 1) for row in range(head + half, head + size, 2)]
-            order += halves or range(first, first + rows)
-        return weight.reordered(order)
-
-    def _turns(self, name: str) -> bool:
-        """Whether ``name`` makes queries or keys that are rotated."""
-        found = re.search(r"layers\.(\d+)\.self_attn\.[qk]_proj$", name)
-        return found is not None and self._rotated[int(found[1])]
-
-
 def _unit_norm(config: LayerConfig, projection: Projection, like: Tensor, ops: Ops) -> Projection:
     """With a norm of q and k that has no weights.
 
@@ -253,8 +215,7 @@ def _in_chunks(config: "Llama4Config | EagleLlama4Config", plain: Block, like: T
 
 def build(config: Llama4Config, load: Loader, ops: Ops) -> Llama:
     """Load every tensor of the model by its name."""
-    read: Any = _PairsAsHalves(load, config.head_dim, config.rotated)
-    model = Llama.build(replace(config, qk_norm=False), read, ops)
+    model = Llama.build(replace(config, qk_norm=False), load, ops)
     rope = ops.rope(torch.zeros(config.head_dim // 2, device=model.device))  # which turns by 0
 
     def own(block: Block, rotated: bool) -> Block:
@@ -283,6 +244,7 @@ class EagleLlama4Config(HeadConfig):
     )
     keys: ClassVar[Keys | None] = LLAMA4_HEADS
     ignored: ClassVar[Set[str]] = Eagle1Config.ignored
+    interleaved: ClassVar[bool] = True
 
     @staticmethod
     def recognizes(config: Raw, tensors: Set[str]) -> bool:
@@ -342,8 +304,7 @@ class EagleLlama4Head(Eagle1Head):
         assert isinstance(config, EagleLlama4Config)
         hidden, table = config.hidden_size, embedding_of(config, load, target)
         prefixes = [f"layers.{index}." for index in range(config.num_layers)]
-        read: Any = _PairsAsHalves(load, config.head_dim, (True,) * config.num_layers)
-        plain = HeadLayers.build(replace(config, qk_norm=False), prefixes, hidden, read, ops)
+        plain = HeadLayers.build(replace(config, qk_norm=False), prefixes, hidden, load, ops)
         return cls(
             embedding=table,
             fc=ops.linear(load.linear({"fc": hidden}, 2 * hidden)),

@@ -220,6 +220,7 @@ class Seen:
 class LayerConfig:
     """The decoder layers and vocabulary of a target or a head."""
 
+    interleaved: ClassVar[bool] = False  # rotary pairs are neighbours in the checkpoint, not halves of a head
     vocab_size: int
     hidden_size: int
     intermediate_size: int
