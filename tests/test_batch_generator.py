@@ -125,6 +125,11 @@ def test_a_bad_row_fails_alone(generator: BatchGenerator, answers: dict[str, str
     assert alone["num_generated_tokens"] == [0]
 
 
+def test_what_is_no_sampling_is_refused_before_a_call() -> None:
+    with pytest.raises(UserError, match=r"^sampling is {'max_tokens': 3}: use SamplingParams"):
+        BatchGenerator(CONFIG, {"max_tokens": 3})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
@@ -136,6 +141,8 @@ def test_a_bad_row_fails_alone(generator: BatchGenerator, answers: dict[str, str
         ({"prompt": ["a"], "label": [1, 2]}, "columns have different lengths: {'prompt': 1, 'label': 2}"),
         ({"prompt": ["a"], "error": [""]}, "the batch has a column error already: rename it"),
         ({"prompt": ["a"], "x": 5}, "the batch has no value for each row in x: use a list of them"),
+        ({"prompt": "Tom"}, "the batch has no value for each row in prompt: use a list of them"),
+        ({"prompt": {"a": "Tom"}}, "the batch has no value for each row in prompt: use a list of them"),
     ],
 )
 def test_what_is_no_batch_is_refused(generator: BatchGenerator, batch: Any, message: str) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import chain, count
@@ -58,6 +58,8 @@ class BatchGenerator:
     def __init__(self, config: EngineConfig, sampling: SamplingParams | None = None) -> None:
         if not isinstance(config, EngineConfig):
             raise UserError(f"config is {shown(config)}: use EngineConfig(model=..., drafter=...)")
+        if not isinstance(sampling, SamplingParams | None):
+            raise UserError(f"sampling is {shown(sampling)}: use SamplingParams(...)")
         self._config, self._sampling = config, sampling
         self._start()
 
@@ -125,7 +127,11 @@ def _num_rows(batch: object) -> int:
     """The length of each column; ``UserError`` where ``batch`` has none that can be answered."""
     if not isinstance(batch, Mapping):
         raise UserError(f"the batch is {shown(batch)}: use a dict of columns")
-    single = [str(name) for name, column in batch.items() if not hasattr(column, "__len__")]
+    single = [
+        str(name)
+        for name, column in batch.items()
+        if not hasattr(column, "__len__") or isinstance(column, str | bytes | Mapping | Set)
+    ]
     require(not single, f"the batch has no value for each row in {', '.join(single)}: use a list of them")
     lengths = {str(name): len(column) for name, column in batch.items()}
     require(
