@@ -194,6 +194,23 @@ def test_bad_input_is_refused_in_one_line(arguments: tuple[object, ...], message
     assert "\n" not in str(result.exception)
 
 
+def test_a_report_has_its_file_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So of two commands that name it one is refused, and nothing is lost where there is no right to write."""
+    out = tmp_path / "a.json"
+
+    def asked_twice(*asked: object) -> dict[str, Any]:
+        other = verify(*SHORT, "--output", out)
+        assert f"output '{out}' exists: name a new file" in str(other.exception)
+        raise UserError("this was asked")
+
+    monkeypatch.setattr("specgen.experiments.audit.audit", asked_twice)
+    result = verify(*SHORT, "--output", out)
+    assert str(result.exception) == "this was asked"
+    assert not list(tmp_path.iterdir())
+    for path in ("/proc/a.json", __file__ + "/a.json"):
+        assert f"output '{path}' cannot be written" in str(verify(*SHORT, "--output", path).exception)
+
+
 @pytest.mark.slow
 def test_rows_that_ask_for_sampled_texts_are_decoded_greedily(tmp_path: Path) -> None:
     own = tmp_path / "own.jsonl"

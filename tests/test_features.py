@@ -131,7 +131,7 @@ def test_it_goes_on_with_what_is_missing(run: Path, made: Path, monkeypatch: pyt
     again = shutil.copytree(made, made.with_name("again"))
     states = again / "hidden_states"
     kept = {file.name: file.stat().st_mtime_ns for file in states.iterdir()}
-    (states / "hs_1.safetensors").unlink()
+    (states / "hs_1.safetensors").write_bytes(b"")  # as a copy of them that was broken off may leave it
     whole, asked = features.prefill, list[int]()
 
     def counted(config: object, target: object, texts: list[list[int]], *others: object) -> object:
@@ -182,6 +182,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
             (*ask, tmp_path / "out", "--layers", "1,13"),
             "layers has 13: the target has inputs of layers 0 to 12",
         ),
+        ((*ask, tmp_path / "out", "--layers", "1,5,1"), "layers is 1, 5, 1: name each once"),
         (("features", tmp_path, "--output", tmp_path / "out"), "manifest.json cannot be read"),
         (("features", run), "no output is named"),
         ((*ask, made, "--layers", "1"), "differs in data.layers"),

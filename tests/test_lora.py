@@ -258,6 +258,10 @@ def test_an_adapter_is_part_of_a_run(target: Path, tmp_path: Path) -> None:
     (one / "adapter_config.json").write_text(kept)
     one.rename(tmp_path / "moved")
     printed(*command, "--lora", tmp_path / "moved")  # the same content
+    ask = ("features", tmp_path / "run", "--device", "cpu", "--output", tmp_path / "states")
+    with refused(f"{one}"):
+        printed(*ask)
+    printed(*ask, "--lora", tmp_path / "moved")
     found = printed("inspect", target, "--lora", tmp_path / "moved")
     assert "changes q_proj (3), v_proj (3)" in " ".join(found.split())
     scored = write_rows(tmp_path / "s.jsonl", [{"prompt": "Tom", "completion": " has"}])

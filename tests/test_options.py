@@ -204,7 +204,7 @@ NAMES = {
     score: "model lora chat_template_kwargs dataset data_path num_prompts split prompt_field chat shard "
     "max_batch_size max_prefill_tokens kv_memory device tensor_parallel dtype kv_dtype attention cuda_graphs "
     "gpu_memory_utilization prefix_cache restart output quiet",
-    features: "runs layers model device max_prefill_tokens layout output quiet",
+    features: "runs layers model lora device max_prefill_tokens layout output quiet",
     experts.experts: "shapes rows repeats dtype device output as_json quiet",
     kernels.kernels: "num_seqs max_seq_lens num_heads num_kv_heads head_dim latents num_spec_tokens page_size repeats "
     "dtype kv_dtype device output as_json quiet",

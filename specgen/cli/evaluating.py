@@ -161,20 +161,13 @@ def verify(
     """
     sizes = counts("batch-sizes", batch_sizes)
     config = None if output is None else output.with_suffix(".config.yaml")
-    for file in (output, config):
-        require(
-            file is None or not file.exists(),
-            f"output {str(file)!r} exists: name a new file, or remove it first",
-        )
     from specgen.experiments.audit import audit  # imports torch
     from specgen.experiments.study_tables import is_tested, of_audit
-    from specgen.record.files import naming, writable, write_json
+    from specgen.record.files import new_file, write_json
 
-    found = audit(engine, sampling, data, sizes, progress(quiet))
-    if output is not None and config is not None:
-        with writable(output):
-            with naming(output):
-                output.parent.mkdir(parents=True, exist_ok=True)
+    with new_file(output), new_file(config):
+        found = audit(engine, sampling, data, sizes, progress(quiet))
+        if output is not None and config is not None:
             write_text(config, repeating(ctx))
             write_json(output, found)
     print_found(found, of_audit(found), as_json)
@@ -256,6 +249,9 @@ def features(
     model: str | None = option(
         None, "Models", "The runs' target, where it lies elsewhere now.", shown="as the runs name it"
     ),
+    lora: str | None = option(
+        None, "Models", "The runs' LoRA adapter, where it lies elsewhere now.", shown="as the runs name it"
+    ),
     engine: Annotated[
         EngineConfig,
         Only("device max_prefill_tokens", defaults={"model": "", "drafter": None, "num_spec_tokens": 0}),
@@ -274,9 +270,8 @@ def features(
     numbers = () if layers is None else counts("layers", layers, least=0)
     if output is None:
         raise UserError("no output is named: add --output DIR for the data set")
-    given = {"device": engine.device, "max_prefill_tokens": engine.max_prefill_tokens} | (
-        {"model": model} if model else {}
-    )
+    moved = {name: path for name, path in (("model", model), ("lora", lora)) if path}
+    given = {"device": engine.device, "max_prefill_tokens": engine.max_prefill_tokens, **moved}
     with stoppable(interruptible, partial(kept_in, output)) as interrupt:
         done, size = dump_features(runs, output, numbers, progress(quiet), interrupt, layout, **given)
     if not quiet:

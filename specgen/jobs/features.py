@@ -124,6 +124,7 @@ def dump_features(
     """
     made = load_json(runs[0] / "manifest.json", "name directories of specgen generate")["engine"]
     own = {name: made.get(name) for name in ("model", "lora", "dtype")}
+    require(len({*layers}) == len(layers), f"layers is {', '.join(map(str, layers))}: name each once")
     asked = EngineConfig(**{**own, **settings}, drafter=None, num_spec_tokens=0)
     checkpoints = open_checkpoints(asked)
     config = resolve(asked, checkpoints)
@@ -148,7 +149,7 @@ def dump_features(
         files = [path / form.file(number) for number in range(len(samples))]
         lengths = [len(each.token_ids) for each in samples]
         size, free = width * sum(lengths), shutil.disk_usage(path).free
-        left = width * sum(n for n, file in zip(lengths, files, strict=True) if not file.exists())
+        left = width * sum(n for n, file in zip(lengths, files, strict=True) if not _is_written(file))
         require(
             left < free or not left,
             f"the hidden states take {left / 1e9:,.1f} GB and the disk has {free / 1e9:,.1f} GB free",
@@ -183,7 +184,7 @@ def _work(
     until: Callable[[], bool],
 ) -> None:
     """Whatever states of ``samples`` are not in their ``files`` yet."""
-    waiting = [number for number, file in enumerate(files) if not file.exists()]
+    waiting = [number for number, file in enumerate(files) if not _is_written(file)]
     progress.start("features", len(samples), len(samples) - len(waiting))
     for numbers in _packs(waiting, samples, config.max_prefill_tokens):
         texts = [samples[number].token_ids for number in numbers]
@@ -201,6 +202,11 @@ def _work(
         if until():
             raise StoppedError("interrupted; the same command goes on")
     progress.finish()
+
+
+def _is_written(file: Path) -> bool:
+    """Whether a text has its states; a copy that was broken off may have left an empty file."""
+    return file.exists() and file.stat().st_size > 0
 
 
 def _require_of(run: Path, model: str) -> None:
