@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from specgen.config import require
+from specgen.config import UserError, first_line, require, shown
 from specgen.record.files import RowFile, Rows, writable
 from specgen.record.provenance import FREE_IN_A_RUN
 from specgen.record.results import locked, require_same
@@ -195,11 +195,7 @@ class Rounds:
         self, rows: Iterable[Mapping[str, Any]] = (), file: RowFile | None = None, conditions: str = ""
     ) -> None:
         self._file, self._conditions = file, conditions  # for what is added
-        self._each = {
-            str(row["id"]): {arm: msgspec.convert(found, Repeat) for arm, found in row["arms"].items()}
-            for row in rows
-            if row.get("under", "") == conditions
-        }
+        self._each = {str(row["id"]): _repeats(row) for row in rows if row.get("under", "") == conditions}
 
     def __len__(self) -> int:
         return len(self._each)
@@ -244,6 +240,17 @@ class Rounds:
     def measured(self, arms: Iterable[str]) -> dict[str, Repeats]:
         """The repeats of each of ``arms`` that has some."""
         return {arm: self.of(arm) for arm in arms if self.count(arm)}
+
+
+def _repeats(row: Mapping[str, Any]) -> dict[str, Repeat]:
+    """Those of a kept round by arm; ``UserError`` where somebody has edited it."""
+    try:
+        return {arm: msgspec.convert(found, Repeat) for arm, found in row["arms"].items()}
+    except (msgspec.ValidationError, LookupError, AttributeError) as error:
+        raise UserError(
+            f"{shown(row['id'])} of the kept rounds is damaged ({first_line(error)}): remove its line, and run the "
+            "same command again"
+        ) from error
 
 
 Speeds = Mapping[str, Rounds]  # of a comparison, by data set; their arms are heads and ``PLAIN``
