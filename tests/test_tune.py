@@ -111,6 +111,8 @@ def test_sentences_are_of_what_arms_change_and_not_of_their_names(tiny_pair: Pat
     )
     assert sentence(4, ranking, arms).startswith("At batch 4: K 2, padded, 1.50x [")
     assert "no different" not in sentence(4, ranking, arms)
+    alone = Ranking(plain="a", arms=rounds_of([{"a": 100.0}]).measured(["a"]))  # a short budget
+    assert "no spread (plain alone was measured): raise --budget" in sentence(4, alone, arms)
 
 
 # --- going on -------------------------------------------------------------------------------------
@@ -155,6 +157,18 @@ def test_a_torn_line_is_not_a_round(tiny_pair: Path, monkeypatch, tmp_path: Path
     lines = [json.loads(line)["id"] for line in path.read_text().splitlines()]
     assert lines == [f"round {n}" for n in range(1, len(lines) + 1)]
     assert len(lines) == whole.count(b"\n")
+
+
+@pytest.mark.parametrize("edited", [{}, {"arms": {"plain": {"seconds": "3"}}}, {"arms": []}])
+def test_a_round_that_was_edited_is_named(
+    tiny_pair: Path, monkeypatch, tmp_path: Path, edited: dict[str, object]
+) -> None:
+    install(monkeypatch, usual)
+    last(job_of(tiny_pair, batches=(1,)), tmp_path)
+    path = tmp_path / "tune.rounds.jsonl"
+    path.write_text(json.dumps({"id": "round 1", **edited}) + "\n")
+    with refused("'round 1' of the kept rounds is damaged .*: remove its line"):
+        last(job_of(tiny_pair, batches=(1,)), tmp_path)
 
 
 def test_another_question_needs_another_directory(tiny_pair: Path, monkeypatch, tmp_path: Path) -> None:

@@ -391,7 +391,8 @@ def sentence(batch: int, ranking: Ranking, arms: Mapping[str, Arm]) -> str:
     if not ranking.has_steps:
         return f"At batch {batch}: no verdict, as every text ended at its first token: no step had drafts."
     if not ranking.is_judged:
-        one = f"one repeat has no spread ({named} was ahead)"
+        ahead = f"({named} was ahead)" if len(ranking.arms) > 1 else f"({named} alone was measured)"
+        one = f"one repeat has no spread {ahead}"
         return f"At batch {batch}: no verdict, {one}: raise --budget or --repeats."
     parts = [f"At batch {batch}: {named}"]
     if plain is None:
