@@ -147,7 +147,7 @@ def _of_regex(regex: str) -> ByteAutomaton:
         )
         raise UserError(
             f"{shown(regex)} cannot be compiled ({first_line(error)}): write it in Rust's syntax, without look-around, "
-            "back-references and word boundaries"
+            "back-references and word boundaries, and ranges with the smaller end first ({2,8})"
         ) from error
     transitions = index.get_transitions()
     require(
