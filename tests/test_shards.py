@@ -146,6 +146,12 @@ def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path.write_text(json.dumps(document))
 
 
+def cut(path: Path, lines: int, more: int) -> None:
+    """What a copy that was broken off leaves: so many lines, and bytes of the next."""
+    whole = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(whole[:lines]) + whole[lines][:more])
+
+
 @pytest.fixture(scope="module")
 def finished(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shards, and a whole run beside them."""
@@ -172,6 +178,8 @@ def finished(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("0 1 2", lambda p: (p / "requests.jsonl").unlink(), "has no requests.jsonl: copy the directory"),
         ("0 1 2", lambda p: (p / "requests.jsonl").write_text("{"), "is not JSON lines (Expecting"),
         ("0 1 2", lambda p: (p / "completions.jsonl").write_text(""), "rows for 12 requests"),
+        ("0 1 2", lambda p: cut(p / "requests.jsonl", lines=1, more=0), "is not the next of requests.jsonl: copy"),
+        ("0 1 2", lambda p: cut(p / "passes.jsonl", lines=1, more=9), "passes.jsonl ends within a row: copy"),
     ],
 )  # fmt: skip
 def test_wrong_sets_of_shards_are_refused(

@@ -21,6 +21,7 @@ from specgen.record.results import clear, directory
 from specgen.report.report import Report, load, status_of
 
 _NEEDED = ("completions.jsonl", "errors.jsonl", "passes.jsonl", "status.json", REQUESTS)
+_REMEDY = "copy the directory as it was left"
 _SHOWN = 5  # missing shards named in an error
 _FREE = (*FREE_IN_A_RUN, "data.shard")
 
@@ -93,7 +94,7 @@ def _open(path: Path) -> _Shard:
     )
     require_present_version(path)
     missing = [name for name in _NEEDED if not (path / name).exists()]
-    require(not missing, f"{str(path)!r} has no {', '.join(missing)}: copy the directory as it was left")
+    require(not missing, f"{str(path)!r} has no {', '.join(missing)}: {_REMEDY}")
     return _Shard(path=path, shard=shard, manifest=manifest, report=report)
 
 
@@ -111,7 +112,7 @@ def _open_scores(path: Path) -> _Shard:
     require(
         not missing, f"{str(path)!r} has no {', '.join(missing)}: give finished shards of `score --shard`"
     )
-    manifest = load_json(path / score.FILE, "copy the directory as it was left")
+    manifest = load_json(path / score.FILE, _REMEDY)
     return _Shard(path=path, shard=parse_shard(manifest["data"]["shard"]), manifest=manifest)
 
 
@@ -153,6 +154,8 @@ def _join(into: Path, sources: Sequence[Path], runs: Sequence[_Shard]) -> None:
         for source in sources:
             with (source / "passes.jsonl").open("rb") as passes:
                 shutil.copyfileobj(passes, file)
+                passes.seek(max(0, passes.tell() - 1))
+                require(passes.read() in (b"", b"\n"), f"{passes.name} ends within a row: {_REMEDY}")
 
 
 def _join_rows(into: Path, sources: Sequence[Path], runs: Sequence[_Shard], names: tuple[str, str]) -> None:
@@ -182,6 +185,7 @@ def _lines_by_row(path: Path, requests: Path) -> Iterator[list[bytes]]:
             found.append(line)
             name, line = next(lines, ("", b""))
         yield found
+    require(not line, f"{path} has a row of {name!r}, which is not the next of {requests.name}: {_REMEDY}")
 
 
 def _manifest(runs: Sequence[_Shard]) -> dict[str, Any]:
