@@ -206,6 +206,13 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
     (unfinished / "report.json").unlink()
     with refused("is not finished"):
         printed("features", unfinished, "--output", tmp_path / "out")
+    cut = shutil.copytree(run, tmp_path / "cut")
+    (cut / "completions.jsonl").write_text((run / "completions.jsonl").read_text().splitlines()[0] + "\n")
+    for command in ((*ask[:1], cut, "--output", tmp_path / "out"), ("report", run, cut)):
+        with refused(
+            "cut/completions.jsonl has 1 of the 4 requests that its report is of: copy the directory"
+        ):
+            printed(*command)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))  # type: ignore[attr-defined]
     with refused("take 0.0 GB and the disk has 0.0 GB free"):
         printed(*ask, tmp_path / "out")

@@ -113,14 +113,14 @@ def _compared(
     runs: "Sequence[tuple[str, Report, dict[str, Any]]]", given: "Mapping[str, str]"
 ) -> tuple[dict[str, Any], "Iterator[Part]"]:
     """The reports of several runs and how they differ from the first, as JSON and for a terminal."""
-    from specgen.record import columns
     from specgen.report.origin import unlike_settings
     from specgen.report.paired_requests import shared_requests
+    from specgen.report.report import requests_of
     from specgen.report.side_by_side import of_runs
 
     reports = [(given.get(name, name), numbers) for name, numbers, _ in runs]
     settings = unlike_settings([manifest for _, _, manifest in runs])
-    shared = shared_requests([columns.read(Path(name), numbers.num_spec_tokens) for name, numbers, _ in runs])
+    shared = shared_requests([requests_of(Path(name), numbers) for name, numbers, _ in runs])
     document = {name: numbers.to_json() for name, numbers in reports}
     for at, ((name, _), each) in enumerate(zip(reports[1:], shared, strict=True), start=1):
         unlike = {key: [found[0], found[at]] for key, found in settings.items() if found[0] != found[at]}

@@ -11,7 +11,6 @@ from typing import Any
 from specgen.config import require
 from specgen.config.json_fields import load_json
 from specgen.experiments.rounds import PLAIN, Rounds, Speeds, rounds_by_data
-from specgen.record import columns
 from specgen.record.columns import Run
 from specgen.record.files import Rows
 from specgen.report.acceptance import Acceptance, figures, mean_length
@@ -21,7 +20,7 @@ from specgen.report.intervals import LEVEL, Estimate
 from specgen.report.origin import unlike_settings
 from specgen.report.paired_requests import Pair, PairedFigure, SharedRequests, compared, corrected, pair_up
 from specgen.report.references import Reference, RunComparison, compare_run, without_suffix
-from specgen.report.report import Report, load_so_far
+from specgen.report.report import Report, load_so_far, requests_of
 
 PLAN = COMPARISON  # its runs, and when and how it was made
 ROUNDS = "compare.rounds.jsonl"
@@ -55,7 +54,7 @@ class HeadRun:
 
     @cached_property
     def rows(self) -> Run:
-        return columns.read(self.directory, self.report.num_spec_tokens)
+        return requests_of(self.directory, self.report)
 
     @cached_property
     def acceptance(self) -> Mapping[str | None, Acceptance]:

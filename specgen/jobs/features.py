@@ -40,6 +40,7 @@ from specgen.record.progress import Progress
 from specgen.record.provenance import FREE_IN_A_RUN, manifest
 from specgen.record.results import directory, require_same
 from specgen.report.display import several
+from specgen.report.report import load, requests_of
 from specgen.text.tokenizer import Tokenizer
 
 FILE = "features.json"
@@ -216,6 +217,7 @@ def _require_of(run: Path, model: str) -> None:
         (run / "report.json").exists(),
         f"{run} is not finished: run its command again, which goes on where it stopped",
     )
+    requests_of(run, load(run)[0])
     files = " and ".join(filter(None, (made["engine"]["model"], made["engine"].get("lora"))))
     require(
         made["fingerprints"]["model"] == model,

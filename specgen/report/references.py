@@ -11,11 +11,10 @@ import msgspec
 from specgen.config import SamplingParams, require
 from specgen.config.bundled import evaluation_directory
 from specgen.config.json_fields import load_json
-from specgen.record import columns
 from specgen.report.acceptance import Acceptance
 from specgen.report.display import DASH, count, ends, hundredths, percent, plain, several
 from specgen.report.intervals import wilson
-from specgen.report.report import Report
+from specgen.report.report import Report, requests_of
 from specgen.report.table import Column, Row, Table
 from specgen.report.terminal import ALARMING, Part
 
@@ -271,7 +270,7 @@ def _acceptance(directory: Path, report: Report, theirs: Measurement) -> Iterato
         ours, ci95 = report.mean_acceptance_length, report.mean_acceptance_length_ci95
         if theirs.mean == REQUESTS:
             ours = report.mean_acceptance_length_per_request
-            ci95 = Acceptance(columns.read(directory, report.num_spec_tokens)).mean_over_requests_interval()
+            ci95 = Acceptance(requests_of(directory, report)).mean_over_requests_interval()
         yield FigureComparison(
             figure=_LENGTHS[theirs.mean], ours=ours, ci95=ci95, theirs=theirs.mean_acceptance_length
         )

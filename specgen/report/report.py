@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import msgspec
 
-from specgen.config import UserError
+from specgen.config import UserError, require
 from specgen.config.json_fields import load_json
 from specgen.record import columns
 from specgen.record.columns import NO_CATEGORY, Array, Run
@@ -280,6 +280,20 @@ def load_so_far(directory: Path) -> tuple[Report, dict[str, Any]]:
     left = 0 if expected is None else max(0, expected - report.num_requests - report.num_errors)
     state = status.get("state", "stopped")
     return replace(report, state=state, num_expected=expected, num_unfinished=left), record
+
+
+def requests_of(directory: Path, report: Report) -> Run:
+    """The requests in ``directory``, whose ``report`` it is; none where its rows were removed.
+
+    ``UserError`` where it is finished and has some of them alone, as after a copy that was broken off.
+    """
+    found = columns.read(directory, report.num_spec_tokens)
+    require(
+        report.state is not None or len(found) in (0, report.num_requests),
+        f"{directory / 'completions.jsonl'} has {count(len(found))} of the {several(report.num_requests, 'request')} "
+        "that its report is of: copy the directory as it was left",
+    )
+    return found
 
 
 def is_finished(directory: Path, status: Mapping[str, Any]) -> bool:
