@@ -163,13 +163,14 @@ def verify(
     config = None if output is None else output.with_suffix(".config.yaml")
     from specgen.experiments.audit import audit  # imports torch
     from specgen.experiments.study_tables import is_tested, of_audit
-    from specgen.record.files import new_file, write_json
+    from specgen.record.files import new_file, writable, write_json
 
     with new_file(output), new_file(config):
         found = audit(engine, sampling, data, sizes, progress(quiet))
         if output is not None and config is not None:
-            write_text(config, repeating(ctx))
-            write_json(output, found)
+            with writable(output):
+                write_text(config, repeating(ctx))
+                write_json(output, found)
     print_found(found, of_audit(found), as_json)
     failures = found["failures"]
     print_failures(failures[:_FAILURES_SHOWN], len(failures), "--json and --output have all")

@@ -98,26 +98,21 @@ def replacement(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def new_file(path: Path | None) -> Iterator[None]:
-    """``path`` is there, empty, for what is to be written to it; an error, or a signal, removes it.
-
-    Of two commands that name it one is refused, before it has done its work: ``UserError``. None is no file.
-    """
+    """``path``, if any, is there until it is written; an error removes it. ``UserError`` where it was there before."""
     if path is None:
         yield
         return
-    with writable(path):
-        with naming(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+    with writable(path), naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with naming(path):
-                path.open("x").close()
+            path.open("x").close()
         except FileExistsError as error:
             raise UserError(f"output {str(path)!r} exists: name a new file, or remove it first") from error
-        try:
-            yield
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def write_text(path: Path, text: str) -> None:
