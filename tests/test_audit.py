@@ -184,6 +184,7 @@ def test_a_prefix_cache_that_mixes_texts_up_is_found(monkeypatch: pytest.MonkeyP
         (("--batch-sizes", "1,x"), "batch-sizes is '1,x'"),
         (("--batch-sizes", "0"), "batch-sizes is '0'"),
         (("--output", __file__), "exists"),
+        (("--output", ""), "output '.' exists"),
         (("--dataset", "nowhere"), "nowhere"),
     ],
 )

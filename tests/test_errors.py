@@ -207,6 +207,11 @@ def test_a_parent_of_an_output_that_cannot_be_created(tmp_path: Path) -> None:
         directory(output, "manifest.json"),
     ):
         pass
+    with (
+        pytest.raises(UserError, match=r"cannot be written \(File name too long\)"),
+        directory(tmp_path / ("e" * 300), "manifest.json"),
+    ):
+        pass
     with pytest.raises(NotADirectoryError) as refused, naming(output):
         output.mkdir(parents=True)
     assert refused.value.filename == str(output)

@@ -160,7 +160,7 @@ def verify(
     Exit code 1 if texts diverge by more than the rounding of the dtype explains, or if no step had drafts to test.
     """
     sizes = counts("batch-sizes", batch_sizes)
-    config = None if output is None else output.with_suffix(".config.yaml")
+    config = None if output is None else output.parent / f"{output.stem}.config.yaml"
     from specgen.experiments.audit import audit  # imports torch
     from specgen.experiments.study_tables import is_tested, of_audit
     from specgen.record.files import new_file, writable, write_json

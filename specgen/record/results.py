@@ -56,10 +56,10 @@ def directory(output: Path | None, marker: str) -> Iterator[Path]:
             yield Path(path)
         return
     output = output.absolute()  # else an error naming a program, say, might seem to be in it
-    if (output / marker).exists() and not os.access(output, os.W_OK):
-        with writable(output, _NO_RIGHT):
+    with writable(output, _NO_RIGHT):
+        if (output / marker).exists() and not os.access(output, os.W_OK):
             yield output  # a finished run can be read
-        return
+            return
     with ExitStack() as held:
         with writable(output, _NO_RIGHT):
             _require_ours(output, marker)
