@@ -195,6 +195,8 @@ def test_a_stopped_run_is_reported_from_the_requests_that_are_done(stopped):
         of_runs([("run", report), ("again", report)], {}, shared_requests([columns.read(stopped, 3)] * 2))
     )
     assert both.count("not finished") == 2
+    (stopped / "status.json").write_text(json.dumps({"state": "finished", "total": 9, "done": 9}))
+    assert load_so_far(stopped)[0].state == "its report.json is missing"
 
 
 def test_a_run_of_an_earlier_version_is_refused_in_one_line(stopped):

@@ -314,4 +314,6 @@ def status_of(directory: Path) -> dict[str, Any]:
     at_work = found.get("state") in WORKING
     if at_work and is_gone(found.get("pid"), found.get("host"), directory):
         return {**found, "state": f"stopped: process {found['pid']} is gone"}
+    if found.get("state") == _FINISHED and not (directory / "report.json").exists():
+        return {**found, "state": "its report.json is missing"}
     return found
