@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import LIMIT
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 _OPTIONS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -64,7 +66,7 @@ def measured(pages: Mapping[str, str], widths: Sequence[int]) -> dict[str, dict[
             "--dump-dom",
             path.as_uri(),
         ]
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=True).stdout
     body = re.search(r"<body>(.*)</body>", shown, re.DOTALL)
     assert body is not None, shown[:500]
     found: dict[str, dict[str, Any]] = json.loads(html.unescape(body[1]))

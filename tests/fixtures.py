@@ -57,6 +57,19 @@ def device_like(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.fixture
+def own_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Time is that of processors, of which other programs take none; when called, so many more seconds have passed."""
+    passed = 0.0
+
+    def let_pass(seconds: float) -> None:
+        nonlocal passed
+        passed += seconds
+
+    monkeypatch.setattr("time.perf_counter", lambda: _process_time() + passed)
+    return let_pass
+
+
+@pytest.fixture
 def flashinfer_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What backends support is asked as where FlashInfer is installed; on a Mac it is not."""
     monkeypatch.setattr("specgen.attention.find_spec", lambda package: package)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specgen.device import Ranks
+from tests.waiting import LIMIT
 
 T = TypeVar("T")
 
@@ -23,9 +24,9 @@ class Table:
 
     def meet(self, rank: int, x: Tensor) -> Tensor:
         self.brought[rank] = x.clone()
-        self.barrier.wait(30)
+        self.barrier.wait(LIMIT)
         found = torch.stack([each for each in self.brought if each is not None])
-        self.barrier.wait(30)  # nobody brings the next before all have read this one
+        self.barrier.wait(LIMIT)  # nobody brings the next before all have read this one
         return found
 
 

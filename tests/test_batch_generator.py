@@ -244,10 +244,10 @@ def test_draws_follow_the_seed_of_the_generator() -> None:
 
 
 def test_many_equal_rows_take_no_longer_than_others(generator: BatchGenerator) -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()
     found = generator({"prompt": [" "] * 10_000})
     assert found["error"] == ["prompt is empty"] * 10_000
-    assert time.perf_counter() - begin < 15, "they were numbered by trying, which took minutes"
+    assert time.process_time() - begin < 15, "they were numbered by trying, which took minutes"
 
 
 def test_it_is_pickled_without_its_engine(generator: BatchGenerator, answers: dict[str, str]) -> None:

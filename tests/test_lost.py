@@ -27,6 +27,7 @@ from specgen.record.files import RowFile
 from specgen.record.interrupt import StoppedError
 from specgen.record.record_rows import PassRow, Session, read_passes
 from tests.jobs import HOW_IT_WENT, Silent, conversations, keep_in_memory, untimed
+from tests.waiting import LIMIT
 
 LONG = 120  # positions; the device is lost with a sequence that is longer
 POISON = "q4/turn-2"
@@ -210,7 +211,7 @@ def test_the_command_restarts_itself(job: Job, tmp_path: Path) -> None:
     arguments = [sys.executable, "-c", COMMAND, "generate", *options, *limits]
     with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as command:
         try:
-            said = command.communicate(timeout=240)[1]
+            said = command.communicate(timeout=LIMIT)[1]
         finally:
             command.kill()
     assert command.returncode == 3, said

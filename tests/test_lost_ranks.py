@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -32,6 +31,7 @@ from tests.engines import ranks_config
 from tests.jobs import Silent, conversations, untimed
 from tests.rank_forks import launch
 from tests.rank_plants import compare_every_pass, fail_in_decode, find_others, together
+from tests.waiting import LIMIT, wait_until
 
 pytestmark = pytest.mark.xdist_group("ranks")
 DEMO = data_directory() / "demo"
@@ -54,17 +54,10 @@ def exists(process: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.02)
-
-
 @pytest.fixture
 def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[Models]:
     """The bundled pair in two ranks, which meet in every pass."""
-    monkeypatch.setattr(worker_group, "TIMEOUT", 60.0)
+    monkeypatch.setattr(worker_group, "TIMEOUT", LIMIT)
     monkeypatch.setattr(worker_group, "launch", launch)
     asked = ranks_config(2)
     models = load_models(asked, open_checkpoints(asked))
@@ -255,12 +248,12 @@ class Command:
 
     def begin(self) -> list[int]:
         """Wait until three requests have finished; its other processes."""
-        wait_until(lambda: self.rows.exists() and self.rows.read_bytes().count(b"\n") >= 3, 60)
+        wait_until(lambda: self.rows.exists() and self.rows.read_bytes().count(b"\n") >= 3)
         return self.ranks
 
     def end(self) -> tuple[int, str]:
         """Wait until it ends: its exit code, and the last line of stderr."""
-        _, said = self.process.communicate(timeout=90)
+        _, said = self.process.communicate(timeout=LIMIT)
         return self.process.returncode, said.strip().splitlines()[-1]
 
 
@@ -269,7 +262,7 @@ def test_the_command_goes_on_by_itself_when_a_rank_dies(tmp_path: Path) -> None:
     command = Command(tmp_path / "out")
     (rank,) = command.begin()
     os.kill(rank, signal.SIGKILL)
-    _, said = command.process.communicate(timeout=90)
+    _, said = command.process.communicate(timeout=LIMIT)
     line = "the device is lost (rank 1 of 2 on cpu: it was ended by SIGKILL): continuing in a new process"
     assert f"specgen: {line}\n" in said
     assert command.process.returncode == 0
@@ -292,4 +285,4 @@ def test_no_rank_is_left_when_rank_0_ends(tmp_path: Path, number: int, code: int
             line
             == f"specgen: interrupted with {done} of {NUM_TURNS} requests done; the same command resumes the run"
         )
-    wait_until(lambda: not exists(rank), 10)
+    wait_until(lambda: not exists(rank))

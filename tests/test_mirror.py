@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -21,6 +20,7 @@ from specgen.report.report import load
 from specgen.storage import Store
 from tests.commands import refused
 from tests.object_server import BUCKET, s3_server
+from tests.waiting import wait_until
 
 URL = Url("memory://bucket/run")
 PART = b'{"object": "parts/a", "size": 1, "sha256": "0"}'
@@ -202,10 +202,7 @@ def test_an_error_of_the_thread_ends_the_run(tmp_path: Path, monkeypatch: pytest
             each.claim()
             each.has_begun = True  # type: ignore[attr-defined]
             add(each.path, completions="b\n")
-            deadline = time.monotonic() + 10
-            while not each.has_failed and time.monotonic() < deadline:
-                time.sleep(0.01)
-        assert each.has_failed
+            wait_until(lambda: each.has_failed)
     assert there() == "a\n"
 
 

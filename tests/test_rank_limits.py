@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,9 +28,9 @@ from specgen.engine.rank_group import Alive, Failed, Place
 from specgen.engine.worker import Worker
 from specgen.engine.worker_group import Supervisor, WorkerProcess, exit_within
 from tests.engines import ranks_config
-from tests.marks import mostly_slow
 from tests.rank_forks import launch
-from tests.test_lost_ranks import processes, wait_until
+from tests.test_lost_ranks import processes
+from tests.waiting import LIMIT, wait_until
 
 pytestmark = pytest.mark.xdist_group("ranks")
 WAITED = Failed(reason="connection closed", waited=True)
@@ -61,26 +60,37 @@ def workers() -> Iterator[list[WorkerProcess]]:
         worker.process.wait()
 
 
+class LeftError(Exception):
+    """Rank 0's process would have ended here."""
+
+
+class Watch:
+    """A supervisor of ``workers`` that waits for 5 s, and 2 s for rank 0 to come back, in time that it makes itself."""
+
+    def __init__(self, workers: list[WorkerProcess], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.supervisor = 100.0, Supervisor(workers=workers, timeout=5.0)
+        monkeypatch.setattr(worker_group, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(worker_group, "GRACE", 2.0)
+        monkeypatch.setattr(worker_group, "wait", self._wait)
+        monkeypatch.setattr("os._exit", self._exit)
+
+    def _wait(self, connections: list[Connection], seconds: float) -> list[Connection]:
+        self.now += seconds
+        self.supervisor.closing = self.now >= self._until
+        return [each for each in connections if each.poll()]
+
+    def _exit(self, code: int) -> None:
+        raise LeftError(code, self.now - self._began)
+
+    def look(self, seconds: float) -> None:
+        """For so long; ``LeftError`` with the exit code and the time of it, from here."""
+        self.supervisor.closing, self._began, self._until = False, self.now, self.now + seconds
+        self.supervisor.watch()
+
+
 @pytest.fixture
-def watched(
-    workers: list[WorkerProcess], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Supervisor, list[int]]]:
-    """A supervisor whose thread runs, and the exit codes with which it would have ended this process."""
-    codes: list[int] = []
-
-    def leave(code: int) -> None:
-        codes.append(code)
-        watching.closing = True
-
-    monkeypatch.setattr(worker_group.os, "_exit", leave)
-    monkeypatch.setattr(worker_group, "GRACE", 0.2)
-    monkeypatch.setattr(worker_group, "_TICK", 0.02)
-    watching = Supervisor(workers=workers, timeout=0.5)
-    thread = threading.Thread(target=watching.watch, daemon=True)
-    thread.start()
-    yield watching, codes
-    watching.closing = True
-    thread.join()
+def watch(workers: list[WorkerProcess], monkeypatch: pytest.MonkeyPatch) -> Watch:
+    return Watch(workers, monkeypatch)
 
 
 def say(worker: WorkerProcess, value: object) -> None:
@@ -88,26 +98,22 @@ def say(worker: WorkerProcess, value: object) -> None:
     other.send((7, value))
 
 
-def test_rank_0_leaves_work_in_which_nobody_says_anything(watched: Any, capfd: Any) -> None:
-    watching, codes = watched
-    watching.begin()
-    time.sleep(0.5)
-    assert codes == []
-    wait_until(lambda: codes == [1], 2)
-    assert "rank 1 of 3 on cpu and rank 2 of 3 on cpu: no answer for 0 s" in capfd.readouterr().err
+def test_rank_0_leaves_work_in_which_nobody_says_anything(watch: Watch, capfd: Any) -> None:
+    watch.supervisor.begin()
+    with pytest.raises(LeftError) as left:
+        watch.look(60)
+    assert left.value.args == (1, 7.5)
+    assert "rank 1 of 3 on cpu and rank 2 of 3 on cpu: no answer for 5 s" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("who", mostly_slow(["rank 0", "another"], "another"))
-def test_work_that_gets_on_has_no_limit(watched: Any, who: str) -> None:
-    watching, codes = watched
-    watching.begin()
-    for _ in range(12):
-        time.sleep(0.1)
-        watching.alive() if who == "rank 0" else say(watching.workers[0], Alive())
-    assert codes == []
-    watching.leave()
-    time.sleep(0.9)
-    assert codes == []  # no work, no limit
+@pytest.mark.parametrize("who", ["rank 0", "another"])
+def test_work_that_gets_on_has_no_limit(watch: Watch, who: str) -> None:
+    watch.supervisor.begin()
+    for _ in range(4):
+        watch.look(6)
+        watch.supervisor.alive() if who == "rank 0" else say(watch.supervisor.workers[0], Alive())
+    watch.supervisor.leave()
+    watch.look(60)  # no work, no limit
 
 
 @pytest.mark.parametrize(
@@ -119,25 +125,25 @@ def test_work_that_gets_on_has_no_limit(watched: Any, who: str) -> None:
     ids=["refusal", "loss"],
 )
 def test_rank_0_leaves_work_that_another_has_left(
-    watched: Any, capfd: Any, what: object, code: int, line: str
+    watch: Watch, capfd: Any, what: object, code: int, line: str
 ) -> None:
-    watching, codes = watched
-    watching.begin()
-    say(watching.workers[1], what)
-    time.sleep(0.1)
-    assert codes == []  # it may come back by itself
-    wait_until(lambda: codes == [code], 0.4)
+    """It may come back by itself."""
+    watch.supervisor.begin()
+    watch.look(1)
+    say(watch.supervisor.workers[1], what)
+    with pytest.raises(LeftError) as left:
+        watch.look(60)
+    assert left.value.args == (code, 3.0)
     assert line in capfd.readouterr().err
 
 
-def test_work_behind_a_refusal_goes_on(watched: Any) -> None:
+def test_work_behind_a_refusal_goes_on(watch: Watch) -> None:
     """Rank 0 was asked for one thing, and does something else."""
-    watching, codes = watched
-    say(watching.workers[1], UserError("no such file"))
-    wait_until(lambda: bool(watching.answers))
-    watching.begin()
-    time.sleep(0.4)
-    assert codes == []
+    say(watch.supervisor.workers[1], UserError("no such file"))
+    watch.look(1)
+    assert watch.supervisor.answers
+    watch.supervisor.begin()
+    watch.look(6)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +188,7 @@ def test_a_rank_that_takes_nothing_in_is_lost(monkeypatch: pytest.MonkeyPatch, t
     with pytest.raises(RankUnreachable):
         known.require_all()
     assert known.fault(None) == "rank 1 of 3 on cpu: no answer for 0 s"
-    assert worker.process.wait(5) == -signal.SIGKILL
+    assert worker.process.wait(LIMIT) == -signal.SIGKILL
     known.send("more")  # to nobody, and at once
 
 

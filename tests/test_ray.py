@@ -35,6 +35,7 @@ from specgen.record.record_rows import EngineRow, PassRow
 from tests.commands import printed, refused
 from tests.engines import resolved
 from tests.jobs import Silent, files
+from tests.waiting import LIMIT, wait_until
 
 NUM_PROMPTS, MAX_TOKENS = 72, 24
 
@@ -67,14 +68,7 @@ class Driver:
 
     def __init__(self, data: Path, out: Path, *more: str) -> None:
         self.completions = out / "completions.jsonl"
-        command = [
-            sys.executable,
-            "-c",
-            "from specgen.cli.main import main; main()",
-            "generate",
-            "--device",
-            "cpu",
-        ]
+        command = [sys.executable, "-m", "specgen", "generate", "--device", "cpu"]
         options = {"dataset": data, "output": out, "max-new-tokens": MAX_TOKENS, "max-batch-size": 2}
         ray = {"executor": "ray", "num-workers": 2}
         flags = [str(part) for name, value in (options | ray).items() for part in (f"--{name}", value)]
@@ -89,12 +83,13 @@ class Driver:
 
     def wait_for(self, found: Callable[[], Any]) -> Any:
         """What is ``found`` at last."""
-        for _ in range(2400):
-            if it := found():
-                return it
-            assert self.process.poll() is None, Path(self.log.name).read_text()
-            time.sleep(0.05)
-        raise AssertionError(f"nothing came: {Path(self.log.name).read_text()}")
+
+        def it() -> Any:
+            there = found()
+            assert there or self.process.poll() is None, Path(self.log.name).read_text()
+            return there
+
+        return wait_until(it)
 
     @property
     def num_done(self) -> int:
@@ -191,6 +186,7 @@ def test_the_driver_and_a_node_of_a_cluster_may_be_lost(
     driver.process.wait()
     done = driver.num_done
     head, other = (node.all_processes["raylet"][0].process.pid for node in nodes.list_all_nodes())
+    wait_until(lambda: not [*workers_below(head), *workers_below(other)])
     driver = Driver(data, tmp_path / "ray", *several)
     driver.wait_for(lambda: driver.num_done > done and workers_below(head) and workers_below(other))
     assert driver.num_done < NUM_PROMPTS
@@ -198,7 +194,7 @@ def test_the_driver_and_a_node_of_a_cluster_may_be_lost(
     ranks = [pid for pid in lost if b"engine.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     for pid in {other, *lost} - {*ranks}:
         os.kill(pid, signal.SIGKILL)
-    stdout, _ = driver.process.communicate(timeout=300)
+    stdout, _ = driver.process.communicate(timeout=LIMIT)
     assert driver.process.returncode == 3, "the broken row"
     assert stdout.startswith("Prompt:"), "what Ray has to say is not on stdout"
     assert len(ranks) == 1

@@ -17,6 +17,7 @@ from pyarrow import parquet
 from specgen import BatchGenerator, Engine
 from specgen.record.record_rows import EngineRow
 from tests.test_batch_generator import CONFIG, QUESTIONS, SAMPLING, texts
+from tests.waiting import wait_until
 
 ray = pytest.importorskip("ray")
 pytestmark = [
@@ -24,7 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
     pytest.mark.xdist_group("ray"),  # no two clusters at once
 ]
-CHECKPOINT, HELD = "checkpoint", 4
+CHECKPOINT, HELD, AT_ONCE = "checkpoint", 4, 3
 
 
 @pytest.fixture(scope="module")
@@ -46,27 +47,29 @@ def started(address: str, **options: Any) -> Any:
 
 
 class Watched(BatchGenerator):
-    """Adds how many calls there were at once; writes the ``number`` of rows to ``log``, in lines, as it is called.
+    """Writes the ``number`` of rows to ``log``, in lines, as it is called.
 
     The first process that comes to a third pass kills itself if there is a file ``doomed``, which it removes. Calls
-    after ``HELD`` others wait while there is a file ``held``.
+    after ``HELD`` others wait while there is a file ``held``, and all while there is a file ``alone``, which the first
+    process with ``AT_ONCE`` of them removes.
     """
 
     def __init__(self, directory: Path) -> None:
         super().__init__(CONFIG, SAMPLING)
-        self._directory, self._begun, self._num_calls, self._most = directory, 0, 0, 0
+        self._directory, self._begun, self._num_calls = directory, 0, 0
 
     def __call__(self, batch: Any) -> dict[str, Any]:
         self._num_calls += 1
-        self._most = max(self._most, self._num_calls)
         with (self._directory / "log").open("a") as log:
             log.write("".join(f"{os.getpid()} {number}\n" for number in batch["number"]))
         self._begun += 1
+        if self._num_calls == AT_ONCE:
+            (self._directory / "alone").unlink(missing_ok=True)
+        wait_until(lambda: not (self._directory / "alone").exists())
         while self._begun > HELD and (self._directory / "held").exists():
             time.sleep(0.05)
         try:
-            found = super().__call__(batch)
-            return {**found, "at_once": [self._most] * len(found["number"])}
+            return super().__call__(batch)
         finally:
             self._num_calls -= 1
 
@@ -111,14 +114,14 @@ def questions() -> list[dict[str, Any]]:
 
 def test_calls_of_two_workers_overlap_and_one_may_be_killed(data: Any, tmp_path: Path) -> None:
     """Ray starts another one, which is asked again: nothing is lost and no row comes twice."""
-    (tmp_path / "doomed").touch()
+    for name in ("alone", "doomed"):
+        (tmp_path / name).touch()
     rows = data.from_items([*questions(), {"number": -1, "prompt": None}], override_num_blocks=8)
-    found = answered(rows, tmp_path, size=2, num_calls=3, batch_size=2).take_all()
+    found = answered(rows, tmp_path, size=2, num_calls=AT_ONCE, batch_size=2).take_all()
     (bad,) = [row for row in found if row["number"] < 0]
     assert "no prompt" in bad["error"]
     require_all([row for row in found if row is not bad])
-    assert max(row["at_once"] for row in found) == 3
-    assert not (tmp_path / "doomed").exists()
+    assert {each.name for each in tmp_path.iterdir()} == {"log"}, "calls were at once, and one worker is gone"
     asked = Counter(line.split()[1] for line in (tmp_path / "log").read_text().splitlines())
     assert max(asked.values()) > 1, "it was within a call"
 
@@ -149,15 +152,14 @@ it.answer_with_checkpoints(pathlib.Path(sys.argv[1]))"
     cluster = ray.get_runtime_context().gcs_address
     (tmp_path / "held").touch()
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path), cluster]) as job:
-        for _ in range(4800):  # four minutes: Ray takes one to start on a busy machine
-            if len(done := numbers_in(tmp_path / CHECKPOINT)) == HELD or job.poll() is not None:
-                break
-            time.sleep(0.05)
+        wait_until(lambda: len(numbers_in(tmp_path / CHECKPOINT)) == HELD or job.poll() is not None)
         job.kill()
+    done = numbers_in(tmp_path / CHECKPOINT)
     assert len(done) == HELD
     workers = {line.split()[0] for line in (tmp_path / "log").read_text().splitlines()}
-    while any(Path(f"/proc/{worker}").exists() for worker in workers):  # Ray ends them behind the job
-        time.sleep(0.05)
+    wait_until(
+        lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers)
+    )  # Ray ends them behind the job
     (tmp_path / "held").unlink()
     (tmp_path / "log").unlink()
     answer_with_checkpoints(tmp_path)

@@ -4,6 +4,7 @@ import io
 import json
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -30,13 +31,13 @@ from tests.fixtures import FinishedRuns
 from tests.streams import decode_steps, pass_row
 
 
-def test_phases_and_the_rest_make_up_the_time() -> None:
+def test_phases_and_the_rest_make_up_the_time(own_time: Callable[[float], None]) -> None:
     began = time.perf_counter()
     with watched(lambda done, total, names: None) as startup:
         for _ in range(2):
             with phase("weights"):
-                time.sleep(0.02)
-        time.sleep(0.03)
+                own_time(20.0)
+        own_time(30.0)
         with pytest.raises(ValueError, match="lost"), phase("memory"):
             raise ValueError("lost")
         seconds = startup.take()
@@ -44,9 +45,8 @@ def test_phases_and_the_rest_make_up_the_time() -> None:
     process = seconds.pop("process")
     assert process > 0.1, "python itself takes longer to start"
     assert [*seconds] == ["weights", "memory", "other"]
-    assert seconds["weights"] >= 0.04 > seconds["memory"]
-    assert seconds["other"] >= 0.03
-    assert sum(seconds.values()) == pytest.approx(total, abs=0.01)
+    assert seconds == pytest.approx({"weights": 40.0, "memory": 0.0, "other": 30.0}, abs=1.0)
+    assert sum(seconds.values()) == pytest.approx(total, abs=1.0)
     assert [*startup.take()] == ["other"], "what was taken is not counted again"
 
 
@@ -116,7 +116,7 @@ def test_a_run_keeps_the_phases_of_its_start(finished: FinishedRuns) -> None:
     seconds = json.loads((finished.padded / "status.json").read_text())["startup_seconds"]
     phases = {"process", "checkpoints", "rows", "fingerprints", "weights", "memory", "warm-up", "other"}
     assert {*seconds} >= phases, "of both engines: those of the baseline are added"
-    assert sum(seconds.values()) - seconds["process"] < 10
+    assert sum(seconds.values()) - seconds["process"] < 60
 
 
 SHORT = OutOfMemory(time=0.0, max_batch_size=2, max_prefill_tokens=64)

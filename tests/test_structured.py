@@ -44,6 +44,7 @@ from tests.tiny_tokenizers import (
     write_harmony,
     write_think,
 )
+from tests.waiting import LIMIT
 
 pytestmark = pytest.mark.xdist_group("structured")
 MANY = int(os.environ.get("SPECGEN_FUZZ", "200"))  # answers of the long fuzz
@@ -661,7 +662,7 @@ class Compiler:
     def __call__(self, vocab_size: int, words: Any, answer: Answer) -> Automaton:
         self.asked.append(answer.asked)
         if answer.asked == self.slow:
-            assert self.go.wait(20)
+            assert self.go.wait(LIMIT)
         if "refused" in answer.asked.choice:
             raise UserError("it is refused")
         return compiled(vocab_size, words, answer)

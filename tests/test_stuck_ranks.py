@@ -2,10 +2,11 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import LIMIT, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 RANKS = """
@@ -21,8 +22,9 @@ def stuck(self, *given):
     time.sleep(60)
 
 def signal_rank(engine, number):
-    worker = engine.models.peers._workers._supervisor.workers[0].process.pid
-    print(worker, flush=True)
+    supervisor = engine.models.peers._workers._supervisor
+    print(worker := supervisor.workers[0].process.pid, flush=True)
+    supervisor.timeout = 2.0
     os.kill(worker, number)
 
 if __name__ == "__main__":
@@ -31,7 +33,6 @@ if __name__ == "__main__":
 # On a GPU it may wait in a kernel for a rank that is gone, or hangs.
 IN_A_PASS = """
     engine = Engine(ranks_config(2))
-    engine.models.peers._workers._supervisor.timeout = 2.0
     act = lambda: signal_rank(engine, signal.{})
     Steps.decode = stuck
     list(engine.generate(["Tom has"]))
@@ -74,13 +75,11 @@ def alive(process: str) -> bool:
     ids=["in a pass", "hangs in a pass", "between two passes", "meeting"],
 )
 def test_rank_0_ends_where_it_cannot_come_back(script: str, why: str, restarts: bool) -> None:
-    done = subprocess.run([sys.executable, "-c", RANKS + script], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", RANKS + script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert f"(rank 1 of 2 on cpu: {why})" in done.stderr
     assert done.returncode == 1
-    deadline = time.monotonic() + 10
-    while any(map(alive, done.stdout.split())):  # also one that hangs
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not any(map(alive, done.stdout.split())))  # also one that hangs
     if restarts:
         line = f"the device is lost (rank 1 of 2 on cpu: {why}); run the command again to continue"
         assert done.stderr.strip().endswith(f"specgen: {line}")

@@ -23,6 +23,7 @@ from specgen.text.reasoning import pieces_by_part, split
 from specgen.text.tokenizer import StopStrings, fitted, load_tokenizer, pieces
 from tests.streams import refusal, request
 from tests.tiny_tokenizers import TEXT, write_byte_fallback, write_byte_level, write_harmony, write_think
+from tests.waiting import LIMIT
 
 K = 4
 BAD = "<script>alert('x')</script>&\""
@@ -372,5 +373,5 @@ def found_in(pages, script, tmp_path):
     (tmp_path / "page.html").write_text(f"<title></title><script>found = []</script>{''.join(frames)}")
     command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     asked = [*command, (tmp_path / "page.html").as_uri()]
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=LIMIT, check=True)
     return re.search("<title>(.*?)</title>", done.stdout)[1].split("; ")

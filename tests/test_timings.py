@@ -154,7 +154,9 @@ def test_shards_ran_side_by_side_and_a_prefill_alone_has_no_steps() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_the_parts_of_a_run(demo_pair: Pair, device_like: Callable[..., None], ahead: bool) -> None:
+def test_the_parts_of_a_run(
+    demo_pair: Pair, device_like: Callable[..., None], own_time: Callable[[float], None], ahead: bool
+) -> None:
     device_like(ahead)
     events: list[EngineRow] = []
     engine = engine_of(demo_pair, events.append, max_batch_size=2)
@@ -163,15 +165,15 @@ def test_the_parts_of_a_run(demo_pair: Pair, device_like: Callable[..., None], a
     began = time.perf_counter()
     for number, _ in enumerate(engine.generate(requests)):
         if number == 0:
-            time.sleep(0.2)
+            own_time(2.0)
     whole = time.perf_counter() - began
     wall = fold(events, num_spec_tokens=4).wall
     wall = wall.of_whole(whole)
     assert wall.whole == pytest.approx(whole)
     assert min(asdict(wall).values()) >= 0
-    assert 0.2 <= wall.idle_outside < 0.3
+    assert 2.0 <= wall.idle_outside < 2.5
     assert wall.prefill > 0.001
-    assert wall.rest < 0.1  # passes and what lies between them leave little
+    assert wall.rest < 0.5  # passes and what lies between them leave little
     waiting = [event.num_waiting for event in events if isinstance(event, PassRow)]
     assert (max(waiting), waiting[-1]) == (1, 0)
 

@@ -7,13 +7,13 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specgen.config.bundled import data_directory
+from tests.waiting import LIMIT, wait_until
 
 SHARED = Path(os.environ.get("SPECGEN_DATASETS", Path(__file__).parents[2] / "shared" / "datasets"))
 NUM_ROWS = 320  # of the batch file
@@ -31,7 +31,7 @@ def typed(command: str, where: Path, **names: object) -> str:
     words = [word.format(**names) for word in shlex.split(command)]
     assert words[0] == "specgen"
     done = subprocess.run(
-        [sys.executable, "-m", *words], cwd=where, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", *words], cwd=where, capture_output=True, text=True, timeout=LIMIT
     )
     assert done.returncode == 0, f"{words}\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}"
     return done.stdout
@@ -104,13 +104,14 @@ def test_a_data_engineer_trusts_a_batch_file_to_a_machine_that_stops(tmp_path: P
     with (tmp_path / "log").open("w") as log:
         first = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log)
         status = tmp_path / "out" / "status.json"
-        until = time.monotonic() + 120
-        while not (status.exists() and json.loads(status.read_text())["done"] >= 60):
+
+        def has_begun() -> bool:
             assert first.poll() is None, (tmp_path / "log").read_text()[-1500:]
-            assert time.monotonic() < until
-            time.sleep(0.1)
+            return status.exists() and json.loads(status.read_text())["done"] >= 60
+
+        wait_until(has_begun)
         first.send_signal(signal.SIGTERM)
-        assert first.wait(60) == 75
+        assert first.wait(LIMIT) == 75
     log_text = (tmp_path / "log").read_text()
     assert "the same command resumes the run" in log_text
     assert "\r" not in log_text

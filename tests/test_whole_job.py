@@ -90,6 +90,7 @@ def asked(pair: Path, monkeypatch: pytest.MonkeyPatch, engine: str, more: str) -
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_time")
 def test_the_parts_of_a_job_add_up_to_its_time(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = asked(written, monkeypatch, "specgen", "--arms 2")
     began = time.time()
