@@ -14,6 +14,7 @@ from specgen.text.tokenizer import Message, load_tokenizer
 from tests.commands import write_rows
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import write_byte_level
+from tests.waiting import LIMIT
 
 _MIB = 1 << 20
 
@@ -42,18 +43,18 @@ class Ended:
 
 def inspect_pair(path: Path) -> Ended:
     """``specgen inspect`` on the pair in ``path``, with less memory than a test's files may claim."""
-    return run_cli(["inspect", "target", "head"], path, seconds=20, more_mib=1024)
+    return run_cli(["inspect", "target", "head"], path, more_mib=1024)
 
 
 def generate_with_pair(path: Path) -> Ended:
     """``specgen generate`` with the pair in ``path``, on its two prompts, into the directory ``run`` beside it."""
     files = ["--model", "target", "--drafter", "head", "--dataset", "prompts.jsonl", "--output", "run"]
     limits = ["--max-new-tokens", "2", "--num-spec-tokens", "2", "--device", "cpu", "--kv-memory", "1MiB"]
-    return run_cli(["generate", *files, *limits], path, seconds=30, more_mib=1024)
+    return run_cli(["generate", *files, *limits], path, more_mib=1024)
 
 
-def run_cli(arguments: list[str], directory: Path, *, seconds: int, more_mib: int) -> Ended:
-    """Run ``specgen`` with ``arguments`` in ``directory``; it is killed after ``seconds``.
+def run_cli(arguments: list[str], directory: Path, *, more_mib: int) -> Ended:
+    """Run ``specgen`` with ``arguments`` in ``directory``; it is killed after a minute of processors.
 
     It can map ``more_mib`` more than this process. Modules are already imported, so it starts at once.
     """
@@ -63,7 +64,7 @@ def run_cli(arguments: list[str], directory: Path, *, seconds: int, more_mib: in
         gc.freeze()  # or the child's collector would touch, and so copy, the parent's memory
         code = 70
         try:
-            code = _command(arguments, directory, files, seconds, more_mib)
+            code = _command(arguments, directory, files, more_mib)
         finally:
             os._exit(code)
     _, status = os.waitpid(child, 0)
@@ -73,14 +74,15 @@ def run_cli(arguments: list[str], directory: Path, *, seconds: int, more_mib: in
     return Ended(code=os.waitstatus_to_exitcode(status), out=out, err=err, grown=int(grown or 0))
 
 
-def _command(arguments: list[str], directory: Path, files: list[Path], seconds: int, more_mib: int) -> int:
+def _command(arguments: list[str], directory: Path, files: list[Path], more_mib: int) -> int:
     for number, file in enumerate(files[:2], start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     os.chdir(directory)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork, and it warns
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(seconds)
+    signal.alarm(int(LIMIT))  # where it waits
+    resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
     before, mapped = _resident_mib(), int(Path("/proc/self/statm").read_text().split()[0])
     limit = mapped * resource.getpagesize() + more_mib * _MIB
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -96,7 +96,7 @@ def test_a_lost_device_is_not_a_bug(path: Path, monkeypatch: pytest.MonkeyPatch)
     """Of a command that does not restart itself."""
     monkeypatch.setattr(EngineCore, "generate", raises(DeviceLost("an illegal memory access", ("a",))))
     arguments = ["verify", "--model", "target", "--drafter", "head", "--dataset", "prompts.jsonl"]
-    ended = run_cli([*arguments, "--device", "cpu"], path, seconds=30, more_mib=1024)
+    ended = run_cli([*arguments, "--device", "cpu"], path, more_mib=1024)
     assert ended.code == 1
     assert ended.err.endswith(
         "specgen: the device is lost (an illegal memory access): continue in a new process\n"
@@ -231,7 +231,7 @@ def test_an_audit_that_cannot_be_written_is_one_line(path: Path, monkeypatch: py
     monkeypatch.setattr("specgen.experiments.audit.audit", lambda job, progress: found)
     monkeypatch.setattr(study_tables, "of_audit", lambda found: [])
     (path / "file").touch()
-    ended = run_cli(["verify", "--output", "file/audit.json"], path, seconds=30, more_mib=4096)
+    ended = run_cli(["verify", "--output", "file/audit.json"], path, more_mib=4096)
     assert ended.code == 2, ended
     assert ended.err.startswith("specgen: output 'file/audit.json' cannot be written (")
 

@@ -24,6 +24,8 @@ VOCAB = 8  # so small that random heads are often right; the seeds are of heads 
 eagle1, eagle3 = write_eagle1_head, partial(write_head, draft_vocab_size=None)
 speculators = partial(eagle3, dialect="speculators")
 dspark = partial(write_dflash_head, dialect="DeepSpec", own=True)
+speculated = partial(write_dflash_head, dialect="speculators", layer_ids=(1, 3, 6))
+deep = partial(write_head, draft_vocab_size=6, seed=3)
 peagle = partial(speculators, mask_token=("mask_token_id", 6), own_embedding=True)
 HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
     "eagle-1": partial(eagle1, seed=9),
@@ -44,14 +46,7 @@ HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
     "eagle-3.1": partial(speculators, fc_norm=True, norm_output=True, num_layers=2, seed=10),
     "no-features": partial(eagle3, reads_output=True, seed=11),
     "p-eagle": partial(peagle, num_layers=2),
-    "p-eagle-deep": partial(
-        write_head,
-        mask_token=("ptd_token_id", 1),
-        num_layers=4,
-        aux_layer_ids=[1, 2, 4, 5],
-        draft_vocab_size=6,
-        seed=3,
-    ),
+    "p-eagle-deep": partial(deep, mask_token=("ptd_token_id", 1), num_layers=4, aux_layer_ids=[1, 2, 4, 5]),
     "p-eagle-window": partial(
         peagle, num_layers=2, qk_norm=True, windows=[None, 7], norm_before_residual=True
     ),
@@ -61,24 +56,10 @@ HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
     "dflash-windows-ahead": partial(
         write_dflash_head, windows=[7, None], changed_config={"is_causal": False}, seed=0
     ),
-    "dflash-speculators-windows": partial(
-        write_dflash_head,
-        dialect="speculators",
-        layer_ids=(1, 3, 6),
-        windows=[3, None, 3],
-        num_layers=3,
-        seed=7,
-    ),
+    "dflash-speculators-windows": partial(speculated, windows=[3, None, 3], num_layers=3, seed=7),
     "dflash-mask-embedding": partial(write_dflash_head, mask_embedding=True, seed=8),
     "dflash-anchors": partial(dspark, seed=0),
-    "dflash-speculators": partial(
-        write_dflash_head,
-        dialect="speculators",
-        layer_ids=(1, 3, 6),
-        draft_vocab_size=6,
-        qk_norm=False,
-        seed=1,
-    ),
+    "dflash-speculators": partial(speculated, draft_vocab_size=6, qk_norm=False, seed=1),
     "dflash2": partial(write_dflash_head, second=(2, 8, 3), seed=0),
     "dflash2-own": partial(
         write_dflash_head,
@@ -89,20 +70,11 @@ HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
         biases=True,
         seed=0,
     ),
-    "dflash2-speculators": partial(
-        write_dflash_head,
-        dialect="speculators",
-        layer_ids=(1, 3, 6),
-        windows=[5, 5],
-        second=(2, 8, 3),
-        seed=7,
-    ),
+    "dflash2-speculators": partial(speculated, windows=[5, 5], second=(2, 8, 3), seed=7),
     "dspark": partial(dspark, markov=("vanilla", 5), seed=6),
     "dspark-gated": partial(dspark, markov=("gated", 5), confidence=True, seed=3),
     "dspark-rnn": partial(dspark, markov=("rnn", 5), num_layers=3, seed=5),
-    "dspark-speculators": partial(
-        write_dflash_head, dialect="speculators", layer_ids=(1, 3, 6), markov=("vanilla", 4), seed=11
-    ),
+    "dspark-speculators": partial(speculated, markov=("vanilla", 4), seed=11),
     "p-eagle-pard": partial(eagle3, mask_token=("pard_token", 7), norm_before_fc=True, seed=4),
     "eagle-llama4": partial(write_eagle_llama4, seed=9),
     "eagle-llama4-own": partial(
@@ -113,16 +85,8 @@ QUICK = ("eagle-1-biases", "eagle3", "p-eagle-window", "dflash-windows-ahead", "
 # Every planted error is caught with one of these; parts of the others are in them too
 BROAD = (
     *(*QUICK, "biases", "five-features", "nested", "eagle-3.1", "no-features", "p-eagle-deep"),
-    *(
-        "dflash-causal",
-        "dflash2",
-        "eagle-llama4",
-        "dflash-anchors",
-        "dflash-speculators",
-        "dflash-speculators-windows",
-        "dspark-rnn",
-        "eagle-llama4-own",
-    ),
+    *("dflash-causal", "dflash2", "eagle-llama4", "dflash-anchors", "dflash-speculators"),
+    *("dflash-speculators-windows", "dspark-rnn", "eagle-llama4-own"),
 )
 glm = partial(write_latent, vocab_size=VOCAB, rms_norm_eps=1e-6)
 MTP: dict[str, Callable[[Path], object]] = {  # parts of the first three are in other pairs and tests too
@@ -147,6 +111,7 @@ with_some_heads = pytest.mark.parametrize(
     scope="module",
 )
 
+BATCHES = ("padded", "non-padded")
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"num_spec_tokens": 1, "max_batch_size": 2},
@@ -224,13 +189,12 @@ def wrong_drafts(outputs: Outputs, reference: Any) -> Iterator[tuple[str, int]]:
 
 
 def test_every_draft_equals_the_reference_and_no_text_changes(case: Case) -> None:
-    plain = generate(case.pair, requests(), num_spec_tokens=0)
     ragged = {"drafter_batch": "non-padded", "max_batch_size": 3, "max_prefill_tokens": 3}
     non_padded = generate(case.pair, requests(), num_spec_tokens=4, **ragged)
     assert case.outputs.verified == non_padded.verified
-    assert case.outputs.texts == non_padded.texts == plain.texts
+    assert case.outputs.texts == non_padded.texts
     for r in requests():
-        text = plain.texts[r.id]
+        text = case.outputs.texts[r.id]
         assert len(text) == r.sampling.max_tokens
         assert text == case.target.chosen(r.prompt_token_ids, text)
     assert list(wrong_drafts(case.outputs, case.reference)) == []
@@ -239,36 +203,40 @@ def test_every_draft_equals_the_reference_and_no_text_changes(case: Case) -> Non
     assert case.outputs.any_cached != recurrent, "states of a prefix are not kept"
 
 
+def turn_of(request: pytest.FixtureRequest) -> int:
+    """The number of its head among those."""
+    return [*BROAD, *MTP].index(request.node.callspec.params["case"])
+
+
 @pytest.mark.slow
 @with_some_heads
 def test_drafts_depend_on_no_setting(case: Case, request: pytest.FixtureRequest) -> None:
-    some, turn = requests()[3:], [*BROAD, *MTP].index(request.node.callspec.params["case"])
-    for settings in SETTINGS[
-        turn % 2 :: 2
-    ]:  # every head has two of them, and every setting half of the heads
-        padded, non_padded = (
-            generate(case.pair, some, drafter_batch=batch, **settings) for batch in ("padded", "non-padded")
-        )
-        assert padded.verified == non_padded.verified, settings
-        assert padded.texts == non_padded.texts == {r.id: case.outputs.texts[r.id] for r in some}, settings
-        assert list(wrong_drafts(padded, case.reference)) == [], settings
+    """Every head has one of the settings, and every setting heads of each kind."""
+    some, turn = requests()[3:], turn_of(request)
+    padded, non_padded = (
+        generate(case.pair, some, drafter_batch=batch, **SETTINGS[turn % 4]) for batch in BATCHES
+    )
+    assert padded.verified == non_padded.verified
+    assert padded.texts == non_padded.texts == {r.id: case.outputs.texts[r.id] for r in some}
+    assert list(wrong_drafts(padded, case.reference)) == []
 
 
 @pytest.mark.slow
 @with_some_heads
 def test_rows_as_on_a_device_and_preemption_change_no_draft(
-    case: Case, device_like: Callable[[], None]
+    case: Case, device_like: Callable[[], None], request: pytest.FixtureRequest
 ) -> None:
+    """Half of the heads in either batch."""
     device_like()
     some, memory = requests()[3:], 19 * page_bytes(case.pair)
     spec = case.pair.models.target.config.state_spec
     if spec is not None:  # slots of sequences, and one of padding rows
         memory += (num_state_slots(8) + 1) * spec.bytes_per_sequence(5, 4)
-    for batch in ("padded", "non-padded"):
-        tight = generate(case.pair, some, num_spec_tokens=4, drafter_batch=batch, kv_memory=memory)
-        assert tight.num_preempted > 0
-        assert tight.texts == {r.id: case.outputs.texts[r.id] for r in some}
-        assert tight.verified == {r.id: case.outputs.verified[r.id] for r in some}
+    batch = BATCHES[turn_of(request) % 2]
+    tight = generate(case.pair, some, num_spec_tokens=4, drafter_batch=batch, kv_memory=memory)
+    assert tight.num_preempted > 0
+    assert tight.texts == {r.id: case.outputs.texts[r.id] for r in some}
+    assert tight.verified == {r.id: case.outputs.verified[r.id] for r in some}
 
 
 def test_planted_errors_are_caught(case: Case) -> None:

@@ -176,7 +176,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "layer-types-number": (_config(layer_types=1.5), "layer_types is 1.5: it must be a list"),
     "vocabulary-huge": (_config(vocab_size=HUGE), "vocab_size is 1099511627776: it must be a whole number"),
     "layers-huge": (_config(num_hidden_layers=10**9), "num_hidden_layers is 1000000000"),
-    "layers-many": (_config(num_hidden_layers=10**7), "has no tensor 'model.layers.6."),
+    "layers-many": (_config(num_hidden_layers=10**6), "has no tensor 'model.layers.6."),
     "positions-huge": (_config(max_position_embeddings=10**400), "max_position_embeddings is 1000"),
     "width-text": (_config(hidden_size="x" * 10**6), "hidden_size is 'xxx"),
     "width-null": (_config(hidden_size=None), "has no hidden_size"),
@@ -318,6 +318,7 @@ REFUSED |= {name: (damage, reason) for reason, each in SAME_REASON.items() for n
 
 
 # What needs a limit of memory, or takes long to write
+COMMANDS = (inspect_pair, generate_with_pair)  # one or the other of what is not
 HEAVY = ("config-100MB", "pickle-byte-array", "pickle-zip-bomb", "pickle-repeated-value", "header-of-90MB")
 
 
@@ -340,10 +341,9 @@ def test_commands_refuse_a_malformed_target_in_one_line(copied: Path, name: str)
     damage, reason = REFUSED[name]
     damage(copied / "target")
     before = _files(copied)
-    inspected, generated = inspect_pair(copied), generate_with_pair(copied)
-    _check_refused(inspected, reason)
-    _check_refused(generated, reason)
-    assert generated.code == 2
+    for command in COMMANDS if name in HEAVY else COMMANDS[list(REFUSED).index(name) % 2 :][:1]:
+        _check_refused(ended := command(copied), reason)
+        assert ended.code == 2 or command is inspect_pair
     assert _files(copied) == before  # no code ran and nothing was written
 
 

@@ -204,7 +204,7 @@ def engine_for(case: Case, pair: Pair, right: Found, patch: pytest.MonkeyPatch) 
     return engine_of(pair, **case.settings, kv_memory=memory)
 
 
-@pytest.mark.parametrize("seed", mostly_slow(range(60), 12, 28, 39, 47))
+@pytest.mark.parametrize("seed", mostly_slow([*range(0, 60, 2), 39, 47], 12, 28, 39, 47))
 def test_nothing_changes_that_a_cache_finds_which_keeps_all(
     worlds: Callable[[str], tuple[Pair, Found]],
     device_like: Callable[..., None],
@@ -288,7 +288,7 @@ def test_what_is_no_number_reaches_no_other_request(
 @pytest.mark.parametrize(
     ("seed", "error"),
     mostly_slow(
-        product(range(8), (torch.OutOfMemoryError, RuntimeError)),
+        [(seed, (torch.OutOfMemoryError, RuntimeError)[seed // 2 % 2]) for seed in range(8)],
         (1, torch.OutOfMemoryError),
         (2, RuntimeError),
     ),
