@@ -97,9 +97,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("ahead", mostly_slow([False, True], True))
-@pytest.mark.parametrize("name", mostly_slow(SETTINGS, "no prefix cache"))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "name", "ahead"),
+    mostly_slow(
+        [(kind, name, (i + j) % 2 > 0) for i, kind in enumerate(KINDS) for j, name in enumerate(SETTINGS)],
+        ("hybrid", "no prefix cache", True),
+        *((kind, "a prefix cache", True) for kind in ("dense", "latent")),
+    ),
+)
 def test_texts_are_those_of_separate_requests(
     pairs: dict[str, Pair], device_like: Callable[..., None], kind: str, name: str, ahead: bool
 ) -> None:
