@@ -406,8 +406,7 @@ def in_common(chosen: Tensor, num_experts: int, distance: int) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "overlap"),
-    [*product(TINY, (0.5,)), *product(TINY[::2], (0.0,)), *product(TINY[1::2], (1.0,))],
+    ("name", "overlap"), [*product(TINY, (0.5,)), *product(TINY[::2], (0.0,)), *product(TINY[1::2], (1.0,))]
 )
 def test_tokens_of_a_passage_choose_alike_as_asked(
     write: Callable[..., Written], name: str, overlap: float
@@ -478,8 +477,7 @@ def check_experts(down: Tensor, shape: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "experts"),
-    mostly_slow([*((name, None) for name in TINY), (GPT_OSS, "bf16")], (GPT_OSS, None)),
+    ("name", "experts"), mostly_slow([*((name, None) for name in TINY), (GPT_OSS, "bf16")], (GPT_OSS, None))
 )
 def test_experts_add_little_to_the_stream(
     write: Callable[..., Written], name: str, experts: str | None

@@ -224,11 +224,7 @@ def tight(world: World) -> int:
     by_family(product(FAMILIES, (False, True)), ("e2b", True), ("llama4", True), ("hybrid", True)),
 )
 def test_preemption_changes_no_text(
-    knowing: Worlds,
-    device_like: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    ahead: bool,
+    knowing: Worlds, device_like: Callable[..., None], monkeypatch: pytest.MonkeyPatch, name: str, ahead: bool
 ) -> None:
     device_like(ahead)
     monkeypatch.setattr(PageBudget, "windowed", lambda self, pages: pages)  # those of other layers run short

@@ -369,11 +369,7 @@ def written(kind: str, path: Path) -> Pair:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "error"),
-    [
-        *zip(HEADS, (*ERRORS, *ERRORS, ERRORS[0]), strict=True),
-        ("hybrid", ERRORS[0]),
-        ("llama4", ERRORS[1]),
-    ],
+    [*zip(HEADS, (*ERRORS, *ERRORS, ERRORS[0]), strict=True), ("hybrid", ERRORS[0]), ("llama4", ERRORS[1])],
 )
 def test_an_error_changes_no_result_with_other_heads_and_targets(
     tmp_path: Path, device_like: Callable[..., None], kind: str, error: type[RuntimeError]

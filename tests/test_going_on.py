@@ -557,8 +557,7 @@ def test_a_status_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
-    [*(("status.json", text) for text in ("", "null", "[]", '"x"')), ("report.json", "")],
+    ("name", "text"), [*(("status.json", text) for text in ("", "null", "[]", '"x"')), ("report.json", "")]
 )
 def test_a_file_that_says_nothing_is_made_anew(job: Job, tmp_path: Path, name: str, text: str) -> None:
     first = run.run(job, tmp_path, Follower())

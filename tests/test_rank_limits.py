@@ -254,8 +254,7 @@ def room_on(config: Any, models: Any) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "why"),
-    [(signal.SIGKILL, "it was ended by SIGKILL"), (signal.SIGSTOP, "no answer for 1 s")],
+    ("number", "why"), [(signal.SIGKILL, "it was ended by SIGKILL"), (signal.SIGSTOP, "no answer for 1 s")]
 )
 def test_a_rank_that_is_lost_or_hangs_while_weights_are_read(
     monkeypatch: pytest.MonkeyPatch, number: int, why: str

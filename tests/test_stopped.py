@@ -176,8 +176,7 @@ def terminated(prompts: Path, output: Path, what: str, work: Callable[[Path], Ca
 
 
 @pytest.mark.parametrize(
-    ("what", "work", "state"),
-    [("index_prompts", asleep, "interrupted"), ("load_models", deaf, "preparing")],
+    ("what", "work", "state"), [("index_prompts", asleep, "interrupted"), ("load_models", deaf, "preparing")]
 )
 def test_a_start_that_does_not_poll_ends_in_time_too(
     prompts: Path, tmp_path: Path, what: str, work: Any, state: str
