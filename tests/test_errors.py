@@ -228,7 +228,7 @@ def test_a_run_without_output_needs_disk_space_too() -> None:
 
 def test_an_audit_that_cannot_be_written_is_one_line(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"num_unexplained": 0, "failures": []}
-    monkeypatch.setattr("specgen.experiments.audit.audit", lambda job, progress: found)
+    monkeypatch.setattr("specgen.experiments.audit.audit", lambda *asked: found)
     monkeypatch.setattr(study_tables, "of_audit", lambda found: [])
     (path / "file").touch()
     ended = run_cli(["verify", "--output", "file/audit.json"], path, more_mib=4096)
