@@ -26,7 +26,7 @@ def evaluation(tmp_path):
     (tmp_path / "report.html").touch()
     for number, name in enumerate(("plain", "fast")):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "report.json").write_text(json.dumps(a_run()))
+        (tmp_path / name / "report.json").write_text(json.dumps(a_run() | {"num_requests": 1}))
         (tmp_path / name / "manifest.json").write_text(json.dumps({"engine": {"num_spec_tokens": number}}))
         (tmp_path / name / "completions.jsonl").write_text(json.dumps(row("a", [1])) + "\n")
     return tmp_path
