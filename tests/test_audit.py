@@ -201,7 +201,7 @@ def test_a_report_has_its_file_before_the_work(tmp_path: Path, monkeypatch: pyte
 
     def asked_twice(*asked: object) -> dict[str, Any]:
         other = verify(*SHORT, "--output", out)
-        assert f"output '{out}' exists: name a new file" in str(other.exception)
+        assert f"output '{out}' exists and is empty (another command is at work" in str(other.exception)
         raise UserError("this was asked")
 
     monkeypatch.setattr("specgen.experiments.audit.audit", asked_twice)

@@ -125,7 +125,7 @@ def test_a_study_is_kept_with_every_setting(tmp_path):
         ({"arms": [{"num_spec_tokens": 2}]}, "name is missing"),
         ({"limit": 0}, "limit is 0: use at least 1"),
         ({"num_fewshot": -1}, "num-fewshot is -1: use at least 0"),
-        ({"max_batch_size": 0}, "max-batch-size is 0"),
+        ({"max_batch_size": -1}, "max-batch-size is -1"),
         ({"limit": "all"}, "is not a study"),
         (
             {"arms": [{"name": "quick", "num_spec_token": 3}]},

@@ -375,6 +375,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         # an object of the caller's could change, and has no hash
         object.__setattr__(self, "chat_template_kwargs", TemplateKwargs.of(self.chat_template_kwargs))
+        if str(self.max_batch_size) == "auto":  # of one who writes what the command takes
+            object.__setattr__(self, "max_batch_size", 0)
         check_types(self)
         require(
             self.max_batch_size >= 0,

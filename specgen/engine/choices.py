@@ -54,7 +54,7 @@ _AUTO: dict[str, tuple[AttentionName, ...]] = {  # the first that runs the model
     "cuda": ("hopper", "trtllm", "flashinfer", "sdpa"),
 }
 _ON_CPU, _ON_GPU = 32, 256  # sequences of a batch; more give a GPU little
-_USUAL = 1024  # tokens of a sequence
+_USUAL, _ROWS = 1024, 8  # tokens of a sequence, and rows that it has in a step
 RUNNERS: dict[GraphsName, type[Runner]] = {"step": StepGraphs, "pass": PassGraphs, "off": Runner}
 
 
@@ -167,18 +167,19 @@ def choose_batch_size(config: EngineConfig, checkpoints: Checkpoints) -> int:
     """Sequences of a batch that pay on the device of ``config``, whose device and number formats are resolved.
 
     On a GPU no more than its memory holds with ``_USUAL`` tokens each beside the weights: by an estimate of KV cache,
-    recurrent states and logits (which are reserved twice) from the checkpoints' files.
+    recurrent states and logits (which are reserved twice) from the target's files. What drafts does not count, so that
+    all arms over a target, plain decoding too, have as many and can be compared.
     """
     device = torch.device(config.device)
     if device.type == "cpu":
         return _ON_CPU
     target = target_config(checkpoints["model"]).shared(config.tensor_parallel)
-    rows, width = config.draft_length.most + 1, DTYPES[config.dtype].itemsize
-    kv = target.kv_spec.bytes_per_token(target_kv_dtype(config).itemsize) * min(_USUAL, target.max_positions)
-    states = target.state_spec.bytes_per_sequence(rows, width) if target.state_spec is not None else 0
-    weights = sum(file.stat().st_size for each in checkpoints.values() for file in each.files)
+    width = DTYPES[config.dtype].itemsize
+    kv = target.kv_spec.bytes_per_token(width) * min(_USUAL, target.max_positions)
+    states = target.state_spec.bytes_per_sequence(_ROWS, width) if target.state_spec is not None else 0
+    weights = sum(file.stat().st_size for file in checkpoints["model"].files)
     left = total_memory(device) * config.gpu_memory_utilization - weights / config.tensor_parallel
-    beside = states + 2 * rows * target.vocab_size * (width + 4)
+    beside = states + 2 * _ROWS * target.vocab_size * (width + 4)
     most = left / (kv + beside) if config.kv_memory is None else config.kv_memory / (kv + states)
     return int(min(max(most, 1), _ON_GPU))
 

@@ -196,7 +196,7 @@ class HeadsRun:
         require(
             bool(requests),
             f"no request on {data} was answered, so there is no speed to measure: see `error` in "
-            f"{found.on(data)[0].directory / 'completions.jsonl'}, and leave that data set out or use --repeats 0",
+            f"{found.on(data)[0].directory / 'errors.jsonl'}, and leave that data set out or use --repeats 0",
         )
         plans: list[Plan] = []
         for name, config in self._arms(data).items():

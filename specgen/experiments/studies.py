@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from specgen.config import EngineConfig, UserError, choices, option, require, shown
+from specgen.config import EngineConfig, UserError, choices, option, parse_batch_size, require, shown
 from specgen.config.bundled import evaluation_directory
 from specgen.config.errors import did_you_mean
 from specgen.config.field_types import number, whole
@@ -65,11 +65,16 @@ class Limits:
     limit: int | None = option(None, "Study", "Only the first N documents of each task.", shown="all")
     num_fewshot: int | None = option(None, "Study", "Examples before each question.", shown="the task's")
     max_batch_size: int | None = option(
-        None, "Running", "Sequences per batch.", shown="auto, or that of --study"
+        None,
+        "Running",
+        "Sequences per batch.",
+        metavar="INTEGER|auto",
+        shown="auto, or that of --study",
+        parse=parse_batch_size,
     )
 
     def __post_init__(self) -> None:
-        for field, least in (("limit", 1), ("num_fewshot", 0), ("max_batch_size", 1)):
+        for field, least in (("limit", 1), ("num_fewshot", 0), ("max_batch_size", 0)):
             value, name = getattr(self, field), field.replace("_", "-")
             require(value is None or whole(value, name) >= least, f"{name} is {value}: use at least {least}")
 

@@ -276,7 +276,8 @@ class StudyRun:
         if said := self._generation.sentence():
             progress.note(f"{FILE}: {said}")
         path.mkdir(parents=True, exist_ok=True)
-        require_same(path / "study.json", job.to_json(), free=("data_path",), remedy=_REMEDY)
+        batch = ("engine.max_batch_size", "study.max_batch_size")  # each arm's manifest has what it is
+        require_same(path / "study.json", job.to_json(), free=("data_path", *batch), remedy=_REMEDY)
         self._loaded: dict[str, Models] = {}  # by dtype
         # once, as it reads all weights
         self._fingerprints = {name: fingerprint(each) for name, each in self._checkpoints.items()}

@@ -40,7 +40,7 @@ from specgen.record.progress import Progress
 from specgen.record.provenance import FREE_IN_A_RUN, manifest
 from specgen.record.results import directory, require_same
 from specgen.report.display import several
-from specgen.report.report import load, requests_of
+from specgen.report.report import is_finished, load, requests_of, status_of
 from specgen.text.tokenizer import Tokenizer
 
 FILE = "features.json"
@@ -214,7 +214,7 @@ def _require_of(run: Path, model: str) -> None:
     """``UserError`` unless ``run`` is a finished run of the target with this fingerprint."""
     made = load_json(run / "manifest.json", "name directories of specgen generate")
     require(
-        (run / "report.json").exists(),
+        is_finished(run, status_of(run)),
         f"{run} is not finished: run its command again, which goes on where it stopped",
     )
     requests_of(run, load(run)[0])

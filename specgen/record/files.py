@@ -107,7 +107,11 @@ def new_file(path: Path | None) -> Iterator[None]:
         try:
             path.open("x").close()
         except FileExistsError as error:
-            raise UserError(f"output {str(path)!r} exists: name a new file, or remove it first") from error
+            is_empty = path.is_file() and not path.stat().st_size
+            held = " and is empty (another command is at work on it, or was killed)" * is_empty
+            raise UserError(
+                f"output {str(path)!r} exists{held}: name a new file, or remove it first"
+            ) from error
     try:
         yield
     except BaseException:
