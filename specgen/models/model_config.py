@@ -518,8 +518,12 @@ class HeadConfig(LayerConfig):
 
     @staticmethod
     def recognizes(config: Raw, tensors: Set[str]) -> bool:
-        """Whether a checkpoint is of this family, by its ``config.json`` and the names of its tensors."""
-        raise NotImplementedError
+        """Whether a checkpoint is of this family, by its ``config.json`` and the names of its tensors.
+
+        False for all where a family is not known by them: a draft model is one that a target's family knows.
+        """
+        del config, tensors
+        return False
 
     def num_shares(self, count: int) -> int:
         """Of how many of ``count`` ranks each has a share of the layers: all, or 1 where every rank has them whole."""
