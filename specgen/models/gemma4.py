@@ -24,7 +24,7 @@ from specgen.models.loader import Loader
 from specgen.models.mlp import MLP, Mixture
 from specgen.models.model_config import LayerConfig, MixtureConfig, TargetConfig
 from specgen.models.rotary import RopeConfig, inverse_frequencies, rope_of
-from specgen.ops import Map, Norm, Ops, Rope, Sandwich, SandwichNorm
+from specgen.ops import Map, Norm, Ops, Pair, Rope, Sandwich, SandwichNorm
 
 # ---- configs
 
@@ -340,28 +340,32 @@ def norms_of(config: Gemma4Layers, name: str, size: int, heads: int, load: Loade
 class LayerInput:
     """What a layer takes in of its own input, behind its MLP."""
 
-    gate: Map  # [rows, H] -> [rows, D]
-    out: Map  # [rows, D] -> [rows, H]
-    norm: Norm
-    scale: Tensor  # [1], of the stream
-    following: Norm  # of what comes next
+    gate: Map  # [rows, H] -> [parts, rows, D]; see Ops.linear_parts
+    gated: Pair
+    out: Map  # [rows, D] -> [parts, rows, H]
+    behind: SandwichNorm
 
     @classmethod
     def build(cls, config: Gemma4Layers, prefix: str, following: str, load: Loader, ops: Ops) -> "LayerInput":
         hidden, width = config.hidden_size, config.layer_inputs
-        return cls(
-            gate=ops.linear(load.linear({f"{prefix}per_layer_input_gate": width}, hidden)),
-            out=ops.linear(load.linear({f"{prefix}per_layer_projection": hidden}, width)),
-            norm=load_norm(config, f"{prefix}post_per_layer_input_norm", hidden, load, ops),
+        norms = Sandwich(
+            behind=norm_weight(config, f"{prefix}post_per_layer_input_norm", hidden, load),
             scale=load(f"{prefix}layer_scalar", (1,)),
-            following=load_norm(config, following, hidden, load, ops),
+            before=norm_weight(config, following, hidden, load)[None],
+            eps=config.rms_norm_eps,
+            sums=False,
+        )
+        return cls(
+            gate=ops.linear_parts(load.linear({f"{prefix}per_layer_input_gate": width}, hidden)),
+            gated=ops.gelu_gated,
+            out=ops.linear_parts(load.linear({f"{prefix}per_layer_projection": hidden}, width)),
+            behind=ops.sandwich(norms),
         )
 
     def __call__(self, stream: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
         """The stream [rows, H] with ``own`` [rows, D] taken in, and its norm."""
-        stream = stream + self.norm(self.out(F.gelu(self.gate(stream), approximate="tanh") * own))
-        stream = stream * self.scale
-        return stream, self.following(stream)
+        stream, normed = self.behind(stream, self.out(self.gated(self.gate(stream), own)))
+        return stream, normed[0]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,6 +89,7 @@ class Sandwich:
     scale: Tensor | None = None  # [1]: what the sum is multiplied by
     before: Tensor  # [n, N]: of what reads that next
     eps: float
+    sums: bool = True  # over ranks, each of which has a part of what is added
 
 
 class SandwichNorm(Protocol):
@@ -165,6 +166,9 @@ class Ops:
     gated_norm: Callable[[Tensor, float], Pair]
     # x [..., rows, N] and a gate [rows, N] or [rows, 1], whose rows may be strided -> x * sigmoid(gate).
     sigmoid_gated: Pair
+    # Partial sums of a gate [n, rows, N] (``linear_parts``) and x [rows, N], whose rows may be strided -> GELU, by its
+    # approximation with tanh, of the gate times x.
+    gelu_gated: Pair
     largest: Largest
     most_likely: MostLikely
     # Classes [automata, V] and successors [entries] of automata, which of them [B], their states [B] and tokens [B, n]

@@ -59,6 +59,7 @@ def cuda_ops(dtype: torch.dtype) -> Ops:
         embed_norm_concat=TritonEmbedNormConcat,
         gated_norm=TritonGatedNorm,
         sigmoid_gated=sigmoid_gated,
+        gelu_gated=partial(activate_and_mul, "gelu tanh"),
         largest=largest,
         most_likely=most_likely,
         walk=automaton_kernels.walk,

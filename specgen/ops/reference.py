@@ -30,6 +30,7 @@ def torch_ops() -> Ops:
         embed_norm_concat=embed_norm_concat,
         gated_norm=gated_norm,
         sigmoid_gated=lambda x, gate: x * gate.sigmoid(),
+        gelu_gated=lambda gate, x: ACTIVATIONS["gelu tanh"](whole(gate).to(x.dtype)) * x,
         largest=largest,
         most_likely=most_likely,
         walk=walk,
@@ -261,6 +262,8 @@ def ranked(ops: Ops, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> 
 
     def ranked_sandwich(norms: Sandwich) -> SandwichNorm:
         own = ops.sandwich(norms)
+        if not norms.sums:
+            return own
         return lambda stream, *parts: own(stream, *(_summed(each, ranks, stream.dtype) for each in parts))
 
     return replace(ops, rms_norm=rms_norm, sandwich=ranked_sandwich, ranks=ranks)

@@ -281,7 +281,9 @@ def _gate_mul_kernel(
     out_scale: tl.tensor,
     out: tl.tensor,
     size: int,
-    stride: int,
+    gate_stride: int,
+    up_stride: int,
+    PARTS: tl.constexpr,  # noqa: N803
     GELU: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:
@@ -290,8 +292,8 @@ def _gate_mul_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
     gdc_wait()
-    at = row * stride + columns
-    gated = gate_mul(tl.load(gate + at, inside, 0), tl.load(up + at, inside, 0), GELU)
+    total = _plus(tl.zeros((BLOCK,), tl.float32), gate, row, columns, inside, gate_stride, PARTS)
+    gated = gate_mul(total.to(up.dtype.element_ty), tl.load(up + row * up_stride + columns, inside, 0), GELU)
     if out_scale is not None:
         gated = to_e4m3(gated, 1.0 / tl.load(out_scale))
     tl.store(out + row * size + columns, gated, inside)
@@ -462,15 +464,24 @@ def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
 def activate_and_mul(
     activation: Activation, gate: Tensor, up: Tensor, out_scale: Tensor | None = None
 ) -> Tensor:
-    """Two [rows, I], of which rows may be strided alike -> [rows, I]; with an ``out_scale`` [1] in e4m3."""
-    rows, size = gate.shape
-    assert gate.stride() == up.stride(), (gate.stride(), up.stride())
-    dtype = gate.dtype if out_scale is None else torch.float8_e4m3fn
-    out = torch.empty(rows, size, dtype=dtype, device=gate.device)
+    """Two [rows, I], of which rows may be strided -> [rows, I]; with an ``out_scale`` [1] in e4m3.
+
+    ``gate`` may be partial sums [n, rows, I].
+    """
+    rows, size = up.shape
+    assert gate.shape[-2:] == up.shape, (gate.shape, up.shape)
+    assert gate.dim() == 2 or gate.is_contiguous(), gate.stride()
+    dtype = up.dtype if out_scale is None else torch.float8_e4m3fn
+    out = torch.empty(rows, size, dtype=dtype, device=up.device)
     if rows:
-        args = (gate, up, out_scale, out, size, gate.stride(0))
-        gelu = activation == "gelu tanh"
-        _gate_mul_kernel[(rows, triton.cdiv(size, 1024))](*args, GELU=gelu, BLOCK=1024, num_warps=4, **PDL)
+        _gate_mul_kernel[(rows, triton.cdiv(size, 1024))](
+            *(gate, up, out_scale, out, size, gate.stride(-2), up.stride(0)),
+            PARTS=1 if gate.dim() == 2 else len(gate),
+            GELU=activation == "gelu tanh",
+            BLOCK=1024,
+            num_warps=4,
+            **PDL,
+        )
     return out
 
 
