@@ -9,44 +9,23 @@ DASH = "-"
 Show = Callable[[Any], str]
 
 
-def count(number: float | None) -> str:
-    """``1,234``"""
-    return DASH if number is None else f"{number:z,.0f}"
+def _shown(form: str, times: int = 1) -> Show:
+    """Numbers in a ``form`` of ``str.format``, ``times`` as many."""
+    return lambda number: DASH if number is None else form.format(times * number)
+
+
+count = _shown("{:z,.0f}")  # 1,234
+rate = _shown("{:z,.1f}")  # 1,234.5
+plain = _shown("{:z.2f}")  # 2.53
+thousandths = _shown("{:.3f}")  # 0.004
+ratio = _shown("{:z.2f}x")  # 1.31x
+percent = _shown("{:z.1f} %", 100)  # 12.3 %
+hundredths = _shown("{:z.1f}", 100)  # 12.3: a percentage where the unit stands elsewhere
 
 
 def several(number: int, noun: str) -> str:
     """``1 prompt``, ``1,234 prompts``"""
     return f"{count(number)} {noun}{'' if number == 1 else 's'}"
-
-
-def plain(number: float | None) -> str:
-    """``2.53``"""
-    return DASH if number is None else f"{number:z.2f}"
-
-
-def thousandths(number: float | None) -> str:
-    """``0.004``"""
-    return DASH if number is None else f"{number:.3f}"
-
-
-def rate(number: float | None) -> str:
-    """``1,234.5``"""
-    return DASH if number is None else f"{number:z,.1f}"
-
-
-def percent(share: float | None) -> str:
-    """``12.3 %``"""
-    return DASH if share is None else f"{100 * share:z.1f} %"
-
-
-def hundredths(share: float | None) -> str:
-    """``12.3``: a percentage where the unit stands elsewhere."""
-    return DASH if share is None else f"{100 * share:z.1f}"
-
-
-def ratio(number: float | None) -> str:
-    """``1.31x``"""
-    return DASH if number is None else f"{number:z.2f}x"
 
 
 def seconds(number: float | None) -> str:
