@@ -15,6 +15,7 @@ import typer
 from bench.step import Window, step_seconds
 from bound import (
     KVBytes,
+    Seen,
     StepBytes,
     Work,
     copy_bandwidth,
@@ -28,7 +29,6 @@ from specgen.config import UserError
 from specgen.experiments.output import BenchTable, Plot
 from specgen.experiments.turns import inter_token_seconds
 from specgen.models import mixture_targets
-from specgen.models.model_config import Seen
 from specgen.record import provenance
 from specgen.record.record_rows import EngineRow, OutOfMemory, PassRow
 from specgen.report import display

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from bound import ExpertSize, KVBytes, StepBytes
+from bound import ExpertSize, KVBytes, Seen, StepBytes
 from calibrated_cycle import Cycle
 from calibrated_mixtures import MixtureLayers
 from calibrated_shapes import MIXTURES
 from calibrated_shapes import Mixture as MixtureShape
 from calibrated_weights import Source, target_tensors
 
-from specgen.models.model_config import Seen
 from tests.engines import config_of, load_pair, loaded
 from tests.timed_engines import write_tiny
 

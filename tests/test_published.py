@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from bound import ExpertSize, KVBytes
+from bound import ExpertSize, KVBytes, Seen
 
 from specgen.attention import Temperature
 from specgen.checkpoints.checkpoint import (
@@ -172,7 +172,7 @@ def test_published_gemma4s_are_complete(size: str) -> None:
     budget = PageBudget(config=replace(engine, kv_dtype="model"), target=config, head=None)
     taken = budget.bytes_of(*budget.of_sequence(4096))
     storing = filter(config.stores, range(config.num_layers))
-    seen = sum(4 * prod(config.kv_heads(layer)) * config.seen(layer)(4096) for layer in storing)
+    seen = sum(4 * prod(config.kv_heads(layer)) * Seen.of(config, layer)(4096) for layer in storing)
     assert seen == mib << 20 or size.startswith("E"), "all others store"
     assert seen < taken < 1.12 * seen, "whole pages, and what a step writes"
     assert config.eos_token_ids == (1, 106, 50)
@@ -254,7 +254,7 @@ def test_the_published_eagle_head_of_llama4_fits(own: bool) -> None:
     assert misfits(target, config) == ()
     assert len(reader.taken) == len(reader.checkpoint.tensors) == 11 + 2 * own
     assert (config.chunk, config.own_embedding, config.own_lm_head) == (8192, own, own)
-    assert [config.seen(0)(context) for context in (1, 8192, 8193)] == [1, 8192, 1]
+    assert [Seen.of(config, 0)(context) for context in (1, 8192, 8193)] == [1, 8192, 1]
     assert unread_keys(EAGLE_OF_LLAMA4, family_of(EAGLE_OF_LLAMA4).keys) == ()
 
 

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import whole_job
 from beside_vllm import Text
-from bound import ExpertSize, KVBytes, StepBytes
+from bound import ExpertSize, KVBytes, Seen, StepBytes
 from whole_job import least, measure
 
-from specgen.models.model_config import Seen
 from tests.streams import pass_row, request
 
 pytestmark = pytest.mark.scripts

@@ -19,8 +19,8 @@ from specgen.engine.loading import Models
 from specgen.models.dflash import DFlashConfig
 from specgen.models.eagle import Eagle1Config
 from specgen.models.gemma4_assistant import AssistantConfig
-from specgen.models.llama4 import EagleLlama4Config
-from specgen.models.model_config import LayerConfig, Seen
+from specgen.models.llama4 import EagleLlama4Config, Llama4Config
+from specgen.models.model_config import LayerConfig
 from specgen.models.mtp import MtpConfig
 from specgen.record.record_rows import EngineRow, PassRow, RequestRow
 
@@ -82,6 +82,29 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Seen:
+    """Called with a number of positions, those that the last row sees: all, or of a window or its chunk alone."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    @classmethod
+    def of(cls, config: LayerConfig, index: int) -> "Seen":
+        """Of layer ``index``."""
+        match config:
+            case Llama4Config():
+                return cls(chunk=config.chunk if config.rotated[index] else None)
+            case EagleLlama4Config():
+                return cls(chunk=config.chunk)
+        return cls(window=config.window(index))
+
+    def __call__(self, context: float) -> float:
+        if self.chunk is not None:
+            return (context - 1) % self.chunk + 1
+        return context if self.window is None else min(context, self.window)
+
+
+@dataclass(frozen=True, kw_only=True)
 class KVBytes:
     """The keys and values that a pass reads of one sequence, in bytes."""
 
@@ -93,7 +116,7 @@ class KVBytes:
         each = bytes_per_value * config.kv_spec.num_planes
         attending = filter(config.attends, range(config.num_layers))
         return cls(
-            layers=tuple((each * prod(config.kv_heads(index)), config.seen(index)) for index in attending)
+            layers=tuple((each * prod(config.kv_heads(index)), Seen.of(config, index)) for index in attending)
         )
 
     def at(self, context: float) -> float:

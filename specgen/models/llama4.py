@@ -23,7 +23,6 @@ from specgen.models.model_config import (
     HeadConfig,
     LayerConfig,
     MixtureConfig,
-    Seen,
     TargetConfig,
     dtype_name,
     layer_settings,
@@ -62,9 +61,6 @@ class Llama4Config(TargetConfig):
     )
     rotated: tuple[bool, ...]  # by layer; the others have no positions, and see all
     temperature: Temperature | None  # of the others
-
-    def seen(self, index: int) -> Seen:
-        return Seen(chunk=self.chunk if self.rotated[index] else None)
 
     def facts(self) -> dict[str, str]:
         heat, rotated = self.temperature, self.rotated.count(True)
@@ -251,9 +247,6 @@ class EagleLlama4Config(HeadConfig):
         """By its config, which says Llama-4, and ``fc.weight``, which no target has."""
         kind = " ".join((*architectures(config), str(config.get("model_type")))).lower()
         return "llama4" in kind and Eagle1Config.recognizes(config, tensors)
-
-    def seen(self, index: int) -> Seen:
-        return Seen(chunk=self.chunk)
 
     @classmethod
     def from_hf(cls, raw: Raw, tensors: Set[str], _: int | None) -> "EagleLlama4Config":

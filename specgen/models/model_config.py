@@ -204,19 +204,6 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
-    """Called with a number of positions, those that the last row sees: all, or of a window or its chunk alone."""
-
-    window: int | None = None
-    chunk: int | None = None
-
-    def __call__(self, context: float) -> float:
-        if self.chunk is not None:
-            return (context - 1) % self.chunk + 1
-        return context if self.window is None else min(context, self.window)
-
-
-@dataclass(frozen=True, kw_only=True)
 class LayerConfig:
     """The decoder layers and vocabulary of a target or a head."""
 
@@ -261,10 +248,6 @@ class LayerConfig:
     def window(self, index: int) -> int | None:
         """Positions that a row of layer ``index`` sees, its own included; None: all."""
         return self.windows[index] if self.windows else None
-
-    def seen(self, index: int) -> Seen:
-        """What the last row of a text sees in layer ``index``."""
-        return Seen(window=self.window(index))
 
     def causal(self, index: int) -> bool:
         """Whether a row of layer ``index`` sees no row of its sequence behind it."""
