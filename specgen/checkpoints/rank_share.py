@@ -81,9 +81,8 @@ class RankShare:
     fused_experts: Fused
     fp8: Fp8Config | None  # of the linear layers that are stored in it
     delta_keys: int = 0  # numbers of all key heads of a Gated DeltaNet
-    other_kv_heads: Mapping[int, int] = field(
-        default_factory=dict
-    )  # by layer, of those that have not as many
+    # by layer, of those that have not as many
+    other_kv_heads: Mapping[int, int] = field(default_factory=dict)
 
     def cut(self, name: str, shape: tuple[int, ...]) -> Cut | None:
         """Of the tensor ``name``, of which a layer wants ``shape``; None: all of it.

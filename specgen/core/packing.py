@@ -55,9 +55,8 @@ class PromptBlocks:
     """
 
     starts: Tensor  # [n] int64: position of each block
-    tables: tuple[
-        Tensor, ...
-    ]  # [n, width] int32: block tables, and those of layers with a window where there are
+    # [n, width] int32: block tables, and those of layers with a window where there are
+    tables: tuple[Tensor, ...]
     rows: Tensor  # [rows] of the layout in the blocks, [n * BLOCK]
 
     @classmethod

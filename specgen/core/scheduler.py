@@ -9,9 +9,8 @@ from specgen.core.sequence import Sequence
 from specgen.kv.pages import PageAllocator, Places, StateSlots, common_digests, extend_digests
 from specgen.record.record_rows import OutOfMemory
 
-_LEAST_PIECE = (
-    512  # rows: a prefill of fewer takes hardly less time, as reading the weights is what it waits for
-)
+# rows: a prefill of fewer takes hardly less time, as reading the weights is what it waits for
+_LEAST_PIECE = 512
 _QUIET = 256  # passes without a shortage before more is tried
 
 

@@ -296,9 +296,8 @@ class BestPlan:
         self._num_steps = 0
         self._missed = 0.0  # steps' worth of time that another plan would have saved, in steps running
         self._longer: StepPlan | None = None  # the next probe, if there is any
-        self._saved = self._allowance = self._price = (
-            0.0  # seconds: for it, of each step, and what it takes more
-        )
+        # seconds: for it, of each step, and what it takes more
+        self._saved = self._allowance = self._price = 0.0
 
     def choose(self, num_sequences: int, num_positions: int) -> StepPlan:
         self._acceptance.step()

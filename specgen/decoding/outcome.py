@@ -62,9 +62,8 @@ class Drafts:
 
     tokens: Tensor  # [B, K] target token ids; NO_DRAFT from a sequence's first missing draft on
     probs: Tensor | None  # [B, K, V]
-    confidence: (
-        Tensor  # [B, K] float32 in [0, 1]: how sure the drafter is, see ``confidence``; -1 of missing ones
-    )
+    # [B, K] float32 in [0, 1]: how sure the drafter is, see ``confidence``; -1 of missing ones
+    confidence: Tensor
 
 
 def no_drafts(tokens: Tensor) -> Drafts:

@@ -57,9 +57,8 @@ class SamplingForm:
     @staticmethod
     def of(params: Iterable[SamplingParams], end_tokens: Sequence[int] = ()) -> "SamplingForm":
         """The least that serves every one of ``params`` of a model with ``end_tokens``."""
-        params = list(
-            {id(each): each for each in params}.values()
-        )  # most requests of most runs have the same
+        # most requests of most runs have the same
+        params = list({id(each): each for each in params}.values())
         sampled = [p for p in params if p.temperature > 0]
         filtered = any(p.top_k or p.top_p < 1 or p.min_p for p in sampled)
         biases = max((len(biases_of(p, end_tokens)) for p in params), default=0)

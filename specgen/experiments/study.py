@@ -123,9 +123,8 @@ def _manager(names: Sequence[str]) -> TaskManager:
 
 def _require_loads(manager: TaskManager, task: str | dict[str, Any], runs_code: bool = False) -> None:
     name = task if isinstance(task, str) else task["task"]
-    if (
-        isinstance(task, str) and task not in manager.all_tasks
-    ):  # not `require`: thousands of names are compared
+    # not `require`: thousands of names are compared
+    if isinstance(task, str) and task not in manager.all_tasks:
         meant = did_you_mean(name, ("word_problems", *manager.all_tasks))
         raise UserError(f"task {name!r} is not one of lm-eval's{meant}: `lm-eval ls tasks` lists them")
     try:

@@ -345,9 +345,8 @@ def conclusion(reference: str, others: Sequence[Compared]) -> tuple[str, bool]:
             f"Accuracy is not compared: {'no score is between 0 and 1' if others else 'there is one arm'}.",
             False,
         )
-    corrected = [
-        2.0 if p is None else p for p in holm([paired.p for *_, paired in tests])
-    ]  # 2: no test is possible
+    # 2: no test is possible
+    corrected = [2.0 if p is None else p for p in holm([paired.p for *_, paired in tests])]
     number, least = sum(p < LEVEL for p in corrected), min(corrected)
     name, score, paired = tests[corrected.index(least)]
     compared = sum(len(arm.answers) for arm in others)

@@ -113,10 +113,8 @@ class _Tuning:
         }
         repeats = {name: found for ranking in rankings.values() for name, found in ranking.arms.items()}
         ran = {name: arm for name, arm in arms.items() if name in repeats}
-        firsts, own_texts = (
-            _firsts(ran.values()),
-            not job.base.synthetic_acceptance,
-        )  # else they are the dice's
+        # else they are the dice's
+        firsts, own_texts = _firsts(ran.values()), not job.base.synthetic_acceptance
         rows = {
             name: _row(name, ranking, ran, firsts, judges_texts=own_texts)
             for ranking in rankings.values()

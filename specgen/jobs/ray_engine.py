@@ -150,9 +150,8 @@ class _Pool:
     def __init__(self, new: Callable[[], Any], num_workers: int) -> None:
         self._new, self._num_workers = new, num_workers
         self._num_blocks: dict[Any, int] = {}  # of each worker
-        self._awaited: dict[
-            Any, tuple[Any, _Block | None]
-        ] = {}  # by answer: worker, and block unless it starts
+        # by answer: worker, and block unless it starts
+        self._awaited: dict[Any, tuple[Any, _Block | None]] = {}
         self._num_losses = 0  # since the last answer
         for _ in range(num_workers):
             self._add()

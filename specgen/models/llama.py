@@ -181,10 +181,8 @@ def ignored_tensors(config: TargetConfig, names: Set[str]) -> Set[str]:
     return tables | tied | {f"{root}rotary_emb.inv_freq"}
 
 
-OF_TEXT = (
-    "model.",
-    "model.language_model.",
-)  # what names begin with; the second in vision-language models
+# what names begin with; the second in vision-language models
+OF_TEXT = ("model.", "model.language_model.")
 EMBEDDINGS = tuple(f"{prefix}embed_tokens.weight" for prefix in OF_TEXT)
 
 

@@ -56,9 +56,8 @@ def _usual_name(name: str) -> str:
 class Llama4Config(TargetConfig):
     """A target; ``chunk`` and ``qk_norm``, which has no weights, are of the rotated layers."""
 
-    interleaved: ClassVar[bool] = (
-        True  # of the others too, where the order of a head's numbers is all the same
-    )
+    # of the others too, where the order of a head's numbers is all the same
+    interleaved: ClassVar[bool] = True
     rotated: tuple[bool, ...]  # by layer; the others have no positions, and see all
     temperature: Temperature | None  # of the others
 

@@ -483,9 +483,8 @@ class HeadConfig(LayerConfig):
     own_embedding: bool
     own_lm_head: bool
     reads_output: bool  # the one feature is the target's last hidden state, behind its final norm
-    fp8_output: bool = (
-        False  # drafts by a copy of its output layer, or the target's (``--draft-lm-head fp8``)
-    )
+    # drafts by a copy of its output layer, or the target's (``--draft-lm-head fp8``)
+    fp8_output: bool = False
     takes_fp8: ClassVar[bool] = False
     splits: ClassVar[bool] = True  # over ranks, as the target's layers do
     is_model: ClassVar[bool] = False  # a target's: what the target accepts goes through all of it

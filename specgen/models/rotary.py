@@ -182,9 +182,8 @@ def _yarn(parameters: Raw, config: Raw) -> YarnScaling:
     fast, slow = (number(parameters, name, default) for name, default in _YARN_NUMBERS.items())
     require(slow < fast, f"beta_slow is {slow} and beta_fast {fast}: config.json is wrong")
     original = count(parameters, _LENGTH)
-    if (
-        "factor" in parameters and parameters["factor"] is None
-    ):  # as transformers, for which a missing one is wrong
+    # as transformers, for which a missing one is wrong
+    if "factor" in parameters and parameters["factor"] is None:
         parameters = {**parameters, "factor": count(config, "max_position_embeddings") / original}
     factor = number(parameters, "factor")
     # as transformers: two mscales are a ratio, one alone is ignored

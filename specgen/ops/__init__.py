@@ -82,9 +82,8 @@ class MakeNorm(Protocol):
 class Sandwich:
     """The weights of norms around the sum of a residual stream and what a part of a layer returns; all cast last."""
 
-    within: tuple[Tensor, Tensor] | None = (
-        None  # [N] each: of both parts, where there are two, whose sum is normed
-    )
+    # [N] each: of both parts, where there are two, whose sum is normed
+    within: tuple[Tensor, Tensor] | None = None
     behind: Tensor  # [N]: of what is added to the stream
     scale: Tensor | None = None  # [1]: what the sum is multiplied by
     before: Tensor  # [n, N]: of what reads that next
@@ -148,9 +147,8 @@ class Ops:
     """
 
     linear: Callable[[Weight], Map]  # [out, in]: [rows, in] -> [rows, out]
-    linear_parts: Callable[
-        [Weight], Map
-    ]  # the same as split-K partial sums [n, rows, out], added in Norm.add
+    # the same as split-K partial sums [n, rows, out], added in Norm.add
+    linear_parts: Callable[[Weight], Map]
     linear_float32: Callable[[Weight], Map]  # the same in float32, of which nothing is rounded
     gated_linear: MakeGated
     experts: Callable[[Experts], ExpertsMap]

@@ -237,9 +237,8 @@ def _gate_up_kernel(
         acc += added[:, None].to(tl.float32)
     acc = tl.permute(tl.reshape(acc, (BLOCK_OUT // 8, 2, 8, ROWS)), (0, 2, 3, 1))
     gate, up = tl.split(acc)
-    if (
-        weight.dtype.element_ty == tl.float8e4nv
-    ):  # as Gating rounds: what is rounded to e4m3 next must be the same
+    # as Gating rounds: what is rounded to e4m3 next must be the same
+    if weight.dtype.element_ty == tl.float8e4nv:
         gated = _gate(gate, up, alpha, shift, limit, LIMITED, GELU, y.dtype.element_ty)
     else:
         gated = _gate(gate, up, alpha, shift, limit, LIMITED, GELU, tl.float32)

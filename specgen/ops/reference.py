@@ -228,9 +228,8 @@ def _put(pages: Tensor, slots: Tensor, rows: Tensor, scale: float) -> None:
     """Store ``rows`` in ``pages`` at ``slots``; values beyond the range of an 8-bit page saturate, NaN stays NaN."""
     if pages.dtype.itemsize == 1:  # torch's index_copy_ has no 8-bit floats
         largest = torch.finfo(pages.dtype).max
-        divisor = torch.full(
-            (), scale, device=rows.device
-        )  # by a number, torch multiplies with its reciprocal
+        # by a number, torch multiplies with its reciprocal
+        divisor = torch.full((), scale, device=rows.device)
         rows = (rows.float() / divisor).clamp(-largest, largest).to(pages.dtype).view(torch.uint8)
         pages = pages.view(torch.uint8)
     pages.index_copy_(0, slots, rows.to(pages.dtype))

@@ -162,9 +162,8 @@ def _latent_store_kernel(
     slot, stores = pages + page * page_stride + offset * slot_stride, tl.program_id(1) == 0
     if stores:
         tl.store(slot + column, tl.load(latent + row * latent_stride + column, column < rank), column < rank)
-    head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)[
-        :, None
-    ]  # the key is the last before the first
+    # the key is the last before the first
+    head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)[:, None]
     source = (
         tl.where(stores, key + row * key_stride, q + row * q_stride + head * q_head_stride) + pair[None, :]
     )

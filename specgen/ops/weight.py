@@ -34,9 +34,8 @@ class Weight:
     scale: Tensor | None = None
     bias: Tensor | None = None  # [out] or [E, out], added to the result before it is rounded
     format: Literal["plain", "mxfp4", "fp8"] = "plain"
-    activations: Literal["static", "token", "group"] | None = (
-        None  # of "fp8": all of them, a row, 128 of a row
-    )
+    # of "fp8": all of them, a row, 128 of a row
+    activations: Literal["static", "token", "group"] | None = None
     input_scale: Tensor | None = None  # float32 [] or, of experts, [E], of static activations
 
     @classmethod

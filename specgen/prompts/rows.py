@@ -87,9 +87,8 @@ class Source:
             return None
         digest = hashlib.sha256()
         for file in self.files:
-            if isinstance(
-                file, StoredObject
-            ):  # what its store says is enough: to read it would take as long as a run
+            # what its store says is enough: to read it would take as long as a run
+            if isinstance(file, StoredObject):
                 digest.update(f"{file.path.suffixes[-2:]} {file.size} {file.version} ".encode())
                 continue
             digest.update(f"{file.suffixes[-2:]} {file_digest(file)} ".encode())

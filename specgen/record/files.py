@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 
 _decode = msgspec.json.Decoder().decode  # three times as fast as ``json``
 _BOM = b"\xef\xbb\xbf"  # before the first row, as other programs write it
-_ID = re.compile(
-    rb'\{"id": ("(?:[^"\\]|\\.)*")(?:, "sample": (\d+))?'
-)  # the start of a row as ``add`` writes it
+# the start of a row as ``add`` writes it
+_ID = re.compile(rb'\{"id": ("(?:[^"\\]|\\.)*")(?:, "sample": (\d+))?')
 
 
 def sample_id(request: str, sample: int | None) -> str:

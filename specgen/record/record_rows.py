@@ -31,9 +31,8 @@ class Step(NamedTuple):
     accepted: int
     emitted: int
     levels: Sequence[int] = ()
-    is_cut: bool = (
-        False  # the first draft that was not accepted is one that constraints do not allow; not kept either
-    )
+    # the first draft that was not accepted is one that constraints do not allow; not kept either
+    is_cut: bool = False
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]  # as a row that is read has it

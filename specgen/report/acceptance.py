@@ -142,9 +142,8 @@ class Speculation:
     num_unverified_tokens: int = 0  # drafts that were found too unlikely to be accepted
     confidence: Confidence = Confidence(levels=(), auc=None)
     tokens_per_step: float | None = None
-    cut_rate: float | None = (
-        None  # steps that accepted no more drafts because of a constraint; None: there was none
-    )
+    # steps that accepted no more drafts because of a constraint; None: there was none
+    cut_rate: float | None = None
 
     @property
     def length_over_all_steps(self) -> float | None:

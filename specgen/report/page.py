@@ -15,10 +15,8 @@ from specgen.report.charts import svg
 from specgen.report.table import Table
 from specgen.report.text_list import TextList, classes
 
-_WHOLE, _OPENS = (
-    "whole",
-    "opens",
-)  # classes of the style sheet: of the whole width always, while its table is open
+# classes of the style sheet: of the whole width always, while its table is open
+_WHOLE, _OPENS = "whole", "opens"
 _HALF = 58  # digits side by side that a table of one of two columns holds
 _FEWEST = 4  # sections that a row of links leads to
 _PADDING, _LONGEST_WORD = 1.4, 16  # digits

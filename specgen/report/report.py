@@ -62,9 +62,8 @@ class Report(Speculation):
     turns: Mapping[str, Speculation]
     # of reasoning and answer; empty where no text has reasoning
     parts: Mapping[str, Speculation] = field(default_factory=dict)
-    ended_in_reasoning: Mapping[str, int] = field(
-        default_factory=dict
-    )  # texts without an answer, by finish reason
+    # texts without an answer, by finish reason
+    ended_in_reasoning: Mapping[str, int] = field(default_factory=dict)
     num_prompt_tokens: int
     num_cached_tokens: int  # prompt tokens found in the prefix cache
     finish_reasons: Mapping[str, int]

@@ -44,9 +44,8 @@ _DATE = (  # of the Gregorian calendar, but for 29 February
 )
 _LABEL = "[A-Za-z0-9](?:-?[A-Za-z0-9]){0,30}"  # of a host's name
 _HOST = rf"(?:{_LABEL}\.){{1,3}}[A-Za-z]{{2,10}}"
-_SPAN = (
-    "(?:[0-9]{1,4}H(?:[0-9]{1,4}M(?:[0-9]{1,4}S)?)?|[0-9]{1,4}M(?:[0-9]{1,4}S)?|[0-9]{1,4}S)"  # within a day
-)
+# within a day
+_SPAN = "(?:[0-9]{1,4}H(?:[0-9]{1,4}M(?:[0-9]{1,4}S)?)?|[0-9]{1,4}M(?:[0-9]{1,4}S)?|[0-9]{1,4}S)"
 _OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _FORMATS = {
     "date": _DATE,
@@ -81,13 +80,8 @@ _OF_TYPE = {
         *("propertyNames", "patternProperties"),
     },
 }
-_SETS = (
-    r"\p",
-    r"\P",
-    r"\x",
-    r"\u",
-    r"\U",
-)  # escapes that may stand for a character that a string may not hold
+# escapes that may stand for a character that a string may not hold
+_SETS = (r"\p", r"\P", r"\x", r"\u", r"\U")
 _CLASSES = {"d": "0-9", "w": "A-Za-z0-9_", "s": " "}  # as ECMA-262 has them, of what a string may hold
 
 

@@ -15,10 +15,8 @@ Part = Literal["reasoning", "answer"]
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 _HARMONY_ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _THINK = ("<think>", "</think>")
-_CHANNEL = (
-    "<|channel>",
-    "<channel|>",
-)  # of Gemma 4, which writes the name of what it opens on the rest of the line
+# of Gemma 4, which writes the name of what it opens on the rest of the line
+_CHANNEL = ("<|channel>", "<channel|>")
 _THOUGHT = ("", "thought")  # of such a name, what may follow at the end of a prompt
 _OF_ANSWER = ("answer", True)  # what ``Reader.read`` says of its text
 # The header of a message that is the answer: of the assistant, and in the channel "final" or in none.
