@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -418,8 +419,9 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
 def test_unsupported_targets_are_refused_by_name(
     tmp_path: Path, target_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    with refused(message):
-        _load(_copy(target_path, tmp_path, **changes))
+    path = _copy(target_path, tmp_path, **changes)
+    with refused(f"^{re.escape(str(path))}.*{message}"):  # which of both checkpoints
+        _load(path)
 
 
 def test_an_unused_window_is_accepted(tmp_path: Path, target_path: Path) -> None:
@@ -654,7 +656,7 @@ def test_heads_that_would_draft_badly_are_refused(
     tmp_path: Path, target: Llama, settings: dict[str, Any], message: str
 ) -> None:
     write_head(tmp_path, target.config, **settings)
-    with refused(message):
+    with refused(f"^{re.escape(str(tmp_path))}.*{message}"):
         _load_head(tmp_path, target)
 
 

@@ -2,6 +2,8 @@
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,12 +64,21 @@ def open_checkpoint(path_or_hub_id: str) -> Checkpoint:
 
 
 def _by_usual_names(infos: dict[str, TensorInfo], checkpoint: str) -> dict[str, TensorInfo]:
-    try:
+    with _about(checkpoint):
         others = other_names(infos.keys()) | llama4.other_names(infos.keys())
-    except UserError as error:
-        raise UserError(f"{checkpoint}: {error}") from error
     renamed = {others[name]: replace(infos[name], stored=name) for name in others}
     return {name: info for name, info in infos.items() if name not in others} | renamed
+
+
+@contextmanager
+def _about(checkpoint: str) -> Iterator[None]:
+    """A ``UserError`` begins with the checkpoint it is about, as target and head have the same files and fields."""
+    try:
+        yield
+    except UserError as error:
+        if str(error).startswith(checkpoint):
+            raise
+        raise UserError(f"{checkpoint}: {error}") from error
 
 
 def mtp_part(checkpoint: Checkpoint) -> Checkpoint:
@@ -96,7 +107,8 @@ def target_config(checkpoint: Checkpoint) -> TargetConfig:
         )
     eos = checkpoint.generation.get("eos_token_id")
     overrides = {} if eos is None else {"eos_token_id": eos}
-    config = family_of(checkpoint.config).config({**checkpoint.config, **overrides})
+    with _about(checkpoint.name):
+        config = family_of(checkpoint.config).config({**checkpoint.config, **overrides})
     ids = config.eos_token_ids
     require(
         not ids or any(token_id < config.vocab_size for token_id in ids),
@@ -130,7 +142,9 @@ def drafter_config(checkpoint: Checkpoint, num_target_layers: int | None) -> Hea
         raise UserError(
             f"{checkpoint.name} is not a draft head ({error}): name one with --drafter, or use --drafter ngram"
         ) from error
-    found, token = family.config(config, names, num_target_layers), checkpoint.read(MASK_ID_TENSOR)
+    with _about(checkpoint.name):
+        found = family.config(config, names, num_target_layers)
+    token = checkpoint.read(MASK_ID_TENSOR)
     if token is not None and isinstance(found, DFlashConfig):
         require(
             int(token) == found.mask_token_id,
@@ -149,9 +163,10 @@ def draft_to_target(checkpoint: Checkpoint, config: HeadConfig) -> Tensor:
             raise UserError(f"{checkpoint.name}: {name} is stored as {info.dtype}: use one of {known}")
     if isinstance(config, DraftModelConfig):
         return torch.arange(config.draft_vocab_size)
-    if isinstance(config, AssistantConfig) and config.num_centroids:
-        return _ordered(config.vocab_size, checkpoint.read(TOKEN_ORDERING))
-    return vocabulary_map(config, checkpoint.read("d2t"), checkpoint.read("t2d"))
+    with _about(checkpoint.name):
+        if isinstance(config, AssistantConfig) and config.num_centroids:
+            return _ordered(config.vocab_size, checkpoint.read(TOKEN_ORDERING))
+        return vocabulary_map(config, checkpoint.read("d2t"), checkpoint.read("t2d"))
 
 
 def load_target(
@@ -231,7 +246,8 @@ def build_head(config: HeadConfig, reader: TensorReader, target: Target, draft_t
     reader = replace(reader, fp8=config.fp8, fp8_output=config.fp8_output, share=_share(config, ranks))
     config = config.shared(ranks.size)
     ops = bind_ops(reader.device, reader.dtype, ranks)
-    head = family.build(config, reader, target, draft_to_target, ops)
+    with _about(reader.checkpoint.name):
+        head = family.build(config, reader, target, draft_to_target, ops)
     reader.finish(config.ignored)
     return head
 
