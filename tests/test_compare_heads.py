@@ -362,11 +362,15 @@ def simulated(share: float, seed: int, num: int = 30) -> list[list[int]]:
 def test_a_line_says_which_is_best_and_whether_the_second_differs(tmp_path: Path) -> None:
     found = comparison(tmp_path, a=simulated(0.4, 1), b=simulated(0.65, 2), c=simulated(0.4, 3))
     second = max("ac", key=lambda head: found.length("mine", head).value)
-    assert list(verdicts(found)) == [f"mine: best b; second {second}, which differs significantly."]
+    assert list(verdicts(found)) == [
+        f"mine, by length: best b; second {second}, which differs significantly."
+    ]
     assert leads(found, "mine")
     alike = compare_runs([tmp_path / "a", tmp_path / "c"])
     (line,) = verdicts(alike)
-    assert re.fullmatch(r"mine: best [ac]; second [ac], which does not differ significantly\.", line)
+    assert re.fullmatch(
+        r"mine, by length: best [ac]; second [ac], which does not differ significantly\.", line
+    )
     assert not leads(alike, "mine")
 
 
@@ -377,7 +381,9 @@ def test_what_cannot_be_tested_does_not_differ_significantly(
     tmp_path: Path, a: list[list[int]], b: list[list[int]]
 ) -> None:
     found = comparison(tmp_path, a=a, b=b)
-    assert list(verdicts(found)) == ["mine: best a; second b, which does not differ significantly."]
+    assert list(verdicts(found)) == [
+        "mine, by length: best a; second b, which does not differ significantly."
+    ]
     assert list(verdicts(compare_runs([tmp_path / "a"]))) == []
 
 

@@ -72,7 +72,7 @@ def test_a_researcher_compares_two_heads_on_three_sets_for_a_paper(tmp_path: Pat
         "--dataset mt-bench={mt},gsm8k={gsm8k},humaneval={humaneval} --repeats 0 --output heads"
     )
     found = one_line(typed(compare, tmp_path, **PAIR, **files))
-    assert "mt-bench: best " in found
+    assert "mt-bench, by length: best " in found
     document = json.loads((tmp_path / "heads" / "comparison.json").read_text())
     lengths = {
         (run["data"], run["head"]): run["report"]["mean_acceptance_length"] for run in document["runs"]

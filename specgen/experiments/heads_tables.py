@@ -318,7 +318,7 @@ def verdicts(found: Comparison) -> Iterator[str]:
         best, *others = ranked(found, data)
         if others:
             differs = "differs" if leads(found, data, 1) else "does not differ"
-            yield f"{data}: best {best}; second {others[0]}, which {differs} significantly."
+            yield f"{data}, by length: best {best}; second {others[0]}, which {differs} significantly."
     yield from _disturbances(found)[0]
 
 
