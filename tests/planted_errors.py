@@ -248,10 +248,7 @@ DFLASH_ERRORS: dict[str, tuple[Fits, Plant]] = {
         narrower_than_blocks,
         seen_by(lambda rows, columns, window: columns > rows - window),
     ),
-    "no windows": (
-        lambda head: any(head.windows),
-        assign(windows=lambda head: [None] * head.num_layers),
-    ),
+    "no windows": (lambda head: any(head.windows), assign(windows=lambda head: [None] * head.num_layers)),
     "norm of the inputs on the text": (
         always,
         assign(context=lambda head: lambda states, layer: layer.input_layernorm(states)),

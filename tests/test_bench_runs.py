@@ -13,15 +13,7 @@ import pytest
 import torch
 import typer
 from bench.step import Window, step_seconds
-from bound import (
-    KVBytes,
-    Seen,
-    StepBytes,
-    Work,
-    copy_bandwidth,
-    decode_steps,
-    matrix_flops,
-)
+from bound import KVBytes, Seen, StepBytes, Work, copy_bandwidth, decode_steps, matrix_flops
 from calibrated_shapes import MIXTURES, SHAPES
 from programs import DeviceSpeed, publish
 

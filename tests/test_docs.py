@@ -61,7 +61,7 @@ OF_SCRIPTS = {
 
 OF_ALL = {"--help"}
 OF_VLLM = {f"--{name.replace('_', '-')}" for name in VLLM_NAMES} | {
-    *{"--kv-cache-dtype", "--no-enable-prefix-caching", "--enforce-eager"},
+    *{"--kv-cache-dtype", "--no-enable-prefix-caching", "--enforce-eager"}
 }
 
 

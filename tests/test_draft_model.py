@@ -23,15 +23,7 @@ from specgen.kv.layout import Layout
 from specgen.models.draft_model import DraftModel
 from specgen.record import columns
 from tests.commands import printed, refused, specgen
-from tests.engines import (
-    Outputs,
-    Pair,
-    bundled_requests,
-    generate,
-    load_pair,
-    random_requests,
-    ranks_config,
-)
+from tests.engines import Outputs, Pair, bundled_requests, generate, load_pair, random_requests, ranks_config
 from tests.marks import mostly_slow
 from tests.tiny_checkpoints import write_target
 from tests.tiny_gemma4 import write_gemma4

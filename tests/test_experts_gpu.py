@@ -89,10 +89,7 @@ class World:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.generator = torch.Generator(CUDA).manual_seed(shape.hidden + shape.inner)
-        self.weights = (
-            self._weight(2 * shape.inner, shape.hidden),
-            self._weight(shape.hidden, shape.inner),
-        )
+        self.weights = (self._weight(2 * shape.inner, shape.hidden), self._weight(shape.hidden, shape.inner))
         self.dense = [dequantised(weight) for weight in self.weights]
 
     def _weight(self, num_out: int, width: int) -> Weight:

@@ -68,11 +68,7 @@ LLAMA4S: dict[str, dict[str, Any]] = {
     "scout": SCOUT,
     "maverick": {"interleave_moe_layer_step": 2, "use_qk_norm": False, "num_local_experts": 16},
     "with-vision": {"architecture": WRAPPED, "num_hidden_layers": 4},
-    "named-layers": {
-        "no_rope_layers": [0, 1, 1, 0, 0, 1],
-        "moe_layers": [0, 4],
-        "attention_chunk_size": 8,
-    },
+    "named-layers": {"no_rope_layers": [0, 1, 1, 0, 0, 1], "moe_layers": [0, 4], "attention_chunk_size": 8},
     "no-temperature": {"attn_temperature_tuning": False, "attention_bias": True},
     "no-experts": {"moe_layers": [], "tie_word_embeddings": True, "no_rope_layer_interval": 2},
 }
@@ -283,34 +279,22 @@ REFUSED: dict[Write, list[tuple[dict[str, Any], str]]] = {
         (
             {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "layer_types": None},
             "sliding_window is 4 and in",
-        ),
+        )
     ],
     write_gemma4: [
-        (
-            {"use_bidirectional_attention": "all"},
-            "use_bidirectional_attention is 'all': a row sees none",
-        ),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all': a row sees none"),
         ({"hidden_activation": "relu"}, "hidden_activation is 'relu': only 'gelu_pytorch_tanh'"),
         (
             {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96},
             "vocab_size_per_layer_input is 96 of 128 tokens",
         ),
-        (
-            {"num_kv_shared_layers": 6},
-            "num_kv_shared_layers is 6: it must be a whole number, at most 5",
-        ),
-        (
-            {"num_kv_shared_layers": 4},
-            "num_kv_shared_layers is 4: no layer with full_attention is left",
-        ),
+        ({"num_kv_shared_layers": 6}, "num_kv_shared_layers is 6: it must be a whole number, at most 5"),
+        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4: no layer with full_attention is left"),
         (
             {"per_layer_config": {"2": {"head_dim": 16}}},
             "per_layer_config has layers with full_attention of several shapes",
         ),
-        (
-            {"per_layer_config": {"2": {"hidden_size": 16}}},
-            "per_layer_config has 'hidden_size': only",
-        ),
+        ({"per_layer_config": {"2": {"hidden_size": 16}}}, "per_layer_config has 'hidden_size': only"),
         ({"per_layer_config": {"7": {"head_dim": 16}}}, "per_layer_config names layer '7' of 6"),
         (
             {"rope_parameters": {"rope_type": "default"}},

@@ -89,9 +89,7 @@ def test_every_kind_of_result_has_a_row(tmp_path: Path) -> None:
     assert (rows["bench"]["what"], rows["bench"]["state"]) == ("bench: A bench", "finished, BUSY")
     shown = call(tmp_path)
     assert re.search(
-        r"^runs/a +org/target with .* on gsm8k +finished +\d\.\d\d +[\d,.]+$",
-        shown.stdout,
-        re.MULTILINE,
+        r"^runs/a +org/target with .* on gsm8k +finished +\d\.\d\d +[\d,.]+$", shown.stdout, re.MULTILINE
     )
     assert json.loads(call(tmp_path, "--json").stdout)["rows"] == [*rows.values()]
     assert not (tmp_path / "index.html").exists(), "a listing writes nothing"

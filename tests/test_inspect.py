@@ -199,9 +199,7 @@ def test_a_new_architecture_is_one_table_entry(
         describe(str(tmp_path / "target"))
     monkeypatch.setitem(FAMILIES, "OtherForCausalLM", FAMILIES["LlamaForCausalLM"])
     monkeypatch.setitem(
-        HEAD_FAMILIES,
-        "OTHER",
-        replace(HEAD_FAMILIES["EAGLE3"], kind=OtherConfig, config=OtherConfig.from_hf),
+        HEAD_FAMILIES, "OTHER", replace(HEAD_FAMILIES["EAGLE3"], kind=OtherConfig, config=OtherConfig.from_hf)
     )
     monkeypatch.delitem(HEAD_FAMILIES, "EAGLE3")
     text = describe(str(tmp_path / "target"), str(tmp_path / "head")).to_text()

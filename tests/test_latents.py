@@ -128,9 +128,7 @@ def test_a_position_takes_its_latent_and_rotated_key(tmp_path: Path) -> None:
 
 
 def test_architectures_that_are_not_built_say_what_is_missing() -> None:
-    for name, missing in {
-        "DeepseekV4ForCausalLM": "sparse attention",
-    }.items():
+    for name, missing in {"DeepseekV4ForCausalLM": "sparse attention"}.items():
         with pytest.raises(UserError, match=missing):
             family_of({"architectures": [name]})
 

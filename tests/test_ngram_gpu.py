@@ -15,16 +15,7 @@ from specgen.record.record_rows import Captured, PassRow
 from tests.engines import Pair, config_of, generate
 from tests.marks import on_gpu
 from tests.test_faults import Setting, require_no_change, run_without_fault
-from tests.test_gpu import (
-    CAPTURED,
-    EXACT,
-    FAST,
-    GREEDY,
-    MODES,
-    SAMPLED,
-    captured,
-    mixed,
-)
+from tests.test_gpu import CAPTURED, EXACT, FAST, GREEDY, MODES, SAMPLED, captured, mixed
 from tests.test_ngram import checked, naive
 
 pytestmark = on_gpu()

@@ -192,13 +192,7 @@ def test_linear(rows: int, shape: tuple[int, int], biased: bool, dtype: torch.dt
 @in_turn("weighing", get_args(Weighing))
 @in_turn(("num_shared", "gated"), [(0, False), (1, True), (2, True), (1, False)])
 def test_choice_of_experts(
-    num_experts: int,
-    k: int,
-    rows: int,
-    weighing: Weighing,
-    num_shared: int,
-    gated: bool,
-    dtype: torch.dtype,
+    num_experts: int, k: int, rows: int, weighing: Weighing, num_shared: int, gated: bool, dtype: torch.dtype
 ) -> None:
     """Also where a gate's logit and zeros are behind those of the experts, the zeros better than most."""
     scales = torch.rand(num_experts, device=CUDA) if weighing in ("softmax", "normalized") else None
@@ -255,8 +249,7 @@ def layouts(page_size: int) -> dict[str, Layout]:
 @in_turn("kind", ["one", "past the last page", "columns of a wider table", "ragged", "packed"])
 @in_turn("heads", [(32, 8, 128, 128), (4, 4, 64, 64), (6, 1, 96, 96), (24, 4, 256, 64), (4, 2, 64, 48)])
 @in_turn(
-    ("dtype", "kv_dtype"),
-    [*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.float8_e4m3fn)],
+    ("dtype", "kv_dtype"), [*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.float8_e4m3fn)]
 )
 def test_rope_and_store(
     kind: str, heads: tuple[int, int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype

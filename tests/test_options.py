@@ -227,11 +227,7 @@ def test_the_options_are_a_decision(command):
 
 def test_a_command_that_refuses_plain_decoding_does_not_offer_it_for_a_missing_drafter():
     target, _ = bundled.pair()
-    for command, offers in {
-        ("generate",): True,
-        ("verify",): False,
-        ("tune",): False,
-    }.items():
+    for command, offers in {("generate",): True, ("verify",): False, ("tune",): False}.items():
         refused = str(specgen(*command, "--model", target).exception)
         assert "name one with --drafter (ngram needs no checkpoint)" in refused
         assert ("--num-spec-tokens 0" in refused) == offers, command

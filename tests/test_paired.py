@@ -5,15 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from specgen.report.intervals import (
-    Ratio,
-    mcnemar,
-    paired_scores,
-    scores_interval,
-    student_t,
-    tango,
-    wilson,
-)
+from specgen.report.intervals import Ratio, mcnemar, paired_scores, scores_interval, student_t, tango, wilson
 
 
 @pytest.mark.parametrize(

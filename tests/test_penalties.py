@@ -14,13 +14,7 @@ from specgen.config import SamplingParams
 from specgen.core.sequence import Request
 from specgen.decoding.sampling import SamplingBatch, SamplingForm, penalised, token_counts
 from specgen.engine.build import most_demanding
-from tests.engines import (
-    Pair,
-    engine_of,
-    generate,
-    page_bytes,
-    random_requests,
-)
+from tests.engines import Pair, engine_of, generate, page_bytes, random_requests
 from tests.marks import mostly_slow
 from tests.reference_heads import ReferenceHead
 from tests.test_sampling import penalised as naive

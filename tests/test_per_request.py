@@ -11,15 +11,7 @@ from specgen.config import SamplingParams
 from specgen.core.sequence import Completion, Request, TokenLogprobs
 from specgen.decoding.sampling import SamplingForm, token_logprobs
 from specgen.text.tokenizer import load_tokenizer
-from tests.engines import (
-    Outputs,
-    Pair,
-    bundled_requests,
-    engine_of,
-    generate,
-    page_bytes,
-    random_requests,
-)
+from tests.engines import Outputs, Pair, bundled_requests, engine_of, generate, page_bytes, random_requests
 from tests.marks import mostly_slow
 from tests.reference_heads import ReferenceHead
 

@@ -92,10 +92,7 @@ TAKEN: list[tuple[object, Prompt | dict[str, Any]]] = [
     (own(temprature=1, extra={}), prompt()),
     (FULL, prompt(category="math", sampling={"temperature": 0.5, "stop": ("x", "%")})),
     (FULL | {"stop": "\ue000"}, prompt(category="math", sampling={"temperature": 0.5, "stop": ("\ue000",)})),
-    (
-        said({"role": "system", "content": "Brief."}, *HI),
-        prompt(messages=(SYSTEM, user())),
-    ),
+    (said({"role": "system", "content": "Brief."}, *HI), prompt(messages=(SYSTEM, user()))),
     ({"prompt_token_ids": [1, 0, 5], "prompt": None, "extra": {}}, prompt(token_ids=(1, 0, 5))),
     (chat(), ASKED),
     (

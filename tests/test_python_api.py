@@ -151,10 +151,7 @@ WRONG_PARAMS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": ((3, 101.0),)}, "logit-bias of token 3 is 101.0: use -100 to 100"),
     ({"logit_bias": ((3, float("nan")),)}, "logit_bias of token 3 is nan: use a finite number"),
     ({"logit_bias": ((3, 1.0), (3, 2.0))}, "logit-bias names a token twice"),
-    (
-        {"logit_bias": tuple((i, 1.0) for i in range(1025))},
-        "logit-bias names 1025 tokens: use at most 1024",
-    ),
+    ({"logit_bias": tuple((i, 1.0) for i in range(1025))}, "logit-bias names 1025 tokens: use at most 1024"),
     ({"logprobs": 21}, "logprobs is 21: use 0 "),
     ({"logprobs": -1}, "logprobs is -1: use 0 "),
     ({"repetition_penalty": 0}, r"repetition-penalty is 0: use 0\.01 to 100\.0; 1 switches it off"),
@@ -227,10 +224,7 @@ WRONG_PROMPTS: list[tuple[dict[str, Any], str]] = [
     ({"id": "a", "token_ids": (1, True)}, "token_ids is True: use a whole number"),
     ({"id": "a", "token_ids": (1, 2.5)}, "token_ids is 2.5: use a whole number"),
     ({"id": "a", "token_ids": (1, -1)}, "prompt 'a' has the token id -1: use 0 or more"),
-    (
-        {"id": "a", "text": "Tom", "follow_ups": ("Why?",)},
-        "prompt 'a' has follow_ups: they need messages",
-    ),
+    ({"id": "a", "text": "Tom", "follow_ups": ("Why?",)}, "prompt 'a' has follow_ups: they need messages"),
     ({"id": "a", "text": "Tom", "sampling": SHORT}, "sampling is SamplingParam.*: use a dict"),
     ({"id": "a", "text": "Tom", "sampling": {"max_token": 1}}, "did you mean max_tokens"),
 ]

@@ -19,10 +19,7 @@ from specgen.engine.rank_group import Place, join
 from specgen.engine.worker_group import TIMEOUT
 from specgen.ops import bind_ops
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 SIZE = 4096
 
 

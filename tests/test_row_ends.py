@@ -18,14 +18,7 @@ from specgen.engine.engine import Engine
 from specgen.prompts import Prompt
 from specgen.text.tokenizer import StopStrings, Tokenizer, load_tokenizer
 from tests.commands import printed, rows, specgen, write_rows
-from tests.engines import (
-    Pair,
-    bundled_requests,
-    engine_of,
-    generate,
-    nan_at,
-    random_requests,
-)
+from tests.engines import Pair, bundled_requests, engine_of, generate, nan_at, random_requests
 from tests.marks import mostly_slow
 from tests.reference_heads import ReferenceHead
 from tests.test_generation_config import models, saying

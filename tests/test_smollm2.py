@@ -164,10 +164,7 @@ def test_greedy_texts_are_those_of_transformers(
 
 
 def test_drafts_of_the_head_are_those_of_a_dense_one(
-    smollm2: Path,
-    reference: LlamaForCausalLM,
-    prompts: list[Prompt],
-    expected: Texts,
+    smollm2: Path, reference: LlamaForCausalLM, prompts: list[Prompt], expected: Texts
 ) -> None:
     config = HeadConfig(
         kind="EAGLE3",

@@ -16,12 +16,7 @@ import torch
 
 from specgen.checkpoints.checkpoint import open_checkpoint
 from specgen.checkpoints.inspect_checkpoint import describe
-from specgen.config import (
-    EngineConfig,
-    SamplingParams,
-    StructuredOutputs,
-    UserError,
-)
+from specgen.config import EngineConfig, SamplingParams, StructuredOutputs, UserError
 from specgen.config.bundled import data_directory
 from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Request
