@@ -29,10 +29,10 @@ def printed(*arguments: object, columns: int = 100, program: typer.Typer = app) 
 
 
 @contextmanager
-def refused(reason: str) -> Iterator[None]:
+def refused(reason: str) -> Iterator[pytest.ExceptionInfo[UserError]]:
     """What is done there is a ``UserError`` of one line, in which the pattern ``reason`` is."""
     with pytest.raises(UserError, match=reason) as caught:
-        yield
+        yield caught
     assert "\n" not in str(caught.value)
 
 

@@ -216,12 +216,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> FinishedRuns:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (root / "finished").exists():
             asked = (
-                "generate",
-                "--num-prompts=6",
-                "--max-new-tokens=16",
-                "--device=cpu",
-                "--quiet",
-                "--output",
+                *("generate", "--num-prompts=6", "--max-new-tokens=16"),
+                *("--device=cpu", "--quiet", "--output"),
             )
             printed(*asked, runs.padded, "--baseline")
             printed(*asked, runs.non_padded, "--drafter-batch=non-padded")

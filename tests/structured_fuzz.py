@@ -20,17 +20,8 @@ _TEXTS = ("x", "yes", "no", 'a"b', "línea\n2", "", "0", "true", "C:\\d", "é(",
 def schema(rng: random.Random, depth: int = 2) -> Any:
     """Of everything that is understood; deeper ones have lists and objects."""
     kinds = [
-        "string",
-        "integer",
-        "number",
-        "boolean",
-        "null",
-        "enum",
-        "const",
-        "anyOf",
-        "types",
-        "pattern",
-        "format",
+        *("string", "integer", "number", "boolean", "null"),
+        *("enum", "const", "anyOf", "types", "pattern", "format"),
     ]
     if depth:
         kinds += ["object", "object", "object", "array", "array", "map", "prefix", "oneOf", "set"]
@@ -65,12 +56,8 @@ def schema(rng: random.Random, depth: int = 2) -> Any:
                 "type": "string",
                 "pattern": rng.choice(
                     (
-                        r"^[A-Z]{2}\d{1,3}$",
-                        r"^\w+( \w+)?$",
-                        "^(red|green)$",
-                        "^.{1,4}$",
-                        r"^[^,]{2,5}$",
-                        r"^\S+\s\S$",
+                        *(r"^[A-Z]{2}\d{1,3}$", r"^\w+( \w+)?$", "^(red|green)$"),
+                        *("^.{1,4}$", r"^[^,]{2,5}$", r"^\S+\s\S$"),
                     )
                 ),
             }

@@ -193,7 +193,7 @@ def test_a_pickle_beside_safetensors_is_not_read(tmp_path: Path) -> None:
     "name", ["nowhere", "./no/where", "/no/where", "a/b/c", "owner/", "../no-such-checkpoint"]
 )
 def test_neither_a_directory_nor_a_hub_id_is_refused(name: str) -> None:
-    with pytest.raises(UserError, match="neither a directory nor a hub id"):
+    with refused("neither a directory nor a hub id"):
         open_checkpoint(name)
 
 
@@ -492,9 +492,7 @@ def test_a_gguf_is_called_that(tmp_path: Path) -> None:
     file = tmp_path / "model-Q4_K_M.gguf"
     file.write_bytes(b"GGUF")
     for given in (tmp_path, file):
-        with pytest.raises(
-            UserError, match=r"holds model-Q4_K_M\.gguf, a GGUF, which is not read: give the model's"
-        ):
+        with refused(r"holds model-Q4_K_M\.gguf, a GGUF, which is not read: give the model's"):
             open_checkpoint(str(given))
 
 
@@ -662,7 +660,7 @@ def test_heads_that_would_draft_badly_are_refused(
 
 def test_a_head_is_refused_as_target(tmp_path: Path, target: Llama) -> None:
     write_head(tmp_path, target.config)
-    with pytest.raises(UserError, match="is a draft head and no target: name it with --drafter"):
+    with refused("is a draft head and no target: name it with --drafter"):
         _load(tmp_path)
 
 

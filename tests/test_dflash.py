@@ -13,12 +13,12 @@ from torch import Tensor
 from specgen.checkpoints.checkpoint import open_checkpoint
 from specgen.checkpoints.fingerprint import fingerprint
 from specgen.checkpoints.inspect_checkpoint import describe
-from specgen.config import UserError
 from specgen.core import step
 from specgen.decoding.confidence import levels
 from specgen.models.dflash import DFlashConfig, DFlashHead
 from specgen.models.families import head_family_of, unread
 from specgen.record.record_rows import PassRow
+from tests.commands import refused
 from tests.engines import generate, load_pair, random_requests
 from tests.test_heads import GREEDY
 from tests.tiny_checkpoints import write_dflash_head, write_head, write_target
@@ -184,7 +184,7 @@ def test_speculators_may_set_it_beside_the_layers_or_with_them() -> None:
 
 def test_a_markov_head_of_an_unknown_architecture_has_to_say_how_its_rows_stand() -> None:
     config = SPECFORGE | {"architectures": ["OtherDSparkModel"]}
-    with pytest.raises(UserError, match=r"'OtherDSparkModel'.* add it to config.json"):
+    with refused(r"'OtherDSparkModel'.* add it to config.json"):
         read(config)
     for anchor, layout in ((True, "anchor"), (False, "fill-in")):
         assert read(config | {"sample_from_anchor": anchor}).block_layout == layout
@@ -230,9 +230,9 @@ def test_the_second_version_as_speculators_write_it() -> None:
     assert (found.conv_taps, found.conv_group, found.most_drafts) == (2, 16, 7)
     assert (found.num_candidates, found.selector_rank) == (16, 256)
     assert (found.causal_layers, found.windows) == (5 * (False,), 5 * (2048,))
-    with pytest.raises(UserError, match="draft_ffn_type is 'moe'"):
+    with refused("draft_ffn_type is 'moe'"):
         read(config | {"draft_ffn_type": "moe"}, *PARTS)
-    with pytest.raises(UserError, match="no candidate selector: the checkpoint is incomplete"):
+    with refused("no candidate selector: the checkpoint is incomplete"):
         read(config)
 
 
@@ -260,7 +260,7 @@ def test_other_spellings_of_tensors_are_the_same_head(tmp_path: Path) -> None:
     assert runs[0] == runs[1]
     assert "midlayer.mlp.up_proj.weight" in tensors
     save_file(tensors | {"fc.weight": tensors["encoder.fc.weight"].clone()}, file)
-    with pytest.raises(UserError, match=r"'encoder.fc.weight' is 'fc.weight' in another spelling, and both"):
+    with refused(r"'encoder.fc.weight' is 'fc.weight' in another spelling, and both"):
         open_checkpoint(str(tmp_path / "drafter"))
 
 
@@ -299,7 +299,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name: str) -> None:
     changes, more, reason = REFUSED[name]
-    with pytest.raises(UserError, match=reason):
+    with refused(reason):
         read(Z_LAB | changes, *more)
 
 
@@ -314,7 +314,7 @@ def test_windows_of_speculators_are_not_causal_unless_it_says_so() -> None:
 
 def test_speculators_name_inputs() -> None:
     config = {name: value for name, value in SPECULATORS.items() if name != "aux_hidden_state_layer_ids"}
-    with pytest.raises(UserError, match="is speculators' and has target_layer_ids"):
+    with refused("is speculators' and has target_layer_ids"):
         read(config | {"target_layer_ids": IDS})
 
 
@@ -343,7 +343,7 @@ def test_an_embedding_of_the_mask_beside_the_weights(tmp_path: Path, name: str) 
     write_dflash_head(tmp_path / "drafter", write_target(tmp_path / "target", vocab_size=8))
     torch.save(held, tmp_path / "drafter" / "mask_embedding.pt")
     if refusal:
-        with pytest.raises(UserError, match=refusal):
+        with refused(refusal):
             load_pair(tmp_path)
         return
     head = load_pair(tmp_path).models.head
@@ -362,14 +362,14 @@ def test_the_embedding_of_the_mask_belongs_to_the_checkpoint(tmp_path: Path) -> 
     torch.save(OWN, path / "mask_embedding.pt")
     assert fingerprint(open_checkpoint(str(path))) != first
     write_dflash_head(path, target, changed={"mask_embedding": OWN})
-    with pytest.raises(UserError, match=r"mask_embedding is in mask_embedding\.pt and in the weights"):
+    with refused(r"mask_embedding is in mask_embedding\.pt and in the weights"):
         open_checkpoint(str(path))
 
 
 def test_other_heads_with_an_embedding_of_the_mask_are_refused(tmp_path: Path) -> None:
     write_head(tmp_path / "drafter", write_target(tmp_path / "target", vocab_size=8), draft_vocab_size=None)
     torch.save(OWN, tmp_path / "drafter" / "mask_embedding.pt")
-    with pytest.raises(UserError, match="an unknown tensor, 'mask_embedding'"):
+    with refused("an unknown tensor, 'mask_embedding'"):
         load_pair(tmp_path)
 
 
@@ -435,9 +435,7 @@ def test_the_confidence_head_says_how_sure_drafts_are(
 def test_a_head_of_a_target_with_other_layers_is_refused() -> None:
     for config in (Z_LAB, NESTED, SPECULATORS):
         DFlashConfig.from_hf(config, NAMES, 36)
-    with pytest.raises(
-        UserError, match="num_target_layers is 36, but the target has 94 layers: use the target that"
-    ):
+    with refused("num_target_layers is 36, but the target has 94 layers: use the target that"):
         DFlashConfig.from_hf(Z_LAB, NAMES, 94)
 
 

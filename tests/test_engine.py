@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import specgen
-from specgen import Engine, EngineConfig, Message, Prompt, RequestOutput, SamplingParams, UserError
+from specgen import Engine, EngineConfig, Message, Prompt, RequestOutput, SamplingParams
 from specgen.checkpoints.checkpoint import open_checkpoint, target_config
 from specgen.config.bundled import pair
 from specgen.engine.conversations import first_turns
@@ -24,6 +24,7 @@ from specgen.prompts import Rejected
 from specgen.record.record_rows import EngineRow, PassRow
 from specgen.report.display import clip
 from specgen.text.tokenizer import load_tokenizer
+from tests.commands import refused
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import write_byte_level
 
@@ -107,7 +108,7 @@ def test_chats_without_a_chat_template_are_refused_as_a_whole(tmp_path: Path) ->
     tokenizer = load_tokenizer(str(write_byte_level(tmp_path, chat_template=None)))
     requests, failures = first_turns([Prompt(id="raw", text="Tom")], tokenizer, SHORT)
     assert ([request.id for request in requests], failures) == (["raw"], [])
-    with pytest.raises(UserError, match="no chat template"):
+    with refused("no chat template"):
         first_turns([Prompt(id="raw", text="Tom"), CHAT], tokenizer, SHORT)
 
 
@@ -159,7 +160,7 @@ def test_a_stopped_run_yields_finished_outputs_and_drops_the_rest(
 def test_concurrent_generate_calls_are_refused(engine: Engine) -> None:
     first = engine.generate(["Tom", "Stop", "a", "b"], SHORT)
     next(first)
-    with pytest.raises(UserError, match="generating already"):
+    with refused("generating already"):
         next(engine.generate(["Tom"]))
     first.close()
     assert len(list(islice(engine.generate(["Tom", "Stop"], SHORT), 1))) == 1
@@ -221,9 +222,9 @@ def test_models_of_another_target_are_refused(engine: Engine, path: Path, tmp_pa
         ({"tensor_parallel": 2}, "tensor-parallel is 2 and the models were loaded with 1: use the same"),
     ]
     for changed, reason in differing:
-        with pytest.raises(UserError, match=reason):
+        with refused(reason):
             Engine(replace(engine.config, **changed), models=engine.models)
-    with pytest.raises(UserError, match=r"models is <Engine.*: use those of an engine, engine\.models"):
+    with refused(r"models is <Engine.*: use those of an engine, engine\.models"):
         Engine(engine.config, models=engine)  # type: ignore[arg-type]
 
 
@@ -236,7 +237,7 @@ def test_the_same_weights_with_other_files_beside_them_are_another_model(
     Engine(replace(engine.config, model=str(tmp_path)), models=engine.models)
     (tmp_path / name).unlink(missing_ok=True)
     (tmp_path / name).write_text('{"eos_token_id": 2}')
-    with pytest.raises(UserError, match=r"model is .* and the models were loaded with"):
+    with refused(r"model is .* and the models were loaded with"):
         Engine(replace(engine.config, model=str(tmp_path)), models=engine.models)
 
 
@@ -255,9 +256,7 @@ def test_a_target_that_was_written_anew_is_not_shared(path: Path, tmp_path: Path
     config = EngineConfig(model=str(tmp_path / "target"), drafter=str(tmp_path / "drafter"), device="cpu")
     with Engine(config) as engine:
         write_target(tmp_path / "target", vocab_size=352)
-        with pytest.raises(
-            UserError, match=r"the files of model .*/target have changed since they were loaded"
-        ):
+        with refused(r"the files of model .*/target have changed since they were loaded"):
             Engine(config, models=engine.models)
 
 
@@ -272,9 +271,9 @@ def test_a_head_in_memory_drafts_beside_a_loaded_target(engine: Engine, path: Pa
         ours = Engine(replace(engine.config, drafter=drafter), models=engine.models)
     assert not Path(drafter).exists()
     assert drafts_of(ours) == drafts_of(Engine(replace(engine.config, drafter=str(directory))))
-    with pytest.raises(UserError, match="state_dict"), specgen.saved_head(config, {"fc": 3}):  # type: ignore[dict-item]
+    with refused("state_dict"), specgen.saved_head(config, {"fc": 3}):  # type: ignore[dict-item]
         pass
-    with pytest.raises(UserError, match="no JSON"), specgen.saved_head({"dtype": torch.float32}, tensors):
+    with refused("no JSON"), specgen.saved_head({"dtype": torch.float32}, tensors):
         pass
 
 
@@ -327,7 +326,7 @@ def test_a_closed_engine_says_so_and_closes_again() -> None:
         lambda: engine.models,
         lambda: engine.tokenizer,
     ):
-        with pytest.raises(UserError, match=CLOSED):
+        with refused(CLOSED):
             use()
     assert engine.config.model == MODEL
 
@@ -357,7 +356,7 @@ def test_what_is_not_answered_when_it_is_closed_is_no_silent_end() -> None:
     engine.close()
     assert weights() is None, "a half-read iterator holds no weights"
     for iterator in (outputs, never_asked):
-        with pytest.raises(UserError, match=CLOSED):
+        with refused(CLOSED):
             next(iterator)
 
 
@@ -368,7 +367,7 @@ def test_an_engine_is_not_closed_while_it_works() -> None:
             engine.close()
             return False
 
-        with pytest.raises(UserError, match="the engine is at work: close it between two outputs"):
+        with refused("the engine is at work: close it between two outputs"):
             list(engine.generate("Tom", SHORTER, until=until))
         assert len(list(engine.generate("Tom", SHORTER))) == 1
 

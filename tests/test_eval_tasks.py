@@ -12,7 +12,6 @@ import lm_eval.tasks
 import pytest
 import yaml
 
-from specgen.config import UserError
 from specgen.config.bundled import evaluation_directory
 from specgen.experiments import study as tasks
 from specgen.experiments.study import find_tasks, local_gsm8k, word_problems_task
@@ -131,7 +130,7 @@ def test_gsm8k_from_files_is_gsm8k(load, tmp_path, monkeypatch, files):
 
 def test_gsm8k_that_is_not_there(tmp_path):
     write(tmp_path / "train.jsonl", "train")
-    with pytest.raises(UserError, match=r"no train and test files of GSM8K: name the directory"):
+    with refused(r"no train and test files of GSM8K: name the directory"):
         local_gsm8k(tmp_path)
 
 

@@ -97,12 +97,8 @@ CONFIG_KEYS = (
     *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_theta"),
     *("rope_parameters", "rope_scaling", "eos_token_id", "tie_word_embeddings", "layer_types", "hidden_act"),
     *(
-        "sliding_window",
-        "use_sliding_window",
-        "partial_rotary_factor",
-        "attention_bias",
-        "dtype",
-        "torch_dtype",
+        *("sliding_window", "use_sliding_window", "partial_rotary_factor"),
+        *("attention_bias", "dtype", "torch_dtype"),
     ),
 )
 HEAD_KEYS = (

@@ -29,15 +29,8 @@ GOOD = [
 KEYS = sorted({key for row in GOOD for key in (*row, *row.get("body", {}))})
 VALUES = (
     *(
-        "/v1/chat/completions",
-        "/v1/completions",
-        "POST",
-        "user",
-        "a/turn-2",
-        "line 1",
-        "\x00",
-        "\ud83d",
-        "1e999",
+        *("/v1/chat/completions", "/v1/completions", "POST"),
+        *("user", "a/turn-2", "line 1", "\x00", "\ud83d", "1e999"),
     ),
     *(
         float("nan"),

@@ -335,12 +335,8 @@ def test_what_is_not_built_is_refused(tmp_path: Path) -> None:
 
 
 OF_DEEPSPEC = (
-    "dialect DeepSpec",
-    "are layer outputs, so 1 is added",
-    "embedding its own, times the root of 64",
-    "4 heads, 1 KV heads, which are values too, 16 wide",
-    "capped at 3",
-    "Target and head fit",
+    *("dialect DeepSpec", "are layer outputs, so 1 is added", "embedding its own, times the root of 64"),
+    *("4 heads, 1 KV heads, which are values too, 16 wide", "capped at 3", "Target and head fit"),
 )
 OF_ASSISTANT = (
     "an assistant of Gemma 4",

@@ -31,7 +31,7 @@ from specgen.record.interrupt import StoppedError
 from specgen.record.progress import Status
 from specgen.record.record_rows import read_passes
 from specgen.record.results import LOCK, RunDirectory
-from tests.commands import printed, rows, write_rows
+from tests.commands import printed, refused, rows, write_rows
 from tests.engines import engine_config
 from tests.jobs import Silent, keep_in_memory, of_field_q
 from tests.marks import mostly_slow
@@ -169,9 +169,7 @@ def test_a_row_that_is_damaged_within_is_answered_again_or_named(
         assert ids(file) == NAMES
         return
     name = json.loads(first)["id"]
-    with pytest.raises(
-        UserError, match=f"completions.jsonl: the row of '{name}' is damaged .*: remove that line"
-    ):
+    with refused(f"completions.jsonl: the row of '{name}' is damaged .*: remove that line"):
         run.run(job, tmp_path, Follower())
     file.write_bytes(
         b"".join(line for line in file.read_bytes().splitlines(keepends=True) if name not in str(line))
@@ -181,7 +179,7 @@ def test_a_row_that_is_damaged_within_is_answered_again_or_named(
     passes = tmp_path / "passes.jsonl"
     line, *more = passes.read_text().splitlines(keepends=True)
     passes.write_text("".join([line, "\0\n", *more]))
-    with pytest.raises(UserError, match=r"passes\.jsonl, line 2: not a row .*: remove that line"):
+    with refused(r"passes\.jsonl, line 2: not a row .*: remove that line"):
         list(read_passes(passes))
 
 
@@ -208,7 +206,7 @@ def test_failed_requests_are_retried(job: Job, tmp_path: Path, refusing: set[str
     refusing |= {"p1", "p5"}
     result = run.run(job, out, Follower())
     before = content(out)
-    with pytest.raises(UserError, match="none of the"):
+    with refused("none of the"):
         run.run(of_field_q(job), out, Follower())
     assert content(out) == before, "a mistake removes no run that was there"
     assert result.report.num_errors == 2
@@ -236,9 +234,7 @@ def retrying(job: Job, file: Path, **corrected: str | None) -> Job:
 def test_failed_rows_are_mended_by_a_corrected_file(job: Job, tmp_path: Path, refusing: set[str]) -> None:
     broken = retrying(job, tmp_path / "broken.jsonl", p3="", p6="Tom has " * 9000)
     out = tmp_path / "run"
-    with pytest.raises(
-        UserError, match=r"retry-errors is given, but output '.*' holds no run yet: leave it out"
-    ):
+    with refused(r"retry-errors is given, but output '.*' holds no run yet: leave it out"):
         run.run(broken, out, Follower())
     assert not out.exists()
     refusing.add("p1")
@@ -253,9 +249,9 @@ def test_failed_rows_are_mended_by_a_corrected_file(job: Job, tmp_path: Path, re
         ({"p0": ""}, "'p0' has an answer, but its row in .*other.jsonl is not what was asked"),
         ({"p0": None}, "'p0' has an answer, but no row in .*other.jsonl: --retry-errors takes other rows"),
     ):
-        with pytest.raises(UserError, match=says):
+        with refused(says):
             run.run(retrying(job, tmp_path / "other.jsonl", **changed), out, Follower())
-        with pytest.raises(UserError, match="differs in --max-new-tokens 6 -> 7: "):
+        with refused("differs in --max-new-tokens 6 -> 7: "):
             run.run(
                 with_changes(replace(broken, retry_errors=True), {"sampling": {"max_tokens": 7}}),
                 out,
@@ -264,7 +260,7 @@ def test_failed_rows_are_mended_by_a_corrected_file(job: Job, tmp_path: Path, re
         assert content(out) == before
     refusing.clear()
     mended = retrying(job, tmp_path / "mended.jsonl", p3="Tom has 33")
-    with pytest.raises(UserError, match="differs in --dataset"):
+    with refused("differs in --dataset"):
         run.run(replace(mended, retry_errors=False), out, Follower())
     stopped(mended, out, 1)
     follower = Follower()
@@ -276,7 +272,7 @@ def test_failed_rows_are_mended_by_a_corrected_file(job: Job, tmp_path: Path, re
     assert [(row["id"], row["text"]) for row in mine] == [(row["id"], row["text"]) for row in whole]
     assert run.run(clean, out, follower := Follower()).report.num_errors == follower.count == 0
     finished = content(out)
-    with pytest.raises(UserError, match=r"but no row of the run in '.*' failed: leave it out"):
+    with refused(r"but no row of the run in '.*' failed: leave it out"):
         run.run(mended, out, Follower())
     assert content(out) == finished, "status.json too"
 
@@ -288,7 +284,7 @@ def test_a_later_turn_is_corrected_alone(job: Job, tmp_path: Path) -> None:
     report = run.run(replace(job, retry_errors=False), tmp_path / "run", Follower()).report
     assert (report.num_requests, report.num_errors) == (1, 1)
     write_rows(tmp_path / "q.jsonl", [{"question_id": "q", "turns": [turns[0], "And now?", "And then?"]}])
-    with pytest.raises(UserError, match=r"'q' has an answer, but its row in .*q.jsonl is not what was asked"):
+    with refused(r"'q' has an answer, but its row in .*q.jsonl is not what was asked"):
         run.run(job, tmp_path / "run", Follower())
     write_rows(tmp_path / "q.jsonl", [{"question_id": "q", "turns": [turns[0], "And now?"]}])
     follower = Follower()
@@ -433,7 +429,7 @@ def test_another_run_is_refused(job: Job, tmp_path: Path) -> None:
     for words, changed in others.items():
         if not changed:
             write_prompts(own, p7="Stop")
-        with pytest.raises(UserError, match=f"holds a run that differs in {words}.* --restart"):
+        with refused(f"holds a run that differs in {words}.* --restart"):
             run.run(with_changes(job, changed), out, Follower())
         assert content(out) == before
 
@@ -514,11 +510,11 @@ def test_a_directory_without_a_run_is_not_touched_and_one_that_vanishes_is_one_l
 ) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     for each in (job, replace(job, restart=True)):
-        with pytest.raises(UserError, match="is not empty and holds no run"):
+        with refused("is not empty and holds no run"):
             run.run(each, tmp_path, Follower())
     assert os.listdir(tmp_path) == ["mine.txt"]
     out = tmp_path / "run"
-    with pytest.raises(UserError, match=r"run' cannot be written \(No such file or directory\)"):
+    with refused(r"run' cannot be written \(No such file or directory\)"):
         run.run(job, out, Follower(lambda count: shutil.rmtree(out, ignore_errors=True)))
 
 
@@ -660,6 +656,6 @@ def test_reading_a_finished_run_needs_no_right_to_write_it(
     assert run.run(job, out, Follower()).report == first.report
     printed("report", str(out))
     assert written == []
-    with pytest.raises(UserError, match="holds a run that differs in --seed 0 -> 3"):
+    with refused("holds a run that differs in --seed 0 -> 3"):
         run.run(with_changes(job, {"sampling": {"seed": 3}}), out, Follower())
     assert written == []

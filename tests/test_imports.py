@@ -16,24 +16,8 @@ Imports = dict[str, set[str]]  # package, or module directly in specgen/: the ot
 
 # A package imports those before it and never one behind it.
 ORDER = (
-    "config",
-    "storage",
-    "record",
-    "device",
-    "kv",
-    "ops",
-    "attention",
-    "models",
-    "decoding",
-    "text",
-    "core",
-    "prompts",
-    "checkpoints",
-    "report",
-    "engine",
-    "jobs",
-    "experiments",
-    "cli",
+    *("config", "storage", "record", "device", "kv", "ops", "attention", "models", "decoding"),
+    *("text", "core", "prompts", "checkpoints", "report", "engine", "jobs", "experiments", "cli"),
 )
 DOORS = {"__init__", "__main__"}  # of specgen: they import what is behind them
 MODULES = {"device", "storage"}  # directly in specgen/
@@ -45,28 +29,14 @@ ONLY: Imports = {
     "text": {"config", "storage"},
     "prompts": {"config", "record", "storage", "text"},  # of record, the ids of turns
     "checkpoints": {
-        "config",
-        "device",
-        "ops",
-        "models",
-        "storage",
-        "text",
+        *("config", "device", "ops", "models", "storage", "text")
     },  # of text, tokens of a draft model
     "report": {"config", "text", "record"},  # of text, the pieces of a page's tokens
 }
 HEAVY = ("torch", "ray", "transformers", "datasets", "flashinfer", "lm_eval", "scipy", "pyarrow")
 LIGHT = (
-    "cli.main",
-    "config",
-    "record",
-    "report",
-    "prompts",
-    "text.tokenizer",
-    "core.scheduler",
-    "core.spec_length",
-    "experiments.study_tables",
-    "experiments.output",
-    "experiments.heads_tables",
+    *("cli.main", "config", "record", "report", "prompts", "text.tokenizer", "core.scheduler"),
+    *("core.spec_length", "experiments.study_tables", "experiments.output", "experiments.heads_tables"),
 )  # a package stands for all its modules
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from specgen.config import UserError
 from specgen.jobs import run
 from specgen.jobs.job import Job
 from specgen.jobs.prompt_index import index_prompts
@@ -16,7 +15,7 @@ from specgen.jobs.shards import WHOLE, Shard
 from specgen.prompts import DataSource
 from specgen.record.interrupt import StoppedError
 from specgen.record.results import LOCK, locked
-from tests.commands import write_rows
+from tests.commands import refused, write_rows
 from tests.jobs import Silent, conversations, keep_in_memory, of_field_q
 
 NUM_ROWS = 20_000
@@ -112,7 +111,7 @@ def test_lock_and_status_are_there_while_rows_are_read_and_a_signal_ends_it(
 
     def until() -> bool:
         seen.append(status(out)["state"])
-        with pytest.raises(UserError, match="is in use"), locked(out):
+        with refused("is in use"), locked(out):
             pass
         return len(seen) == 3
 
@@ -149,12 +148,12 @@ def test_a_kill_while_a_finished_run_is_read_again_leaves_it_finished(
 
 
 def test_a_mistake_in_the_rows_leaves_no_directory_and_no_change(job: Job, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="none of the 3 rows"):
+    with refused("none of the 3 rows"):
         run.run(of_field_q(job), tmp_path / "r", Silent())
     assert not (tmp_path / "r").exists()
     run.run(job, tmp_path / "r", Silent())
     before = {path.name: path.read_bytes() for path in (tmp_path / "r").iterdir() if path.name != LOCK}
-    with pytest.raises(UserError, match="none of the 3 rows"):
+    with refused("none of the 3 rows"):
         run.run(of_field_q(job), tmp_path / "r", Silent())
     assert {p.name: p.read_bytes() for p in (tmp_path / "r").iterdir() if p.name != LOCK} == before
 
@@ -183,5 +182,5 @@ def test_a_resume_reads_the_same_rows(
     assert (tmp_path / "run" / "errors.jsonl").read_bytes() == read, "a duplicate does not become a prompt"
     assert len([each for each in warnings if "temprature" in each]) == (shard == WHOLE)
     write(job, "abcx")
-    with pytest.raises(UserError, match=r"differs in (files of the prompts: .*\(|the prompts: other rows)"):
+    with refused(r"differs in (files of the prompts: .*\(|the prompts: other rows)"):
         run.run(job, tmp_path / "run", Silent())

@@ -214,15 +214,8 @@ def test_two_ranks_draft_and_generate_as_one(target: Path, tmp_path: Path) -> No
     found = []
     for ranks in (1, 2):
         asked = [
-            "--model",
-            target,
-            "--drafter",
-            "mtp",
-            "--num-prompts",
-            6,
-            "--max-new-tokens",
-            12,
-            "--ignore-eos",
+            *("--model", target, "--drafter", "mtp", "--num-prompts"),
+            *(6, "--max-new-tokens", 12, "--ignore-eos"),
         ]
         out = tmp_path / str(ranks)
         printed("generate", *asked, "--device", "cpu", "--tensor-parallel", ranks, "--output", out)

@@ -16,13 +16,8 @@ TABLES = measured_choices._TABLES
 DENSE = {
     name: getattr(measured_choices, name)
     for name in (
-        "LINEAR",
-        "LINEAR_PARTS",
-        "LINEAR_FEW_OUTPUTS",
-        "GATED",
-        "FP8_LINEAR",
-        "FP8_LINEAR_PARTS",
-        "FP8_GATED",
+        *("LINEAR", "LINEAR_PARTS", "LINEAR_FEW_OUTPUTS"),
+        *("GATED", "FP8_LINEAR", "FP8_LINEAR_PARTS", "FP8_GATED"),
     )
 }
 

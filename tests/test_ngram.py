@@ -310,14 +310,7 @@ def test_names() -> None:
     found = {
         name: each and (each.name, each.learns)
         for name in (
-            "ngram",
-            "ngram:1",
-            "ngram:16",
-            "./ngram",
-            "some/ngram",
-            "suffix",
-            "suffix:4",
-            "./suffix",
+            *("ngram", "ngram:1", "ngram:16", "./ngram", "some/ngram", "suffix", "suffix:4", "./suffix"),
         )
         for each in [lookup_of(name)]
     }

@@ -20,13 +20,12 @@ from specgen.config import (
     DraftLength,
     EngineConfig,
     SamplingParams,
-    UserError,
     bundled,
     counts,
     option,
     parse_bytes,
 )
-from tests.commands import specgen
+from tests.commands import refused, specgen
 
 SEEN: dict[str, object] = {}
 
@@ -95,7 +94,7 @@ def test_vllms_names_are_taken_beside_ours_and_help_has_one_of_each():
     assert config == EngineConfig(model="m", drafter="d", **ours)
     assert {name: getattr(config, name) for name in theirs} == theirs
     assert replace(config, num_spec_tokens=7).num_speculative_tokens == 7
-    with pytest.raises(UserError, match=r"^max_num_seqs and max_batch_size are the same setting: give one"):
+    with refused(r"^max_num_seqs and max_batch_size are the same setting: give one"):
         EngineConfig(model="m", drafter="d", max_num_seqs=32, max_batch_size=32)
     assert not any(name.replace("_", "-") in specgen("generate", "--help").stdout for name in theirs)
 
@@ -112,7 +111,7 @@ def test_vllms_names_are_taken_beside_ours_and_help_has_one_of_each():
     ],
 )
 def test_wrong_values_of_vllms_names_are_one_line(words, said):
-    with pytest.raises(UserError, match=f"^{said}"):
+    with refused(f"^{said}"):
         raise specgen("generate", *words).exception
 
 
@@ -142,13 +141,7 @@ def test_options_are_in_the_order_of_their_groups():
         pass
 
     assert list(with_options(mixed).__annotations__) == [
-        "size",
-        "model",
-        "seed",
-        "device",
-        "output",
-        "config",
-        "return",
+        *("size", "model", "seed", "device", "output", "config", "return")
     ]
 
 
@@ -171,16 +164,16 @@ def test_a_draft_length_is_a_number_or_auto(asked, length, shown):
 
 @pytest.mark.parametrize("asked", [17, -1, "many", 1.5, True, ""])
 def test_invalid_draft_lengths_are_refused(asked):
-    with pytest.raises(UserError, match=f"num-spec-tokens is {asked!r}: use 1 to 16"):
+    with refused(f"num-spec-tokens is {asked!r}: use 1 to 16"):
         EngineConfig(model="a", drafter="b", num_spec_tokens=asked)
-    with pytest.raises(UserError, match="leaves no choice"):
+    with refused("leaves no choice"):
         DraftLength(most=0, kind="auto")
 
 
 def test_invalid_choices_are_refused():
     for field in ("drafter_batch", "draft_sampling", "draft_lm_head", "dtype", "attention", "cuda_graphs"):
         option = field.replace("_", "-")
-        with pytest.raises(UserError, match=rf"^{option} is 'none': use one of \w+, "):
+        with refused(rf"^{option} is 'none': use one of \w+, "):
             EngineConfig(model="a", drafter="b", **{field: "none"})
 
 
@@ -188,7 +181,7 @@ def test_sizes_and_lists_of_numbers():
     assert [parse_bytes(text) for text in ("12", "1.5KiB", "2 GB")] == [12, 1536, 2 * 10**9]
     assert counts("n", "1, 8") == (1, 8)
     for text in ("", "1,", "0", "a"):
-        with pytest.raises(UserError, match="write comma-separated numbers of at least 1"):
+        with refused("write comma-separated numbers of at least 1"):
             counts("n", text)
 
 

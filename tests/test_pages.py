@@ -159,13 +159,8 @@ def test_a_table_is_folded_behind_its_chart_and_only_then(pages: Mapping[str, st
 
 def test_a_bench_begins_with_its_answer_and_ends_with_its_method(pages: Mapping[str, str]) -> None:
     order = [
-        "a CPU",
-        "At batch 1: K 3.",
-        "<nav",
-        "<svg",
-        "<h2>Every row",
-        "<h2>How it was measured",
-        "in turns",
+        *("a CPU", "At batch 1: K 3.", "<nav", "<svg"),
+        *("<h2>Every row", "<h2>How it was measured", "in turns"),
     ]
     places = [pages["tune"].index(each) for each in order]
     assert places == sorted(places)

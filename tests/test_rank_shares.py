@@ -22,7 +22,6 @@ from specgen.checkpoints.checkpoint import (
     target_config,
 )
 from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
-from specgen.config import UserError
 from specgen.device import SINGLE_RANK, Ranks
 from specgen.models.llama import Llama
 from specgen.models.protocols import no_target
@@ -402,7 +401,7 @@ def test_shares_that_would_not_be_equal_are_refused(
     tmp_path: Path, target: str, size: int, fitting: str
 ) -> None:
     TARGETS[target](tmp_path)
-    with pytest.raises(UserError, match=rf"tensor-parallel is {size}, which .* use one of {fitting}$"):
+    with refused(rf"tensor-parallel is {size}, which .* use one of {fitting}$"):
         target_config(open_checkpoint(str(tmp_path))).shared(size)
 
 

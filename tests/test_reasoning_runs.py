@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from specgen.config import UserError
 from specgen.config.bundled import data_directory
 from specgen.engine import choices
 from specgen.record.interrupt import StoppedError
 from specgen.record.record_rows import RequestRow, Step, count_parts
-from tests.commands import printed, specgen, write_rows
+from tests.commands import printed, refused, specgen, write_rows
 from tests.jobs import untimed
 from tests.marks import mostly_slow
 from tests.tiny_checkpoints import write_head, write_target
@@ -87,7 +86,7 @@ def models_of(pair: Path, *more: object) -> list[object]:
 
 
 def refuses(result: Result, message: str) -> None:
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         raise result.exception or AssertionError(result.output)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from specgen.config import UserError
 from specgen.record import columns, results
 from specgen.record.files import RowFile, Rows
 from specgen.record.record_rows import Session, read_passes
@@ -203,7 +202,7 @@ def test_a_run_of_an_earlier_version_is_refused_in_one_line(stopped):
     (stopped / "events.jsonl").touch()
     reason = r"^'.*' holds a run of an earlier version, .*: name a new directory, or move this one away$"
     for read in (load_so_far, RunDirectory):
-        with pytest.raises(UserError, match=reason):
+        with refused(reason):
             read(stopped)
     (stopped / "status.json").unlink()
     earlier = {**fold(ROWS, num_spec_tokens=3).to_json(), "of_earlier": True}
@@ -234,5 +233,5 @@ def test_a_resumed_run_is_not_reported_by_its_old_file(stopped):
 @pytest.mark.parametrize("missing", ["passes.jsonl", "manifest.json"])
 def test_a_directory_of_something_else_is_refused(stopped, missing):
     (stopped / missing).unlink()
-    with pytest.raises(UserError, match=r"report\.json cannot be read .*: give a directory that"):
+    with refused(r"report\.json cannot be read .*: give a directory that"):
         load_so_far(stopped)

@@ -189,9 +189,8 @@ def test_wrong_sets_of_shards_are_refused(
     if damage is not None:
         shards[2] = Path(shutil.copytree(shards[2], tmp_path / "damaged"))
         damage(shards[2])
-    with pytest.raises(UserError, match=re.escape(words)) as refused:
+    with refused(re.escape(words)):
         merge(tmp_path / "merged", shards, "jsonl")
-    assert "\n" not in str(refused.value)
     assert [each.name for each in tmp_path.iterdir()] == ["damaged"][: damage is not None]
 
 
@@ -303,9 +302,8 @@ def test_a_scheduler_says_the_shard(variables: dict[str, str], shard: str) -> No
     ],
 )  # fmt: skip
 def test_what_schedulers_cannot_say_is_refused(variables: dict[str, str], words: str) -> None:
-    with pytest.raises(UserError, match=re.escape(words)) as refused:
+    with refused(re.escape(words)):
         scheduled_shard(variables)
-    assert "\n" not in str(refused.value)
 
 
 def test_a_scheduled_shard_has_its_own_directory_and_resumes_anywhere(

@@ -201,14 +201,8 @@ def test_the_report_in_the_readme(smollm2: Path, tmp_path: Path) -> None:
         pytest.skip("the README's questions are MT-Bench's, which are not here")
     lines = documented(README, "num_requests 40")
     given = [
-        "--dataset",
-        "mt-bench",
-        "--data-path",
-        questions,
-        "--num-prompts",
-        "20",
-        "--num-spec-tokens",
-        "3",
+        *("--dataset", "mt-bench", "--data-path", questions),
+        *("--num-prompts", "20", "--num-spec-tokens", "3"),
     ]
     found = printed(
         "generate", "--model", smollm2, "--drafter", HEADS / "eagle3", *given, "--max-new-tokens", "64",

@@ -61,14 +61,7 @@ def test_all_modules_that_a_run_used_were_known_before() -> None:
 
 def test_the_second_start_measures_no_steps(tmp_path: Path) -> None:
     command = [
-        sys.executable,
-        "-m",
-        "specgen",
-        "prepare",
-        "--num-spec-tokens",
-        "auto",
-        "--max-batch-size",
-        "8",
+        *(sys.executable, "-m", "specgen", "prepare", "--num-spec-tokens", "auto", "--max-batch-size", "8")
     ]
 
     def seconds() -> dict[str, float]:

@@ -16,7 +16,7 @@ import torch
 
 from specgen.checkpoints.checkpoint import open_checkpoint
 from specgen.checkpoints.inspect_checkpoint import describe
-from specgen.config import EngineConfig, SamplingParams, StructuredOutputs, UserError
+from specgen.config import EngineConfig, SamplingParams, StructuredOutputs
 from specgen.config.bundled import data_directory
 from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Request
@@ -323,9 +323,7 @@ def test_ranks_are_told_of_answers_alone(random_pair: Pair, monkeypatch: pytest.
 
 def test_a_token_that_the_model_has_not_is_refused(random_pair: Pair) -> None:
     engine = engine_of(random_pair, drafter="suffix")
-    with pytest.raises(
-        UserError, match="an answer to learn from has token 999999, which is not in the vocabulary"
-    ):
+    with refused("an answer to learn from has token 999999, which is not in the vocabulary"):
         engine.learn([[4, 999999]])
     engine_of(random_pair, drafter="ngram").learn([[4, 999999]])  # which reads none
 
@@ -410,7 +408,7 @@ def test_a_run_learns_from_an_earlier_one(tmp_path: Path) -> None:
     assert manifest["engine"]["learn_from"] == manifest["settings"]["learnt from"] == str(first)
     assert "learn_from" not in json.loads((first / "manifest.json").read_text())["engine"]
     assert _portable(learning.engine).learn_from == str(first.resolve())
-    with pytest.raises(UserError, match="differs in --learn-from"):
+    with refused("differs in --learn-from"):
         run(job, again, Silent())
     newest = newest_answers(Rows(first / "completions.jsonl"))
     assert newest == [json.loads(line)["token_ids"] for line in (first / "completions.jsonl").open()]

@@ -490,10 +490,9 @@ def test_names_that_the_template_does_not_use_are_refused(tmp_path: Path) -> Non
     ],
 )
 def test_what_is_no_object_of_the_users_is_refused_in_one_line(asked: Any, reason: str) -> None:
-    with pytest.raises(UserError, match=r"^chat-template-kwargs") as caught:
+    with refused(r"^chat-template-kwargs") as caught:
         EngineConfig(model="a", drafter="b", chat_template_kwargs=asked)
     assert reason in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_equal_kwargs_are_equal_configurations() -> None:

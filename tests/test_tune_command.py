@@ -7,8 +7,6 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from specgen.config import DraftLength, EngineConfig, UserError
 from specgen.engine.arms import Arm
 from specgen.experiments import plans
@@ -16,7 +14,7 @@ from specgen.experiments.tune import command
 from specgen.experiments.tune_job import Workload, draft_lengths, seconds
 from specgen.prompts.formats import Reading
 from specgen.report.display import duration
-from tests.commands import specgen
+from tests.commands import refused, specgen
 from tests.timed_engines import install, job_of, usual
 
 
@@ -162,14 +160,14 @@ def test_lists_and_times_of_the_command_line() -> None:
     assert lengths == (*(DraftLength(most=k) for k in (0, 1, 2, 5)), DraftLength(most=7, kind="auto"))
     assert [seconds(text) for text in ("90s", "1.5m", "2h")] == [90, 90, 7200]
     for wrong in ("", "x", "1-", "3-1", "auto-2"):
-        with pytest.raises(UserError, match=f"k is {wrong!r}: "):
+        with refused(f"k is {wrong!r}: "):
             draft_lengths(wrong)
     assert draft_lengths("16") == (DraftLength(most=16),)
     for wrong, part in (("17", "17"), ("1,9-17", "9-17"), ("99999999999", "99999999999")):
-        with pytest.raises(UserError, match=f"^k is {wrong!r}: use at most 16 in {part}$"):
+        with refused(f"^k is {wrong!r}: use at most 16 in {part}$"):
             draft_lengths(wrong)
     for wrong in ("", "10", "m", "0s", "-1s", "9" * 400 + "s"):
-        with pytest.raises(UserError, match=f"budget is {wrong!r}: write a time such as"):
+        with refused(f"budget is {wrong!r}: write a time such as"):
             seconds(wrong)
 
 

@@ -74,12 +74,8 @@ def test_rows_are_those_of_the_same_file_on_a_disk(tmp_path: Path) -> None:
 
 def test_hidden_objects_and_runs_are_no_prompts(tmp_path: Path) -> None:
     names = [
-        "a.jsonl",
-        "below/b.jsonl",
-        ".c.jsonl",
-        ".d/e.jsonl",
-        "run/completions.jsonl",
-        "run/parts/f.jsonl",
+        *("a.jsonl", "below/b.jsonl", ".c.jsonl", ".d/e.jsonl"),
+        *("run/completions.jsonl", "run/parts/f.jsonl"),
     ]
     for number, name in enumerate(names):
         content = lines([{"id": name, "prompt": f"prompt {number}"}])
@@ -223,13 +219,9 @@ def test_urls_and_paths() -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        "s3://user:secret@bucket/a",
-        "s3://user:secr/et@bucket/a",
-        "s3://user:12/secret@bucket/a",
-        "s3://secret@bucket/a",
-        "https://host/a?sig=secret",
-        "az://container/a?secret",
-        "gsm8k=s3://user:secret@bucket/a",
+        *("s3://user:secret@bucket/a", "s3://user:secr/et@bucket/a", "s3://user:12/secret@bucket/a"),
+        *("s3://secret@bucket/a", "https://host/a?sig=secret", "az://container/a?secret"),
+        *("gsm8k=s3://user:secret@bucket/a",),
     ],
 )
 def test_a_url_with_a_secret_is_refused_without_it(url: str) -> None:
@@ -237,7 +229,7 @@ def test_a_url_with_a_secret_is_refused_without_it(url: str) -> None:
         require_no_secrets(url)
     with refused("^the URL"):
         EngineConfig(model=url, drafter="ngram")
-    assert caught is None
+    assert "secret" not in str(caught.value)
 
 
 def test_secrets_in_errors_of_libraries_are_left_out() -> None:
