@@ -1,7 +1,7 @@
 """A failure concerns its own requests only: they are retried once, alone, and all others continue."""
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from specgen.device import HostCopy
 from specgen.engine import build
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
+from specgen.record.record_rows import OutOfMemory
 from tests.engines import (
     Outputs,
     Pair,
@@ -32,6 +33,7 @@ from tests.marks import mostly_slow
 
 GREEDY = SamplingParams(max_tokens=16)
 SAMPLED = SamplingParams(max_tokens=16, temperature=0.8, top_p=0.9)
+NO_MEMORY = "the device has no memory for it even alone: lower --gpu-memory-utilization"
 BAD = 10  # a token that occurs in prompts and texts, and that the head cannot draft
 REQUESTS = random_requests(16, 128, GREEDY, lengths=(1, 12))
 
@@ -176,7 +178,11 @@ class Broken:
     """Replaces a method of ``Steps``: a device error where ``fails`` says so."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, where: str, fails: Callable[[int, Any], bool]
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        where: str,
+        fails: Callable[[int, Any], bool],
+        error: type[RuntimeError] = RuntimeError,
     ) -> None:
         work, self.calls = getattr(Steps, where), 0
 
@@ -184,23 +190,33 @@ class Broken:
             self.calls += 1
             result = work(steps, first, *rest)
             if fails(self.calls, first):
-                raise RuntimeError("planted\nand more")
+                raise error("planted\nand more")
             return result
 
         monkeypatch.setattr(Steps, where, planted)
 
 
+@pytest.mark.parametrize(
+    ("error", "reason", "num_shortages"),  # of memory: one in a batch, and three alone
+    [
+        (RuntimeError, "the device failed: planted, and again when tried alone", 0),
+        (torch.OutOfMemoryError, NO_MEMORY, 1 + 3),
+    ],
+)
 def test_a_request_that_breaks_every_pass_fails_alone(
-    demo_pair: Pair, monkeypatch: pytest.MonkeyPatch
+    demo_pair: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[RuntimeError],
+    reason: str,
+    num_shortages: int,
 ) -> None:
-    Broken(monkeypatch, "decode", lambda calls, columns: int(columns.state.positions.max()) > 120)
-    requests = [
-        Request(id=f"{n}", prompt_token_ids=(9,) * n, sampling=SamplingParams(max_tokens=5, ignore_eos=True))
-        for n in (30, 119, 31)
-    ]
+    Broken(monkeypatch, "decode", lambda calls, columns: int(columns.state.positions.max()) > 120, error)
+    sampling = SamplingParams(max_tokens=5, ignore_eos=True)
+    requests = [Request(id=f"{n}", prompt_token_ids=(9,) * n, sampling=sampling) for n in (30, 119, 31)]
     outputs = generate(demo_pair, requests, num_spec_tokens=0)
-    errors = {name: completion.error for name, completion in outputs.completions.items()}
-    assert errors == {"30": None, "119": "the device failed: planted, and again when tried alone", "31": None}
+    found = {name: (each.finish_reason, each.error) for name, each in outputs.completions.items()}
+    assert found == {"30": ("length", None), "119": ("error", reason), "31": ("length", None)}
+    assert sum(isinstance(event, OutOfMemory) for event in outputs.passes) == num_shortages
 
 
 def test_a_device_that_always_fails_fails_all_requests_and_ends_the_run(
@@ -233,17 +249,6 @@ def test_an_error_at_start_up_fails_no_request(
     ) as raised:
         engine.warm_up()
     assert getattr(raised.value, "requests", ()) == ()
-
-
-def test_what_had_finished_comes_before_the_error_of_a_source(random_pair: Pair) -> None:
-    def source() -> Iterator[Request]:
-        yield Request(id="empty", prompt_token_ids=(), sampling=GREEDY)
-        raise ZeroDivisionError
-
-    completions = engine_of(random_pair).generate(source())
-    assert next(completions).request.id == "empty"
-    with pytest.raises(ZeroDivisionError):
-        next(completions)
 
 
 def test_a_lost_device_ends_the_run_and_names_the_requests_in_flight(

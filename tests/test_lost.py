@@ -23,9 +23,7 @@ from specgen.engine import engine
 from specgen.jobs.job import Job
 from specgen.jobs.run import run
 from specgen.prompts.load import DataSource
-from specgen.record.files import RowFile
 from specgen.record.interrupt import StoppedError
-from specgen.record.record_rows import PassRow, Session, read_passes
 from tests.jobs import HOW_IT_WENT, Silent, conversations, keep_in_memory, untimed
 from tests.waiting import LIMIT
 
@@ -107,43 +105,6 @@ def test_all_other_requests_are_answered_as_without_a_lost_device(
     for name in ("completions.jsonl", "errors.jsonl"):
         assert untimed(out / name) == untimed(tmp_path / "whole" / name), "what failed is tried again"
     assert numbers(out) == numbers(tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_requests_in_flight_are_retried_alone(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lose_the_device(monkeypatch)
-    with pytest.raises(DeviceLost) as first:
-        run(job, tmp_path / "run", Silent())
-    suspects = first.value.requests
-    assert POISON in suspects
-    assert 2 <= len(suspects) <= 4
-    with pytest.raises(DeviceLost) as second:
-        run(job, tmp_path / "run", Silent())
-    assert second.value.requests == (POISON,)
-    run(job, tmp_path / "run", Silent())
-    completions, errors = (rows(tmp_path / "run" / f"{name}.jsonl") for name in ("completions", "errors"))
-    assert len(completions) + len(errors) == 18
-    sizes = batch_sizes(tmp_path / "run")
-    for name in set(suspects) - {POISON}:
-        assert sizes[name] == {1}
-    assert max(max(each, default=0) for each in sizes.values()) > 1
-
-
-def batch_sizes(out: Path) -> dict[str, set[int]]:
-    """By request, the numbers of sequences in the passes that verified its drafts."""
-    passes: dict[tuple[str, int], int] = {}
-    session = ""
-    for row in read_passes(out / "passes.jsonl"):
-        if isinstance(row, Session):
-            session = row.name
-        elif isinstance(row, PassRow):
-            passes[session, row.number] = row.num_sequences
-    return {
-        name: {passes[row["record"]["session"], number] for number in row["record"]["steps"]["pass"]}
-        for name, row in RowFile(out / "completions.jsonl").items()
-    }
 
 
 @pytest.mark.slow

@@ -199,27 +199,6 @@ def test_out_of_memory_lowers_the_limits_and_changes_no_text(
     assert lowered[-1].max_prefill_tokens == (32 if where == "prefill" else 256)
 
 
-def test_a_request_too_large_for_memory_fails_alone(demo_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = Steps.decode
-
-    def fails_for_long_texts(self: Steps, columns: Any, num_drafts: int) -> Any:
-        if int(columns.state.positions.max()) > 120:
-            raise torch.OutOfMemoryError("planted")
-        return decode(self, columns, num_drafts)
-
-    monkeypatch.setattr(Steps, "decode", fails_for_long_texts)
-    requests = [
-        Request(id=f"{n}", prompt_token_ids=(9,) * n, sampling=SamplingParams(max_tokens=5, ignore_eos=True))
-        for n in (30, 119, 31)
-    ]
-    outputs = generate(demo_pair, requests, num_spec_tokens=0)
-    reasons = {name: completion.finish_reason for name, completion in outputs.completions.items()}
-    assert reasons == {"30": "length", "119": "error", "31": "length"}
-    assert "even alone" in (outputs.completions["119"].error or "")
-    shortages = sum(isinstance(event, OutOfMemory) for event in outputs.passes)
-    assert shortages - 1 == 3, "one in a batch, and three alone"
-
-
 def test_out_of_memory_at_the_last_step(
     demo_pair: Pair, device_like: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,11 +139,6 @@ def test_a_template_that_refuses_the_messages_is_one_line(tmp_path):
         chat_ids(tokenizer)
 
 
-def test_a_directory_without_a_tokenizer_is_one_line(tmp_path):
-    with refused(r"^no tokenizer could be loaded from .*: give a directory"):
-        load_tokenizer(str(tmp_path))
-
-
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
 def test_a_file_that_git_lfs_has_not_fetched_is_named(tmp_path, name):
     write_byte_level(tmp_path)
