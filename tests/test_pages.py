@@ -225,7 +225,7 @@ def test_a_comparison_says_what_is_compared(pages: Mapping[str, str]) -> None:
     assert '<a href="mt-bench/drafter/report.html">mt-bench/<wbr>drafter</a>' in page
     (text,) = re.findall(r'<p class="finding">([^<]*)</p>\n<nav ', page)
     lines = [line.split(":")[0] for line in text.split("\n")]
-    assert lines == ["mt-bench", "humaneval-with-a-long-name-of-its-own"]
+    assert lines == ["mt-bench, by length", "humaneval-with-a-long-name-of-its-own, by length"]
     assert re.search(r"\.finding[^{]*\{ white-space: pre-line \}", page), "each has a line of its own"
     charts = re.findall(r'aria-label="([^":]*):[^"]*">(.*?)</svg>', page)
     joined = {title: "<polyline" in marks for title, marks in charts}
