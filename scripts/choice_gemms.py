@@ -23,20 +23,18 @@ Shape = tuple[int, int]
 QKV: tuple[Shape, ...] = ((6144, 4096),)  # of Llama-3.1-8B and Qwen3-8B, as all here
 PARTS: tuple[Shape, ...] = ((4096, 4096), (4096, 14336), (4096, 12288))
 GATE_UP: tuple[Shape, ...] = ((28672, 4096), (24576, 4096))
+# Of GLM-4.7-Flash and Qwen3-30B-A3B, and of small models: a Gemma 4 assistant, Qwen3-0.6B and Llama-3.2-1B
+NARROW_PARTS: tuple[Shape, ...] = ((2048, 5120), (2048, 4096), (2048, 1536), (1024, 8192), (1024, 3072))
+NARROW_GATE_UP: tuple[Shape, ...] = ((3072, 2048), (6144, 1024), (16384, 2048))
 TABLES: dict[str, tuple[tuple[Tile, ...], tuple[Shape, ...]]] = {
-    "linear": (measured_choices.LINEAR, QKV),
-    "linear_parts": (measured_choices.LINEAR_PARTS, PARTS),
-    "gated": (measured_choices.GATED, GATE_UP),
+    "linear": (measured_choices.LINEAR, (*QKV, (1344, 2048))),
+    "linear_parts": (measured_choices.LINEAR_PARTS, PARTS + NARROW_PARTS),
+    "gated": (measured_choices.GATED, GATE_UP + NARROW_GATE_UP),
     "fp8_linear": (measured_choices.FP8_LINEAR, QKV),
     "fp8_linear_parts": (measured_choices.FP8_LINEAR_PARTS, PARTS),
     "fp8_gated": (measured_choices.FP8_GATED, GATE_UP),
     "fp8_many": (measured_choices.FP8_MANY, QKV + PARTS),
     "fp8_gated_many": (measured_choices.FP8_GATED_MANY, GATE_UP),
-}
-NARROW: dict[str, tuple[Shape, ...]] = {  # of GLM-4.7-Flash and Qwen3-30B-A3B, for entries with most_outputs
-    "linear": ((1344, 2048),),
-    "linear_parts": ((2048, 5120), (2048, 4096), (2048, 1536)),
-    "gated": ((3072, 2048),),
 }
 _REPEATS = 5
 
@@ -49,8 +47,17 @@ def format_of(table: str, tile: Tile) -> Format:
 
 
 def shapes_of(table: str, tile: Tile) -> tuple[Shape, ...]:
-    """Of the matrices at which an entry is measured."""
-    return TABLES[table][1] if tile.most_outputs is None else NARROW[table]
+    """Of the matrices at which an entry is measured: of those of its table, for which it is taken."""
+
+    def kind(one: Tile) -> tuple[object, ...]:
+        return one.rows, format_of(table, one), getattr(one, "rounds", False)
+
+    def is_taken(shape: Shape) -> bool:
+        sizes = shape[0] // (2 if "gated" in table else 1), shape[1]
+        alike = (each for each in TABLES[table][0] if kind(each) == kind(tile))
+        return next((each for each in alike if each.fits(*sizes)), None) == tile
+
+    return tuple(filter(is_taken, TABLES[table][1]))
 
 
 def fixed(table: str) -> tuple[str, ...]:

@@ -42,17 +42,9 @@ def compile_one(job: tuple[str, gemms.Format, Tile]) -> None:
 
 
 def candidates(table: str) -> Iterator[tuple[int, Tile, list[Tile]]]:
-    """Index and tile of each entry that is measured, with its candidates.
-
-    Of entries of the same rows and weights the first: later ones are for weights that it does not fit.
-    """
-    seen = set()
+    """Index and tile of each entry that is measured, with its candidates: those that are taken for a matrix."""
     for index, tile in enumerate(gemms.TABLES[table][0]):
-        shapes = gemms.shapes_of(table, tile)
-        key = tile.rows, gemms.format_of(table, tile), getattr(tile, "rounds", False), shapes
-        fits = all(tile.fits(out // (2 if "gated" in table else 1), width) for out, width in shapes)
-        if fits and key not in seen:
-            seen.add(key)
+        if gemms.shapes_of(table, tile):
             yield index, tile, neighbours(tile, gemms.fixed(table))
 
 
@@ -65,8 +57,7 @@ def measure_tiles(table: str, ends: float) -> Change:
             continue
         form, found = gemms.format_of(table, present), {}
         for tile in tiles:
-            shapes = gemms.shapes_of(table, tile)
-            each = [gemms.time_tile(table, form, tile, shape) for shape in shapes]
+            each = [gemms.time_tile(table, form, tile, shape) for shape in gemms.shapes_of(table, present)]
             found[tile] = [one.seconds for one in each]
             for reason in {one.why for one in each if one.why in ("WRONG", "differs between two runs")}:
                 print(f"{table} {entry(tile)}: {reason}", flush=True)

@@ -658,6 +658,15 @@ def test_heads_that_would_draft_badly_are_refused(
         _load_head(tmp_path, target)
 
 
+def test_a_directory_is_named_though_the_reason_begins_with_its_name(
+    tmp_path: Path, target: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_head(tmp_path / "head", target.config, changed_config={"head_dim": 0})
+    with refused("^head: head_dim is 0"):
+        _load_head(Path("head"), target)
+
+
 def test_a_head_is_refused_as_target(tmp_path: Path, target: Llama) -> None:
     write_head(tmp_path, target.config)
     with refused("is a draft head and no target: name it with --drafter"):

@@ -64,7 +64,8 @@ def pair_on(
     """Loads the target and a head of that kind in a dtype to a device."""
     if request.param in OF_GEMMA4:
         widths = {"head_dim": 64, "global_head_dim": 128}
-        OF_GEMMA4[request.param](tmp_path / "drafter", write_gemma4(tmp_path / "target", "12b", **widths))
+        size = "e2b" if request.param == "assistant-centroids" else "12b"
+        OF_GEMMA4[request.param](tmp_path / "drafter", write_gemma4(tmp_path / "target", size, **widths))
     else:
         path, config = target
         (tmp_path / "target").symlink_to(path)

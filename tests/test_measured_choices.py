@@ -66,6 +66,8 @@ def test_block_fp8_has_blocks_of_one_scale() -> None:
         (measured_choices.GATED, (1536, 2048), 17, 128, 4),
         (measured_choices.LINEAR_FEW_OUTPUTS, (32, 2880), 40, 64, 5),
         (measured_choices.GATED, (14336, 4096), 128, 128, 3),
+        (measured_choices.GATED, (8192, 2048), 1, 128, 4),
+        (measured_choices.LINEAR, (12288, 4096), 64, 128, 4),
         (measured_choices.FP8_LINEAR, (4096, 4096), 33, 256, 4),
     ],
 )
@@ -78,11 +80,28 @@ def test_matrices_take_the_tiles_that_they_were_measured_with(
 
 def test_more_rows_go_to_other_kernels() -> None:
     assert taken(measured_choices.LINEAR, 65, (4096, 4096)) is None
+    assert taken(measured_choices.LINEAR, 17, (16384, 4096)) is None
+    assert taken(measured_choices.LINEAR, 16, (16384, 4096)) is not None
     assert measured_choices.FP8_LINEAR[-1].most_rows == measured_choices.FP8_FEW_ROWS, (
         "every number of rows has a kernel"
     )
     assert measured_choices.HOPPER["fewest_rows"] <= measured_choices.LINEAR[-1].most_rows + 1
     assert measured_choices.HOPPER["most_rows"] == max(measured_choices.HOPPER["tiles"])
+
+
+def test_an_entry_is_measured_at_matrices_for_which_it_is_taken() -> None:
+    sizes = {
+        table: [choice_gemms.shapes_of(table, tile) for tile in tiles]
+        for table, (tiles, _) in choice_gemms.TABLES.items()
+    }
+    assert sizes["linear"][:4] == [((1344, 2048),), choice_gemms.QKV, (), (*choice_gemms.QKV, (1344, 2048))]
+    assert sizes["gated"][:4] == [((3072, 2048),), ((6144, 1024),), ((16384, 2048),), choice_gemms.GATE_UP]
+    nowhere = {
+        (table, index) for table, each in sizes.items() for index, found in enumerate(each) if not found
+    }
+    assert nowhere == {  # for matrices that earlier entries do not fit
+        *(("linear", 2), ("linear", 4), ("fp8_linear_parts", 4), ("fp8_many", 1), ("fp8_gated_many", 1))
+    }
 
 
 def test_kernels_hold_no_tables_of_their_own() -> None:

@@ -76,7 +76,7 @@ def _about(checkpoint: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if str(error).startswith(checkpoint):
+        if re.match(rf"{re.escape(checkpoint)}[:/ ]", str(error)):
             raise
         raise UserError(f"{checkpoint}: {error}") from error
 
@@ -229,7 +229,8 @@ def build_target(config: TargetConfig, reader: TensorReader) -> Target:
         config.fp8 is None or any(info.dtype == E4M3 for info in reader.checkpoint.tensors.values()),
         f"{reader.checkpoint.name}: config.json says FP8, but no weight is stored in it: download both again",
     )
-    target = family.build(config, reader, bind_ops(reader.device, reader.dtype, reader.ranks))
+    with _about(reader.checkpoint.name):
+        target = family.build(config, reader, bind_ops(reader.device, reader.dtype, reader.ranks))
     reader.finish(family.ignored(config, reader.checkpoint.tensors.keys()))
     return target
 

@@ -24,7 +24,7 @@ class Tile:
     prefetch_bytes: int = 0  # of each weight row, loaded before the inputs are ready
     parts: int = 1  # into which K, the input dimension, is split
     row_blocks: int = 1  # at most; each reads the weight, which should be small for more than one
-    most_outputs: int | None = None  # with more, larger blocks keep the GPU busy too
+    most_outputs: int | None = None  # more are for a later entry, or another kernel
 
     @property
     def most_rows(self) -> int:
