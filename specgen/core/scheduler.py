@@ -196,8 +196,8 @@ class Scheduler:
         """Whether prompts should stop the decoding now, or wait for more prompts.
 
         However few its rows, a pass takes about half a step's time (of an 8B on an H200 an estimated 8 ms). So slots
-        stay free until what that has cost, in slots times steps, comes near it. A full pass has nothing to wait for, nor have the
-        last prompts. What prompts share before a pass has computed it counts in each of them.
+        stay free until what that has cost, in slots times steps, comes near it. A full pass has nothing to wait for,
+        nor have the last prompts. What prompts share before a pass has computed it counts in each of them.
         """
         free = self.limits.max_batch_size - self.num_admitted
         if free <= 0:
